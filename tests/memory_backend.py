@@ -42,7 +42,7 @@ class MemoryBackend:
     def names(self) -> list[str]:
         return [name for name in self._segments if "." not in name]
 
-    def beside(self) -> dict[str, int]:
+    def sidecars(self) -> dict[str, int]:
         return {name: len(data) for name, (_, data) in list(self._segments.items()) if "." in name}
 
     def find(self, segment_id: str) -> Stored | None:

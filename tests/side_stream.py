@@ -1,4 +1,4 @@
-"""Stands for a GPU beside the CPU: a side stream whose work is done when somebody waits for it, and an engine that
+"""Stands for a GPU on the CPU: a side stream whose work is done when somebody waits for it, and an engine that
 writes past the host."""
 
 from __future__ import annotations

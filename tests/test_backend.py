@@ -207,23 +207,23 @@ def test_many_threads_read_and_write_at_once(backend):
 
 
 def test_what_lies_beside_a_segment_is_listed_apart_and_otherwise_like_one(backend):
-    beside, usage = f"{A}.index", backend.usage()
-    assert backend.beside() == {}
+    sidecars, usage = f"{A}.index", backend.usage()
+    assert backend.sidecars() == {}
     put(backend)
-    put(backend, beside, OTHER)
-    assert (backend.names(), list(backend.beside())) == ([A], [beside])
-    assert backend.beside()[beside] == backend.find(beside).nbytes >= SIZE
+    put(backend, sidecars, OTHER)
+    assert (backend.names(), list(backend.sidecars())) == ([A], [sidecars])
+    assert backend.sidecars()[sidecars] == backend.find(sidecars).nbytes >= SIZE
     assert backend.usage() == usage
-    assert (whole(backend), whole(backend, beside)) == (DATA, OTHER)
-    assert blocks_of(backend, opened(backend, beside), 4096) == [OTHER[4096:8192]]
-    put(backend, beside, replace=True)
-    assert whole(backend, beside) == DATA
+    assert (whole(backend), whole(backend, sidecars)) == (DATA, OTHER)
+    assert blocks_of(backend, opened(backend, sidecars), 4096) == [OTHER[4096:8192]]
+    put(backend, sidecars, replace=True)
+    assert whole(backend, sidecars) == DATA
     backend.sync()
     assert backend.delete(A)
-    assert (backend.names(), list(backend.beside())) == ([], [beside])  # who deletes decides
-    assert backend.delete(beside)
-    assert not backend.delete(beside)
-    assert (backend.beside(), backend.find(beside)) == ({}, None)
+    assert (backend.names(), list(backend.sidecars())) == ([], [sidecars])  # who deletes decides
+    assert backend.delete(sidecars)
+    assert not backend.delete(sidecars)
+    assert (backend.sidecars(), backend.find(sidecars)) == ({}, None)
 
 
 def test_pins_are_marks_on_names(backend):

@@ -20,8 +20,7 @@ from memory_backend import MemoryBackend
 from segments import hashes, open_store, read_back, segment, store_over, written_at_once
 from test_forged import ODD, places
 
-from hf_tiered_cache.store import maintain
-from hf_tiered_cache.store import sidecars as beside
+from hf_tiered_cache.store import maintain, sidecars
 from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.engines import PosixEngine
@@ -80,19 +79,22 @@ def store(tmp_path, cipher):
 def test_what_is_kept_is_found_in_this_process_and_another(backend, cipher):
     store = store_over(backend, cipher=cipher)
     reader = publish(store)
-    assert store.beside.kept(reader, "index", FACTS) is None
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
-    assert store.beside.keep(reader, "scores", {"of": torch.ones(3)}, {})
+    assert store.sidecars.kept(reader, "index", FACTS) is None
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "scores", {"of": torch.ones(3)}, {})
     for each in (store, store_over(backend, cipher=cipher)):
         mine = each.reader(reader.id)
-        same(each.beside.kept(mine, "index", dict(reversed(FACTS.items()))), ARRAYS)
-        same(each.beside.kept(mine, "scores", {}), {"of": torch.ones(3)})
-        assert each.beside.kept(mine, "index", FACTS | {"clusters": 5}) is None
-        assert each.beside.kept(mine, "other", FACTS) is None
+        same(each.sidecars.kept(mine, "index", dict(reversed(FACTS.items()))), ARRAYS)
+        same(each.sidecars.kept(mine, "scores", {}), {"of": torch.ones(3)})
+        assert each.sidecars.kept(mine, "index", FACTS | {"clusters": 5}) is None
+        assert each.sidecars.kept(mine, "other", FACTS) is None
         figures = counted(each)
         assert figures.verification_failures == figures.read_errors == figures.other_key_files == 0
-    assert {kind: size > 0 for kind, size in store.beside.sizes()[reader.id].items()} == {"index": True, "scores": True}
-    assert counted(store).bytes_written >= sum(store.beside.by_segment().values())
+    assert {kind: size > 0 for kind, size in store.sidecars.sizes()[reader.id].items()} == {
+        "index": True,
+        "scores": True,
+    }
+    assert counted(store).bytes_written >= sum(store.sidecars.by_segment().values())
 
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 7), (70_000,), (3, 41_000)]
@@ -107,29 +109,29 @@ def test_arrays_of_every_dtype_and_size_come_back_in_every_bit(store, name):
         data = torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
         arrays[f"{number} ä"] = data.view(DTYPES[name]).view(shape)
     arrays["turned"] = arrays["4 ä"].T
-    assert store.beside.keep(reader, "index", arrays, {})
-    same({key: value[None] for key, value in store.beside.kept(reader, "index", {}).items()},
+    assert store.sidecars.keep(reader, "index", arrays, {})
+    same({key: value[None] for key, value in store.sidecars.kept(reader, "index", {}).items()},
          {key: value[None] for key, value in arrays.items()})  # fmt: skip
     for some in ({}, {"none": torch.empty(0, 4)}):
-        assert store.beside.keep(reader, "index", some, {})
-        same(store.beside.kept(reader, "index", {}), some)
+        assert store.sidecars.keep(reader, "index", some, {})
+        same(store.sidecars.kept(reader, "index", {}), some)
 
 
 def test_arrays_are_renewed_in_one_moment(store):
     """Whoever looks while two threads renew finds one of the two, whole."""
     reader, wrong, stop = publish(store), [], threading.Event()
     both = [{"of": torch.full((40_000,), float(number))} for number in range(2)]
-    assert store.beside.keep(reader, "index", both[0], {})
+    assert store.sidecars.keep(reader, "index", both[0], {})
 
     def renew(arrays):
         while not stop.is_set():
-            if not store.beside.keep(reader, "index", arrays, {}):
+            if not store.sidecars.keep(reader, "index", arrays, {}):
                 wrong.append("dropped")
 
     threads = [threading.Thread(target=renew, args=(each,)) for each in both]
     [thread.start() for thread in threads]
     for _ in range(100):
-        found = store.beside.kept(reader, "index", {})
+        found = store.sidecars.kept(reader, "index", {})
         if found is not None and not any(torch.equal(found["of"], each["of"]) for each in both):
             wrong.append("torn")
     stop.set()
@@ -152,8 +154,8 @@ def test_arrays_are_renewed_in_one_moment(store):
 def test_what_cannot_be_kept_is_refused(tmp_path, kind, arrays, facts):
     store = open_store(tmp_path)
     with pytest.raises(ValueError):
-        store.beside.keep(publish(store), kind, arrays, facts)
-    assert store.beside.sizes() == {}
+        store.sidecars.keep(publish(store), kind, arrays, facts)
+    assert store.sidecars.sizes() == {}
 
 
 # --- of this very segment
@@ -162,7 +164,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path, kind, arrays, facts):
 def test_what_was_made_from_other_bytes_of_its_name_is_not_found(store, cipher):
     """A segment is stored anew under its id: with other blocks, or with a key encrypted anew."""
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path = file_of(store, reader)
     old = path.read_bytes()
     store.remove([reader.id])
@@ -170,23 +172,23 @@ def test_what_was_made_from_other_bytes_of_its_name_is_not_found(store, cipher):
     again = publish(store, fill=None if cipher else 7)
     assert again.id == reader.id
     path.write_bytes(old)
-    assert store.beside.kept(again, "index", FACTS) is None
+    assert store.sidecars.kept(again, "index", FACTS) is None
     assert counted(store).verification_failures == 0
-    assert not store.beside.keep(reader, "index", ARRAYS, FACTS)  # of the one that has gone
+    assert not store.sidecars.keep(reader, "index", ARRAYS, FACTS)  # of the one that has gone
     assert path.read_bytes() == old
-    assert store.beside.keep(again, "index", ARRAYS, FACTS)
-    same(store.beside.kept(again, "index", FACTS), ARRAYS)
+    assert store.sidecars.keep(again, "index", ARRAYS, FACTS)
+    same(store.sidecars.kept(again, "index", FACTS), ARRAYS)
 
 
 def test_the_same_blocks_stored_anew_are_the_same_segment(tmp_path):
     store = open_store(tmp_path)
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     data = file_of(store, reader).read_bytes()
     store.remove([reader.id])
     again = publish(store)
     file_of(store, again).write_bytes(data)
-    same(store.beside.kept(again, "index", FACTS), ARRAYS)
+    same(store.sidecars.kept(again, "index", FACTS), ARRAYS)
 
 
 def remove(store, reader):
@@ -225,31 +227,31 @@ def test_arrays_go_with_their_segment(store, way):
     reader, other = publish(store), publish(store, "other")
     store.index.touch([other.id])
     for each in (reader, other):
-        assert store.beside.keep(each, "index", ARRAYS, FACTS)
-        assert store.beside.keep(each, "scores", ARRAYS, FACTS)
+        assert store.sidecars.keep(each, "index", ARRAYS, FACTS)
+        assert store.sidecars.keep(each, "scores", ARRAYS, FACTS)
     if way is expire:
         store.pin([other.id])
     way(store, reader)
-    assert list(store.beside.sizes()) == [other.id]
-    same(store.beside.kept(other, "index", FACTS), ARRAYS)
+    assert list(store.sidecars.sizes()) == [other.id]
+    same(store.sidecars.kept(other, "index", FACTS), ARRAYS)
 
 
 def test_orphans_are_swept_by_gc_and_where_room_is_wanted(tmp_path):
     store = open_store(tmp_path)
     gone, reader = publish(store, "gone"), publish(store)
     for each in (gone, reader):
-        assert store.beside.keep(each, "index", ARRAYS, FACTS)
+        assert store.sidecars.keep(each, "index", ARRAYS, FACTS)
     (tmp_path / "beside" / "notes.txt").write_text("not ours")
     store.path(gone.id).unlink()
-    size = store.beside.sizes()[gone.id]["index"]
+    size = store.sidecars.sizes()[gone.id]["index"]
     assert maintain.gc(store, dry_run=True).temporary_bytes == size
-    assert gone.id in store.beside.sizes()
+    assert gone.id in store.sidecars.sizes()
     assert maintain.gc(store).temporary_bytes == size
-    assert list(store.beside.sizes()) == [reader.id]
+    assert list(store.sidecars.sizes()) == [reader.id]
     store.backend.path(reader.id).unlink()
     tight = open_store(tmp_path, quota=store.used_bytes() + 1000)
     assert not tight.publish(*segment(hashes(9, "too large")))  # all the same
-    assert tight.beside.sizes() == {}
+    assert tight.sidecars.sizes() == {}
     assert (tmp_path / "beside" / "notes.txt").exists()
 
 
@@ -261,8 +263,8 @@ def test_what_is_kept_counts_in_the_quota_and_is_evicted_with_its_segment(tmp_pa
     arrays = {"of": torch.rand(30_000)}
     reader = publish(probe)
     before, alone = probe.used_bytes(), probe.nbytes_of(reader.id)
-    assert probe.beside.keep(reader, "index", arrays, {})
-    size = probe.beside.by_segment()[reader.id]
+    assert probe.sidecars.keep(reader, "index", arrays, {})
+    size = probe.sidecars.by_segment()[reader.id]
     assert probe.used_bytes() - before == size >= 120_000
     assert probe.victims(1) == [(reader.id, alone + size)]
     limit = 4 * (alone + size) + 500_000
@@ -270,12 +272,12 @@ def test_what_is_kept_counts_in_the_quota_and_is_evicted_with_its_segment(tmp_pa
     made = []
     for number in range(10):
         made.append(publish(store, f"s{number}"))
-        assert store.beside.keep(made[-1], "index", arrays, {})
+        assert store.sidecars.keep(made[-1], "index", arrays, {})
         assert du(tmp_path / "store") <= limit
         assert store.used_bytes() <= limit
     assert store.counters.snapshot().evicted_segments >= 5
-    assert set(store.beside.sizes()) == store.index.catalogue.ids()
-    assert made[-1].id in store.beside.sizes()
+    assert set(store.sidecars.sizes()) == store.index.catalogue.ids()
+    assert made[-1].id in store.sidecars.sizes()
 
 
 def test_several_processes_keep_within_one_quota(tmp_path):
@@ -283,19 +285,19 @@ def test_several_processes_keep_within_one_quota(tmp_path):
         "s.publish(*segment(hashes(2, n + str(i))))\n"
         "for row in s.index.rows()[-1:]:\n"
         "    r = s.reader(row.id)\n"
-        "    if r: s.beside.keep(r, 'index', {'of': torch.ones(20_000)}, {})\n"
+        "    if r: s.sidecars.keep(r, 'index', {'of': torch.ones(20_000)}, {})\n"
     )
     assert 0 < written_at_once(tmp_path / "store", 900_000, 2, each) <= 900_000
-    assert open_store(tmp_path / "store").beside.sizes()
+    assert open_store(tmp_path / "store").sidecars.sizes()
 
 
 def test_what_has_no_room_is_dropped_and_evicts_nothing(tmp_path):
     store = open_store(tmp_path, quota=1_000_000)
     reader, other = publish(store), publish(store, "other")
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
-    assert not store.beside.keep(reader, "index", {"of": torch.ones(250_000)}, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
+    assert not store.sidecars.keep(reader, "index", {"of": torch.ones(250_000)}, FACTS)
     assert counted(store).dropped_writes == 1
-    same(store.beside.kept(reader, "index", FACTS), ARRAYS)
+    same(store.sidecars.kept(reader, "index", FACTS), ARRAYS)
     assert store.index.catalogue.ids() == {reader.id, other.id}
 
 
@@ -304,14 +306,14 @@ def test_no_segment_gives_way_to_its_own_arrays(tmp_path):
     reader, other = publish(store), publish(store, "other")
     store.index.touch([other.id])  # so that the other one would go last
     room = store.limits.quota - store.used_bytes()  # the catalogue's log takes some of it, too
-    assert store.beside.keep(reader, "index", {"of": torch.ones((room - 40_000) // 4)}, {})
+    assert store.sidecars.keep(reader, "index", {"of": torch.ones((room - 40_000) // 4)}, {})
     assert store.index.catalogue.ids() == {reader.id}
 
 
 @pytest.mark.parametrize("step", ["allocate", "write", "publish"])
 def test_a_disk_that_fails_drops_them_and_leaves_what_was_there(store, monkeypatch, step):
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
 
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -319,21 +321,21 @@ def test_a_disk_that_fails_drops_them_and_leaves_what_was_there(store, monkeypat
     name = {"allocate": "root.allocate", "write": "folder.write_all", "publish": "root.os.rename"}[step]
     with monkeypatch.context() as patch:
         patch.setattr(f"hf_tiered_cache.store.{name}", fail)
-        assert not store.beside.keep(reader, "index", {"of": torch.ones(9)}, FACTS)
+        assert not store.sidecars.keep(reader, "index", {"of": torch.ones(9)}, FACTS)
     assert counted(store).dropped_writes == 1
-    same(store.beside.kept(reader, "index", FACTS), ARRAYS)
+    same(store.sidecars.kept(reader, "index", FACTS), ARRAYS)
     assert not list((store.path(reader.id).parent.parent / "tmp").iterdir())
 
 
 def test_a_store_that_cannot_be_written_reads_them(backend, cipher):
     store = store_over(backend, cipher=cipher)
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     backend.writable = False
     looking = store_over(backend, cipher=cipher)
     mine = looking.reader(reader.id)
-    same(looking.beside.kept(mine, "index", FACTS), ARRAYS)
-    assert not looking.beside.keep(mine, "index", ARRAYS, FACTS)
+    same(looking.sidecars.kept(mine, "index", FACTS), ARRAYS)
+    assert not looking.sidecars.keep(mine, "index", ARRAYS, FACTS)
     assert counted(looking).dropped_writes == 1
 
 
@@ -344,7 +346,7 @@ def test_whatever_fails_nothing_wrong_is_found_and_the_quota_is_kept(tmp_path_fa
     faults = Faults(root, seed, share)
     with faults.rest():
         store = open_store(root, cipher=cipher, quota=limit)
-    last = {}  # what was kept last beside each segment, or may have been
+    last = {}  # what was kept last for each segment, or may have been
     with faults.under_way():
         for step in range(30):
             name, kind = faults.random.choice("abcdef"), faults.random.choice(["index", "scores"])
@@ -353,11 +355,11 @@ def test_whatever_fails_nothing_wrong_is_found_and_the_quota_is_kept(tmp_path_fa
             reader = store.found(rows[0]) if rows else None
             if reader is None:
                 continue
-            found = store.beside.kept(reader, kind, {})
+            found = store.sidecars.kept(reader, kind, {})
             assert found is None or any(torch.equal(found["of"], each) for each in last[reader.id, kind])
             of = torch.full((faults.random.choice([9, 9000]),), float(step))
             known = last.setdefault((reader.id, kind), [])
-            if store.beside.keep(reader, kind, {"of": of}, {}):
+            if store.sidecars.keep(reader, kind, {"of": of}, {}):
                 known.clear()
             known.append(of)
             if faults.random.random() < 0.2:
@@ -368,7 +370,7 @@ def test_whatever_fails_nothing_wrong_is_found_and_the_quota_is_kept(tmp_path_fa
     again = open_store(root, cipher=cipher, quota=limit)
     maintain.gc(again)
     assert maintain.verify(again).ok
-    assert set(again.beside.sizes()) <= set(again.backend.names())
+    assert set(again.sidecars.sizes()) <= set(again.backend.names())
     assert not list((root / "tmp").iterdir())
     store.close()
 
@@ -382,7 +384,7 @@ STEPS = ["reserved", "blocks", "head", "renamed"]
 def test_kill_9_at_each_step_leaves_what_was_there_or_what_is_new(tmp_path, step):
     store = open_store(tmp_path)
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     store.close()
     code = f"""
 import os, signal, sys
@@ -403,7 +405,7 @@ def renaming(*paths, **folders):
     rename(*paths, **folders)
     die()
 os.pwrite, os.rename = counting, renaming
-store.beside.keep(store.reader({reader.id!r}), "index", {{"of": torch.ones(9)}}, {{}})
+store.sidecars.keep(store.reader({reader.id!r}), "index", {{"of": torch.ones(9)}}, {{}})
 """
     code = "from pathlib import Path\n" + code
     done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -411,14 +413,14 @@ store.beside.keep(store.reader({reader.id!r}), "index", {{"of": torch.ones(9)}},
     again = open_store(tmp_path)
     mine = again.reader(reader.id)
     if step == "renamed":
-        same(again.beside.kept(mine, "index", {}), {"of": torch.ones(9)})
+        same(again.sidecars.kept(mine, "index", {}), {"of": torch.ones(9)})
     else:
-        same(again.beside.kept(mine, "index", FACTS), ARRAYS)
+        same(again.sidecars.kept(mine, "index", FACTS), ARRAYS)
         assert maintain.gc(again, dry_run=True).temporary_bytes > 0
     maintain.gc(again)
     assert not list((tmp_path / "tmp").iterdir())
     assert maintain.verify(again).ok
-    assert list(again.beside.sizes()) == [reader.id]
+    assert list(again.sidecars.sizes()) == [reader.id]
 
 
 # --- damage, and files that were never ours
@@ -426,7 +428,7 @@ store.beside.keep(store.reader({reader.id!r}), "index", {{"of": torch.ones(9)}},
 
 def test_damage_at_any_byte_is_a_counted_miss_and_the_file_goes(store):
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path = file_of(store, reader)
     whole = path.read_bytes()
     offsets = [*range(400), *range(400, len(whole), 37), *range(len(whole) - 40, len(whole))]
@@ -434,24 +436,24 @@ def test_damage_at_any_byte_is_a_counted_miss_and_the_file_goes(store):
         data = bytearray(whole)
         data[offset] ^= 1 << offset % 8
         path.write_bytes(data)
-        assert store.beside.kept(reader, "index", FACTS) is None
+        assert store.sidecars.kept(reader, "index", FACTS) is None
         figures = counted(store)
         assert figures.verification_failures + figures.newer_files + figures.other_key_files == number, offset
         assert not path.exists() or data[8:12] != whole[8:12]
     assert counted(store).newer_files <= 32
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
-    same(store.beside.kept(reader, "index", FACTS), ARRAYS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
+    same(store.sidecars.kept(reader, "index", FACTS), ARRAYS)
 
 
 @pytest.mark.parametrize("size", [0, 8, 31, 32, 4095, 4096, 5000, -4096, -1])
 def test_a_file_of_another_length_is_a_counted_miss(store, size):
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path = file_of(store, reader)
     for length in (size if size >= 0 else path.stat().st_size + size, path.stat().st_size + abs(size) + 1):
-        assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+        assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
         os.truncate(path, length)
-        assert store.beside.kept(reader, "index", FACTS) is None
+        assert store.sidecars.kept(reader, "index", FACTS) is None
         assert not path.exists()
     assert counted(store).verification_failures == 2
 
@@ -462,8 +464,8 @@ def forge(path, said=None, nbytes=None, size=None):
     _, version, length, old, _ = PREFIX.unpack_from(data)
     text = data[PREFIX.size : PREFIX.size + length] if said is None else json.dumps(said).encode()
     nbytes = old if nbytes is None else nbytes
-    head_bytes = beside._head_bytes(len(text), nbytes)
-    digests = data[PREFIX.size + length :][: 16 * beside._blocks(nbytes)[0]]
+    head_bytes = sidecars._head_bytes(len(text), nbytes)
+    digests = data[PREFIX.size + length :][: 16 * sidecars._blocks(nbytes)[0]]
     head = bytearray(PREFIX.pack(MAGIC, version, len(text), nbytes, 0) + text + digests)
     head = head.ljust(min(head_bytes, 1 << 20), b"\0")[: 1 << 20]
     PREFIX.pack_into(head, 0, MAGIC, version, len(text), nbytes, xxh3(bytes(head)))
@@ -481,7 +483,7 @@ def said_by(path):
 def test_no_forged_head_does_harm(tmp_path_factory, data):
     store = open_store(tmp_path_factory.mktemp("store"))
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path = file_of(store, reader)
     said = said_by(path)
     way = data.draw(st.sampled_from(list(places(said))))
@@ -493,11 +495,11 @@ def test_no_forged_head_does_harm(tmp_path_factory, data):
         data.draw(st.sampled_from([*ODD, [0, 1 << 70], [0, 1 << 39, 1 << 39], [1 << 39]])),
     )
     forge(path, said)
-    found = store.beside.kept(reader, "index", FACTS)
+    found = store.sidecars.kept(reader, "index", FACTS)
     if found is not None and at[way[-1]] != before:  # names and shapes of the same bytes can be forged without a key
         assert way[0] == "arrays"
         assert sum(array.nbytes for array in found.values()) <= 4096
-    assert maintain.verify(store).beside <= 1
+    assert maintain.verify(store).sidecars <= 1
     maintain.gc(store)
 
 
@@ -505,15 +507,15 @@ def test_no_forged_head_does_harm(tmp_path_factory, data):
 def test_no_forged_json_does_harm(tmp_path, text):
     store = open_store(tmp_path)
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path = file_of(store, reader)
     _, version, length, nbytes, _ = PREFIX.unpack_from(path.read_bytes())
     digests = path.read_bytes()[PREFIX.size + length :][:16]
     head = bytearray(PREFIX.pack(MAGIC, version, len(text), nbytes, 0) + text + digests)
-    head = head.ljust(beside._head_bytes(len(text), nbytes), b"\0")
+    head = head.ljust(sidecars._head_bytes(len(text), nbytes), b"\0")
     PREFIX.pack_into(head, 0, MAGIC, version, len(text), nbytes, xxh3(bytes(head)))
     path.write_bytes(bytes(head) + bytes(4096))
-    assert store.beside.kept(reader, "index", FACTS) is None
+    assert store.sidecars.kept(reader, "index", FACTS) is None
     assert counted(store).verification_failures == 1
 
 
@@ -522,11 +524,11 @@ def test_no_size_is_believed_that_the_file_does_not_have(tmp_path, monkeypatch, 
     """A file of a few KiB that promises up to exabytes."""
     store = open_store(tmp_path)
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path, most = file_of(store, reader), []
-    monkeypatch.setattr(beside, "aligned_bytes", most.append)
+    monkeypatch.setattr(sidecars, "aligned_bytes", most.append)
     forge(path, said_by(path) | {"arrays": [["of", "uint8", [nbytes]]]}, nbytes)
-    assert store.beside.kept(reader, "index", FACTS) is None
+    assert store.sidecars.kept(reader, "index", FACTS) is None
     assert counted(store).verification_failures == 1
     assert most == []
 
@@ -536,13 +538,13 @@ def test_a_sparse_file_takes_no_memory(tmp_path, monkeypatch, nbytes):
     """A file of a few KiB that has the size that it promises."""
     store = open_store(tmp_path)
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path, most = file_of(store, reader), []
-    monkeypatch.setattr(beside, "aligned_bytes", most.append)
+    monkeypatch.setattr(sidecars, "aligned_bytes", most.append)
     said = said_by(path) | {"arrays": [["of", "uint8", [nbytes]]]}
-    forge(path, said, nbytes, beside._head_bytes(len(json.dumps(said)), nbytes) + nbytes)
+    forge(path, said, nbytes, sidecars._head_bytes(len(json.dumps(said)), nbytes) + nbytes)
     assert path.stat().st_size > nbytes > 16 * path.stat().st_blocks * 512
-    assert store.beside.kept(reader, "index", FACTS) is None
+    assert store.sidecars.kept(reader, "index", FACTS) is None
     assert (counted(store).read_errors, counted(store).verification_failures) == (1, 0)
     assert most == []
 
@@ -551,10 +553,10 @@ def test_a_sparse_file_takes_no_memory(tmp_path, monkeypatch, nbytes):
 def test_no_shape_of_nothing_does_harm(tmp_path, shape):
     store = open_store(tmp_path)
     reader = publish(store)
-    assert store.beside.keep(reader, "index", {"of": torch.empty(0, 4)}, FACTS)
+    assert store.sidecars.keep(reader, "index", {"of": torch.empty(0, 4)}, FACTS)
     path = file_of(store, reader)
     forge(path, said_by(path) | {"arrays": [["of", "float32", shape]]})
-    assert store.beside.kept(reader, "index", FACTS) is None
+    assert store.sidecars.kept(reader, "index", FACTS) is None
     assert counted(store).verification_failures == 1
 
 
@@ -570,11 +572,11 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, kind):
     else:
         path.symlink_to({"link": store.path(reader.id), "device": "/dev/zero"}.get(kind, "nothing"))
     started = time.monotonic()
-    assert store.beside.kept(reader, "index", FACTS) is None
+    assert store.sidecars.kept(reader, "index", FACTS) is None
     assert counted(store).verification_failures == 1
     maintain.verify(store)
     maintain.gc(store)
-    assert not store.beside.keep(reader, "index", ARRAYS, FACTS)  # not ours to replace
+    assert not store.sidecars.keep(reader, "index", ARRAYS, FACTS)  # not ours to replace
     assert os.path.lexists(path)
     assert maintain.gc(store).unknown == [f"beside/{path.name}"]
     assert time.monotonic() - started < 30
@@ -583,12 +585,12 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, kind):
 def test_a_newer_format_is_left_alone_until_it_is_renewed(tmp_path):
     store = open_store(tmp_path)
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path = file_of(store, reader)
     data = bytearray(path.read_bytes())
     data[8] += 1
     path.write_bytes(data)
-    assert store.beside.kept(reader, "index", FACTS) is None
+    assert store.sidecars.kept(reader, "index", FACTS) is None
     assert counted(store).newer_files == 1
     assert path.read_bytes() == data
     assert maintain.verify(store).ok
@@ -597,24 +599,24 @@ def test_a_newer_format_is_left_alone_until_it_is_renewed(tmp_path):
 def test_a_read_error_is_a_counted_miss_and_deletes_nothing(tmp_path, monkeypatch):
     store = open_store(tmp_path)
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     with monkeypatch.context() as patch:
 
         def fail(*_):
             raise OSError(errno.EIO, "a cable")
 
         patch.setattr("hf_tiered_cache.store.folder.read_all", fail)
-        assert store.beside.kept(reader, "index", FACTS) is None
+        assert store.sidecars.kept(reader, "index", FACTS) is None
     assert counted(store).read_errors == 1
-    same(store.beside.kept(reader, "index", FACTS), ARRAYS)
+    same(store.sidecars.kept(reader, "index", FACTS), ARRAYS)
 
 
 def test_verify_names_what_is_damaged_and_repairs_it(store):
     reader = publish(store)
     for kind in ("index", "scores"):
-        assert store.beside.keep(reader, kind, ARRAYS, FACTS)
+        assert store.sidecars.keep(reader, kind, ARRAYS, FACTS)
     report = maintain.verify(store)
-    assert (report.segments, report.beside, report.ok) == (1, 2, True)
+    assert (report.segments, report.sidecars, report.ok) == (1, 2, True)
     path = file_of(store, reader)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -624,7 +626,7 @@ def test_verify_names_what_is_damaged_and_repairs_it(store):
     assert path.exists()
     assert counted(store).verification_failures == 0
     assert maintain.verify(store, repair=True).removed == [f"{reader.id}.index"]
-    assert list(store.beside.sizes()[reader.id]) == ["scores"]
+    assert list(store.sidecars.sizes()[reader.id]) == ["scores"]
     assert store.reader(reader.id) is not None
 
 
@@ -640,7 +642,7 @@ def test_files_hold_no_array_and_repeat_nothing(secret):
     reader, telling = publish(secret), {"of": torch.arange(1000, 1999, dtype=torch.int64)}
     seen = []
     for kind in ("index", "scores", "index"):
-        assert secret.beside.keep(reader, kind, telling, FACTS)
+        assert secret.sidecars.keep(reader, kind, telling, FACTS)
         data = file_of(secret, reader, kind).read_bytes()
         assert KEY not in data
         plain = telling["of"].numpy().tobytes()
@@ -653,7 +655,7 @@ def test_files_hold_no_array_and_repeat_nothing(secret):
 def test_what_is_swapped_or_planted_is_not_served(tmp_path, secret, way):
     reader, other = publish(secret), publish(secret, "other")
     for each, kind, number in ((reader, "index", 1.0), (reader, "scores", 2.0), (other, "index", 3.0)):
-        assert secret.beside.keep(each, kind, {"of": torch.full((9,), number)}, FACTS)
+        assert secret.sidecars.keep(each, kind, {"of": torch.full((9,), number)}, FACTS)
     path = file_of(secret, reader)
     mine, scores = path.read_bytes(), file_of(secret, reader, "scores").read_bytes()
     if way in ("plain", "other key"):
@@ -661,7 +663,7 @@ def test_what_is_swapped_or_planted_is_not_served(tmp_path, secret, way):
         planting = open_store(tmp_path / "planting", cipher=cipher)
         planted = publish(planting)
         assert planted.id == reader.id
-        assert planting.beside.keep(planted, "index", {"of": torch.zeros(9)}, FACTS)
+        assert planting.sidecars.keep(planted, "index", {"of": torch.zeros(9)}, FACTS)
         path.write_bytes(file_of(planting, planted).read_bytes())
         if way == "plain":  # bound to the right bytes
             forge(path, said_by(path) | {"content": f"{reader.header.digests.digest:016x}"})
@@ -677,13 +679,13 @@ def test_what_is_swapped_or_planted_is_not_served(tmp_path, secret, way):
             }[way]
         )
     for facts in (FACTS, {"clusters": 5}):
-        assert secret.beside.kept(reader, "index", facts) is None
+        assert secret.sidecars.kept(reader, "index", facts) is None
     figures = counted(secret)
     assert (figures.other_key_files > 0) == (way in ("plain", "other key"))
     assert (figures.verification_failures > 0) == (way not in ("plain", "other key"))
-    same(secret.beside.kept(reader, "scores", FACTS), {"of": torch.full((9,), 2.0)})
-    assert secret.beside.keep(reader, "index", ARRAYS, FACTS)
-    same(secret.beside.kept(reader, "index", FACTS), ARRAYS)
+    same(secret.sidecars.kept(reader, "scores", FACTS), {"of": torch.full((9,), 2.0)})
+    assert secret.sidecars.keep(reader, "index", ARRAYS, FACTS)
+    same(secret.sidecars.kept(reader, "index", FACTS), ARRAYS)
 
 
 def test_the_same_forgeries_under_a_checksum_are_misses_too(tmp_path):
@@ -691,21 +693,21 @@ def test_the_same_forgeries_under_a_checksum_are_misses_too(tmp_path):
     store = open_store(tmp_path)
     reader, other = publish(store), publish(store, "other")
     for each, kind, number in ((reader, "index", 1.0), (reader, "scores", 2.0), (other, "index", 3.0)):
-        assert store.beside.keep(each, kind, {"of": torch.full((9,), number)}, FACTS)
+        assert store.sidecars.keep(each, kind, {"of": torch.full((9,), number)}, FACTS)
     path = file_of(store, reader)
     mine, scores = path.read_bytes(), file_of(store, reader, "scores").read_bytes()
     planted = [scores, file_of(store, other).read_bytes(), mine[:4096] + scores[4096:], scores[:4096] + mine[4096:]]
     for number, data in enumerate(planted, 1):
         path.write_bytes(data)
-        assert store.beside.kept(reader, "index", FACTS) is None
+        assert store.sidecars.kept(reader, "index", FACTS) is None
         assert counted(store).verification_failures == number
 
 
 def test_laid_out_anew_a_segment_has_nothing_beside_it(store):
     reader = publish(store)
-    assert store.beside.keep(reader, "index", ARRAYS, FACTS)
+    assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     header, chain, blocks = relayout_segment(reader, Geometry(8, 1))
     assert store.publish(header, chain, blocks)
     store.remove([reader.id])
-    assert store.beside.sizes() == {}
-    assert store.beside.kept(store.reader(header.id), "index", FACTS) is None
+    assert store.sidecars.sizes() == {}
+    assert store.sidecars.kept(store.reader(header.id), "index", FACTS) is None

@@ -104,7 +104,7 @@ def test_the_keys_of_an_index_are_brought_once(model, tmp_path):
         first, stats = asked(model, store, ids, method, times=2)
         every = sum(store.lookup(model, question(ids), method=method).bytes.values())
         kept = store._storage.residency.resident.allocated
-    assert (first.brought_identifying, stats.brought_identifying) == (every, 0)  # values lie beside the keys
+    assert (first.brought_identifying, stats.brought_identifying) == (every, 0)  # values are stored with the keys
     assert first.index_bytes == stats.index_bytes == kept > 0
     assert stats.brought_guessed == 0
     assert stats.bytes_brought == sum(tier.bytes for tier in stats.tiers.values())

@@ -95,12 +95,12 @@ def test_what_lies_beside_a_segment_is_shown_counted_and_deleted_with_it(run, st
     before = json.loads(run("stat", root, "--json")[1])["disk_bytes"]
     assert "sidecar" not in run("stat", root, name)[1]
     opened = open_store(root)
-    assert opened.beside.keep(opened.reader(name), "importance", {"of": torch.ones(5000)}, {})
+    assert opened.sidecars.keep(opened.reader(name), "importance", {"of": torch.ones(5000)}, {})
     opened.close()
     size = (root / "beside" / f"{name}.importance").stat().st_blocks * 512
     (line,) = [line for line in run("stat", root, name)[1].splitlines() if line.startswith("sidecar")]
     assert f"importance, 24.0 KiB ({size:,} bytes)" in line
-    assert json.loads(run("stat", root, name, "--json")[1])["beside"] == {"importance": size}
+    assert json.loads(run("stat", root, name, "--json")[1])["sidecars"] == {"importance": size}
     assert json.loads(run("stat", root, "--json")[1])["disk_bytes"] == before + size
     assert ", 1 sidecar, " in run("verify", root)[1]
     flip(root / "beside" / f"{name}.importance", -1)

@@ -393,7 +393,7 @@ def test_a_random_choice_follows_the_query_and_is_even():
 
 
 def test_boxes_find_a_key_that_its_chunk_hides():
-    """One key in 800 is looked for, and those beside it point away: their mean is next to nothing, not so their box."""
+    """One key in 800 is looked for, and the others point away: their mean is next to nothing, not so their box."""
     generator = torch.Generator().manual_seed(4)
     keys = 0.4 * torch.randn(1, 800, 16, generator=generator)
     query = torch.randn(1, 1, 16, generator=generator)

@@ -401,9 +401,9 @@ def test_an_index_that_left_memory_comes_from_its_file_again(model, tmp_path, mo
         fill(store, model, ids, METHOD)
         expected, _ = ask(model, store, question(ids), METHOD)
         store.flush()
-        resident, beside = store._storage.residency.resident, store._storage.disk.beside
+        resident, sidecars = store._storage.residency.resident, store._storage.disk.sidecars
         reads = []
-        monkeypatch.setattr(beside, "kept", lambda *given, real=beside.kept: reads.append(1) or real(*given))
+        monkeypatch.setattr(sidecars, "kept", lambda *given, real=sidecars.kept: reads.append(1) or real(*given))
         monkeypatch.setattr(DECODE_INDEXES[METHOD.index], "build", None)
         get = resident.get
         monkeypatch.setattr(resident, "get", lambda owner, device: get(owner, device) if owner[1] == 0 else None)

@@ -168,7 +168,7 @@ def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, 
             store = with_device(patched, path)[0] if direct else KVStore(path, engine="posix")
             with store:
                 damage(store, where, first=1)
-                store._storage.disk.beside.remove([row.id for row in store.segments()])  # a kept index is whole
+                store._storage.disk.sidecars.remove([row.id for row in store.segments()])  # a kept index is whole
                 for _ in range(2):
                     ours, cache = ask(model, store, method, record=False)
                     results.append((ours, cache.stats.tokens_restored, cache.stats.verification_failures))

@@ -229,7 +229,7 @@ def test_prefetching_or_not_gives_the_same_bits(tmp_path, family):
 
 
 def test_what_waits_for_the_other_layer_of_its_pair_keeps_nobody_from_running_ahead():
-    """Pairs far apart, all of them open in the middle: beside these as much is ahead as without pairs."""
+    """Pairs far apart, all of them open in the middle: as much is ahead as without pairs."""
     pairs = tuple((i, i + LAYERS // 2) for i in range(LAYERS // 2))
     made = plan(geometry=Geometry(16, 1, pairs=pairs))
     (piece,) = made.groups[0].pieces

@@ -179,7 +179,7 @@ def test_ranked_from_what_is_stored_as_when_it_was_computed(way, store, tmp_path
         fill(own, model, method=way)
         for tokens, scores in scores_in(own, way.ranked_by).items():
             np.testing.assert_allclose(scores, first[tokens], rtol=1e-5)
-    store.rank(WAYS[3], progress=False)  # one more stands beside the others
+    store.rank(WAYS[3], progress=False)  # one more than the others
     assert all(np.array_equal(scores, first[tokens]) for tokens, scores in scores_in(store, way.ranked_by).items())
 
 

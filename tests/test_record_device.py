@@ -1,5 +1,5 @@
 """What a GPU has computed is packed and summed there, comes down behind the request, and takes no more of the GPU's
-memory than it may while it waits to be written. The GPU is played by a stream beside the CPU."""
+memory than it may while it waits to be written. The GPU is played by a stream on the CPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ WRITER = "hf-tiered-writer"
 SIZE = 1 << 20
 
 
-class Beside(SideStream):
-    """A side stream beside a computation that goes on."""
+class Sidecars(SideStream):
+    """A side stream during a computation that goes on."""
 
     def computed(self):
         return Computed(self)
@@ -58,7 +58,7 @@ def record(model, path, stream, monkeypatch, **options):
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_files_are_those_of_the_cpu_byte_for_byte(model, tmp_path, monkeypatch, codec):
-    stream, sums = Beside(), []
+    stream, sums = Sidecars(), []
     monkeypatch.setattr(staging_module, "lin64", lambda blocks: sums.append(stream.depth) or lin64(blocks))
     there = record(model, tmp_path / "there", stream, monkeypatch, codec=codec)
     here = record(model, tmp_path / "here", CopyStream(), monkeypatch, codec=codec)
@@ -68,7 +68,7 @@ def test_files_are_those_of_the_cpu_byte_for_byte(model, tmp_path, monkeypatch, 
 
 
 def test_only_the_writer_waits_once_for_each_block_group(model, tmp_path, monkeypatch):
-    stream, groups = Beside(), []
+    stream, groups = Sidecars(), []
     real = staging_module.Staging.bring_down
     monkeypatch.setattr(staging_module.Staging, "bring_down", lambda *a: groups.append(1) or real(*a))
     stored = record(model, tmp_path, stream, monkeypatch)
@@ -222,7 +222,7 @@ def test_without_room_on_the_gpu_a_segment_that_cannot_wait_is_dropped_and_count
 
 
 def test_a_store_says_what_waits(model, tmp_path, monkeypatch, slow):
-    stream = Beside()
+    stream = Sidecars()
     monkeypatch.setattr(record_module, "copy_stream", lambda device: stream)
     with KVStore(tmp_path, engine="posix", queue_device_memory="1MiB") as store:
         cache = TieredCache(model, store)

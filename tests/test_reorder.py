@@ -348,7 +348,7 @@ def test_what_was_learnt_of_tokens_outlives_the_process(model, tmp_path):
             if number in closed_after:
                 store.close()
                 store = KVStore(tmp_path / name, engine="posix", host_memory=0)
-        assert list(store._storage.disk.beside.sizes()) == [row.id]
+        assert list(store._storage.disk.sidecars.sizes()) == [row.id]
         store.close()
     assert found["several"] == found["one"]
     assert len({name for name, *_ in found["one"]}) >= 2  # it was laid out anew
@@ -381,7 +381,7 @@ def test_importance_that_cannot_be_used_is_learnt_anew(model, tmp_path, way):
             data[-1] ^= 1
             path.write_bytes(data)
         else:
-            assert store._storage.disk.beside.keep(store._storage.disk.reader(row.id), "importance", forged, {})
+            assert store._storage.disk.sidecars.keep(store._storage.disk.reader(row.id), "importance", forged, {})
         ask(model, store, question(ids), method)
         known = store._storage.rewriter.importance
         assert np.array_equal(known.of(row.id), expected)  # as if it were the first prompt
@@ -396,18 +396,18 @@ def test_only_what_reorders_reads_and_keeps_importance(model, tmp_path):
         fill(store, model, ids, METHOD)
         ask(model, store, question(ids), METHOD)
         store.flush()
-        assert store._storage.disk.beside.sizes() == {}
+        assert store._storage.disk.sidecars.sizes() == {}
         written = store.stats.bytes_written
         ask(model, store, question(ids), replace(METHOD, reorder=True))
         store.flush()
-        kept = store._storage.disk.beside.by_segment()
+        kept = store._storage.disk.sidecars.by_segment()
         assert store.stats.bytes_written == written + sum(kept.values()) > written
         store.flush()  # nothing has changed since
         assert store.stats.bytes_written == written + sum(kept.values())
         assert store.stats.disk.bytes == store.segments()[0].nbytes + sum(kept.values())
         store.remove(kept)
         store.flush()
-        assert store._storage.disk.beside.sizes() == {}
+        assert store._storage.disk.sidecars.sizes() == {}
         assert store.stats.read_errors == 0
 
 

@@ -599,7 +599,7 @@ class Pending:
 
 
 class SlowStream(CopyStream):
-    """A side stream beside a computation that is not finished. It notes what it is told."""
+    """A side stream during a computation that is not finished. It notes what it is told."""
 
     def __init__(self):
         self.pending, self.within, self.log = Pending(), False, []

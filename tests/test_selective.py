@@ -294,7 +294,7 @@ def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen
 
 
 def test_an_index_outlives_the_process(model, tmp_path):
-    """Kept beside the segment: the first request of the next process reads no key to choose by."""
+    """Kept with the segment: the first request of the next process reads no key to choose by."""
     ids, method = prompt(PREFIX), replace(METHOD, identify="index")
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, method)

@@ -211,7 +211,7 @@ class SegmentRewriter:
         for reader in readers:
             if reader.id in self.importance:
                 continue
-            kept = self._disk.beside.kept(reader, _IMPORTANCE, {}) or {}
+            kept = self._disk.sidecars.kept(reader, _IMPORTANCE, {}) or {}
             right = {"mass": (torch.float32, size_of(reader.shape)), "prompts": (torch.int64, (1,))}
             if {name: (array.dtype, tuple(array.shape)) for name, array in kept.items()} == right:
                 self.importance.load(reader.id, kept["mass"].numpy(), int(kept["prompts"]))
@@ -227,7 +227,7 @@ class SegmentRewriter:
             try:
                 reader = self._disk.reader(segment_id) if segment_id in self.importance else None
                 if reader is not None:
-                    self._disk.beside.keep(reader, _IMPORTANCE, arrays, {})
+                    self._disk.sidecars.keep(reader, _IMPORTANCE, arrays, {})
             except Exception:  # as in `_reorder_quietly`; flush and close must continue
                 logger.exception("the token importance of segment %s could not be saved", segment_id)
 
@@ -273,7 +273,7 @@ class SegmentRewriter:
             return False
         if tables is not None and tables.same(None):
             tables = None
-        beside = self._disk.beside.all_of(reader)  # before the new segment needs their room on disk
+        sidecars = self._disk.sidecars.all_of(reader)  # before the new segment needs their room on disk
         handover = Handover(self._residency, reader) if hand_over else None
         header, prefix_hashes, block_groups = relayout_segment(reader, geometry, tables)
         try:
@@ -287,8 +287,8 @@ class SegmentRewriter:
         self._disk.pin([header.id] if pinned else [])
         if handover is not None:
             handover.give_indexes_to(made)
-        for kept in beside:
-            self._disk.beside.keep(made, *kept)  # without room it is dropped and counted
+        for kept in sidecars:
+            self._disk.sidecars.keep(made, *kept)  # without room it is dropped and counted
         self.importance.rename(old, header.id)
         self._disk.remove([old])
         if handover is not None:

@@ -395,7 +395,7 @@ class Storage:
             counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
             stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
             with suppress(OSError):  # then without the sidecars
-                stats.disk.bytes += sum(self.disk.beside.by_segment().values())
+                stats.disk.bytes += sum(self.disk.sidecars.by_segment().values())
         stats.disk.budget = self.disk.limits.quota
         stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
         stats.device.bytes, stats.device.budget = residency.device_bytes

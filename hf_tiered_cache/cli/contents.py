@@ -31,13 +31,13 @@ class Contents:
         rows: Segments; the most recently used one comes last.
         models: Known facts about the model of each fingerprint.
         pinned: Ids of pinned segments.
-        beside: Bytes of each segment's sidecars, by kind.
+        sidecars: Bytes of each segment's sidecars, by kind.
     """
 
     rows: list[SegmentRow]
     models: dict[str, dict[str, str]]
     pinned: set[str]
-    beside: dict[str, dict[str, int]]
+    sidecars: dict[str, dict[str, int]]
 
     def describe(self, row: SegmentRow) -> dict[str, Any]:
         """Return the facts about a segment, JSON-serializable."""
@@ -52,7 +52,7 @@ class Contents:
             "usable_tokens": row.tokens * row.valid_hashes // num_hashes,
             "position": row.position,
             "bytes": row.nbytes,
-            "beside": self.beside.get(row.id, {}),
+            "sidecars": self.sidecars.get(row.id, {}),
             "created": row.created,
             "used": row.used,
             "uses": row.uses,

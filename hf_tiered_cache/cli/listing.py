@@ -98,7 +98,7 @@ def stat(
         "path": str(store),
         "segments": len(described),
         "tokens": sum(one["tokens"] for one in described),
-        "disk_bytes": sum(one["bytes"] + sum(one["beside"].values()) for one in described),
+        "disk_bytes": sum(one["bytes"] + sum(one["sidecars"].values()) for one in described),
         "pinned": sum(one["pinned"] for one in described),
         "encrypted": sum(one["encrypted"] for one in described),
         "expired": sum(one["expired"] for one in described),
@@ -161,7 +161,7 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     table.add_row("tokens", f"{row.tokens:,}, starting at token {row.position:,}")
     table.add_row("parent hash", header.parent.hex())
     table.add_row("on disk", f"{format_bytes(row.nbytes)} ({row.nbytes:,} bytes)")
-    for kind, nbytes in described["beside"].items():
+    for kind, nbytes in described["sidecars"].items():
         table.add_row("sidecar", f"{printable(kind)}, {format_bytes(nbytes)} ({nbytes:,} bytes)")
     table.add_row("created", date(row.created))
     table.add_row("last used", f"{ago(row.used)}, {count(row.uses, 'use')}")

@@ -33,8 +33,8 @@ def verify(
     else:
         verdict = f"{len(report.bad)} damaged" if report.bad else "no damage found"
         read = f"{count(report.segments, 'segment')}, {count(report.blocks, 'block')}"
-        beside = f", {count(report.beside, 'sidecar')}" if report.beside else ""
-        print(f"{read}{beside}, {format_bytes(report.nbytes)}: {verdict}")
+        sidecars = f", {count(report.sidecars, 'sidecar')}" if report.sidecars else ""
+        print(f"{read}{sidecars}, {format_bytes(report.nbytes)}: {verdict}")
         for segment, reason in report.bad.items():
             print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
         _show_unknown(report.unknown)
@@ -114,7 +114,7 @@ def rm(
             chosen = contents.of_model(model)
         else:
             chosen = list({row.id: row for row in map(contents.one, segments or ())}.values())
-        nbytes = sum(row.nbytes + sum(contents.beside.get(row.id, {}).values()) for row in chosen)
+        nbytes = sum(row.nbytes + sum(contents.sidecars.get(row.id, {}).values()) for row in chosen)
         what = f"{count(len(chosen), 'segment')}, {format_bytes(nbytes)}"
         continuing = storage_of(opened).disk.continuing(chosen)
         if not as_json:

@@ -110,11 +110,11 @@ class KeptRankings:
         return dict(self._arrays(reader))
 
     def keep(self, reader: SegmentReader, columns: Mapping[str, np.ndarray]) -> bool:
-        """Add or replace scores. Return whether they are stored now (see `Beside.keep`)."""
+        """Add or replace scores. Return whether they are stored now (see `Sidecars.keep`)."""
         arrays = dict(self._arrays(reader))
         arrays |= {name: np.asarray(column, np.float32) for name, column in columns.items()}
         tensors = {name: torch.tensor(array) for name, array in arrays.items()}
-        return self._disk.beside.keep(reader, RANKINGS_KIND, tensors, {})
+        return self._disk.sidecars.keep(reader, RANKINGS_KIND, tensors, {})
 
     def _arrays(self, reader: SegmentReader) -> dict[str, np.ndarray]:
         """Return all scores in the sidecar of a segment."""
@@ -123,7 +123,7 @@ class KeptRankings:
             known = self._known.get(reader.id)
         if known is not None and known[0] == version:
             return known[1]
-        kept = {} if version is None else self._disk.beside.kept(reader, RANKINGS_KIND, {}) or {}
+        kept = {} if version is None else self._disk.sidecars.kept(reader, RANKINGS_KIND, {}) or {}
         arrays = {name: tensor.numpy() for name, tensor in kept.items() if tensor.dtype == torch.float32}
         found = {name: array for name, array in arrays.items() if _is_column(array, reader)}
         with self._lock:

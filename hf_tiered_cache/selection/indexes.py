@@ -35,7 +35,7 @@ class KeptIndexes:
     def find(self, reader: SegmentReader, kind: type[DecodeIndex], chunk_tokens: int) -> dict[int, DecodeIndex]:
         """Return the indexes of a segment by layer, on the CPU; empty if the sidecar is missing or damaged."""
         by_layer: dict[int, dict[str, torch.Tensor]] = {}
-        for name, tensor in (self._disk.beside.kept(reader, *self._named(kind, chunk_tokens)) or {}).items():
+        for name, tensor in (self._disk.sidecars.kept(reader, *self._named(kind, chunk_tokens)) or {}).items():
             layer, _, field = name.partition(".")
             by_layer.setdefault(int(layer), {})[field] = tensor
         return {layer: kind.from_tensors(tensors, chunk_tokens) for layer, tensors in by_layer.items()}
@@ -50,7 +50,7 @@ class KeptIndexes:
         for layer, index in indexes.items():
             arrays |= {f"{layer}.{name}": tensor.cpu() for name, tensor in index.tensors().items()}
         name, made_by = self._named(type(one), one.chunk_tokens)
-        self._disk.beside.keep(reader, name, arrays, made_by)  # not written if there is no room; this is counted
+        self._disk.sidecars.keep(reader, name, arrays, made_by)  # not written if there is no room; this is counted
 
     @staticmethod
     def _named(kind: type[DecodeIndex], chunk_tokens: int) -> tuple[str, dict[str, Any]]:

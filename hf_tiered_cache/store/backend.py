@@ -61,8 +61,8 @@ class Upload(Protocol):
 class SegmentBackend(Protocol):
     """Segments in one place, shared by any number of processes. All methods may be called from any thread.
 
-    Segments can have sidecars: arrays that belong to a segment (see `beside.py`). A sidecar's name is the segment's id,
-    a dot and a kind. `names`, `pin` and `pinned` cover segments only, `beside` covers sidecars only, and all other
+    Segments can have sidecars: arrays that belong to a segment (see `sidecars.py`). A sidecar's name is the segment's
+    id, a dot and a kind. `names`, `pin` and `pinned` cover segments only, `sidecars` covers sidecars only, and all other
     methods cover both.
     """
 
@@ -86,7 +86,7 @@ class SegmentBackend(Protocol):
     def names(self) -> list[str]:
         """Return the names of all segments. Raises OSError rather than returning an incomplete list."""
 
-    def beside(self) -> dict[str, int]:
+    def sidecars(self) -> dict[str, int]:
         """Return the names of all sidecars, and the bytes that each takes. Raises OSError, as `names` does."""
 
     def find(self, segment_id: str) -> Stored | None:

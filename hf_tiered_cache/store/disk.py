@@ -38,7 +38,7 @@ from .notices import Notices
 from .process import OpenSegments
 from .publish import Publisher, Written
 from .segment import SegmentReader, read_head
-from .sidecars import Beside
+from .sidecars import Sidecars
 
 _HIDDEN_SECONDS = 60.0
 """Seconds for which a segment is not used after a read error."""
@@ -76,7 +76,7 @@ class SegmentStore:
         self.index = Index(backend, counters, self._notices)
         self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
         self._publisher = Publisher(backend, self.index, self.cipher, self.make_room, self.is_hidden)
-        self.beside = Beside(backend, self.cipher, counters, self._notices, self._publisher.reserved)
+        self.sidecars = Sidecars(backend, self.cipher, counters, self._notices, self._publisher.reserved)
         self._keys = self.index.keys() - {""}  # of the segments present when the store was opened
 
     def path(self, segment_id: str) -> Path:
@@ -263,7 +263,7 @@ class SegmentStore:
             self.counters.add("segments_written")
             self.counters.add("bytes_written", nbytes)
             if replaced:
-                self.beside.remove([header.id])
+                self.sidecars.remove([header.id])
                 self.let_go([header.id])
             self._hidden.pop(header.id, None)
             with suppress(ValueError):
@@ -294,7 +294,7 @@ class SegmentStore:
             total = sum(map(self.nbytes_of, self.backend.names()))
         else:
             total = listed + sum(map(self.nbytes_of, self.index.unlisted))
-        return total + quota.CATALOGUE_GROWTH + written + sum(self.backend.beside().values())
+        return total + quota.CATALOGUE_GROWTH + written + sum(self.backend.sidecars().values())
 
     def nbytes_of(self, segment_id: str) -> int:
         """Return the bytes that a segment takes on disk; 0 if it is gone. Raises OSError."""
@@ -318,7 +318,7 @@ class SegmentStore:
         needed, wanted = self.limits.shortfall(nbytes, used, self.backend.free())
         if wanted <= 0:
             return
-        swept = sum(self.beside.sweep().values())
+        swept = sum(self.sidecars.sweep().values())
         needed, wanted = needed - swept, wanted - swept
         found = self.victims(wanted, spared)
         if sum(nbytes for _, nbytes in found) < needed:
@@ -333,9 +333,10 @@ class SegmentStore:
         Returns:
             Ids, and bytes including sidecars.
         """
-        beside = self.beside.by_segment()
+        sidecars = self.sidecars.by_segment()
         uses = [
-            (name, size + beside.get(name, 0), expires) for name, size, expires in self.index.ask(Catalogue.by_use, [])
+            (name, size + sidecars.get(name, 0), expires)
+            for name, size, expires in self.index.ask(Catalogue.by_use, [])
         ]
         return quota.victims(uses, nbytes, self.pinned().union(but), time.time())
 
@@ -378,7 +379,7 @@ class SegmentStore:
     def _remove(self, ids: Collection[str]) -> tuple[int, OSError | None]:
         gone, removed, failed = [], 0, None
         self._removed.extend(ids)
-        self.beside.remove(ids)  # first, so that no sidecar remains without its segment
+        self.sidecars.remove(ids)  # first, so that no sidecar remains without its segment
         for segment_id in ids:
             try:
                 removed += self.backend.delete(segment_id)

@@ -92,7 +92,7 @@ class FolderBackend:
     def names(self) -> list[str]:
         return [name.removesuffix(SEGMENT_SUFFIX) for name in self.files.names(SEGMENT)]
 
-    def beside(self) -> dict[str, int]:
+    def sidecars(self) -> dict[str, int]:
         found = {}
         with suppress(FileNotFoundError):  # a read-only store of an older version
             for name in self.files.names(SIDECAR):

@@ -33,7 +33,7 @@ class VerifyReport:
     segments: int = 0
     blocks: int = 0
     nbytes: int = 0
-    beside: int = 0
+    sidecars: int = 0
     """Number of sidecar files."""
     bad: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class VerifyReport:
 
     def as_dict(self) -> dict[str, Any]:
         return {"segments": self.segments, "blocks": self.blocks, "bytes": self.nbytes} | {
-            "beside": self.beside,
+            "sidecars": self.sidecars,
             "bad": self.bad,
             "removed": self.removed,
             "unread": self.unread,
@@ -102,8 +102,8 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         foreign = {os.path.join(store.place, path) for path in report.unknown}
         names = [name for name in sorted(backend.names()) if backend.where(name) not in foreign]
         found = {segment_id: backend.find(segment_id) for segment_id in names}
-        beside = [f"{segment_id}.{kind}" for segment_id, kinds in store.beside.sizes().items() for kind in kinds]
-        beside = [name for name in beside if backend.where(name) not in foreign]
+        sidecars = [f"{segment_id}.{kind}" for segment_id, kinds in store.sidecars.sizes().items() for kind in kinds]
+        sidecars = [name for name in sidecars if backend.where(name) not in foreign]
     except OSError as error:
         raise StoreError(f"{store.place} cannot be listed ({error.strerror}); check the disk") from error
     sizes = {segment_id: stored.size for segment_id, stored in found.items() if stored is not None}
@@ -128,14 +128,14 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
             if repair and not isinstance(error, OSError) and store.remove([segment_id]):
                 report.removed.append(segment_id)
     bar.close()
-    for name in sorted(beside):
+    for name in sorted(sidecars):
         try:
-            report.nbytes += store.beside.check(name)
-            report.beside += 1
+            report.nbytes += store.sidecars.check(name)
+            report.sidecars += 1
         except (NotOursError, FileNotFoundError):
             pass  # counted with its segment
         except (FormatError, IntegrityError, OSError) as error:
-            report.beside += 1
+            report.sidecars += 1
             report.bad[name] = str(error)
             if repair and not isinstance(error, OSError) and backend.delete(name):
                 report.removed.append(name)
@@ -170,7 +170,7 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     if not dry_run:
         store.check_writable()
     with store.backend.locked():
-        unfinished, orphans = store.clean_up(dry_run), store.beside.sweep(dry_run)
+        unfinished, orphans = store.clean_up(dry_run), store.sidecars.sweep(dry_run)
         report.temporary_bytes = sum(unfinished.values()) + sum(orphans.values())
         report.deleted |= dict.fromkeys(unfinished, "unfinished") | dict.fromkeys(
             orphans, "its segment no longer exists"
@@ -187,8 +187,8 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         report.expired, report.damaged = len(expired), len(damaged)
         report.deleted |= _files(store, expired, "expired") | _files(store, damaged, "damaged")
         if dry_run:
-            beside = store.beside.by_segment()
-            freed = report.temporary_bytes + sum(beside.get(name, 0) for name in (*expired, *damaged))
+            sidecars = store.sidecars.by_segment()
+            freed = report.temporary_bytes + sum(sidecars.get(name, 0) for name in (*expired, *damaged))
             freed += sum(rows[name].nbytes if name in rows else store.nbytes_of(name) for name in (*expired, *damaged))
         else:
             report.expired = store.remove(expired)

@@ -59,7 +59,7 @@ _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErr
 
 
 class Kept(NamedTuple):
-    """Arguments of `Beside.keep`, except the segment."""
+    """Arguments of `Sidecars.keep`, except the segment."""
 
     kind: str
     arrays: dict[str, torch.Tensor]
@@ -109,7 +109,7 @@ class _Open(NamedTuple):
     guard: Guard
 
 
-class Beside:
+class Sidecars:
     """Sidecars of the segments of a store.
 
     Args:
@@ -174,7 +174,7 @@ class Beside:
                 self._counters.add("bytes_written", upload.nbytes())
         except (OSError, QuotaError, StoreBusyError) as error:
             self._counters.add("dropped_writes")
-            self._notices.warn(f"beside {type(error).__name__}", f"{name} could not be saved: {error}")
+            self._notices.warn(f"sidecars {type(error).__name__}", f"{name} could not be saved: {error}")
             return False
         return True
 
@@ -275,7 +275,7 @@ class Beside:
     def sizes(self) -> dict[str, dict[str, int]]:
         """Return the bytes that each kind takes, by segment. Raises OSError."""
         found: dict[str, dict[str, int]] = {}
-        for name, nbytes in self._backend.beside().items():
+        for name, nbytes in self._backend.sidecars().items():
             if match := _NAME.fullmatch(name):
                 found.setdefault(match[1], {})[match[2]] = nbytes
         return found

@@ -108,7 +108,7 @@ def test_the_estimate_is_near_and_chooses_alike(tokens):
         assert all(every.relative[pair] < ALIKE for pair in share_layers(sampled, 0.0).pairs)
 
 
-@pytest.mark.skipif(not STORIES.exists(), reason="needs stories260K beside the repository")
+@pytest.mark.skipif(not STORIES.exists(), reason="needs stories260K next to the repository")
 def test_a_model_without_alike_layers_shares_nothing_and_says_so():
     model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval()
     ids = AutoTokenizer.from_pretrained(STORIES)(" ".join(sentences(Data(None))[:200]))["input_ids"]

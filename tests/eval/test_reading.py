@@ -1,4 +1,4 @@
-"""What methods read of a prefix is measured, as a share of all of its KV, and told beside their answers."""
+"""What methods read of a prefix is measured, as a share of all of its KV, and reported with their answers."""
 
 from __future__ import annotations
 
