@@ -475,13 +475,13 @@ def test_beside(tmp_path, monkeypatch):
         order.append(source.name)
         slow = 2.0 if source.name == "before" else 1.0
         return dict(
-            sidecars.figures({"results": [{"disk_s": [slow, 3 * slow, slow]}], "machine": {"cores": 2}, "a": slow})
+            beside.figures({"results": [{"disk_s": [slow, 3 * slow, slow]}], "machine": {"cores": 2}, "a": slow})
         )
 
     monkeypatch.setattr(beside, "run", run)
     monkeypatch.setattr(beside, "commit_of", lambda folder: folder.name)
     options = [
-        "sidecars.py",
+        "beside.py",
         "prefix.py",
         "--source",
         str(tmp_path / "before"),
@@ -492,7 +492,7 @@ def test_beside(tmp_path, monkeypatch):
         "1",
     ]
     monkeypatch.setattr(sys, "argv", options)
-    sidecars.main()
+    beside.main()
     now = BENCH.parent.resolve().name
     assert order == ["before", now, now, "before"]
     document = json.loads((tmp_path / "beside-prefix.json").read_text())

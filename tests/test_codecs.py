@@ -389,7 +389,7 @@ def test_relayout_does_not_change_the_codec(root):
         store.precompute(model, ids, progress=False)
         before = [row.id for row in store.segments()]
         for wanted in (ContiguousKV(codec="int8"), Geometry(8, 2, codec="fp8")):
-            with pytest.raises(ConfigError, match=r"stored as raw.*precompute"):
+            with pytest.raises(ConfigError, match=r"codec raw.*precompute"):
                 store.relayout(wanted, progress=False)
         assert [row.id for row in store.segments()] == before
         assert store.relayout(ContiguousKV(codec="int8"), [], progress=False) == 0
@@ -584,7 +584,7 @@ def test_the_command_line_names_the_codec(root, run):
         (row,) = store.segments()
     assert "exact int8" in run("ls", root)[1]
     _, out, _ = run("stat", root, row.id[:8])
-    assert "exact int8" in out and "coded as int8" in out
+    assert "exact int8" in out and "codec int8" in out
     assert json.loads(run("stat", root, row.id, "--json")[1])["geometry"]["codec"] == "int8"
     assert "int8" in run("serve", "--help")[1]
 

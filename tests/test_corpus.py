@@ -121,7 +121,7 @@ def test_another_model_has_a_document_of_its_own(store, model):
 
 
 def test_labels_that_can_be_none_are_refused(store, model):
-    for labels, said in ((["a"], "one for each"), (["a", ""], "1 to 1000 letters"), ("ab", "one for each")):
+    for labels, said in ((["a"], "one for each"), (["a", ""], "1 to 1000 characters"), ("ab", "one for each")):
         with pytest.raises(ConfigError, match=said):
             fill(store, model, PASSAGES[:2], labels)
     with pytest.raises(ConfigError, match="Unicode"):

@@ -109,7 +109,7 @@ def test_a_text_in_place_of_the_geometry_is_damage(made):
     path = root / "segments" / f"{name}.kv"
     path.write_bytes(whole)
     forge(path, page_of(path) | {"geometry": "float32"})
-    with pytest.raises(FormatError, match="no list") as caught:
+    with pytest.raises(FormatError, match="not a list") as caught:
         read_file(path)
     assert not isinstance(caught.value, NewerFormatError)
 

@@ -308,7 +308,7 @@ def test_a_store_of_a_newer_version_is_refused(tmp_path):
     KVStore(tmp_path).close()
     (tmp_path / MARKER).write_text('{"format": "hf_tiered_cache store", "version": 2}')
     before = look(tmp_path)
-    with pytest.raises(StoreError, match="format 2.*upgrade"):
+    with pytest.raises(StoreError, match=r"format 2.*upgrade"):
         KVStore(tmp_path)
     assert look(tmp_path) == before
 

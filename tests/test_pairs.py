@@ -122,7 +122,7 @@ def test_pairs_that_are_none_are_no_geometry(wrong):
 
 def test_pairs_go_with_one_layer_a_block_and_no_index():
     for changes in ({"layers_per_block": 2}, {"layers_per_block": 1, "index": KeyIndex()}):
-        with pytest.raises(ConfigError, match="with pairs"):
+        with pytest.raises(ConfigError, match="pairs require"):
             Geometry(16, pairs=((0, 1),), **changes)
 
 

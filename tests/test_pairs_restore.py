@@ -331,7 +331,7 @@ def test_the_rest_of_a_store_goes_by_such_segments_unharmed(tmp_path, run):
         same(again, expected)
     assert "paired" in run("ls", tmp_path)[1]
     _, out, _ = run("stat", tmp_path, reader.id[:8])
-    assert "layers 1 with 4, 2 with 3 merged" in out and "merged keys and values" in out
+    assert "merged layers: 1 with 4, 2 with 3" in out and "merged keys and values" in out
     described = json.loads(run("stat", tmp_path, reader.id, "--json")[1])
     assert described["geometry"]["pairs"] == [[1, 4], [2, 3]]
     assert [group["layers"] for group in described["block_groups"] if group["merged"]] == [[1, 4], [2, 3]]

@@ -233,7 +233,7 @@ class ByFaulty(BudgetMethod):
 
 FAULTS = {
     "too many": (lambda tokens, count: np.arange(count + 1)[None], "but 48 were requested"),
-    "none": (lambda tokens, count: np.arange(0)[None], "0 tokens where 48"),
+    "none": (lambda tokens, count: np.arange(0)[None], "0 tokens, but 48"),
     "twice": (lambda tokens, count: np.repeat(np.arange(count // 2), 2)[None], "distinct, ascending"),
     "descending": (lambda tokens, count: np.arange(count)[None, ::-1].copy(), "distinct, ascending"),
     "beyond": (lambda tokens, count: np.arange(count)[None] + tokens - count + 1, "from 0 to 191"),

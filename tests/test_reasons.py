@@ -175,7 +175,7 @@ def test_one_line_a_request(store, caplog):
 
 def test_the_reason_stands_in_the_table_in_json_and_in_notebooks(store):
     stats = ask(build("llama"), store)
-    assert "nothing is stored" in str(stats)
+    assert "no stored KV" in str(stats)
     assert stats.as_dict()["reason"] == reasons.NOTHING
     page = stats._repr_html_()
     assert reasons.NOTHING in page

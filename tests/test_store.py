@@ -857,7 +857,7 @@ def test_what_could_not_be_made_durable_is_tried_again(tmp_path, monkeypatch):
         synced.append(fd)
 
     monkeypatch.setattr(root, "fsync", fsync)
-    with pytest.raises(StoreError, match="cannot be made durable"):
+    with pytest.raises(StoreError, match="cannot be synchronized"):
         store.sync()
     broken.clear()
     store.sync()

@@ -137,7 +137,7 @@ def test_budgets_below_the_smallest_windows_are_refused():
 def test_a_search_that_takes_too_much_is_refused(monkeypatch):
     profile = drawn_profile(np.random.default_rng(1), 2, 3)
     monkeypatch.setattr(window_sizes, "_MOST_STATES", 20)
-    with pytest.raises(ConfigError, match="greedily"):
+    with pytest.raises(ConfigError, match="greedy"):
         exhaustive_sizes(profile, 10_000)
 
 

@@ -50,7 +50,7 @@ class Method(ABC):
         for option in fields(self):
             said = getattr(self, option.name)
             if option.type in ("bool", bool) and not isinstance(said, bool):
-                raise ConfigError(f"{option.name} is True or False, not {said!r}")
+                raise ConfigError(f"{option.name} must be True or False, not {said!r}")
         if self.geometry.pairs:
             raise ConfigError("pairs of layers are a segment's (see `join_segments`), and of no method's geometry")
         if self.codec is not None:

@@ -98,8 +98,8 @@ class BudgetMethod(Method):
         if not self.selects or replace(geometry, codec=self.geometry.codec) == self.geometry:
             return ""
         return (
-            f"segments are stored in another geometry than {type(self).__name__} chooses by, so more of them is read "
-            "than is attended to; store.relayout(method) lays them out anew"
+            f"segments are stored in another geometry than {type(self).__name__} selects by, so more of them is read "
+            "than is attended to; call store.relayout(method) to rewrite them"
         )
 
     # --- members of every method

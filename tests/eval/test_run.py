@@ -100,7 +100,7 @@ def test_a_run_records_its_weights_and_goes_on_where_an_older_one_did_not(finish
     assert json.loads(path.read_text())["weights"] == weights
     path.write_text(json.dumps(recorded | {"weights": {"source": "folder", "sha256": "0" * 64}}))
     refused = run("--tasks", "sst2", *common)
-    assert refused.exit_code == 2 and "another weights" in refused.output
+    assert refused.exit_code == 2 and "different weights" in refused.output
 
 
 def test_a_model_may_have_a_short_name(saved, folder, tmp_path, monkeypatch):
@@ -228,7 +228,7 @@ def test_another_configuration_does_not_mix_with_a_run(finished):
     _, common = finished
     result = run("--tasks", "sst2", *common, "--seed", 7)
     assert result.exit_code == 2
-    assert "holds a run with another seed; choose another --out" in result.output
+    assert "holds a run with a different seed; choose another --out" in result.output
 
 
 def test_the_list_names_every_task():
@@ -327,7 +327,7 @@ def test_prompts_of_the_benchmark_may_be_given(saved, folder, tmp_path):
     path.write_text(json.dumps({"qasper": "no place for it"}))
     result = run(*common, "--prompts", path, "--out", tmp_path / "c")
     assert result.exit_code == 2
-    assert "must have {context} once" in result.output
+    assert "must contain {context} once" in result.output
 
 
 def test_the_report_draws_every_task(finished, tmp_path):
@@ -401,7 +401,7 @@ def test_the_table_is_whole_in_80_columns(monkeypatch, capsys):
         [":across=false"],
         ["text", "(100", "examples)"],
     ]
-    assert printed.splitlines()[-1].endswith("writes all of it, and plots.")
+    assert printed.splitlines()[-1].endswith("writes all results, and plots.")
 
 
 def test_curves_that_coincide_look_different_and_axes_name_the_metric():
