@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +23,15 @@ from .operations.quality import QualityFinding, calibrate_quality
 from .operations.windows import WindowFindings, profile_windows
 from .stats import Counters, StoreStats
 from .store import maintain
+from .store.backend import SegmentBackend
+from .store.backends import folder_of, open_backend
 from .store.catalogue import SegmentRow
 from .store.cipher import Hidden, cipher_of
 from .store.codecs import RAW, codec_in, make_codec
 from .store.conversations import ConversationInfo
 from .store.disk import SegmentStore
 from .store.documents import DocumentInfo
-from .store.engines import Engine, open_engine
+from .store.engines import Engine
 from .store.folder import FolderBackend
 from .store.geometry import Geometry
 from .store.publish import Limits
@@ -48,7 +49,10 @@ class KVStore:
 
     Args:
         path: folder of the store: a new or empty folder, or an existing store. It is created if it is missing. Fast
-            local storage is best. Files in the folder that the store did not write are never changed.
+            local storage is best. Files in the folder that the store did not write are never changed. Or an address
+            such as "scheme://...", if a package that is installed, or `register_backend`, provides the scheme.
+        backend: place in which the store keeps everything, in place of `path` (see docs/extending.md). It is closed
+            with the store.
         device_memory: size of the block cache in each GPU's memory. Up to 128 MiB more are used for blocks in transit
             to a request. On a CPU-only machine, the host tier is the device tier.
         host_memory: size of the block cache in host memory, page-locked if there is a GPU.
@@ -94,8 +98,9 @@ class KVStore:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         *,
+        backend: SegmentBackend | None = None,
         device_memory: int | str = "0",
         host_memory: int | str = "1GiB",
         index_memory: int | str = "256MiB",
@@ -113,7 +118,6 @@ class KVStore:
         codec: str = RAW,
         spot_checks: float = 0.01,
     ) -> None:
-        self.path = Path(path).expanduser().resolve()  # independent of later changes of the working directory
         try:
             cipher = cipher_of(key)
             no_salt = salt is not None and not salt
@@ -122,8 +126,6 @@ class KVStore:
             del key, salt  # tracebacks may show variables
         if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
             raise ConfigError(f"ttl must be a number of seconds above 0, not {ttl!r}")
-        if not os.fspath(path):
-            raise ConfigError("the path of the store is empty; pass a folder, or '.' for the current folder")
         if no_salt:
             raise ConfigError("the salt is empty; omit it, or pass a secret")
         low, high = watermarks
@@ -135,21 +137,21 @@ class KVStore:
         self.ttl = ttl
         self.policy = policy
         self.codec = make_codec(codec).name
-        self._engine = open_engine(engine)
+        sizes = parse_bytes(host_memory, "host_memory"), parse_bytes(device_memory, "device_memory")
+        index_budget = parse_bytes(index_memory, "index_memory")
+        place = open_backend(path, backend, engine)
+        self.path = place.root if isinstance(place, FolderBackend) else None
+        """Folder of the store, or None if it is in no folder."""
         residency = Residency(
-            parse_bytes(host_memory, "host_memory"),
-            parse_bytes(device_memory, "device_memory"),
+            *sizes,
             policy,
             pin=torch.cuda.is_available(),
-            direct=self._engine.reads_device and not cipher.key_id,  # the CPU decrypts
-            index_budget=parse_bytes(index_memory, "index_memory"),
-            register=self._engine.register,
+            direct=place.reads_device and not cipher.key_id,  # the CPU decrypts
+            index_budget=index_budget,
+            register=place.register,
         )
-        backend = FolderBackend(self.path, self._engine)
-        disk = SegmentStore(backend, verify=verify, limits=limits, counters=Counters(), cipher=cipher)
         self._storage = Storage(
-            backend.files,
-            disk,
+            SegmentStore(place, verify=verify, limits=limits, counters=Counters(), cipher=cipher),
             residency,
             secret=secret,
             policy=policy,
@@ -397,6 +399,11 @@ class KVStore:
         self.close()
 
     @property
+    def place(self) -> str:
+        """Path or address of the store."""
+        return self._storage.place
+
+    @property
     def usable(self) -> bool:
         """True if the store is open and was opened by this process."""
         return self._storage.usable
@@ -409,8 +416,12 @@ class KVStore:
     def __repr__(self) -> str:
         if not hasattr(self, "_storage"):  # opening failed, and a traceback prints this object
             return "KVStore(not open)"
-        notes = [self._engine.describe(), *["encrypted"] * self.encrypted, *["closed"] * self._storage.is_closed]
-        return f"KVStore({str(self.path)!r}, {', '.join(notes)})"
+        notes = [
+            self._storage.disk.backend.reads_with,
+            *["encrypted"] * self.encrypted,
+            *["closed"] * self._storage.is_closed,
+        ]
+        return f"KVStore({self.place!r}, {', '.join(notes)})"
 
     def _repr_html_(self) -> str:
         return self.stats._repr_html_()
@@ -522,7 +533,7 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
         StoreClosedError: the store was closed, or opened before this process was forked.
     """
     if isinstance(store, str | os.PathLike):
-        key = f"store {Path(store).expanduser().resolve()}"
+        key = f"store {folder_of(store) or store}"
         opened = kept.get(key)
         if opened is None or not opened.usable:  # closed, or opened before this process was forked
             opened = kept[key] = KVStore(store, policy=method.policy)

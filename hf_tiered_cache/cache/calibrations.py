@@ -384,7 +384,7 @@ def _describe(device: torch.device) -> str:
 def _read(storage: Storage) -> dict[str, list[dict[str, Any]]]:
     """Return all saved records by name; {} if there are none, or the file is damaged."""
     try:
-        found = json.loads(storage.files.read(CALIBRATIONS, CALIBRATIONS_NAME))
+        found = json.loads(storage.records.read(CALIBRATIONS, CALIBRATIONS_NAME))
         sound = all(isinstance(one, dict) for some in found.values() for one in some)
     except (OSError, FormatError, ValueError, AttributeError, TypeError):  # none yet, or damaged
         sound = False
@@ -415,4 +415,4 @@ def keep_records(storage: Storage, name: str, found: list[dict[str, Any]]) -> No
     """Save records under a name, and replace earlier ones. Suspended conversations write to this file, too."""
     storage.disk.check_writable()
     with storage.disk.backend.locked():
-        storage.files.write(CALIBRATIONS, CALIBRATIONS_NAME, encode_record(_read(storage) | {name: found}))
+        storage.records.write(CALIBRATIONS, CALIBRATIONS_NAME, encode_record(_read(storage) | {name: found}))

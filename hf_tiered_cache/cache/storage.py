@@ -33,7 +33,6 @@ from ..store.cipher import Hidden
 from ..store.conversations import ConversationInfo, ConversationRecord, Conversations, conversation_name
 from ..store.disk import SegmentStore
 from ..store.documents import Documents
-from ..store.root import StoreRoot
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..store.writer import PendingSegment, Writer
@@ -55,8 +54,7 @@ class Storage:
     KV that is not written yet is written when this object is garbage collected, or when the interpreter exits.
 
     Args:
-        files: Folder of the store, for messages and for records of conversations and documents.
-        disk: Segments on disk; closed with this object.
+        disk: Segments and their backend; closed with this object.
         residency: Memory tiers.
         secret: Key of the token hashes, if there is one.
         policy: Eviction policy of the memory tiers.
@@ -72,7 +70,6 @@ class Storage:
 
     def __init__(
         self,
-        files: StoreRoot,
         disk: SegmentStore,
         residency: Residency,
         *,
@@ -84,8 +81,9 @@ class Storage:
         queue_device_bytes: int,
         spot_checks: float = 0.0,
     ) -> None:
-        self.files, self.path, self.disk, self.residency = files, files.path, disk, residency
-        self.conversations, self.documents = Conversations(files), Documents(files)
+        self.disk, self.place, self.residency = disk, disk.place, residency
+        self.records = disk.backend.records
+        self.conversations, self.documents = Conversations(self.records), Documents(self.records)
         self.policy, self.codec, self.ttl = policy, codec, ttl
         self.spot_checks = SpotChecks(spot_checks)
         self._secret = secret
@@ -96,7 +94,7 @@ class Storage:
         try:
             if (other := disk.other_key()) is not None:
                 named = f"key id {other}, not {disk.cipher.key_id}"
-                raise ConfigError(f"{self.path} is encrypted with another key: {named}")
+                raise ConfigError(f"{self.place} is encrypted with another key: {named}")
             self.rankings = KeptRankings(disk)
             self.rewriter = SegmentRewriter(disk, residency, self.rankings)
             self.passage_index = PassageIndex(disk.index)
@@ -358,7 +356,7 @@ class Storage:
 
         self.check_open()
         if not self.disk.backend.writable:
-            raise StoreError(f"the store {self.path} is not writable")
+            raise StoreError(f"the store {self.place} is not writable")
         self.conversations.write(record, room)
 
     def remove_conversations(self, ids: Sequence[str]) -> int:
@@ -409,9 +407,9 @@ class Storage:
     def check_open(self) -> None:
         """Raise StoreClosedError if the store was closed, or was opened by another process."""
         if not self._close.alive:
-            raise StoreClosedError(f"the store {self.path} is closed; open it again")
+            raise StoreClosedError(f"the store {self.place} is closed; open it again")
         if os.getpid() != self._pid:
-            raise StoreClosedError(f"the store {self.path} was opened before this process was forked; open it again")
+            raise StoreClosedError(f"the store {self.place} was opened before this process was forked; open it again")
 
     @property
     def is_closed(self) -> bool:

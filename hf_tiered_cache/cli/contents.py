@@ -114,11 +114,15 @@ def contents_of(path: Path) -> Contents:
 
 def contents_of_open(store: KVStore) -> Contents:
     """Return the contents of an open store."""
-    with files_of(store.path) as files:
-        return Contents(store.segments(), store.models(), store.pinned(), _beside(files))
+    from ..kvstore import storage_of
+
+    sidecars: dict[str, dict[str, int]] = {}
+    with suppress(OSError):
+        sidecars = storage_of(store).disk.sidecars.sizes()
+    return Contents(store.segments(), store.models(), store.pinned(), sidecars)
 
 
-def _beside(files: StoreRoot) -> dict[str, dict[str, int]]:
+def _sidecars(files: StoreRoot) -> dict[str, dict[str, int]]:
     sidecars: dict[str, dict[str, int]] = {}
     with suppress(OSError):
         for name in files.names(SIDECAR):
@@ -139,7 +143,7 @@ def _catalogued(files: StoreRoot) -> Contents | None:
     pinned: set[str] = set()
     with suppress(OSError):
         pinned.update(files.names(PIN))
-    return Contents(rows, models, pinned, _beside(files))
+    return Contents(rows, models, pinned, _sidecars(files))
 
 
 @contextmanager

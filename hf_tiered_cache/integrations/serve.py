@@ -322,7 +322,7 @@ def serve(
                 "clients choose the model of each request: they can load any model of the Hub, and any folder"
             )
         logger.info(
-            "%s on http://%s:%d/v1, KV in %s; press Ctrl-C to stop", model or "any model", host, port, store.path
+            "%s on http://%s:%d/v1, KV in %s; press Ctrl-C to stop", model or "any model", host, port, store.place
         )
         uvicorn.Server(config).run(sockets=[listener])
 

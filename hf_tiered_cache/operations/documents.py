@@ -43,7 +43,7 @@ def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
     if not entries:
         return 0
     if not storage.disk.backend.writable:
-        raise StoreError(f"{storage.path} is not writable, so labels cannot be saved")
+        raise StoreError(f"{storage.place} is not writable, so labels cannot be saved")
     documents = storage.documents
     with storage.disk.backend.locked():
         records = [changed(documents.read(key), key, names, tokens, model) for key, names, tokens, model in entries]

@@ -1,8 +1,10 @@
-"""Interface of the places that store segments. The first implementation is a folder (`folder.py`).
+"""Interface of the places in which a store keeps everything.
+
+Implementations: a folder (`folder.py`), and a base class for places that keep whole objects (`objects.py`).
 
 A backend stores bytes under names, atomically. It inspects content only to find out whether this library wrote it, and
-deletes or replaces nothing else. Catalogue, quota, checksums and encryption are implemented on top of it. A new place,
-such as a remote tier, is one class with these methods; `tests/test_backend.py` checks the contract.
+deletes or replaces nothing else. Catalogue, quota, checksums and encryption are implemented on top of it. The tests of
+backends check the contract.
 
 Faults are OSErrors. FileNotFoundError means that nothing exists under a name (or that the whole place is missing, see
 `is_reachable`). FileExistsError means that the name is taken. Errors that `files.is_of_the_process` recognises say
@@ -16,7 +18,10 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
+
 from .engines import EngineFile, ReadOp, ReadReport
+from .records import RecordFiles
 
 if TYPE_CHECKING:
     from .root import StoreRoot
@@ -62,18 +67,22 @@ class SegmentBackend(Protocol):
     """Segments in one place, shared by any number of processes. All methods may be called from any thread.
 
     Segments can have sidecars: arrays that belong to a segment (see `sidecars.py`). A sidecar's name is the segment's
-    id, a dot and a kind. `names`, `pin` and `pinned` cover segments only, `sidecars` covers sidecars only, and all other
-    methods cover both.
+    id, a dot and a kind. `names`, `pin` and `pinned` cover segments only, `sidecars` covers sidecars only, and all
+    other methods cover both.
     """
 
     place: str
     """Path or address of the place, for messages."""
     reads_with: str
     """Description of what reads blocks, such as an engine with its settings. Measurements are valid only for it."""
+    reads_device: bool
+    """True if `read` may fill device memory without passing through the host."""
     writable: bool
     """True if anything new can be stored."""
     catalogue: StoreRoot | None
     """Folder of the catalogue that all users of this place share. None: each user has its own, in memory."""
+    records: RecordFiles
+    """Small files that belong to no segment: of conversations, documents and calibrations."""
 
     def where(self, segment_id: str) -> str:
         """Return the path or address of a segment, stored or not, for messages and tools."""
@@ -123,8 +132,8 @@ class SegmentBackend(Protocol):
         """Open a segment for reading blocks, and read its beginning, all from one version.
 
         Returns:
-            Metadata and bytes as from `head`, and the open file. The file stays complete until its last reference is
-            dropped, even if the segment is deleted or replaced meanwhile.
+            Metadata and bytes as from `head`, and the open file. If the segment is deleted or replaced meanwhile, reads
+            of the file return the same version, or fail with FileNotFoundError.
 
         Raises:
             FormatError, OSError: as `head`.
@@ -139,6 +148,9 @@ class SegmentBackend(Protocol):
         Raises:
             StoreClosedError: the backend was closed.
         """
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Prepare device memory for repeated reads, for the lifetime of this tensor object."""
 
     # --- writing
 

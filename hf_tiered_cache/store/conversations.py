@@ -11,17 +11,16 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..errors import ConfigError, FormatError, NewerFormatError
+from ..errors import ConfigError, FormatError
 from .catalogue import SegmentRow
-from .files import are_moments, understood
 from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, encode_record, name_of
 from .ownership import Holder, Ownership, holder_of, lock_patiently
-from .root import StoreRoot
+from .records import RecordFiles, Records, Room, are_times, decoded
 
 FORMAT_VERSION = 1
 MOST_LETTERS = 200
@@ -74,7 +73,7 @@ class ConversationRecord:
     @classmethod
     def decode(cls, data: bytes) -> ConversationRecord:
         """Decode the content of a file. Raises FormatError."""
-        with understood(data, FORMAT_VERSION, "a conversation") as facts:
+        with decoded(data, FORMAT_VERSION, "a conversation") as facts:
             found = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
             found = replace(found, segments=tuple(found.segments), model=dict(found.model))
             texts = [found.id, found.fingerprint, found.provenance, found.method, *found.segments]
@@ -82,7 +81,7 @@ class ConversationRecord:
             whole = found.tokens, found.turns, found.nbytes
             sound = all(isinstance(text, str) for text in texts) and all(map(_NAME.fullmatch, found.segments))
             sound &= all(type(number) is int and 0 <= number < 1 << 63 for number in whole)
-            sound &= are_moments(found.created, found.suspended)
+            sound &= are_times(found.created, found.suspended)
         if not sound:
             raise FormatError("not a valid record of a conversation")
         return found
@@ -124,11 +123,18 @@ class Conversations:
     """Conversations of a store.
 
     Args:
-        files: the store's folder.
+        files: small files of the store.
     """
 
-    def __init__(self, files: StoreRoot) -> None:
+    def __init__(self, files: RecordFiles) -> None:
         self._files = files
+        self._records = Records(
+            files,
+            CONVERSATION,
+            ConversationRecord.encode,
+            ConversationRecord.decode,
+            lambda record: _file_name(record.id),
+        )
         self._owned: weakref.WeakSet[Ownership] = weakref.WeakSet()
 
     def ownership(self, conversation_id: str) -> Ownership:
@@ -150,21 +156,11 @@ class Conversations:
 
     def read(self, conversation_id: str) -> ConversationRecord | None:
         """Return the record of a conversation, or None if there is no readable one."""
-        try:
-            found = self._read(_record_name(conversation_id))
-        except (OSError, FormatError):
-            return None
-        return found if found.id == conversation_id else None
+        return self._records.get(_file_name(conversation_id))
 
     def all(self) -> list[ConversationRecord]:
         """Return all readable records, most recently suspended last."""
-        found = []
-        for name in self._names():
-            with suppress(OSError, FormatError):
-                record = self._read(name)
-                if _record_name(record.id) == name:
-                    found.append(record)
-        return sorted(found, key=lambda record: record.suspended)
+        return sorted(self._records.all(), key=lambda record: record.suspended)
 
     def listed(self, rows: Iterable[SegmentRow]) -> list[ConversationInfo]:
         """Return the listing entries of all conversations, most recently used last.
@@ -183,18 +179,9 @@ class Conversations:
             (mine if record.id in ids else others).update(record.segments)
         return mine - others
 
-    def write(self, record: ConversationRecord, room: Callable[[int], AbstractContextManager[object]]) -> None:
-        """Write a record atomically in place of the previous one. The caller owns the conversation.
-
-        Args:
-            record: the new record.
-            room: reserves the given number of bytes until the file itself takes them.
-
-        Raises:
-            OSError: the record cannot be written. Exceptions of `room` propagate.
-        """
-        self._files.write(CONVERSATION, _record_name(record.id), record.encode(), room)
-        self._files.sync(CONVERSATION)
+    def write(self, record: ConversationRecord, room: Room) -> None:
+        """Write a record in place of the previous one (see `Records.write`). The caller owns the conversation."""
+        self._records.write([record], room)
 
     def remove(self, ids: Iterable[str]) -> None:
         """Delete the records of conversations; their segments stay.
@@ -208,7 +195,7 @@ class Conversations:
                 owned.take(over=False)
                 stack.callback(owned.release)
             for conversation_id in ids:
-                self._files.delete(CONVERSATION, _record_name(conversation_id))
+                self._records.delete(_file_name(conversation_id))
 
     def sweep(self, there: Collection[str], dry_run: bool = False) -> list[str]:
         """Delete records that are damaged or have no segment left, and the locks of dead processes.
@@ -220,14 +207,11 @@ class Conversations:
         Returns:
             Paths of the deleted records, or with `dry_run` of those to be deleted. Conversations in use are kept.
         """
-        removed = []
-        for name in self._names():
-            lock_name = name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX
-            with suppress(OSError):
-                if self._is_of_use(name, there) or self._files.is_locked(CONVERSATION_LOCK, lock_name):
-                    continue
-                if self._files.is_own(CONVERSATION, name) if dry_run else self._files.delete(CONVERSATION, name):
-                    removed.append(str(self._files.where(CONVERSATION, name)))
+        removed = self._records.sweep(
+            lambda record: any(segment in there for segment in record.segments),
+            lambda name: self._files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX),
+            dry_run,
+        )
         if not dry_run:
             with suppress(OSError):
                 for name in self._files.names(CONVERSATION_LOCK):
@@ -243,27 +227,8 @@ class Conversations:
                 with lock:
                     self._files.delete(CONVERSATION_LOCK, name)
 
-    def _is_of_use(self, name: str, there: Collection[str]) -> bool:
-        try:
-            record = self._read(name)
-        except (OSError, NewerFormatError):
-            return True
-        except FormatError:
-            return False
-        return any(segment in there for segment in record.segments)
 
-    def _names(self) -> list[str]:
-        try:
-            return self._files.names(CONVERSATION)
-        except OSError:
-            return []
-
-    def _read(self, name: str) -> ConversationRecord:
-        """Read a record. Raises OSError or FormatError."""
-        return ConversationRecord.decode(self._files.read(CONVERSATION, name))
-
-
-def _record_name(conversation_id: str) -> str:
+def _file_name(conversation_id: str) -> str:
     """Return the name of a record's file. Raises ConfigError if the id is invalid."""
     return conversation_name(conversation_id) + RECORD_SUFFIX
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..errors import ConfigError, FormatError, NewerFormatError
 from . import HASH_BYTES
 from .catalogue import SegmentRow
-from .files import are_moments, understood
 from .kinds import DOCUMENT, RECORD_SUFFIX, encode_record, name_of
-from .root import StoreRoot
+from .records import RecordFiles, Records, Room, are_times, decoded
 
 FORMAT_VERSION = 1
 MOST_LETTERS = 1000
@@ -88,7 +87,7 @@ class DocumentRecord:
     @classmethod
     def decode(cls, data: bytes) -> DocumentRecord:
         """Decode the content of a file. Raises FormatError."""
-        with understood(data, FORMAT_VERSION, "a document") as facts:
+        with decoded(data, FORMAT_VERSION, "a document") as facts:
             found = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
             found = replace(
                 found, passages=tuple(found.passages), leaving=tuple(found.leaving), model=dict(found.model)
@@ -97,7 +96,7 @@ class DocumentRecord:
             sound = all(isinstance(text, str) for text in texts)
             sound &= all(map(_NAME.fullmatch, (*found.passages, *found.leaving)))
             sound &= type(found.tokens) is int and 0 <= found.tokens < 1 << 63
-            sound &= are_moments(found.created, found.changed)
+            sound &= are_times(found.created, found.changed)
         if not sound:
             raise FormatError("not a valid record of a document")
         return found
@@ -139,29 +138,22 @@ class Documents:
     """Documents of a store.
 
     Args:
-        files: the store's folder.
+        files: small files of the store.
     """
 
-    def __init__(self, files: StoreRoot) -> None:
-        self._files = files
+    def __init__(self, files: RecordFiles) -> None:
+        self._records = Records(
+            files, DOCUMENT, DocumentRecord.encode, DocumentRecord.decode, lambda record: _file_name(record.key)
+        )
 
     def read(self, key: tuple[str, str, str]) -> DocumentRecord | None:
         """Return a record, or None if there is no readable one."""
-        with suppress(OSError, FormatError):
-            found = self._read(_record_name(key))
-            if found.key == key:
-                return found
-        return None
+        return self._records.get(_file_name(key))
 
     def all(self, label: str | None = None) -> list[DocumentRecord]:
         """Return the readable records of one label or of all labels, sorted by label."""
-        found = []
-        for name in self._names():
-            with suppress(OSError, FormatError):
-                record = self._read(name)
-                if _record_name(record.key) == name and label in (None, record.label):
-                    found.append(record)
-        return sorted(found, key=lambda record: record.key)
+        records = [record for record in self._records.all() if label in (None, record.label)]
+        return sorted(records, key=lambda record: record.key)
 
     def listed(self, rows: Iterable[SegmentRow], label: str | None = None) -> list[DocumentInfo]:
         """Return the listing entries of documents, sorted by label.
@@ -194,9 +186,9 @@ class Documents:
 
     def _spare(self, keys: Collection[tuple[str, str, str]], left: set[str]) -> None:
         """Remove from `left` the passages of all records except those with `keys`. Raises as `only_of`."""
-        for name in self._files.names(DOCUMENT) if left else ():
+        for name in self._records.files.names(DOCUMENT) if left else ():
             try:
-                record = self._read(name)
+                record = self._records.read(name)
             except NewerFormatError:
                 raise
             except (FormatError, FileNotFoundError):
@@ -204,25 +196,14 @@ class Documents:
             if record.key not in keys:
                 left.difference_update(record.passages)
 
-    def write(self, records: Sequence[DocumentRecord], room: Callable[[int], AbstractContextManager[object]]) -> None:
-        """Write records in place of the previous ones, each atomically, and durably. The caller holds the store's lock.
-
-        Args:
-            records: the new records.
-            room: reserves the given number of bytes until the file itself takes them.
-
-        Raises:
-            OSError: a record cannot be written. Exceptions of `room` propagate.
-        """
-        for record in records:
-            self._files.write(DOCUMENT, _record_name(record.key), record.encode(), room)
-        if records:
-            self._files.sync(DOCUMENT)
+    def write(self, records: Sequence[DocumentRecord], room: Room) -> None:
+        """Write records in place of the previous ones (see `Records.write`). The caller holds the store's lock."""
+        self._records.write(records, room)
 
     def forget(self, records: Iterable[DocumentRecord]) -> None:
         """Delete records; their passages stay. The caller holds the store's lock. Raises OSError."""
         for record in records:
-            self._files.delete(DOCUMENT, _record_name(record.key))
+            self._records.delete(_file_name(record.key))
 
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
         """Delete records that are damaged or have no passage left. The caller holds the store's lock.
@@ -234,33 +215,13 @@ class Documents:
         Returns:
             Paths of the deleted records, or with `dry_run` of those to be deleted.
         """
-        there, removed = by_passage(rows).keys(), []
-        for name in self._names():
-            try:
-                record = self._read(name)
-                if not there.isdisjoint((*record.passages, *record.leaving)):
-                    continue
-            except (OSError, NewerFormatError):
-                continue
-            except FormatError:
-                pass
-            with suppress(OSError):
-                if self._files.is_own(DOCUMENT, name) if dry_run else self._files.delete(DOCUMENT, name):
-                    removed.append(str(self._files.where(DOCUMENT, name)))
-        return removed
-
-    def _names(self) -> list[str]:
-        try:
-            return self._files.names(DOCUMENT)
-        except OSError:
-            return []
-
-    def _read(self, name: str) -> DocumentRecord:
-        """Read a record. Raises OSError or FormatError."""
-        return DocumentRecord.decode(self._files.read(DOCUMENT, name))
+        stored = by_passage(rows).keys()
+        return self._records.sweep(
+            lambda record: not stored.isdisjoint((*record.passages, *record.leaving)), lambda name: False, dry_run
+        )
 
 
-def _record_name(key: tuple[str, str, str]) -> str:
+def _file_name(key: tuple[str, str, str]) -> str:
     """Return the name of the file of a record (see `DocumentRecord.key`)."""
     return name_of("\0".join(key)) + RECORD_SUFFIX
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import FileIO
-from typing import Any
 
-from ..errors import FormatError, NewerFormatError
+from ..errors import FormatError
 
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _OF_THE_PROCESS = _NO_DESCRIPTORS | {
@@ -99,35 +97,3 @@ def allocate(fd: int, nbytes: int) -> None:
 def fsync(fd: int, data_only: bool = False) -> None:
     """Make an open file, or the names in an open folder, durable."""
     (getattr(os, "fdatasync", os.fsync) if data_only else os.fsync)(fd)  # macOS has no fdatasync
-
-
-_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
-"""Exceptions raised when decoding invalid JSON records."""
-
-
-@contextmanager
-def understood(data: bytes, newest: int, what: str) -> Iterator[dict[str, Any]]:
-    """Yield the parsed JSON of a record, and convert decoding errors of the body to FormatError.
-
-    Args:
-        data: content of the record file.
-        newest: newest record format that this version reads.
-        what: expected subject of the record, for the error message, such as "a document".
-
-    Raises:
-        FormatError: the data is not such a record, or the body failed to decode it.
-        NewerFormatError: the record has a newer format.
-    """
-    try:
-        facts = json.loads(data)
-        version = facts.pop("format")
-        if isinstance(version, int) and version > newest:
-            raise NewerFormatError(f"it is a record of format {version}, which this version does not support")
-        yield facts
-    except _UNREADABLE as error:
-        raise FormatError(f"not a valid record of {what}: {error!r}") from None
-
-
-def are_moments(*values: object) -> bool:
-    """Return whether all values are valid Unix times in seconds."""
-    return all(type(value) in (int, float) and 0 <= value < 1e12 for value in values)  # type: ignore[operator]

@@ -19,6 +19,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
+import torch
+
 from ..errors import StoreBusyError
 from .backend import HeadLength, Stored
 from .engines import Engine, EngineFile, ReadOp, ReadReport
@@ -39,7 +41,9 @@ from .kinds import (
     TEMPORARY,
     TEMPORARY_LOCK,
     FileKind,
+    file_of,
 )
+from .records import RecordFiles
 from .root import StoreRoot, Temporary
 from .tree import nbytes_of
 
@@ -72,14 +76,15 @@ class FolderBackend:
         self.files = StoreRoot(root)
         self.root, self.place, self.writable = self.files.path, str(self.files.path), self.files.writable
         self.catalogue: StoreRoot | None = self.files
-        self.engine, self.reads_with = engine, engine.describe()
+        self.records: RecordFiles = self.files
+        self.engine, self.reads_with, self.reads_device = engine, engine.describe(), engine.reads_device
         self._lock_seconds = _LOCK_SECONDS
         self._lock = threading.RLock()  # guards `_unsynced`, the files to be made durable
         self._unsynced: dict[str, None] = {}
 
     def path(self, segment_id: str) -> Path:
         """Return the file of a segment or of a sidecar."""
-        return self.files.where(*_file_of(segment_id))
+        return self.files.where(*file_of(segment_id))
 
     def where(self, segment_id: str) -> str:
         return str(self.path(segment_id))
@@ -102,11 +107,11 @@ class FolderBackend:
         return found
 
     def find(self, segment_id: str) -> Stored | None:
-        status = self.files.find(*_file_of(segment_id))
+        status = self.files.find(*file_of(segment_id))
         return None if status is None or S_ISDIR(status.st_mode) else _stored(status)
 
     def is_own(self, segment_id: str) -> bool:
-        return self.files.is_own(*_file_of(segment_id))
+        return self.files.is_own(*file_of(segment_id))
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         def is_known(kind: FileKind, name: str) -> bool:
@@ -115,13 +120,13 @@ class FolderBackend:
         return self.files.unknown(is_known)
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
-        with self.files.open(*_file_of(segment_id)) as (fd, status):
+        with self.files.open(*file_of(segment_id)) as (fd, status):
             return _head(fd, status, length)
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, EngineFile]:
         path = self.where(segment_id)
         for _ in range(_OPENINGS):
-            with self.files.open(*_file_of(segment_id)) as (fd, status):  # its inode is not reused while it is open
+            with self.files.open(*file_of(segment_id)) as (fd, status):  # its inode is not reused while it is open
                 stored, head = _head(fd, status, length)
                 file = self.engine.open(path)
                 with suppress(FileNotFoundError):  # engines open by path: check that it is the same file
@@ -131,6 +136,9 @@ class FolderBackend:
 
     def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
         return self.engine.submit(ops)
+
+    def register(self, memory: torch.Tensor) -> None:
+        self.engine.register(memory)
 
     # --- writing
 
@@ -151,20 +159,20 @@ class FolderBackend:
     def delete(self, segment_id: str) -> bool:
         with self._lock:
             self._unsynced.pop(segment_id, None)
-        return self.files.delete(*_file_of(segment_id))
+        return self.files.delete(*file_of(segment_id))
 
     def sync(self) -> None:
         """See `SegmentBackend`. Syncs file data first, then folders."""
         with self._lock:
             waiting, self._unsynced = list(self._unsynced), {}
-        kinds, done = {_file_of(name)[0].folder: name for name in waiting}, 0
+        kinds, done = {file_of(name)[0].folder: name for name in waiting}, 0
         try:
             for name in waiting:
                 with suppress(FileNotFoundError):  # evicted meanwhile
-                    self.files.sync(*_file_of(name))
+                    self.files.sync(*file_of(name))
                 done += 1
             for name in kinds.values():
-                self.files.sync(_file_of(name)[0])
+                self.files.sync(file_of(name)[0])
         except OSError:
             with self._lock:
                 # retrying any file of a folder also syncs the folder
@@ -262,13 +270,8 @@ class FolderUpload:
         return os.fstat(self._temporary.file.fileno()).st_blocks * 512
 
     def publish(self, replace: bool) -> None:
-        self._files.publish(self._temporary.name, *_file_of(self._id), replace)
+        self._files.publish(self._temporary.name, *file_of(self._id), replace)
         self.published = True
-
-
-def _file_of(segment_id: str) -> tuple[FileKind, str]:
-    """Return kind and name of the file of a segment or sidecar."""
-    return (SIDECAR, segment_id) if "." in segment_id else (SEGMENT, f"{segment_id}{SEGMENT_SUFFIX}")
 
 
 def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:

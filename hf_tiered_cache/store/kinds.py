@@ -215,3 +215,8 @@ def kind_of(folder: str, name: str) -> FileKind | None:
         if kind.folder == folder and kind.names.fullmatch(name):
             return kind
     return None
+
+
+def file_of(stored_name: str) -> tuple[FileKind, str]:
+    """Return kind and file name of a segment, named by its id, or of a sidecar."""
+    return (SIDECAR, stored_name) if "." in stored_name else (SEGMENT, f"{stored_name}{SEGMENT_SUFFIX}")

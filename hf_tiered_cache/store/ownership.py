@@ -11,13 +11,12 @@ import logging
 import os
 import time
 from contextlib import suppress
-from io import FileIO
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ConversationInUseError, FormatError
 from .kinds import CONVERSATION_LOCK
 from .process import ownerships
-from .root import StoreRoot
+from .records import RecordFiles
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -41,16 +40,16 @@ class Ownership:
 
     Args:
         conversation_id: id of the conversation.
-        files: folder of the store.
+        files: small files of the store.
         name: file name of the conversation's lock.
     """
 
-    def __init__(self, conversation_id: str, files: StoreRoot, name: str) -> None:
+    def __init__(self, conversation_id: str, files: RecordFiles, name: str) -> None:
         self._id, self._files, self._name = conversation_id, files, name
         self._path = files.where(CONVERSATION_LOCK, name)
         self.held = False
         self.since = 0.0
-        self._file: FileIO | None = None  # closing the file releases the lock; None if files cannot be locked
+        self._file: Any = None  # closing the file releases the lock; None if files cannot be locked
         self._pid = os.getpid()
 
     def take(self, over: bool) -> None:
@@ -87,7 +86,7 @@ class Ownership:
             if file is not None:
                 file.close()
 
-    def _lock(self) -> FileIO | None:
+    def _lock(self) -> Any:
         try:
             file = lock_patiently(self._files, self._name)
         except OSError as error:  # nothing is stored in a read-only folder, so nothing can be lost
@@ -107,7 +106,7 @@ class Ownership:
         return file
 
 
-def lock_patiently(files: StoreRoot, name: str) -> FileIO | None:
+def lock_patiently(files: RecordFiles, name: str) -> Any:
     """Lock a conversation until the file is closed. Retries, since listing conversations also locks it for a moment.
 
     Returns:
@@ -126,12 +125,12 @@ def lock_patiently(files: StoreRoot, name: str) -> FileIO | None:
     return None
 
 
-def holder_of(files: StoreRoot, name: str) -> Holder | None:
+def holder_of(files: RecordFiles, name: str) -> Holder | None:
     """Return the holder of a lock, or None if it is free."""
     return _read_holder(files, name) if files.is_locked(CONVERSATION_LOCK, name) else None
 
 
-def _read_holder(files: StoreRoot, name: str) -> Holder:
+def _read_holder(files: RecordFiles, name: str) -> Holder:
     try:
         said = json.loads(files.read(CONVERSATION_LOCK, name))
         pid, since = said["pid"], said["since"]

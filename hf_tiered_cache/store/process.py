@@ -47,7 +47,7 @@ class _Process:
         self.opening = threading.RLock()  # for `databases`
         self.databases: dict[Path, Any] = {}
         self.owning = threading.RLock()  # for `conversations`
-        self.conversations: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
+        self.conversations: weakref.WeakValueDictionary[Path | str, Any] = weakref.WeakValueDictionary()
         self.segments: OrderedDict[tuple[object, str], Any] = OrderedDict()
 
 
@@ -91,7 +91,7 @@ def release_database(database: Shared) -> None:
 
 
 @contextmanager
-def ownerships() -> Iterator[MutableMapping[Path, Any]]:
+def ownerships() -> Iterator[MutableMapping[Path | str, Any]]:
     """Yield the conversations that this process owns, by lock path, while holding the lock on them."""
     process = _process()
     with process.owning:

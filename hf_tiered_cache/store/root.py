@@ -12,8 +12,8 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from stat import S_ISREG
@@ -23,6 +23,7 @@ from ..errors import FormatError
 from .claim import claim
 from .files import allocate, fsync, open_file, read_all, write_all
 from .kinds import LOCK, LOCK_SUFFIX, TEMPORARY, TEMPORARY_LOCK, FileKind
+from .records import Room
 from .tree import FolderTree
 
 _ATTEMPTS = 100
@@ -129,7 +130,7 @@ class StoreRoot(FolderTree):
         kind: FileKind,
         name: str,
         content: bytes,
-        room: Callable[[int], AbstractContextManager[object]] | None = None,
+        room: Room | None = None,
     ) -> None:
         """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable.
 
@@ -258,13 +259,13 @@ class StoreRoot(FolderTree):
         except (OSError, FormatError):
             return False
 
-    def rewrite(self, file: FileIO, kind: FileKind, name: str, content: bytes) -> None:
+    def rewrite(self, lock: FileIO, kind: FileKind, name: str, content: bytes) -> None:
         """Replace the content of a locked file in place.
 
         Raises:
             OSError: the file cannot be written, has a second hard link, or was not written by the library.
         """
-        fd = file.fileno()
+        fd = lock.fileno()
         if os.fstat(fd).st_nlink != 1 or not kind.is_own(name, read_all(fd, kind.most_bytes, 0)):
             raise FileExistsError(errno.EEXIST, "it was not written by this library", str(self.where(kind, name)))
         os.ftruncate(fd, 0)

@@ -1,0 +1,360 @@
+"""Base of backends that keep whole objects under names, such as a dict, a database or an object store.
+
+A subclass reads, writes, lists and deletes objects. The base does everything else that `SegmentBackend` promises. The
+names are those of the files of a store in a folder, such as `segments/<id>.kv`.
+
+Processes that share a place see each other's segments when they open the store. Locks, and so the ownership of
+conversations, hold within one process: a subclass that is used by several overrides `locked` and `records`.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import FormatError, StoreBusyError
+from .backend import HeadLength, SegmentBackend, Stored
+from .engines import EngineFile, ReadOp, ReadReport
+from .engines.base import Call, coalesce, in_threads
+from .format import HEADER_BYTES
+from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
+from .records import Room
+from .root import StoreRoot
+
+_LOCK_SECONDS = 30.0
+"""Seconds to wait for the lock of the place."""
+_ATTEMPTS = 100
+"""Maximum number of attempts to read an object that is replaced between two reads each time."""
+_RECORD_FOLDERS = ("", "conversations", "documents")
+
+
+class ObjectBackend(ABC, SegmentBackend):
+    """Implementation of `SegmentBackend` over objects. Subclasses implement the five abstract methods.
+
+    They may be called from any thread. Their faults are OSErrors: other exceptions end the request.
+
+    Args:
+        place: address of the place, for messages.
+        threads: number of reads in flight.
+    """
+
+    def __init__(self, place: str, threads: int = 8) -> None:
+        self.place, self.reads_with = place, f"{type(self).__name__} ({threads} threads)"
+        self.writable, self.reads_device = True, False
+        self.catalogue: StoreRoot | None = None
+        self.records = ObjectRecords(self)
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-read")
+        self._lock = threading.Lock()
+        self._uploads: set[ObjectUpload] = set()
+
+    # --- the objects
+
+    @abstractmethod
+    def find_object(self, name: str) -> Stored | None:
+        """Return the metadata of an object, or None if there is none. Raises OSError."""
+
+    @abstractmethod
+    def list_objects(self, folder: str) -> dict[str, Stored]:
+        """Return the objects of a folder, without the folder in their names; "" for those outside of folders.
+
+        Raises:
+            OSError: they cannot be listed completely.
+        """
+
+    @abstractmethod
+    def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
+        """Read a range of an object; fewer bytes only if the object ends.
+
+        Args:
+            name: name of the object.
+            version: version that is to be read (see `Stored`).
+            offset: first byte.
+            nbytes: number of bytes.
+
+        Raises:
+            FileNotFoundError: there is no such object, or another version of it. OSError: it cannot be read.
+        """
+
+    @abstractmethod
+    def put_object(self, name: str, content: bytes, replace: bool) -> None:
+        """Write an object atomically, with a new version.
+
+        Args:
+            name: name of the object.
+            content: all bytes.
+            replace: whether to replace an existing object.
+
+        Raises:
+            FileExistsError: the object exists, and is not to be replaced. OSError: it cannot be written.
+        """
+
+    @abstractmethod
+    def delete_object(self, name: str) -> bool:
+        """Delete an object. Returns whether it existed. Raises OSError if it remains."""
+
+    # --- reading
+
+    def where(self, segment_id: str) -> str:
+        return f"{self.place}/{_object_name(*file_of(segment_id))}"
+
+    def is_reachable(self) -> bool:
+        try:
+            self.list_objects("")
+        except OSError:
+            return False
+        return True
+
+    def names(self) -> list[str]:
+        return [name.removesuffix(SEGMENT_SUFFIX) for name in self.list_objects(SEGMENT.folder) if _is(SEGMENT, name)]
+
+    def sidecars(self) -> dict[str, int]:
+        objects = self.list_objects(SIDECAR.folder).items()
+        return {name: stored.nbytes for name, stored in objects if _is(SIDECAR, name)}
+
+    def find(self, segment_id: str) -> Stored | None:
+        return self.find_object(_object_name(*file_of(segment_id)))
+
+    def is_own(self, segment_id: str) -> bool:
+        return self.records.is_own(*file_of(segment_id))
+
+    def unknown(self, known: Collection[str] = ()) -> list[str]:
+        unknown = []
+        for folder in ("", *FOLDERS):
+            for name in self.list_objects(folder):
+                kind = kind_of(folder, name)
+                if kind is SEGMENT and name.removesuffix(SEGMENT_SUFFIX) in known:
+                    continue
+                with suppress(OSError):  # not readable now, so not listed
+                    if kind is None or not self.records.is_own(kind, name):
+                        unknown.append(f"{folder}/{name}".lstrip("/"))
+        return sorted(unknown)
+
+    def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
+        name = _object_name(*file_of(segment_id))
+        for _ in range(_ATTEMPTS):
+            stored = self.find_object(name)
+            if stored is None:
+                raise FileNotFoundError(errno.ENOENT, "it does not exist", self.where(segment_id))
+            with suppress(FileNotFoundError):  # replaced or deleted meanwhile
+                page = self.get_object(name, stored.version, 0, HEADER_BYTES)
+                rest = max(0, length(stored, page) - HEADER_BYTES)
+                return stored, page + (self.get_object(name, stored.version, HEADER_BYTES, rest) if rest else b"")
+        raise OSError(errno.EAGAIN, "it is replaced repeatedly", self.where(segment_id))
+
+    def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, ObjectFile]:
+        stored, head = self.head(segment_id, length)
+        name = _object_name(*file_of(segment_id))
+        return stored, head, ObjectFile(self.where(segment_id), name, stored.version)
+
+    def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+        calls = coalesce(ops)
+        queue = iter(calls)  # shared: next() on a list iterator is atomic, so fast workers take more
+        return in_threads(self._pool, min(self._threads, len(calls)), lambda: sum(map(self._read, queue)))
+
+    def _read(self, call: Call) -> int:
+        file = call.file
+        assert isinstance(file, ObjectFile)
+        try:
+            content = self.get_object(file.name, file.version, call.offset, call.nbytes)
+        except OSError as error:
+            error.filename = file.path  # a batch may read several objects
+            raise
+        if len(content) < call.nbytes:
+            raise OSError(errno.EIO, "it ends before the block", file.path)
+        array, offset = np.frombuffer(content, np.uint8), 0
+        for piece in call.pieces:
+            if isinstance(piece, int):
+                offset += piece
+            else:
+                piece.numpy()[...] = array[offset : offset + piece.numel()]
+                offset += piece.numel()
+        return len(content)
+
+    def register(self, memory: torch.Tensor) -> None:
+        pass  # blocks reach a device through the host
+
+    # --- writing
+
+    @contextmanager
+    def write(self, segment_id: str, nbytes: int) -> Iterator[ObjectUpload]:
+        free = self.free()
+        if free is not None and nbytes > free:
+            raise OSError(errno.ENOSPC, "no space is left", self.place)
+        upload = ObjectUpload(self.records, segment_id, nbytes)
+        self._uploads.add(upload)
+        try:
+            yield upload
+        finally:
+            self._uploads.discard(upload)
+
+    def delete(self, segment_id: str) -> bool:
+        return self.records.delete(*file_of(segment_id))
+
+    def sync(self) -> None:
+        pass  # `put_object` returns when an object is stored
+
+    def pin(self, segment_id: str, pinned: bool) -> None:
+        if pinned:
+            self.records.write(PIN, segment_id, b"")
+        else:
+            self.records.delete(PIN, segment_id)
+
+    def pinned(self) -> set[str]:
+        return {name for name, stored in self.list_objects(PIN.folder).items() if _is(PIN, name) and not stored.size}
+
+    # --- space
+
+    def usage(self) -> int:
+        records = [stored.nbytes for folder in _RECORD_FOLDERS for stored in self.list_objects(folder).values()]
+        return sum(records) + sum(upload.nbytes() for upload in list(self._uploads))
+
+    def free(self) -> int | None:
+        """Return the free bytes of the place, or None, as here, if it is unbounded. Raises OSError."""
+        return None
+
+    def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
+        return {}, False  # unfinished uploads are in the memory of their processes
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the place exclusively, within this process. Raises StoreBusyError."""
+        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+            raise StoreBusyError(f"the lock of {self.place} was not released within {_LOCK_SECONDS:g} s; try again")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Wait for pending reads, and release the threads."""
+        self._pool.shutdown(wait=True)
+
+
+class ObjectFile(EngineFile):
+    """An object that is open: one version of it. If another one takes its name, reads fail."""
+
+    def __init__(self, path: str, name: str, version: Any) -> None:
+        self.path, self.name, self.version = path, name, version
+
+
+class ObjectUpload:
+    """Implementation of `Upload` that collects the bytes in memory."""
+
+    def __init__(self, records: ObjectRecords, segment_id: str, nbytes: int) -> None:
+        self._records, self._id, self._content = records, segment_id, bytearray(nbytes)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        self._content[offset : offset + len(data)] = data
+
+    def nbytes(self) -> int:
+        return len(self._content)
+
+    def publish(self, replace: bool) -> None:
+        self._records.put(*file_of(self._id), bytes(self._content), replace)
+
+
+class ObjectRecords:
+    """Implementation of `RecordFiles`. Only objects that the library wrote are replaced or deleted.
+
+    Args:
+        backend: place of the objects.
+    """
+
+    def __init__(self, backend: ObjectBackend) -> None:
+        self._backend = backend
+        self._locks: dict[str, bytes] = {}  # content of each locked file
+        self._changing = threading.Lock()
+
+    def where(self, kind: FileKind, name: str) -> str:
+        return f"{self._backend.place}/{_object_name(kind, name)}"
+
+    def names(self, kind: FileKind) -> list[str]:
+        return sorted(filter(kind.names.fullmatch, self._backend.list_objects(kind.folder)))
+
+    def read(self, kind: FileKind, name: str) -> bytes:
+        path = _object_name(kind, name)
+        if path in self._locks:
+            return self._locks[path]
+        for _ in range(_ATTEMPTS):
+            stored = self._backend.find_object(path)
+            if stored is None:
+                raise FileNotFoundError(errno.ENOENT, "it does not exist", self.where(kind, name))
+            if kind.is_record and stored.size > kind.most_bytes:
+                raise FormatError(f"a record of {stored.size} bytes is too large")
+            with suppress(FileNotFoundError):  # replaced or deleted meanwhile
+                return self._backend.get_object(path, stored.version, 0, min(stored.size, kind.most_bytes))
+        raise OSError(errno.EAGAIN, "it is replaced repeatedly", self.where(kind, name))
+
+    def is_own(self, kind: FileKind, name: str) -> bool:
+        try:
+            return kind.names.fullmatch(name) is not None and kind.is_own(name, self.read(kind, name))
+        except (FormatError, FileNotFoundError):
+            return False
+
+    def write(self, kind: FileKind, name: str, content: bytes, room: Room | None = None) -> None:
+        with nullcontext() if room is None else room(len(content)):
+            self.put(kind, name, content, replace=True)
+
+    def put(self, kind: FileKind, name: str, content: bytes, replace: bool) -> None:
+        """Write an object. Raises FileExistsError if it exists, and is not to be replaced or not the library's."""
+        path = _object_name(kind, name)
+        if replace and self._backend.find_object(path) is not None and not self.is_own(kind, name):
+            what = f"{self.where(kind, name)} was not written by this library; move it elsewhere"
+            raise FileExistsError(errno.EEXIST, what)
+        self._backend.put_object(path, content, replace)
+
+    def delete(self, kind: FileKind, name: str) -> bool:
+        return self.is_own(kind, name) and self._backend.delete_object(_object_name(kind, name))
+
+    def sync(self, kind: FileKind) -> None:
+        pass  # `put_object` returns when an object is stored
+
+    def lock(self, kind: FileKind, name: str) -> ObjectLock | None:
+        path = _object_name(kind, name)
+        with self._changing:
+            if path in self._locks:
+                return None
+            self._locks[path] = b""
+        return ObjectLock(path, self._locks)
+
+    def is_locked(self, kind: FileKind, name: str) -> bool:
+        return _object_name(kind, name) in self._locks
+
+    def rewrite(self, lock: ObjectLock, kind: FileKind, name: str, content: bytes) -> None:
+        self._locks[lock.path] = content
+
+
+class ObjectLock:
+    """Lock of a name within this process. It is released when it is closed or garbage-collected."""
+
+    def __init__(self, path: str, locks: dict[str, bytes]) -> None:
+        self.path = path
+        self._release = weakref.finalize(self, locks.pop, path, None)
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._release()
+
+    def __enter__(self) -> ObjectLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _object_name(kind: FileKind, name: str) -> str:
+    return f"{kind.folder}/{name}" if kind.folder else name
+
+
+def _is(kind: FileKind, name: str) -> bool:
+    return kind.names.fullmatch(name) is not None

@@ -1,0 +1,215 @@
+"""Everything that a `KVStore` does, over a backend that is no folder; and the errors of wrong backends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build, prompt
+from memory_backend import MemoryBackend
+from reference import kv_of, prefilled
+
+from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, TieredCache
+from hf_tiered_cache.cache.calibrations import keep_records, records_of
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.methods import ContiguousKV, Epic
+from hf_tiered_cache.store.backends import BACKENDS, register_backend
+from hf_tiered_cache.store.kinds import CALIBRATIONS_NAME
+from hf_tiered_cache.store.publish import CATALOGUE_GROWTH
+
+IDS = prompt(96)
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture
+def objects():
+    """Objects of a place that several backends share, as processes would."""
+    return {}
+
+
+@pytest.fixture
+def connect(objects):
+    """Function that opens a store over the place."""
+
+    def connect(**options):
+        backend = MemoryBackend()
+        backend.objects = objects
+        return KVStore(backend=backend, **options)
+
+    return connect
+
+
+@torch.no_grad()
+def logits(model, store, method=None, **options):
+    cache = TieredCache(model, store, method=method, **options)
+    return model(input_ids=IDS, past_key_values=cache, logits_to_keep=1).logits, cache
+
+
+def expected(model, restored):
+    cache = prefilled(model, [kv_of(model, IDS[:, :80])], restored)
+    return model(input_ids=IDS[:, restored:], past_key_values=cache, logits_to_keep=1).logits
+
+
+@pytest.mark.parametrize("options", [{}, {"key": bytes(32)}, {"host_memory": 0}], ids=["plain", "key", "no memory"])
+def test_a_prefix_comes_back_with_the_same_bits(model, connect, options):
+    with connect(**options) as store:
+        store.precompute(model, IDS[0, :80], progress=False)
+        assert store.path is None
+        assert store.place in repr(store)
+    with connect(**options) as store:
+        answer, cache = logits(model, store)
+        assert cache.stats.tokens_restored == 80
+        assert torch.equal(answer, expected(model, 80))
+        assert store.verify().ok
+
+
+def test_a_damaged_object_is_a_counted_miss(model, connect, objects):
+    with connect() as store:
+        store.precompute(model, IDS[0, :80], progress=False)
+        ((name, (version, content)),) = [item for item in objects.items() if item[0].startswith("segments/")]
+        damaged = bytearray(content)
+        damaged[-100] ^= 1
+        objects[name] = version, bytes(damaged)
+        store.clear()
+        answer, cache = logits(model, store)
+        assert cache.stats.tokens_restored < 80
+        assert torch.equal(answer, expected(model, cache.stats.tokens_restored))
+        assert store.stats.verification_failures == 1
+
+
+def test_a_replaced_object_is_never_mixed_with_the_previous_one(model, connect, objects):
+    with connect(host_memory=0) as store:
+        store.precompute(model, IDS[0, :80], progress=False)
+        logits(model, store, record=False)  # it is open now
+        for name in [name for name in objects if name.startswith("segments/")]:
+            objects[name] = object(), objects[name][1]
+        answer, cache = logits(model, store, record=False)
+        assert torch.equal(answer, expected(model, cache.stats.tokens_restored))
+
+
+def test_selection_keeps_its_index_with_the_segment(model, connect, objects):
+    method = ContiguousKV(budget=0.5)
+    with connect(policy=method.policy) as store:
+        store.precompute(model, IDS[0, :80], method=method, progress=False)
+        answer, cache = logits(model, store, method, record=False)
+        assert cache.stats.tokens_attended < cache.stats.tokens_restored
+    assert any(name.startswith("beside/") for name in objects)
+    with connect(policy=method.policy) as store:
+        assert torch.equal(logits(model, store, method, record=False)[0], answer)
+        assert store.remove(row.id for row in store.segments()) == 1
+    assert not any(name.startswith(("beside/", "segments/")) for name in objects)
+
+
+def test_a_conversation_is_resumed_and_owned_by_one(model, connect, objects):
+    with connect() as store, TieredCache(model, store, conversation="alice") as cache:
+        history = model.generate(IDS, past_key_values=cache, **GREEDY)
+    with connect() as store:
+        (info,) = store.conversations()
+        assert (info.id, info.in_use_by, info.evicted) == ("alice", None, [])
+        with TieredCache(model, store, conversation="alice") as cache:
+            ids = torch.cat([history, prompt(5, seed=3)], dim=1)
+            again = model.generate(ids, past_key_values=cache, **GREEDY)
+            with pytest.raises(ConversationInUseError):
+                store.remove_conversation("alice")
+            assert cache.stats.tokens_restored > 90
+        assert torch.equal(again, model.generate(ids, **GREEDY))
+        assert store.remove_conversation("alice") > 0
+        assert store.conversations() == []
+    assert not [name for name in objects if name.startswith(("conversations/", "segments/"))]
+
+
+def test_documents_are_listed_and_removed(model, connect, objects):
+    texts = [prompt(48, seed=seed)[0] for seed in (5, 6)]
+    with connect() as store:
+        store.precompute(model, texts, segments=True, method=Epic(), labels=["a", "b"], progress=False)
+    with connect() as store:
+        assert [info.label for info in store.documents()] == ["a", "b"]
+        assert store.remove_document("a") == 1
+        assert [info.label for info in store.documents()] == ["b"]
+    assert len([name for name in objects if name.startswith("segments/")]) == 1
+
+
+def test_calibrations_pins_and_cleaning(model, connect, objects):
+    name = f"quality {'0' * 32}"
+    with connect() as store:
+        keep_records(storage_of(store), name, [{"tokens": 5}])
+        store.precompute(model, IDS[0, :80], progress=False, pin=True)
+    objects["segments/movie.mkv"] = object(), b"not of the library"
+    objects["conversations/" + "1" * 32 + ".json"] = object(), b"{}"
+    with connect() as store:
+        assert records_of(storage_of(store), name) == [{"tokens": 5}]
+        assert len(store.pinned()) == 1
+        report = store.gc()
+        assert report.unknown == ["conversations/" + "1" * 32 + ".json", "segments/movie.mkv"]
+        assert store.stats.segments == 1
+    assert {"segments/movie.mkv", CALIBRATIONS_NAME} <= objects.keys()
+
+
+def test_a_quota_holds(model, connect, objects):
+    with connect() as store:
+        store.precompute(model, IDS[0, :80], progress=False)
+        size = store.stats.disk.bytes
+    quota = CATALOGUE_GROWTH + 4 * size
+    with connect(disk_quota=quota, free_space_floor=0) as store:
+        for seed in range(6):
+            store.precompute(model, prompt(96, seed=10 + seed)[0], progress=False)
+        assert 1 <= store.stats.segments <= 4
+        assert sum(len(content) for _, content in objects.values()) <= quota
+
+
+def test_faults_of_a_place_never_fail_a_request(model, connect, monkeypatch):
+    with connect(host_memory=0) as store:
+        store.precompute(model, IDS[0, :80], progress=False)
+        for name in ("get_object", "find_object", "list_objects", "put_object"):
+            with monkeypatch.context() as patch:
+
+                def fail(*_, **__):
+                    raise OSError(5, "the network is down")
+
+                patch.setattr(MemoryBackend, name, fail)
+                answer, _ = logits(model, store)
+                torch.testing.assert_close(answer, model(input_ids=IDS, logits_to_keep=1).logits, msg=name)
+
+
+# --- addresses and errors
+
+
+def test_an_address_opens_a_registered_backend(model, objects):
+    def open_place(address):
+        assert address == "dictionary://a/b"
+        backend = MemoryBackend()
+        backend.objects = objects
+        return backend
+
+    register_backend("dictionary", open_place)
+    try:
+        with KVStore("dictionary://a/b") as store:
+            store.precompute(model, IDS[0, :80], progress=False)
+        cache = TieredCache(model, "dictionary://a/b")
+        model.generate(IDS, past_key_values=cache, **GREEDY)
+        assert cache.stats.tokens_restored == 80
+    finally:
+        del BACKENDS._parts["dictionary"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either the path of a store or backend"),
+        ({"path": "store", "backend": MemoryBackend()}, "not both"),
+        ({"path": "teleport://x"}, "unknown backend 'teleport'"),
+        ({"path": 5}, "a folder or an address"),
+        ({"path": ""}, "is empty"),
+        ({"backend": {}}, "dict is not a backend: it lacks catalogue"),
+        ({"backend": MemoryBackend(), "engine": "posix"}, "engine is an option of stores in folders"),
+    ],
+)
+def test_wrong_backends_are_refused(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        KVStore(**arguments)
+    assert list(tmp_path.iterdir()) == []
