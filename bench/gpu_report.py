@@ -170,7 +170,7 @@ def _syncs(rows: Rows) -> str:
     kind = (
         "as CUDA warns of them"
         if totals[0]["kind"] == "_sync_sites"
-        else "counted on the CPU, as tests/test_waits.py does"
+        else "counted on the CPU, as tests/restore/test_waits.py does"
     )
     return (
         f"## Waits for the GPU, {kind}\n\n"

@@ -287,8 +287,8 @@ def _site() -> str:
 
 @contextmanager
 def _cpu_sites() -> Iterator[Counter]:
-    """What would be waited for on a GPU, as tests/test_waits.py counts it."""
-    sys.path.append(str(ROOT / "tests"))
+    """What would be waited for on a GPU, as tests/restore/test_waits.py counts it."""
+    sys.path += [str(ROOT / "tests" / folder) for folder in ("lib", "restore")]
     from test_waits import Waits
 
     sites: Counter = Counter()

@@ -29,7 +29,7 @@ from hf_tiered_cache import (
 from hf_tiered_cache.operations import precompute
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
-HERE = os.path.dirname(__file__)
+LIB = os.path.dirname(processes.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_what_was_computed_is_stored_when_the_interpreter_ends(tmp_path):
     """Nobody flushed, closed or deleted anything."""
     code = f"""
 import sys
-sys.path.insert(0, {HERE!r})
+sys.path.insert(0, {LIB!r})
 from families import *
 from hf_tiered_cache import KVStore, TieredCache
 model, store = build("llama"), KVStore({str(tmp_path)!r})
@@ -327,7 +327,7 @@ def test_processes_share_a_store_while_it_is_in_use(model, tmp_path):
         assert restored(model, store) == 0
         code = f"""
 import sys
-sys.path.insert(0, {HERE!r})
+sys.path.insert(0, {LIB!r})
 from families import *
 from hf_tiered_cache import KVStore
 with KVStore({str(tmp_path)!r}) as store:

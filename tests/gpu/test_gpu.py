@@ -13,7 +13,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
 from families import FAMILIES, build, prompt
 from reference import kv_of, prefilled

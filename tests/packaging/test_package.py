@@ -111,7 +111,7 @@ def test_tests_run_from_the_unpacked_source_distribution(built, tmp_path):
 import sys, pytest, hf_tiered_cache
 assert hf_tiered_cache.__file__.startswith({str(root)!r}), hf_tiered_cache.__file__
 reference = "tests/eval/test_reference.py::test_the_layer_that_looks_up_is_found"
-tests = ["tests/test_geometry.py", reference, "tests/packaging/test_documents.py"]
+tests = ["tests/store/test_geometry.py", reference, "tests/packaging/test_documents.py"]
 sys.exit(pytest.main(["-q", *tests, "-p", "no:cacheprovider"]))
 """
     assert " passed" in run(sys.executable, "-c", code, cwd=root)

@@ -26,8 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent.parent))
-sys.path.append(str(Path(__file__).parent.parent.parent / "bench"))
+sys.path.append(str(Path(__file__).parents[1] / "lib"))
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import torch
 from cases import families, make_cases

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+sys.path += [str(Path(__file__).parents[1] / "lib"), str(Path(__file__).parents[2])]
 
 import numpy as np
 import torch

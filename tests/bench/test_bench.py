@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from hf_tiered_cache import KVStore, TieredCache, detach
 from hf_tiered_cache.methods import ContiguousKV
 
-BENCH = Path(__file__).parent.parent / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
 
 

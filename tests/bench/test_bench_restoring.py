@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 BENCH = TESTS.parent / "bench"
 XS = TESTS.parent / "eval" / "reference" / "xs"
 sys.path.append(str(BENCH))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import build
 from reference import kv_of
-from test_lead import kept_lead
+from test_leading_text import kept_lead
 from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, blend, epic, expected, fill, fixed, join, tune
 
 from hf_tiered_cache import KVStore

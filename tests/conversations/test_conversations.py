@@ -26,7 +26,7 @@ from hf_tiered_cache.store.conversations import ConversationRecord, Conversation
 from hf_tiered_cache.store.kinds import CONVERSATION_LOCK
 from hf_tiered_cache.store.root import StoreRoot
 
-HERE = os.path.dirname(__file__)
+LIB = os.path.dirname(processes.__file__)
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 LOGITS = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
 FIRST = 60
@@ -85,7 +85,7 @@ def lock(root):
 
 OTHER_PROCESS = f"""
 import sys
-sys.path.insert(0, {HERE!r})
+sys.path.insert(0, {LIB!r})
 import torch
 torch.set_num_threads(1)
 from families import *
@@ -298,7 +298,7 @@ def test_any_other_text_is_an_id(model, store, root, name):
 
 HOLDER = f"""
 import sys, time
-sys.path.insert(0, {HERE!r})
+sys.path.insert(0, {LIB!r})
 from families import *
 from hf_tiered_cache import KVStore, TieredCache
 store, model = KVStore(sys.argv[1]), build("llama")
@@ -883,7 +883,7 @@ def test_methods_in_words_are_what_make_method_takes(said):
 
 KILLED = f"""
 import fcntl, os, random, shutil, signal, sys
-sys.path.insert(0, {HERE!r})
+sys.path.insert(0, {LIB!r})
 from pathlib import Path
 import torch
 torch.set_num_threads(1)

@@ -30,7 +30,7 @@ uvicorn = pytest.importorskip("uvicorn")
 limits = pytest.importorskip("hf_tiered_cache.integrations.limits")
 server = pytest.importorskip("hf_tiered_cache.integrations.serve")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "eval" / "reference" / "xs"
 SYSTEM = "the old man saw a small house near the river , and went in to see who was there . " * 6
 QUESTIONS = ("who went in ?", "what did he see ?", "where was it ?")

@@ -1,6 +1,6 @@
 """The exact method restores what is not known to be slower than computing; what is known is planted here.
 
-Without fronts (`recompute=0.0`), which would often be quicker than either: see test_pyramid.py.
+Without fronts (`recompute=0.0`), which would often be quicker than either: see test_recompute_schedule.py.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.identity import watch
 from hf_tiered_cache.methods import Exact, ForConversation
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from steps import Operations
 
 

@@ -24,7 +24,7 @@ from hf_tiered_cache.store.engines.posix import PosixEngine
 from hf_tiered_cache.store.geometry import ALIGNMENT
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True}
-HERE = os.path.dirname(__file__)
+LIB = os.path.dirname(processes.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_kill_9_while_segments_are_written(model, root):
     """A process is killed in the middle of its first write; what was whole stays, what was torn never shows."""
     code = f"""
 import os, signal, sys
-sys.path.insert(0, {HERE!r})
+sys.path.insert(0, {LIB!r})
 from families import *
 from hf_tiered_cache import KVStore, TieredCache
 pwrite, count = os.pwrite, 0
@@ -263,7 +263,7 @@ def test_kill_9_while_generating(model, root):
     """Decoding is cut off; the prompt was stored already."""
     code = f"""
 import os, signal, sys
-sys.path.insert(0, {HERE!r})
+sys.path.insert(0, {LIB!r})
 from families import *
 from hf_tiered_cache import KVStore, TieredCache
 model, store = build("llama"), KVStore({str(root)!r})
@@ -284,7 +284,7 @@ model.generate(ids, past_key_values=TieredCache(model, store), max_new_tokens=60
 def test_two_processes_writing_the_same_prefix(model, root):
     code = f"""
 import sys
-sys.path.insert(0, {HERE!r})
+sys.path.insert(0, {LIB!r})
 from families import *
 from hf_tiered_cache import KVStore, TieredCache
 model = build("llama")

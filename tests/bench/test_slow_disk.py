@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent / "bench"))
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
 from slow_disk import SlowDisk, SlowDiskEngine
 
 from hf_tiered_cache.errors import ConfigError

@@ -33,7 +33,7 @@ from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_gr
 from hf_tiered_cache.store.shape import SegmentShape, TokenTables
 from hf_tiered_cache.tiers import residency
 
-XS = Path(__file__).parent.parent / "eval" / "reference" / "xs"
+XS = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 CPU = torch.device("cpu")
 TOKENS = 200
 EVERY = {"gamma": 0.0, "alike": 1.0, "geometry": Geometry(16, 1)}

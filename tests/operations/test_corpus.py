@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import processes
 import pytest
@@ -19,7 +18,6 @@ from hf_tiered_cache.operations import documents, passages
 from hf_tiered_cache.store.documents import DocumentRecord
 from hf_tiered_cache.store.geometry import Geometry
 
-HERE = str(Path(__file__).parent)
 EPIC = epic()
 NEW = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((48, 128), start=20)]
 
@@ -214,7 +212,7 @@ def test_a_store_that_cannot_be_written_says_so(root, store, model, monkeypatch)
 
 READING = f"""
 import sys
-sys.path.insert(0, {HERE!r})
+sys.path = {sys.path!r}
 import torch
 torch.set_num_threads(1)
 from families import *
@@ -256,7 +254,7 @@ def test_a_document_is_replaced_while_another_process_reads(root, model):
 
 KILLED = f"""
 import fcntl, os, random, shutil, signal, sys
-sys.path.insert(0, {HERE!r})
+sys.path = {sys.path!r}
 from pathlib import Path
 import torch
 torch.set_num_threads(1)

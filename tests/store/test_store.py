@@ -296,7 +296,7 @@ def test_many_processes_may_open_a_new_store_at_once(tmp_path):
         "from pathlib import Path; from segments import *\n"
         "s = open_store(Path(sys.argv[1])); h, c, b = segment(hashes(2, sys.argv[3])); assert s.publish(h, c, b)\n"
     )
-    here = os.path.dirname(__file__)
+    here = os.path.dirname(processes.__file__)
     arguments = [sys.executable, "-c", code, str(tmp_path / "new"), here]
     started = [processes.Popen([*arguments, str(i)]) for i in range(4)]
     assert [process.wait(timeout=120) for process in started] == [0] * 4
@@ -395,7 +395,7 @@ def test_kill_9_at_each_step_of_a_write(tmp_path, step):
     store.close()
     code = f"""
 import os, signal, sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path.insert(0, {os.path.dirname(processes.__file__)!r})
 from pathlib import Path
 from segments import *
 from hf_tiered_cache.store.catalogue import Catalogue
@@ -465,7 +465,7 @@ def holder(tmp_path):
     started = []
 
     def start(what):
-        arguments = [sys.executable, "-c", HOLDER, os.path.dirname(__file__), str(tmp_path), what]
+        arguments = [sys.executable, "-c", HOLDER, os.path.dirname(processes.__file__), str(tmp_path), what]
         started.append(processes.Popen(arguments, stdout=processes.PIPE, text=True))
         assert started[-1].stdout.readline() == "ready\n"
         return started[-1]

@@ -12,8 +12,8 @@ import torch
 from families import build
 from hypothesis import given
 from hypothesis import strategies as st
-from test_asking import LAYERS, NARROW_AT, Noting, Replacing, stored_kv
 from test_passages import BOS, PASSAGES, QUESTION, blend, epic, fill, join, tune
+from test_query_probe import LAYERS, NARROW_AT, Noting, Replacing, stored_kv
 
 from eval.baselines import Recompute
 from hf_tiered_cache import TieredCache

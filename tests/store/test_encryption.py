@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import traceback
-from pathlib import Path
 
 import fake_kvikio
 import processes
@@ -42,7 +41,6 @@ from hf_tiered_cache.store.memory import aligned_bytes
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 IDS, OTHER = prompt(100), prompt(100, seed=9)
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -234,20 +232,20 @@ def test_blocks_in_memory_are_those_of_the_file(tmp_path, model):
         assert stats.disk.blocks == 0
 
 
-ANOTHER_PROCESS = """
+ANOTHER_PROCESS = f"""
 import sys, torch
-sys.path.insert(0, sys.argv[1])
+sys.path = {sys.path!r}
 from families import build
 from test_encryption import IDS, KEY, ask
 from hf_tiered_cache import KVStore
-with KVStore(sys.argv[2], key=KEY) as store:
+with KVStore(sys.argv[1], key=KEY) as store:
     print(ask(build("llama"), store).tokens_restored)
 """
 
 
 def test_another_process_restores_it(root):
     done = processes.run(
-        [sys.executable, "-c", ANOTHER_PROCESS, str(HERE), str(root)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", ANOTHER_PROCESS, str(root)], capture_output=True, text=True, timeout=240
     )
     assert done.stdout.strip() == "96", done.stderr
 

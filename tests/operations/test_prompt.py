@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_tiered_cache import ConfigError, KVStore, Passage, TieredCache, build_prompt, reasons
 from hf_tiered_cache.methods import CacheTune
 
-TEXT = (Path(__file__).parent.parent / "examples/data/a_scandal_in_bohemia_part_1.txt").read_text()
+TEXT = (Path(__file__).parents[2] / "examples/data/a_scandal_in_bohemia_part_1.txt").read_text()
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] | trim }}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -388,8 +388,8 @@ def test_kill_9_at_each_step_leaves_what_was_there_or_what_is_new(tmp_path, step
     store.close()
     code = f"""
 import os, signal, sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
-from test_beside import *
+sys.path = {sys.path!r}
+from test_sidecars import *
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 step = {step!r}
 store = open_store(Path({str(tmp_path)!r}))

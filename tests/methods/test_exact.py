@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import write_stores
 from families import FAMILIES, build, prompt
 from reference import KV, Remembering, kv_of, prefilled, put, trimming_first_pass
 from write_stores import DTYPES, PROMPTS
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.parametrize(
 def stores(tmp_path_factory) -> Path:
     """Written by another process, read by this one."""
     root = tmp_path_factory.mktemp("stores")
-    script = Path(__file__).with_name("write_stores.py")
+    script = Path(write_stores.__file__)
     environment = os.environ | {"PYTHONPATH": str(script.parent)}
     subprocess.run([sys.executable, str(script), str(root)], check=True, timeout=600, env=environment)
     return root

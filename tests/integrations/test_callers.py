@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from hf_tiered_cache import KVStore, tiered
 
-REFERENCE = Path(__file__).parent.parent / "eval" / "reference" / "xs"
+REFERENCE = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 TEXT = "the old man saw a small house near the river , and went in to see who was there . " * 4
 QUESTIONS = ("who went in ?", "what did the old man see there ?", "where was it , and who was in the house ?")
 

@@ -1,4 +1,4 @@
-"""Runs in a process of its own: one store for each family and dtype, with the prompts of tests/test_exact.py in it."""
+"""Runs in its own process: one store per family and dtype, with the prompts of `test_exact.py`."""
 
 from __future__ import annotations
 

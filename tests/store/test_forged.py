@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segments import hashes, open_store, read_back, read_file, segment
@@ -179,7 +180,7 @@ def test_a_sparse_file_takes_no_memory(tmp_path):
     assert huge.blocks.offset > 300 << 20 > path.stat().st_blocks * 512
     for suffix in ("", "-wal", "-shm"):
         (tmp_path / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
-    arguments = [sys.executable, "-c", OPEN, os.path.dirname(__file__), str(tmp_path)]
+    arguments = [sys.executable, "-c", OPEN, os.path.dirname(segments.__file__), str(tmp_path)]
     mebibytes, counted = map(int, subprocess.run(arguments, capture_output=True, check=True, timeout=60).stdout.split())
     assert mebibytes < 64
     assert counted == 1

@@ -669,7 +669,7 @@ def test_calibrate_says_when_memory_is_too_small(run, tmp_path, monkeypatch):
 
 
 def test_profile(run, tmp_path):
-    folder, text = Path(__file__).parent.parent / "eval/reference/xs", tmp_path / "text.txt"
+    folder, text = Path(__file__).parents[2] / "eval/reference/xs", tmp_path / "text.txt"
     text.write_text("The hills are quiet, and the river is cold. " * 40)
     asked = ["profile", tmp_path / "store", "--text", text, "--tokens", 320, "--steps", 16, "--model", folder]
     asked += ["--method", "kv_drive:budget=0.25:window=1.5"]

@@ -325,8 +325,8 @@ def test_another_process_gives_the_same_names():
         "from families import build; from hf_tiered_cache.identity import fingerprint\n"
         "for family in ('llama', 'gemma3', 'qwen3_moe'): print(fingerprint(build(family)))"
     )
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "tests" / "lib"), str(root), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [fingerprint(build(family)) for family in ("llama", "gemma3", "qwen3_moe")]

@@ -225,7 +225,7 @@ for i in range(int(sys.argv[3])):
 
 
 def other_process(root, rounds, limit=10**9):
-    arguments = [sys.executable, "-c", OTHER, os.path.dirname(__file__), str(root), str(rounds), str(limit)]
+    arguments = [sys.executable, "-c", OTHER, os.path.dirname(processes.__file__), str(root), str(rounds), str(limit)]
     return processes.Popen(arguments)
 
 
