@@ -169,8 +169,11 @@ def _origin(pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 def _serve(asking: socket.socket) -> None:
     """Start what is asked for, until nobody is there to ask."""
+    root = str(Path(__file__).parents[2])
+    sys.path.insert(0, root)  # the package of this checkout, even if another one is installed
     for name in _IMPORTED:
         importlib.import_module(name)
+    sys.path.remove(root)
     gc.freeze()  # all of that stays, in every process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those between
