@@ -25,7 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, machine, pyplot, save, table
+from lib.common import build, machine, pyplot, save, table
+from lib.serving import Bench, System, add_arguments, ask_all
+from lib.telling import MIB, calibrated, first_cells, workload_and_memory
+from lib.workload import RandomTokens, requests
 from reprefill import (
     AHEAD,
     ATTENTION_STORE,
@@ -38,9 +41,6 @@ from reprefill import (
     TIMES_FASTER,
     systems,
 )
-from serving import Bench, System, add_arguments, ask_all
-from telling import MIB, calibrated, first_cells, workload_and_memory
-from workload import RandomTokens, requests
 
 from eval.baselines import Recompute
 from hf_tiered_cache.methods import ContiguousKV

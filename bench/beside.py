@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import commit_of, machine, median, ratio, save, table
+from lib.common import commit_of, machine, median, ratio, save, table
 from tqdm.auto import tqdm
 
 HERE = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import build, load, machine, save, table
+from lib.common import build, load, machine, save, table
 from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import (
+from lib.common import (
     build,
     first_token,
     forget_page_cache,
@@ -39,7 +39,7 @@ from common import (
     save,
     table,
 )
-from slow_disk import SlowDisk, SlowDiskEngine
+from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.utils import is_hqq_available

@@ -34,11 +34,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, forget_page_cache, interleaved, load, machine, median, pyplot, ratio, save, seconds, table
-from slow_disk import SlowDisk, SlowDiskEngine
+from lib.common import build, forget_page_cache, interleaved, load, machine, median, pyplot, ratio, save, seconds, table
+from lib.slow_disk import SlowDisk, SlowDiskEngine
+from lib.workload import Prompts, RandomTokens, ReferenceLanguage, Turn, turns_of
 from tqdm.auto import tqdm
 from transformers import DynamicCache
-from workload import Prompts, RandomTokens, ReferenceLanguage, Turn, turns_of
 
 from eval.baselines import MiniCache, PartialRecompute
 from hf_tiered_cache import KVStore, TieredCache

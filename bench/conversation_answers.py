@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import load, machine, pyplot, save, table
-from conversation_ways import NOISE, FixedPairs, Watching, Way, attended, forgetful, ways
 from decode_answers import compared, note
+from lib.common import load, machine, pyplot, save, table
+from lib.conversation_ways import NOISE, FixedPairs, Watching, Way, attended, forgetful, ways
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import SHAPES, build, interleaved, load, machine, median, save, table
+from lib.common import SHAPES, build, interleaved, load, machine, median, save, table
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.methods import CacheTune

@@ -42,10 +42,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SHAPES, build, interleaved, machine, median, save, table
-from layer_files import LayerFiles, LayerFromDisk
-from made_contexts import SUFFIX, TAG, Contexts
-from slow_disk import SlowDisk, SlowDiskEngine
+from lib.common import SHAPES, build, interleaved, machine, median, save, table
+from lib.layer_files import LayerFiles, LayerFromDisk
+from lib.made_contexts import SUFFIX, TAG, Contexts
+from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -269,7 +269,7 @@ def report(document: dict[str, Any]) -> str:
     parts = [
         f"# Decoding behind long contexts: {document['layers']} layers of {document['shape']}'s shape, float32, "
         f"{about['device']}\n\n{about['cpu']}, {about['cores']} cores, {about['torch_threads']} threads; "
-        f"{about['date']}, commit {about['commit']}. Made KV and queries (`bench/synthetic_kv.py`); a budget of "
+        f"{about['date']}, commit {about['commit']}. Made KV and queries (`bench/lib/synthetic_kv.py`); a budget of "
         f"{document['budget']:.2%}. Medians over tokens; bytes are means. With a disk the host holds "
         f"{document['host_share']:.0%} of the KV.\n"
     ]

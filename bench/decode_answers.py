@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import machine, save, table
+from lib.common import machine, save, table
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 

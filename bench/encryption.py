@@ -26,7 +26,7 @@ from typing import Any
 import cryptography
 import numpy as np
 import torch
-from common import build, first_token, forget_page_cache, interleaved, machine, median, ratio, save, seconds, table
+from lib.common import build, first_token, forget_page_cache, interleaved, machine, median, ratio, save, seconds, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, machine, median, save, table
+from lib.common import build, machine, median, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SHAPES, build, forget_page_cache, load, machine, median, ratio, save, seconds, table
+from lib.common import SHAPES, build, forget_page_cache, load, machine, median, ratio, save, seconds, table
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 

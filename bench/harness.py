@@ -19,7 +19,7 @@ from typing import Any
 import lm_eval
 import numpy as np
 import torch
-from common import machine, pyplot, save, table
+from lib.common import machine, pyplot, save, table
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 

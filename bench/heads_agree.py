@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from choices import questions
-from common import machine, pyplot, save, table
+from lib.common import machine, pyplot, save, table
 from tqdm.auto import tqdm
 
 from eval.models import load

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, forget_page_cache, load, machine, median, save, table, vocabulary
+from lib.common import build, forget_page_cache, load, machine, median, save, table, vocabulary
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.reference.asking import language_of

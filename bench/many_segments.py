@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, forget_page_cache, machine, median, pyplot, save, table
+from lib.common import build, forget_page_cache, machine, median, pyplot, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache

@@ -54,7 +54,7 @@ def run(
     """Measure, and write rows as they come."""
     # asked by an import, the runtime would be begun in this process, and fail in those that are forked from it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    from gpu_run import REPORT, ROWS, Run, described, read_rows, run_all
+    from lib.gpu_run import REPORT, ROWS, Run, described, read_rows, run_all
 
     shapes = tuple(shape.split(","))
     lengths = prefixes or ("128,64" if shapes == ("tiny",) else "4096,16384,1024")
@@ -64,8 +64,8 @@ def run(
     tokens = tuple(map(int, lengths.split(",")))
     planned = Run(out.resolve(), work, BEGAN, BEGAN + seconds, shapes, dtype, device, tokens, turns, 0, "run")
     try:
-        from gpu_report import report
-        from gpu_stages import stages_of
+        from lib.gpu_report import report
+        from lib.gpu_stages import stages_of
 
         from hf_tiered_cache.units import parse_bytes
     except ImportError as error:  # without its dependencies nothing can be measured
@@ -87,8 +87,8 @@ def run(
 @app.command()
 def read(folder: Annotated[Path, typer.Argument(help="What a run has left, whole or killed.")]) -> None:
     """Print what was measured as Markdown: medians, and each as a share of the roofline."""
-    from gpu_report import report
-    from gpu_run import read_rows
+    from lib.gpu_report import report
+    from lib.gpu_run import read_rows
 
     print(report(read_rows(folder)))
 
@@ -96,7 +96,7 @@ def read(folder: Annotated[Path, typer.Argument(help="What a run has left, whole
 @app.command("stages")
 def list_stages() -> None:
     """Say what the stages are, in order, and how many of 540 seconds each may take."""
-    from gpu_stages import stages_of
+    from lib.gpu_stages import stages_of
 
     for stage in stages_of(("qwen2.5-7b", "qwen2.5-0.5b")):
         function = getattr(stage.measure, "func", stage.measure)

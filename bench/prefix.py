@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peers
 import torch
-from common import (
+from lib import peers
+from lib.common import (
     build,
     first_token,
     forget_page_cache,
@@ -36,7 +36,7 @@ from common import (
     seconds,
     table,
 )
-from raw_disk import direct_read, fio
+from lib.raw_disk import direct_read, fio
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import build, first_token, interleaved, machine, median, ratio, save, table
-from slow_disk import SlowDisk, SlowDiskEngine
+from lib.common import build, first_token, interleaved, machine, median, ratio, save, table
+from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 
 from eval.baselines import Recompute

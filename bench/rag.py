@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, first_token, machine, pyplot, save, table
-from rag_load import batch, served, tables
-from slow_disk import SlowDisk, SlowDiskEngine
+from lib.common import build, first_token, machine, pyplot, save, table
+from lib.rag_load import batch, served, tables
+from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 
 from eval.baselines import Recompute

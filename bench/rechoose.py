@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SHAPES, build, interleaved, load, machine, median, save, seconds, table
+from lib.common import SHAPES, build, interleaved, load, machine, median, save, seconds, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache

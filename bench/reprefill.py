@@ -34,11 +34,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, load, machine, pyplot, save, table
-from probes import NotedImpress
-from serving import PARTS, Bench, System, add_arguments, ask_all
-from telling import MIB, disk_and_memory, first_requests, memory_cell
-from workload import CONTEXT, RandomTokens, ReferenceLanguage
+from lib.common import build, load, machine, pyplot, save, table
+from lib.probes import NotedImpress
+from lib.serving import PARTS, Bench, System, add_arguments, ask_all
+from lib.telling import MIB, disk_and_memory, first_requests, memory_cell
+from lib.workload import CONTEXT, RandomTokens, ReferenceLanguage
 
 from eval.baselines import H2O, AttentionStore, Recompute
 from hf_tiered_cache.methods import ContiguousKV

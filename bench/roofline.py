@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
-from common import SHAPES, table, vocabulary
+from lib.common import SHAPES, table, vocabulary
 
 from hf_tiered_cache.store.geometry import HASH_TOKENS
 

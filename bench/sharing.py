@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, first_token, forget_page_cache, interleaved, machine, median, ratio, save, table
+from lib.common import build, first_token, forget_page_cache, interleaved, machine, median, ratio, save, table
 
 from hf_tiered_cache import KVStore, TieredCache
 

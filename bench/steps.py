@@ -31,7 +31,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from common import commit_of, first_token, interleaved, machine, median, save, seconds, table
+from lib.common import commit_of, first_token, interleaved, machine, median, save, seconds, table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SHAPES, build, machine, pyplot, save, table
-from serving import Bench, System, add_arguments, ask_all
-from telling import MIB, disk_and_memory
-from workload import RandomTokens
+from lib.common import SHAPES, build, machine, pyplot, save, table
+from lib.serving import Bench, System, add_arguments, ask_all
+from lib.telling import MIB, disk_and_memory
+from lib.workload import RandomTokens
 
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.stats import TIERS

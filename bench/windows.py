@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import machine, pyplot, save, table
+from lib.common import machine, pyplot, save, table
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 

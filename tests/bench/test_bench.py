@@ -245,7 +245,7 @@ def test_rag(tmp_path, monkeypatch, caplog):
 
 
 def test_a_queue_of_clients_is_served_one_at_a_time():
-    import rag_load
+    from lib import rag_load
 
     alone = {"ttft_median_s": 2.0, "rows": [{"took_s": 2.5}, {"took_s": 3.5}]}
     assert rag_load.one_at_a_time(alone, 1) == {"ttft_median_s": 2.0, "requests_per_s": 1 / 3}
@@ -276,7 +276,7 @@ def test_conversation(tmp_path, monkeypatch):
 
 
 def test_turns_come_in_the_order_of_their_times_and_go_on_from_one_another():
-    from workload import turns_of
+    from lib.workload import turns_of
 
     turns = turns_of(5, 6, (100, 20, 8), 60.0, seed=3)
     assert [turn.at for turn in turns] == sorted(turn.at for turn in turns) and turns == turns_of(
@@ -535,7 +535,7 @@ def on_gpu(out, *options):
 
 
 def test_on_gpu_whole_on_the_cpu(tmp_path):
-    import gpu_run
+    from lib import gpu_run
 
     output, _ = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--seconds", "250").communicate()
     rows = gpu_run.read_rows(tmp_path / "out")
@@ -561,8 +561,8 @@ def test_on_gpu_whole_on_the_cpu(tmp_path):
 
 
 def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
-    import gpu_run
-    from gpu_report import report
+    from lib import gpu_run
+    from lib.gpu_report import report
 
     running = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--stages", "probe,prefix,passages")
     path, until = tmp_path / "out" / gpu_run.ROWS, time.monotonic() + 120
@@ -585,7 +585,7 @@ def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
 
 
 def test_on_gpu_without_a_dependency_says_so(tmp_path, monkeypatch):
-    import gpu_run
+    from lib import gpu_run
 
     (tmp_path / "xxhash.py").write_text("raise ImportError('gone', name='xxhash')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -597,7 +597,7 @@ def test_on_gpu_without_a_dependency_says_so(tmp_path, monkeypatch):
 
 
 def test_a_stage_that_fails_costs_itself_alone(tmp_path, monkeypatch):
-    import gpu_run
+    from lib import gpu_run
 
     def fails(run):
         run.row("before")
@@ -643,7 +643,7 @@ def test_a_stage_that_fails_costs_itself_alone(tmp_path, monkeypatch):
 
 
 def test_syncs_are_told_by_the_line_of_ours_that_asked(monkeypatch):
-    import gpu_stages
+    from lib import gpu_stages
 
     for name in ("get_sync_debug_mode", "set_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, lambda *mode: 0)
@@ -664,7 +664,7 @@ def test_syncs_are_told_by_the_line_of_ours_that_asked(monkeypatch):
 
 
 def test_what_does_not_fit_on_the_disk_is_skipped(tmp_path):
-    import gpu_run
+    from lib import gpu_run
 
     now = time.monotonic()
     run = gpu_run.Run(tmp_path, tmp_path, now, now + 9, ("tiny",), "float32", "cpu", (64,), 1, 1 << 20, "prefix")
@@ -702,7 +702,7 @@ def test_decode(tmp_path, monkeypatch):
 def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp_path):
     """All systems that attend to everything say the same."""
     import decode
-    from common import build
+    from lib.common import build
 
     arguments = decode.arguments_of(["--budget", "1"])
     model = build("tiny", torch.float32, torch.device("cpu"), layers=2)

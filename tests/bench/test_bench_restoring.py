@@ -33,7 +33,8 @@ def read(folder, name):
 
 def test_every_bench_has_a_test_that_runs_it():
     """It, or another one that imports it."""
-    imports = {path.stem: _imported(path) for path in BENCH.glob("*.py")}
+    modules = {".".join(path.relative_to(BENCH).with_suffix("").parts): path for path in BENCH.rglob("*.py")}
+    imports = {name: _imported(path) for name, path in modules.items() if path.name != "__init__.py"}
     run = set().union(*(_imported(path) for path in TESTS.rglob("test_*.py"))) & imports.keys()
     text = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     run |= {name for name in imports if re.search(rf'"(bench/)?{name}\.(py|sh)"', text)}
@@ -49,7 +50,7 @@ def _imported(path):
         if isinstance(node, ast.Import):
             found.update(name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
+            found.update((node.module, *(f"{node.module}.{name.name}" for name in node.names)))
     return found
 
 
@@ -114,9 +115,9 @@ def test_between_measured_disks_times_lie_on_a_straight_line_of_logarithms():
 
 def small_bench(folder, *options):
     """Of selective re-prefill: three prefixes of 256 tokens, and memory for half of them."""
-    import serving
-    from common import build
-    from workload import RandomTokens
+    from lib import serving
+    from lib.common import build
+    from lib.workload import RandomTokens
 
     parser = argparse.ArgumentParser()
     serving.add_arguments(parser)
@@ -127,9 +128,9 @@ def small_bench(folder, *options):
 
 def test_a_disk_is_calibrated_by_bulk_prefill_and_all_systems_have_the_same_memory(tmp_path):
     """An index is missing for blocks, and what is set aside for it is what it takes."""
-    import serving
+    from lib import serving
+    from lib.workload import requests
     from reprefill import KEYS, OURS, systems
-    from workload import requests
 
     bench = small_bench(tmp_path)
     both = bench.calibration
@@ -157,7 +158,7 @@ def test_a_disk_is_calibrated_by_bulk_prefill_and_all_systems_have_the_same_memo
 def test_a_store_that_is_opened_again_knows_of_no_request(tmp_path):
     """Nor do others that are cut like it."""
     import reprefill
-    from workload import requests
+    from lib.workload import requests
 
     bench = small_bench(tmp_path, "--bandwidth", "0")
     systems = {one.name: one for one in reprefill.systems(0.25, 4, 1.0)}
@@ -182,7 +183,7 @@ def test_reprefill(tmp_path, monkeypatch):
     import reprefill
 
     sizes = ["--shape", "llama-3.2-1b", "--layers", 1, "--tokens", 512, "--prefixes", 2]
-    monkeypatch.setitem(sys.modules["common"].SHAPES, "llama-3.2-1b", _narrow())
+    monkeypatch.setitem(sys.modules["lib.common"].SHAPES, "llama-3.2-1b", _narrow())
     run(monkeypatch, reprefill, *sizes, *SMALL, "--agreeing", 1, "--out", tmp_path)
     document, page = read(tmp_path, "reprefill-llama-3.2-1b-1l-float32-cpu")
     rows, probes = document["systems"], document["probes"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
-from slow_disk import SlowDisk, SlowDiskEngine
+from lib.slow_disk import SlowDisk, SlowDiskEngine
 
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.store.engines import ReadOp

@@ -9,7 +9,6 @@ import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
@@ -22,8 +21,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 
 import hf_tiered_cache
 from hf_tiered_cache.store.memory import aligned_bytes
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # eval/ is not installed with the package
 
 T = TypeVar("T")
 SHAPES: dict[str, dict[str, Any]] = {

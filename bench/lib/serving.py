@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import first_token, median, seconds
-from slow_disk import SlowDisk, SlowDiskEngine
+from lib.common import first_token, median, seconds
+from lib.slow_disk import SlowDisk, SlowDiskEngine
+from lib.workload import Prompts, requests
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
-from workload import Prompts, requests
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
@@ -346,4 +346,4 @@ def add_arguments(parser: argparse.ArgumentParser, one_disk: bool = True) -> Non
         parser.set_defaults(bandwidth=0.0)
     parser.add_argument("--name", help="of the results (default: from the model, dtype and device)")
     parser.add_argument("--folder", type=Path, help="where stores are made; a temporary one if not given")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, seconds
-from gpu_run import Run
-from raw_disk import direct_read
+from lib.common import machine, seconds
+from lib.gpu_run import Run
+from lib.raw_disk import direct_read
 
 from hf_tiered_cache.store.memory import aligned_bytes
 

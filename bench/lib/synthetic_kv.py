@@ -1,6 +1,6 @@
 """Keys, values and queries of a long context that no model has read, with the locality of a real one.
 
-    PYTHONPATH=. python bench/synthetic_kv.py --model eval/reference/long    # both, measured side by side
+    PYTHONPATH=.:bench python -m lib.synthetic_kv --model eval/reference/long    # both, measured side by side
 
 A model of random weights has keys without structure, and queries that do not follow them: what is chosen would be new
 at each token. So keys are made as rotated ones: each head has topics, one for `TOKENS_OF_TOPIC` tokens; a context is
@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import table
+from lib.common import table
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_tiered_cache.selection.clusters import ClusterIndex

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from made_contexts import SUFFIX, Contexts
+from lib.made_contexts import SUFFIX, Contexts
 from transformers.cache_utils import DynamicLayer
 
 from hf_tiered_cache.store.engines import PosixEngine

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import first_token, table
+from lib.common import first_token, table
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 

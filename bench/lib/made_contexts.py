@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from synthetic_kv import Shape, keys_and_values, queries, turned
+from lib.synthetic_kv import Shape, keys_and_values, queries, turned
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import rag
 import reprefill
-import serving
 import torch
-from common import build, first_token, forget_page_cache, interleaved, seconds
-from gpu_probe import device_of, probe
-from gpu_run import TESTS, TRACE, Run, Stage, die_with_parent
+from lib import serving
+from lib.common import build, first_token, forget_page_cache, interleaved, seconds
+from lib.gpu_probe import device_of, probe
+from lib.gpu_run import TESTS, TRACE, Run, Stage, die_with_parent
+from lib.workload import RandomTokens
 from transformers import DynamicCache, PreTrainedModel
-from workload import RandomTokens
 
 import hf_tiered_cache
 from eval.baselines import Recompute
@@ -35,7 +35,7 @@ from hf_tiered_cache.store.engines import Engine, PosixEngine, open_engine
 
 SUFFIX = 64
 TRACE_BYTES = 8 << 20
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _PACKAGE = Path(hf_tiered_cache.__file__).parent
 
 

@@ -1,0 +1,6 @@
+"""Modules shared by the benchmarks."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # eval/ is not installed with the package
