@@ -49,7 +49,7 @@ def measure(arguments: argparse.Namespace, model: torch.nn.Module, passages: lis
         with tempfile.TemporaryDirectory(dir=arguments.store) as folder, KVStore(folder) as opened:
             started = time.perf_counter()
             report = opened.precompute(
-                model, passages, segments=True, method=method, batch_tokens=batch_tokens, progress=False
+                model, passages, passages=True, method=method, batch_tokens=batch_tokens, progress=False
             )
             took = time.perf_counter() - started
             assert report.stored == sum(len(each) // HASH_TOKENS * HASH_TOKENS for each in passages), report

@@ -48,7 +48,7 @@ class Bench:
         random, vocabulary = np.random.default_rng(0), self.model.config.vocab_size
         pool = [torch.from_numpy(random.integers(3, vocabulary, arguments.tokens)) for _ in range(passages)]
         self.store = KVStore(folder, host_memory=0, engine="posix")
-        self.store.precompute(self.model, pool, segments=True)
+        self.store.precompute(self.model, pool, passages=True)
         size = arguments.prompt
         parts = itertools.chain.from_iterable(
             (torch.from_numpy(random.integers(3, vocabulary, 5)), pool[i])

@@ -100,7 +100,7 @@ class Bench:
             with KVStore(self.source(passages), host_memory=0) as store:
                 if passages:
                     for method in (CacheTune.paper(), CacheTune()):  # which have other leads
-                        store.precompute(self.model, self.pool, segments=True, method=method)
+                        store.precompute(self.model, self.pool, passages=True, method=method)
                 else:
                     store.precompute(self.model, self.beginnings)
                 rows = store.segments()

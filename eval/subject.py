@@ -92,7 +92,7 @@ class Subject:
         long_enough = [list(passage) for passage in passages if len(passage) >= HASH_TOKENS]
         if not long_enough or self.store is None or not isinstance(self.method, Passages):
             return
-        self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
+        self.store.precompute(self.model, long_enough, passages=True, method=self.method, progress=False)
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
         """Answer one prompt with greedy decoding. New KV is not stored.

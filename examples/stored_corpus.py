@@ -70,7 +70,7 @@ class Reader:
     def keep(self, texts: Iterable[str], progress: bool = False) -> Any:
         """Store the KV of documents. Those that are stored are left."""
         ids = [self.passage(text).ids(self.tokenizer) for text in texts]
-        return self.store.precompute(self.model, ids, segments=True, method=self.method, progress=progress)
+        return self.store.precompute(self.model, ids, passages=True, method=self.method, progress=progress)
 
     def prompt(self, question: str, texts: Sequence[str]) -> Any:
         """The documents and the question, as a `Prompt`: each document has the tokens that it was stored with."""

@@ -170,7 +170,7 @@ class KVStore:
         input_ids: Any,
         *,
         method: Method | str | None = None,
-        segments: bool = False,
+        passages: bool = False,
         progress: bool = True,
         pin: bool = False,
         label: str = "",
@@ -184,7 +184,7 @@ class KVStore:
             model: causal LM of transformers.
             input_ids: one or several prompts: a tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
             method: method that will restore them; segments are stored in its geometry. None for exact reuse.
-            segments: whether the prompts are passages, to be restored at any position of a prompt. Each passage is
+            passages: whether the prompts are passages, to be restored at any position of a prompt. Each passage is
                 computed alone after the method's `lead` text, without the lead's KV, and stored in multiples of 16
                 tokens. The default method is then `CacheTune()`. Methods with the same lead also find these passages.
                 The ranking "context" computes each passage once more without the lead text. Passages that are stored
@@ -206,9 +206,9 @@ class KVStore:
             ConfigError: an argument is invalid.
             StoreError: the labels cannot be saved. The passages are stored nevertheless.
         """
-        if not segments:
+        if not passages:
             if labels is not None:
-                raise ConfigError("labels apply to passages only; also pass segments=True")
+                raise ConfigError("labels apply to passages only; also pass passages=True")
             return precompute(
                 self._storage, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag
             )

@@ -54,12 +54,12 @@ MERGED = (
 )
 OLD_PASSAGES = (
     "passages of this model were stored by an earlier version, under the name of their ranking, and can no longer be "
-    "found; store them again with store.precompute(model, passages, segments=True), and remove the old ones"
+    "found; store them again with store.precompute(model, passages, passages=True), and remove the old ones"
 )
 OTHER_LEAD = (
     "these passages are stored with a different lead than the method's, so the method cannot find them; use the lead "
     "of the method that stored them, or store them again with store.precompute(model, passages, method=..., "
-    "segments=True)"
+    "passages=True)"
 )
 JOINED = (
     "stored passages occur in the prompt with a different beginning or end, for example because texts were joined "
@@ -128,7 +128,7 @@ def unranked(ranking: str) -> str:
     return (
         f"passages are stored without the ranking {ranking!r}, so the tokens to recompute are chosen in the stored "
         "order; add the ranking with store.rank(method), or for 'context' with store.precompute(model, passages, "
-        "segments=True)"
+        "passages=True)"
     )
 
 

@@ -112,7 +112,7 @@ def test_another_adapter(store):
 
 def test_passages_ranked_under_another_name(store):
     model, passage = build("llama"), prompt(48, seed=3)[0]
-    store.precompute(model, passage, segments=True, method=CacheTune(lead=1, ranking="high_frequency"), progress=False)
+    store.precompute(model, passage, passages=True, method=CacheTune(lead=1, ranking="high_frequency"), progress=False)
     ids = torch.cat([prompt(10), passage.unsqueeze(0), prompt(10, seed=4)], dim=1)
     stats = ask(model, store, ids, method=CacheTune.paper())
     assert stats.reason == reasons.unranked("low_frequency 0.5") and stats.tokens_restored == 48 - 7
@@ -125,12 +125,12 @@ def test_passages_of_an_earlier_version(store, monkeypatch):
     model, passage = build("llama"), prompt(48, seed=3)[0]
     with monkeypatch.context() as patched:
         patched.setattr(CacheTune, "passages", property(lambda self: "passage low_frequency 0.5"))
-        store.precompute(model, passage, segments=True, progress=False)
+        store.precompute(model, passage, passages=True, progress=False)
     ids = torch.cat([prompt(10), passage.unsqueeze(0), prompt(10, seed=4)], dim=1)
     stats = ask(model, store, ids, method=CacheTune())
     assert (stats.tokens_restored, stats.reason) == (0, reasons.OLD_PASSAGES)
     assert ask(model, store, prompt(40, seed=9)).reason != reasons.OLD_PASSAGES  # of methods that look for none
-    store.precompute(model, passage, segments=True, progress=False)
+    store.precompute(model, passage, passages=True, progress=False)
     assert ask(model, store, ids, method=CacheTune()).reason == ""
 
 

@@ -39,7 +39,7 @@ def documents(
 ) -> None:
     """List, show or delete documents.
 
-    A document consists of the passages that store.precompute(model, passages, segments=True, labels=[...]) stored under
+    A document consists of the passages that store.precompute(model, passages, passages=True, labels=[...]) stored under
     one label. `rm` deletes it, including the passages that no other label uses. To replace a document, precompute its
     new passages under the same label.
     """

@@ -40,7 +40,7 @@ class HFTieredLM(HFLM):
     """Model type `hf` with stored KV: prefixes that several requests share are computed once, stored and restored.
 
     With the exact method the scores are those of `hf`. Methods that reuse passages find those that the store already
-    holds (`KVStore.precompute(..., segments=True)`).
+    holds (`KVStore.precompute(..., passages=True)`).
 
     Args:
         pretrained: Name of a model on the hub, a folder, or a loaded model.

@@ -36,7 +36,7 @@ def passages_method(method: Method | str | None) -> Passages:
     """
     method = make_method(method or "cache_tune")
     if not isinstance(method, Passages):
-        raise ConfigError(f"{type(method).__name__} restores prefixes only; call precompute without segments=True")
+        raise ConfigError(f"{type(method).__name__} restores prefixes only; call precompute without passages=True")
     return method
 
 
@@ -61,7 +61,7 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
     if method.ranks_in_context:
         raise ConfigError(
             f"the ranking {method.ranking!r} requires the tokens of the passages, which are not stored; "
-            "store.precompute(model, passages, segments=True) adds the ranking to passages that lack it"
+            "store.precompute(model, passages, passages=True) adds the ranking to passages that lack it"
         )
     storage.flush()
     rows = [row for row in storage.segments() if is_passage(row.provenance)]
@@ -238,7 +238,7 @@ def precompute_passages(
     labels: Sequence[str] | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> PrecomputeReport:
-    """See `KVStore.precompute(segments=True)`."""
+    """See `KVStore.precompute(passages=True)`."""
     storage.check_open()
     wanted_method = passages_method(method)
     call = _Call(PassageCache(model, storage, wanted_method, tag), input_ids, labels)

@@ -24,7 +24,7 @@ class Passage:
     def ids(self, tokenizer: Any) -> torch.Tensor:
         """Return the tokens of the passage, int64 `[tokens]`.
 
-        To store them: `KVStore.precompute(model, [passage.ids(tokenizer), ...], segments=True)`.
+        To store them: `KVStore.precompute(model, [passage.ids(tokenizer), ...], passages=True)`.
         """
         found = tokenizer(self.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return torch.tensor(found, dtype=torch.int64)

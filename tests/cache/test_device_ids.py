@@ -52,7 +52,7 @@ def test_passages_are_stored_and_found(model, tmp_path, method):
     asked = torch.cat([*PASSAGES[::-1], prompt(20)[0]])
     with KVStore(tmp_path) as store:
         there = [on_device(PASSAGES[0]), PASSAGES[1], on_device(PASSAGES[2])]
-        assert store.precompute(model, there, segments=True, method=method, progress=False).stored == 192
+        assert store.precompute(model, there, passages=True, method=method, progress=False).stored == 192
         assert store.lookup(model, on_device(asked), method=method).stored > 0
 
 

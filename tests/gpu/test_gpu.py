@@ -233,7 +233,7 @@ def test_passages_are_restored_anywhere(tmp_path, method, engine, dtype):
     partly, wholly = (make_method(f"{method}:recompute={share}") for share in (0.25, 1.0))
     sizes = {"device_memory": "1MiB", "host_memory": "1MiB", "engine": engine}
     with KVStore(tmp_path, **sizes) as store:
-        store.precompute(model, passages, segments=True, method=partly, progress=False)
+        store.precompute(model, passages, passages=True, method=partly, progress=False)
     results = []
     for _ in range(2):
         with KVStore(tmp_path, **sizes) as store:

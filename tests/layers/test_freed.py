@@ -58,7 +58,7 @@ def fill(store, model, method):
     """Store what a prompt is restored from. Returns the prompt."""
     passages = [prompt(64, seed=seed)[0] for seed in (1, 2)]
     if isinstance(method, Passages):
-        store.precompute(model, passages, segments=True, method=method, progress=False)
+        store.precompute(model, passages, passages=True, method=method, progress=False)
     else:
         store.precompute(model, torch.cat(passages), method=method, progress=False)
     return torch.cat([*passages, prompt(20, seed=3)[0]]).unsqueeze(0)

@@ -39,7 +39,7 @@ def store(root):
 
 
 def fill(store, model, texts, labels, method=EPIC, **options):
-    return store.precompute(model, texts, segments=True, method=method, labels=labels, progress=False, **options)
+    return store.precompute(model, texts, passages=True, method=method, labels=labels, progress=False, **options)
 
 
 def lengths(store):
@@ -124,7 +124,7 @@ def test_labels_that_can_be_none_are_refused(store, model):
             fill(store, model, PASSAGES[:2], labels)
     with pytest.raises(ConfigError, match="Unicode"):
         fill(store, model, PASSAGES[:1], ["\ud800"])
-    with pytest.raises(ConfigError, match="segments=True"):
+    with pytest.raises(ConfigError, match="passages=True"):
         store.precompute(model, PASSAGES[0], labels=["a"])
     assert store.segments() == []
 
@@ -144,7 +144,7 @@ def test_labels_outlive_catalogue_layout_and_process(root, model):
 
 def test_a_store_of_before_opens(root, model):
     with KVStore(root, engine="posix") as store:
-        store.precompute(model, PASSAGES, segments=True, method=EPIC, progress=False)
+        store.precompute(model, PASSAGES, passages=True, method=EPIC, progress=False)
     (root / "documents").rmdir()
     with KVStore(root, engine="posix") as store:
         assert store.documents() == [] and found(store, model, PASSAGES[0]) == 96

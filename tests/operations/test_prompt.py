@@ -60,7 +60,7 @@ def test_passages_are_restored_wherever_they_stand(tokenizer, tmp_path):
     model, method = build("qwen2", vocab_size=600), CacheTune(recompute=0.0)
     with KVStore(tmp_path, engine="posix") as store:
         stored = [Passage(document).ids(tokenizer) for document in DOCUMENTS]
-        store.precompute(model, stored, segments=True, method=method, progress=False)
+        store.precompute(model, stored, passages=True, method=method, progress=False)
         for template in (None, True):
             prompt = build_prompt(tokenizer, parts_of(DOCUMENTS[::-1]), chat_template=template)
             cache = TieredCache(model, store, method=method)
@@ -92,7 +92,7 @@ def test_joined_texts_are_told(tokenizer, tmp_path, caplog):
     model, method, documents = build("qwen2", vocab_size=600), CacheTune(recompute=0.0), cut(200, 400)
     with KVStore(tmp_path, engine="posix") as store:
         stored = [Passage(document).ids(tokenizer) for document in documents]
-        store.precompute(model, stored, segments=True, method=method, progress=False)
+        store.precompute(model, stored, passages=True, method=method, progress=False)
         for _ in range(2):
             stats = ask_joined(model, store, tokenizer, documents, method)
             assert 0 < stats.tokens_restored < sum(len(ids) // 16 * 16 for ids in stored)
@@ -113,7 +113,7 @@ def test_joined_texts_of_which_nothing_is_left_are_told(tokenizer, tmp_path, cap
         assert all(16 <= len(ids) < 32 for ids in stored)  # one hash each, with the first token in it
         assert ask_joined(model, store, tokenizer, other, method).reason == reasons.NOTHING
         store.clear(disk=True)
-        store.precompute(model, stored, segments=True, method=method, progress=False)
+        store.precompute(model, stored, passages=True, method=method, progress=False)
         stats = ask_joined(model, store, tokenizer, short, method)
         assert (stats.tokens_restored, stats.reason) == (0, reasons.NO_PASSAGES)
         store.flush()
@@ -127,7 +127,7 @@ def test_passages_under_an_exact_prefix_are_not_missed(tokenizer, tmp_path):
     model, method = build("qwen2", vocab_size=600), CacheTune(recompute=0.0)
     with KVStore(tmp_path, engine="posix") as store:
         stored = [Passage(document).ids(tokenizer) for document in DOCUMENTS]
-        store.precompute(model, stored, segments=True, method=method, progress=False)
+        store.precompute(model, stored, passages=True, method=method, progress=False)
         asked = build_prompt(tokenizer, parts_of(DOCUMENTS)).input_ids
         store.precompute(model, asked, progress=False)
         cache = TieredCache(model, store, method=method)
@@ -142,7 +142,7 @@ def test_passages_that_begin_alike_were_not_joined(tokenizer, tmp_path):
     heading = torch.arange(40, 56)
     bodies = [Passage(document).ids(tokenizer)[:16] for document in DOCUMENTS]
     with KVStore(tmp_path, engine="posix") as store:
-        store.precompute(model, [torch.cat([heading, bodies[0]])], segments=True, method=method, progress=False)
+        store.precompute(model, [torch.cat([heading, bodies[0]])], passages=True, method=method, progress=False)
         cache = TieredCache(model, store, method=method)
         ids = torch.cat([torch.arange(100, 110), heading, bodies[1], bodies[2]])[None]
         model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)

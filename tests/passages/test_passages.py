@@ -39,7 +39,7 @@ tune, epic, blend = (partial(method, lead=1) for method in (CacheTune, Epic, Cac
 
 
 def fill(store, model, passages=PASSAGES, method=None):
-    return store.precompute(model, passages, segments=True, method=method or tune(), progress=False)
+    return store.precompute(model, passages, passages=True, method=method or tune(), progress=False)
 
 
 def join(*parts):
@@ -341,7 +341,7 @@ def told(cache):
 
 def test_each_passage_is_told(store):
     model = build("qwen2")
-    store.precompute(model, PASSAGES, segments=True, method=tune(), progress=False, label="a corpus")
+    store.precompute(model, PASSAGES, passages=True, method=tune(), progress=False, label="a corpus")
     ids = join(BOS, QUESTION, changed(PASSAGES[0], 40, removed=2), QUESTION, PASSAGES[1], PASSAGES[2][:70])
     _, cache = ask(model, store, ids, tune(recompute=0.5))
     assert told(cache) == [
@@ -694,7 +694,7 @@ def test_settings_without_meaning_are_refused(wrong):
 
 def test_passages_are_stored_for_methods_that_reuse_them(store):
     with pytest.raises(ConfigError, match="prefixes only"):
-        store.precompute(build("qwen2"), PASSAGES, segments=True, method=Exact(), progress=False)
+        store.precompute(build("qwen2"), PASSAGES, passages=True, method=Exact(), progress=False)
 
 
 def test_the_reference_is_full_computation_where_nothing_is_reused():

@@ -155,7 +155,7 @@ def test_passages_wait_for_what_is_chosen_alone(model, tmp_path, method, choices
     passages = [prompt(64, seed=seed)[0] for seed in (11, 12, 13)]
     ids = torch.cat([*passages[::-1], prompt(24, seed=5)[0]])[None]
     with KVStore(tmp_path, engine="posix") as store:
-        store.precompute(model, passages, segments=True, method=method, progress=False)
+        store.precompute(model, passages, passages=True, method=method, progress=False)
         ask(model, store, ids, method, 1)
         counted = waits(model, store, ids, method)
     assert counted.found == {}

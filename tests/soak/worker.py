@@ -232,7 +232,7 @@ class Worker:
         if choose.random() < 0.3:
             some = choose.sample(PASSAGES, 2)
             method = CacheTune(recompute=0.25)
-            store.precompute(self.models["llama"], some, segments=True, method=method, progress=False)
+            store.precompute(self.models["llama"], some, passages=True, method=method, progress=False)
             return
         case, method = choose.choice(self.cases), choose.choice([None, *BUDGETED])
         with suppress(ConfigError):

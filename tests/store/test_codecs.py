@@ -297,7 +297,7 @@ def test_no_method_finds_lossy_kv_unless_it_names_the_codec(root):
     model, ids, passage = build("qwen2"), prompt(200), prompt(96, seed=9)
     with opened(root, "int8") as store:
         store.precompute(model, ids, progress=False)
-        store.precompute(model, [passage[0]], segments=True, progress=False, method="epic")
+        store.precompute(model, [passage[0]], passages=True, progress=False, method="epic")
     with opened(root) as store:
         together = torch.cat([prompt(16, seed=3), passage, prompt(8, seed=4)], dim=1)
         for name in METHODS:
@@ -431,7 +431,7 @@ def test_passages(codec, root):
     method = CacheTune.paper(0.2)
     with opened(root, codec) as store, opened(root.parent / "raw") as raw:
         for each in (store, raw):
-            each.precompute(model, passages, segments=True, method=method, progress=False)
+            each.precompute(model, passages, passages=True, method=method, progress=False)
         logits = {}
         for name, each in {codec: store, "raw": raw}.items():
             cache = TieredCache(model, each, method=method, record=False)
@@ -445,7 +445,7 @@ def test_passages(codec, root):
         _, stats = ask(model, store, ids, replace(method, codec="raw"))
         assert stats.tokens_restored == 0 and f"codec={codec!r}" in stats.reason
         # nor is one stored once more with the codec it has
-        assert store.precompute(model, passages, segments=True, method=method, progress=False).stored == 0
+        assert store.precompute(model, passages, passages=True, method=method, progress=False).stored == 0
         # laid out anew it keeps ranking and codec
         assert store.relayout(Geometry(16, 2), progress=False) == 2
         cache = TieredCache(model, store, method=method, record=False)

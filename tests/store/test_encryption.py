@@ -281,7 +281,7 @@ def test_passages_come_back_too(tmp_path, model):
     ids = torch.cat([prompt(8, seed=4)[0], OTHER[0, :96], IDS[0, :96], prompt(8, seed=5)[0]]).unsqueeze(0)
     for options in ({}, {"key": KEY}):
         with KVStore(tmp_path / str(len(options)), **options) as store, torch.no_grad():
-            store.precompute(model, [IDS[0, :96], OTHER[0, :96]], segments=True, method=method, progress=False)
+            store.precompute(model, [IDS[0, :96], OTHER[0, :96]], passages=True, method=method, progress=False)
             store._storage.residency.clear()
             cache = TieredCache(model, store, method=method, record=False)
             logits.append(model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits)

@@ -83,7 +83,7 @@ def test_a_lookup_leaves_no_trace(store, model, uncomputed):
 def test_methods_look_up_what_they_would_restore(store, model, method):
     passages = [prompt(48, seed=3)[0], prompt(48, seed=4)[0]]
     if isinstance(method, Passages):
-        store.precompute(model, passages, segments=True, method=method, progress=False)
+        store.precompute(model, passages, passages=True, method=method, progress=False)
     else:
         store.precompute(model, torch.cat(passages), method=method, progress=False)
     ids = torch.cat([*passages, prompt(5)[0]])

@@ -52,7 +52,7 @@ def fill(store, model):
     with TieredCache(model, store, conversation="alice") as cache:
         model.generate(prompt(80, seed=1), past_key_values=cache, **GREEDY)
     passages = [prompt(48, seed=2)[0], prompt(48, seed=3)[0]]
-    store.precompute(model, passages, segments=True, labels=["a", "b"], method=CacheTune(), progress=False)
+    store.precompute(model, passages, passages=True, labels=["a", "b"], method=CacheTune(), progress=False)
     store.precompute(model, prompt(40, seed=4), pin=True, progress=False)
     store.flush()
 

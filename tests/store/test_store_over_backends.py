@@ -125,7 +125,7 @@ def test_a_conversation_is_resumed_and_owned_by_one(model, connect, objects):
 def test_documents_are_listed_and_removed(model, connect, objects):
     texts = [prompt(48, seed=seed)[0] for seed in (5, 6)]
     with connect() as store:
-        store.precompute(model, texts, segments=True, method=Epic(), labels=["a", "b"], progress=False)
+        store.precompute(model, texts, passages=True, method=Epic(), labels=["a", "b"], progress=False)
     with connect() as store:
         assert [info.label for info in store.documents()] == ["a", "b"]
         assert store.remove_document("a") == 1
