@@ -1,24 +1,24 @@
-"""A chat whose conversations come back: what was said keeps its KV on disk, and the next run goes on with it.
+"""Chat with conversations that are stored: their KV is kept on disk, and the next run continues with it.
 
     python examples/chat.py --conversation alice                       # at the command line; ctrl-D ends it
-    python examples/chat.py --conversation alice --say "k49" --say "k53"      # scripted
-    python examples/chat.py --conversation alice --say "k49"           # another process: nothing is computed again
+    python examples/chat.py --conversation alice --say "Who is the King?" --say "Why did he come?"     # scripted
+    python examples/chat.py --conversation alice --say "And then?"     # another process: nothing is computed again
     python examples/chat.py --list
 
     python examples/chat.py --conversation bob --model Qwen/Qwen2.5-0.5B-Instruct --document report.txt
     python examples/chat.py --conversation carol --method exact        # keeps every bit, in more space
     python examples/chat.py --conversation dave --method krul:layers_shared=0.25 --calibrate
 
-The model that ships with the project needs no network, and is no conversationalist: it has read a document that says
-what k49 and a few others are, and answers who asks for one of them. Any model of the hub, or of a folder, is talked to
-as usual.
+The model is SmolLM2-135M-Instruct, or any other one that --model names. If it cannot be downloaded, the project's
+reference model takes its place: it needs no network, and answers one kind of question about a made document
+(`--model eval/reference/xs`).
 
 `--method` says how a conversation is stored. `krul`, the default, merges layers if their attention is very similar,
 which is approximate; `exact` does not. With `--calibrate`, KV that is faster to compute than to load is computed on
 return.
 
-    /idle   puts the conversation away, as the end does: memory holds nothing of it, and the next turn restores it
-    /undo   takes the last turn back: what stood before it is restored all the same
+    /idle   suspends the conversation, as the end does: memory is released, and the next turn restores the KV
+    /undo   removes the last turn; the KV of the turns before it is restored all the same
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from long_context import BOOK, HERE, facts_for
+from long_context import BOOK, facts_for
+from stored_corpus import MODEL, load
 
-REFERENCE = HERE.parent / "eval" / "reference" / "xs"
 DOCUMENT_TOKENS, FACTS = 400, 6
 """Of the document that the reference model has read: it was trained on up to 640."""
 
@@ -59,22 +59,17 @@ def main() -> int:
 
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--conversation", default="chat", metavar="ID", help="which to go on with; default: %(default)s"
-    )
-    parser.add_argument("--say", action="append", metavar="TEXT", help="in place of the keyboard; may be repeated")
-    parser.add_argument("--list", action="store_true", help="what conversations there are, and what they take")
-    parser.add_argument(
-        "--model",
-        default=str(REFERENCE),
-        help="a model of the hub, a folder, or a short name of eval.models; default: one that ships",
-    )
-    parser.add_argument("--dtype", default="auto", help="default: the model's")
-    parser.add_argument("--document", type=Path, metavar="FILE", help="a text that a new conversation begins with")
-    parser.add_argument("--store", default="chat-store", metavar="DIR", help="where all is kept; default: %(default)s")
-    parser.add_argument("--method", default="krul", help="krul, exact, recompute, ...; default: %(default)s")
-    parser.add_argument("--calibrate", action="store_true", help="measure what computing and loading cost here first")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help="of an answer, at most; default: 64")
+    add = parser.add_argument
+    add("--conversation", default="chat", metavar="ID", help="conversation to begin or continue; default: %(default)s")
+    add("--say", action="append", metavar="TEXT", help="user message, in place of the keyboard; may be repeated")
+    add("--list", action="store_true", help="list the conversations and their size")
+    add("--model", help=f"model of the hub, folder, or short name of eval.models; default: {MODEL}")
+    add("--dtype", default="auto", help="data type of the weights; default: the model's")
+    add("--document", type=Path, metavar="FILE", help="text that a new conversation begins with")
+    add("--store", default="chat-store", metavar="DIR", help="folder of KV and messages; default: %(default)s")
+    add("--method", default="krul", help="how KV is stored: krul, exact, ...; default: %(default)s")
+    add("--calibrate", action="store_true", help="first measure what computing and loading cost on this machine")
+    add("--new-tokens", type=int, metavar="N", help="maximum tokens of an answer; default: 64")
     return parser.parse_args()
 
 
@@ -164,7 +159,7 @@ def chat(store: Any, folder: Path, arguments: argparse.Namespace) -> None:
     """Go on with a conversation until nothing more is said."""
     from hf_tiered_cache import TieredCache
 
-    model, tokenizer = load(arguments)
+    model, tokenizer = load(arguments.model, arguments.dtype)
     if arguments.calibrate:
         store.calibrate_prefix(model, tokens=(128, 512), progress=False)
     talker, said_in = Talker(tokenizer), History.path(folder, arguments.conversation)
@@ -262,22 +257,6 @@ def show(store: Any) -> None:
         size = format_bytes(one.bytes)
         table.add_row(one.id, one.method, str(one.turns), str(one.tokens_there), size)
     Console().print(table)
-
-
-def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """A model, where there is a GPU on it, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    from eval.models import resolve
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = resolve(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=arguments.dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""Retrieval with LangChain: documents whose KV is stored, so that an answer does not wait for reading them again.
+"""Retrieval with LangChain over documents with stored KV: an answer does not wait until they are read again.
 
-    python examples/retriever.py                                   # a hundred documents, six questions; no network
+    python examples/retriever.py                                   # a hundred made documents, six questions
     python examples/retriever.py --question "What is k7?" --k 6
     python examples/retriever.py --model Qwen/Qwen2.5-0.5B-Instruct
     python examples/retriever.py --model NAME_OR_PATH --documents FOLDER --question "Who wrote it?"
 
-It takes `pip install langchain-core`. The documents' KV is computed once, into --store; another run finds it there. For
-each question a retriever of LangChain's says which documents bear on it, `build_prompt` joins their tokens, and
-`generate(past_key_values=TieredCache(...))` restores their KV wherever they stand, and computes what the question needs
-in its true context. Beside it stands what computing the whole prompt takes, and answers.
+It needs `pip install langchain-core`. The KV of the documents is computed once, into --store; another run finds it
+there. For each question, a LangChain retriever selects documents, `build_prompt` joins their tokens, and
+`generate(past_key_values=TieredCache(...))` restores their KV at any position of the prompt, and computes the tokens
+that depend most on their context. For comparison, the whole prompt is also computed.
 
-A prompt template of LangChain's would join the documents as text, and their tokens would merge at the borders: what is
-merged is not found. So documents go to the model as a list.
+A LangChain prompt template would join the documents as text, and tokens would merge at the borders: merged tokens are
+not found in the store. Therefore the documents are passed to the model as a list.
 
-For your own: `retriever_over` is the place for FAISS and an embedding model, or any other retriever; `Reader`, in
-stored_corpus.py, is the model's side. The model that ships speaks a language of its own ("<q><k7>" asks for k7), in
-which answers are right or wrong; it is so small that computing takes about as long as restoring.
+For your own application, replace `retriever_over` by FAISS with an embedding model, or any other retriever, and take
+`Reader` from stored_corpus.py. The model is SmolLM2-135M-Instruct, or any other one that --model names. If it cannot be
+downloaded, the project's reference model takes its place (`--model eval/reference/xs`): it answers "What is k7?" about
+made documents, and is so small that computing takes about as long as restoring.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stored_corpus import REFERENCE, Answer, Asked, Lexical, Reader, load, made_corpus
+from stored_corpus import MODEL, Answer, Asked, Lexical, Reader, load, made_corpus
 
 try:
     from langchain_core.documents import Document
@@ -143,8 +144,7 @@ def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
-        default=str(REFERENCE),
-        help="a model of the hub, a folder, or a short name of eval.models; default: one that ships",
+        help=f"model of the hub, folder, or short name of eval.models; default: {MODEL}",
     )
     parser.add_argument("--dtype", default="auto", help="default: the model's")
     parser.add_argument("--documents", type=Path, metavar="FOLDER", help="its .txt files, in place of made documents")

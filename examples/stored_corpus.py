@@ -21,6 +21,7 @@ from demo import generate
 HERE = Path(__file__).resolve().parent
 BOOK = HERE / "data" / "a_scandal_in_bohemia_part_1.txt"
 REFERENCE = HERE.parent / "eval" / "reference" / "xs"
+MODEL = "smollm2-135m"
 
 
 # --- answers
@@ -287,19 +288,32 @@ class _English:
         return []
 
 
-def load(name: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """Load a model of the hub, of a folder, or of eval.models, onto the GPU if there is one, and its tokenizer."""
+def load(name: str | None, dtype: str = "auto") -> tuple[Any, Any]:
+    """Load a model, onto the GPU if there is one, and its tokenizer.
+
+    Args:
+        name: name on the hub, folder, or short name of eval.models. None for SmolLM2-135M-Instruct, or the reference
+            model, with a message, if SmolLM2 cannot be downloaded.
+        dtype: data type of the weights; "auto" for the model's, or float32 for these two on a CPU, which is faster.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from eval.errors import EvalError
     from eval.models import resolve
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    name = resolve(name)
+    try:
+        source = resolve(name or MODEL)
+    except EvalError as error:
+        if name is not None:
+            raise SystemExit(str(error)) from None
+        print(f"The reference model takes the place of {MODEL}: {error}")
+        source = str(REFERENCE)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype == "auto" and device == "cpu" and Path(name).resolve() == REFERENCE:
-        dtype = "float32"  # which CPUs are quickest with
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+    if dtype == "auto" and device == "cpu" and (name is None or Path(source).resolve() == REFERENCE):
+        dtype = "float32"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(source)

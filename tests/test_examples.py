@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from hf_tiered_cache import KVStore, Passage, TieredCache
 
 ROOT = Path(__file__).parent.parent
+REFERENCE = str(ROOT / "eval" / "reference" / "xs")
 
 
 def load(path):
@@ -180,6 +181,8 @@ def test_facts_stand_in_the_text_where_they_are_said_to():
 def chat(folder, *arguments, code=0):
     """What `examples/chat.py` says in a process of its own."""
     command = [sys.executable, str(ROOT / "examples" / "chat.py"), "--store", str(folder), *arguments]
+    if "--list" not in arguments:
+        command += ["--model", REFERENCE]
     done = processes.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     return done.stdout
@@ -221,14 +224,14 @@ def test_a_chat_with_any_model(small, tmp_path, monkeypatch, capsys, template):
     assert prompt - 64 < restored  # a turn, what is said around it, and what is no 16 tokens
     history = example.History.read(example.History.path(tmp_path / "chat", "chat"))
     assert [user for user, _ in history.turns] == ["Who wrote it?", "When?"]
-    ids = example.Talker(example.load(example.arguments_of())[1]).prompt(history, "Why?")
+    ids = example.Talker(example.load(small)[1]).prompt(history, "Why?")
     assert ids.shape[1] > prompt
 
 
-def retriever(*arguments):
+def retriever(*arguments, model=REFERENCE):
     """What `examples/retriever.py` says in a process of its own."""
     pytest.importorskip("langchain_core", reason="langchain-core is not installed")
-    command = [sys.executable, str(ROOT / "examples" / "retriever.py"), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "examples" / "retriever.py"), "--model", model, *map(str, arguments)]
     done = processes.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -254,8 +257,8 @@ def test_a_langchain_retriever_with_any_model_and_documents(small, tmp_path):
     texts = ["The old man looked out over the sea. " * 6, "Nothing had moved since noon. " * 6]
     for number, text in enumerate(texts):
         (tmp_path / "documents" / f"{number}.txt").write_text(text)
-    words = ["--model", small, "--documents", tmp_path / "documents", "--question", "Who looked?", "--new-tokens", 4]
-    said = retriever(*words, "--k", 1, "--method", "cache_tune:recompute=0")
+    words = ["--documents", tmp_path / "documents", "--question", "Who looked?", "--new-tokens", 4]
+    said = retriever(*words, "--k", 1, "--method", "cache_tune:recompute=0", model=small)
     assert "documents 0\n" in said
     restored, prompt = map(int, re.search(r"(\d+) of (\d+) tokens restored", said).groups())
     there = len(Passage(f"{texts[0].strip()}\n\n").ids(AutoTokenizer.from_pretrained(small)))
