@@ -59,9 +59,9 @@ class PartialRecompute(Exact):
 class TopTokens(Selector):
     """Selector of the tokens with the most attention, for each KV head; the query heads of a KV head are summed."""
 
-    def choose(self, asked: SelectionInput) -> Selection:
-        mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)  # [kv_heads, tokens]
-        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0, keepdim=True)))
+    def choose(self, request: SelectionInput) -> Selection:
+        mass = head_mass(request.query, request.keys(None), request.own_keys, request.scaling)  # [kv_heads, tokens]
+        return Selection(*to_host(top_of_each(mass, request.count), mass.mean(0, keepdim=True)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ from ..restore.fetch import Fetcher
 from ..restore.observe import CacheObserver, ComputedColumns, PassObserver
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
-from ..selection.indexes import KeptIndexes
+from ..selection.indexes import IndexSidecars
 from ..selection.prompt import SelectiveRestore
-from ..selection.selected import Choices, Live
+from ..selection.selected import DecodeSelection, DecodeSelector
 from ..selection.selector import Selector
 from ..selection.streamed import StreamedPrefix
 from ..stats import StatsCollector
@@ -70,9 +70,9 @@ class ForwardPass(Scope):
         self.collector = collector
         self.assemble_seconds = 0.0
         """Seconds that this thread spent on restored and selected KV, including waiting for it."""
-        self._rechoice: Choices | None = None
+        self._decode_selection: DecodeSelection | None = None
         self.kv_sources = kv_sources(sources)
-        self.selects = any(source.rechooses for source in self.kv_sources)
+        self.selects = any(source.reselects for source in self.kv_sources)
         self._captures = recorder is not None or self.selects
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -147,12 +147,12 @@ class ForwardPass(Scope):
         finally:
             self.assemble_seconds += time.perf_counter() - started
 
-    def rechoice(self, live: Live) -> Choices:
+    def decode_selection(self, decode_selector: DecodeSelector) -> DecodeSelection:
         """Return the decode selection of this pass, for sources that reselect while decoding."""
-        if self._rechoice is None:
-            self._rechoice = live.begin(self.collector)
-            self._stack.callback(self._rechoice.cancel)
-        return self._rechoice
+        if self._decode_selection is None:
+            self._decode_selection = decode_selector.begin(self.collector)
+            self._stack.callback(self._decode_selection.cancel)
+        return self._decode_selection
 
 
 class RestoringForward(ForwardPass):
@@ -205,7 +205,7 @@ class RestoringForward(ForwardPass):
                 selecting,
                 method.selector(),
                 self.fetcher,
-                KeptIndexes(store.disk, store.writer.later),
+                IndexSidecars(store.disk, store.writer.later),
                 method.prefetches,
                 store.rewriter.importance if method.reorder else None,
                 method.rechoose,
@@ -226,7 +226,7 @@ class RestoringForward(ForwardPass):
             raise self.cannot_select()
         self.fetcher.confirm()  # wait for the side stream; a damaged block undoes the pass
         if self.selection is not None:
-            self.plan = self.selection.followed()
+            self.plan = self.selection.executed_plan()
         return output
 
     def _begin(self, stack: ExitStack) -> None:

@@ -14,7 +14,7 @@ from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
 from ..selection.prompt import SelectiveRestore
-from ..selection.selected import Choices, Live
+from ..selection.selected import DecodeSelection, DecodeSelector
 from ..selection.streamed import StreamedPrefix
 from ..store.geometry import LayerKV
 
@@ -27,7 +27,7 @@ class Pass(Protocol):
 
     tap: RotaryTap
 
-    def rechoice(self, live: Live) -> Choices:
+    def decode_selection(self, decode_selector: DecodeSelector) -> DecodeSelection:
         """Return the decode selections of the pass, for cache layers that reselect."""
 
 

@@ -31,7 +31,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     """True if the layer's queries may select the tokens they attend to."""
 
     @property
-    def rechooses(self) -> bool:
+    def reselects(self) -> bool:
         """True if the layer reselects in later passes."""
         return False
 

@@ -13,7 +13,7 @@ from ..errors import LostKVError, RestoreError
 from ..patches.rope import PreRopeKV
 from ..patches.scope import Attended, AttentionCall
 from ..restore.prefetch import check_fit
-from ..selection.selected import Live, Rotate
+from ..selection.selected import DecodeSelector, Rotate
 from ..store.geometry import LayerKV
 from ..store.memory import to_device
 from .base import Pass, RestoringPass
@@ -41,14 +41,14 @@ class SelectedSource(DenseSource):
         """Unused budget: mask width minus positions held."""
         self.padding = 0
         """Largest left padding of a row at the selection, in positions; the mask may begin after it."""
-        self._live: Live | None = None  # for reselection
+        self._decode_selector: DecodeSelector | None = None  # for reselection
         self._rows: Sequence[Any] = []  # last selection of each row
         self._pre_rope: PreRopeKV | None = None  # of the current pass
 
     @property
-    def rechooses(self) -> bool:
+    def reselects(self) -> bool:
         """See `DenseSource`."""
-        return self._live is not None
+        return self._decode_selector is not None
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
@@ -92,8 +92,8 @@ class SelectedSource(DenseSource):
         """See `KVSource`."""
         restoring, (query, keys, values, _, scaling) = self._pass, call
         if restoring is None:
-            if self._live is not None and self._pre_rope is not None:
-                self._choose_again(self._live, self._pre_rope, forward_pass, query, scaling)
+            if self._decode_selector is not None and self._pre_rope is not None:
+                self._reselect(self._decode_selector, self._pre_rope, forward_pass, query, scaling)
             return keys, values
         if restoring.plan.budget_tokens is None:
             return keys, values
@@ -127,33 +127,38 @@ class SelectedSource(DenseSource):
                 selection.prepare(layer, predicted)
         all_keys[:, :, self._num_selected :] = keys
         all_values[:, :, self._num_selected :] = values
-        if selection is not None and (live := selection.live(self.index, keys.shape[0])) is not None:
-            self._live, self._rows = live
+        if selection is not None and (reselection := selection.decode_selector(self.index, keys.shape[0])) is not None:
+            self._decode_selector, self._rows = reselection
         return self._visible(keys.shape[2]) if output is None else output
 
-    def _choose_again(
-        self, live: Live, pre_rope: PreRopeKV, forward_pass: Pass, query: torch.Tensor, scaling: float | None
+    def _reselect(
+        self,
+        decode_selector: DecodeSelector,
+        pre_rope: PreRopeKV,
+        forward_pass: Pass,
+        query: torch.Tensor,
+        scaling: float | None,
     ) -> None:
         """Reselect for these queries: newly selected tokens replace deselected ones in place."""
         keys, values = self._views()
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
-            choices = forward_pass.rechoice(live)
-            self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
+            selection = forward_pass.decode_selection(decode_selector)
+            self._rows = selection.reselect(self.index, self._rows, query, keys, values, rotate_, scaling)
         except RestoreError as error:  # the last selection is still held
-            if not live.may_stay:
+            if not decode_selector.may_stay:
                 raise LostKVError(error.segment, str(error)) from error
             logger.warning("%s; the current selection is kept from now on", error)
-            self._live = None
+            self._decode_selector = None
 
     def settle(self) -> None:
         """See `KVSource`. Offloads older computed positions, which are then selected like restored ones."""
-        if self._live is None:
+        if self._decode_selector is None:
             return
         first = self._num_selected
-        if count := self._live.leaving(self._rows, self.held - first):
+        if count := self._decode_selector.num_to_offload(self._rows, self.held - first):
             keys, values = (held[:, :, first : first + count] for held in self._views())
-            rows = self._live.grown(self._rows, keys, values)
+            rows = self._decode_selector.offload(self._rows, keys, values)
             # one atomic update, so that a Ctrl-C cannot leave positions held twice or not at all
             self.__dict__.update(self._without(first, count), _rows=rows)
 
@@ -168,7 +173,7 @@ class SelectedSource(DenseSource):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `DenseSource`."""
         super().batch_select_indices(indices)
-        if self._live is not None:
+        if self._decode_selector is not None:
             self._rows = _forked([self._rows[row] for row in indices.tolist()])
 
     def _take_back(self, columns: int) -> None:
@@ -190,7 +195,7 @@ class SelectedSource(DenseSource):
         """See `KVBuffer`. Keeps later selections and their buffers, because these overwrote positions in place."""
         now = self.__dict__.copy()
         super().rollback(snapshot)
-        if self._live is not None:
+        if self._decode_selector is not None:
             held = self.held
             self.__dict__.update({name: now[name] for name in ("_keys", "_values", "_start", "_shared", "_rows")})
             self._stop = self._start + held

@@ -41,12 +41,12 @@ class KeysIndex(DecodeIndex):
         cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weights, _ = log_attention(query, [index.keys_as(query.dtype) for index in indexes], scaling)
-        each = weights.split([index.num_tokens for index in indexes], dim=1)
-        scores = side_by_side([index._of_chunks(some) for index, some in zip(indexes, each, strict=True)])
+        parts = weights.split([index.num_tokens for index in indexes], dim=1)
+        scores = side_by_side([index._chunk_weights(part) for index, part in zip(indexes, parts, strict=True)])
         best = best_first(scores, count)
         return best, scores.gather(1, best).exp_()
 
-    def _of_chunks(self, weights: torch.Tensor) -> torch.Tensor:
+    def _chunk_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Add up the weights of each chunk's tokens: from log weights `[kv_heads, tokens]` to `[kv_heads, chunks]`."""
         if self.chunk_tokens == 1:
             return weights
@@ -70,9 +70,9 @@ class Int8KeysIndex(KeysIndex):
 
     @classmethod
     def build(cls, keys: torch.Tensor, chunk_tokens: int = 1) -> Self:
-        wide = keys.float()
-        scales = wide.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / 127
-        return cls(chunk_tokens, (wide / scales).round_().to(torch.int8), scales)
+        float_keys = keys.float()
+        scales = float_keys.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / 127
+        return cls(chunk_tokens, (float_keys / scales).round_().to(torch.int8), scales)
 
     @property
     def num_tokens(self) -> int:
@@ -82,8 +82,8 @@ class Int8KeysIndex(KeysIndex):
         return self.codes.to(dtype).mul_(self.scales)
 
     def part(self, first: int, tokens: int) -> Self:
-        some = slice(first, first + tokens)
-        return type(self)(self.chunk_tokens, self.codes[:, some], self.scales[:, some])
+        span = slice(first, first + tokens)
+        return type(self)(self.chunk_tokens, self.codes[:, span], self.scales[:, span])
 
     @classmethod
     def merged(cls, indexes: Sequence[Self]) -> Sequence[Self]:

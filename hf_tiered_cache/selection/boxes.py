@@ -44,10 +44,10 @@ class PageBoundsIndex(DecodeIndex):
     def build(cls, keys: torch.Tensor, chunk_tokens: int = 16, spread: float = 1.0) -> Self:
         """Build the index, see `DecodeIndex`. A `spread` below Quest's 1 ranks between the middle and the bound."""
         parts = []
-        for some in head_slices(keys):
-            cut = cut_in_chunks(keys[some], chunk_tokens)
-            most, least = cut.amax(2).float(), cut.amin(2).float()
-            parts.append(torch.cat([(most + least) / 2, (most - least) * (spread / 2)], -1).to(keys.dtype))
+        for heads in head_slices(keys):
+            chunked_keys = cut_in_chunks(keys[heads], chunk_tokens)
+            upper, lower = chunked_keys.amax(2).float(), chunked_keys.amin(2).float()
+            parts.append(torch.cat([(upper + lower) / 2, (upper - lower) * (spread / 2)], -1).to(keys.dtype))
         return cls(chunk_tokens, torch.cat(parts))
 
     @property
@@ -59,8 +59,8 @@ class PageBoundsIndex(DecodeIndex):
         cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # max(q · min, q · max) is q · middle + |q| · (max - middle): one product of twice the channels
-        both = torch.cat([query, query.abs()], -1)
-        weights, _ = log_attention(both, [index.boxes for index in indexes], scaling)
+        query_and_abs = torch.cat([query, query.abs()], -1)
+        weights, _ = log_attention(query_and_abs, [index.boxes for index in indexes], scaling)
         best = best_first(weights, count)
         return best, weights.gather(1, best).exp_()
 
@@ -91,20 +91,20 @@ class ClusterBoxIndex(ClusterIndex):
             )
         clusters = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid))
         parts = []
-        for some in head_slices(keys):
-            cut = cut_in_chunks(keys[some], chunk_tokens)
-            most, least = cut.amax(2).float(), cut.amin(2).float()  # [some, chunks, dim]
-            middles, extents = (most + least) / 2, (most - least) / 2
+        for heads in head_slices(keys):
+            chunked_keys = cut_in_chunks(keys[heads], chunk_tokens)
+            upper, lower = chunked_keys.amax(2).float(), chunked_keys.amin(2).float()  # [heads, chunks, dim]
+            middles, extents = (upper + lower) / 2, (upper - lower) / 2
             centroids, cluster_of = segmented_kmeans(middles, clusters, segment_chunks, iterations)
-            towards = cluster_of[..., None].expand_as(middles)
-            most = centroids.scatter_reduce(1, towards, most, "amax")  # a box includes its centroid
-            least = centroids.scatter_reduce(1, towards, least, "amin")
-            inner = torch.lerp(centroids, (most + least) / 2, spread / 2)
-            boxes, chunk_order, starts = by_position(torch.cat([inner, (most - least) * (spread / 4)], -1), cluster_of)
-            own = torch.cat([middles, extents * spread], -1)
-            parts.append((boxes.to(keys.dtype), chunk_order, starts, own.to(keys.dtype)))
+            cluster_index = cluster_of[..., None].expand_as(middles)
+            upper = centroids.scatter_reduce(1, cluster_index, upper, "amax")  # a box includes its centroid
+            lower = centroids.scatter_reduce(1, cluster_index, lower, "amin")
+            inner = torch.lerp(centroids, (upper + lower) / 2, spread / 2)
+            boxes, chunk_order, starts = by_position(torch.cat([inner, (upper - lower) * (spread / 4)], -1), cluster_of)
+            chunk_boxes = torch.cat([middles, extents * spread], -1)
+            parts.append((boxes.to(keys.dtype), chunk_order, starts, chunk_boxes.to(keys.dtype)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @classmethod
-    def _as_compared(cls, query: torch.Tensor) -> torch.Tensor:
+    def _comparison_query(cls, query: torch.Tensor) -> torch.Tensor:
         return torch.cat([query, query.abs()], -1)

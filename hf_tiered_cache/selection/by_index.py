@@ -29,7 +29,7 @@ class Span:
         last: Number of trailing tokens that are always attended to.
         chunks: Number of chunks to select between them.
         chunk_tokens: Tokens per chunk.
-        grown: Chunks of offloaded generated KV, which may be selected, too.
+        offloaded: Chunks of offloaded generated KV, which may be selected, too.
     """
 
     tokens: int
@@ -37,7 +37,7 @@ class Span:
     last: int
     chunks: int
     chunk_tokens: int
-    grown: range = range(0)
+    offloaded: range = range(0)
 
     @property
     def candidates(self) -> range:
@@ -114,14 +114,14 @@ class ByIndex(Selector):
         sizes = self.window_sizes[layer : layer + 1] if self.window_sizes else ((self.window,) * heads,)
         if not sizes or len(sizes[0]) != heads:
             raise ConfigError(f"no window sizes are available for layer {layer} with {heads} KV heads")
-        times = np.minimum(sizes[0], 1 if self.eviction == "none" else np.inf)  # [heads]
-        return np.where(times >= 1, times * chunks, 0).astype(np.int64)
+        multiples = np.minimum(sizes[0], 1 if self.eviction == "none" else np.inf)  # [heads]
+        return np.where(multiples >= 1, multiples * chunks, 0).astype(np.int64)
 
-    def choose(self, asked: SelectionInput) -> Selection:
-        span, mass = self.span(asked.chunks.tokens, asked.count), np.zeros((1, asked.chunks.tokens), np.float32)
+    def choose(self, request: SelectionInput) -> Selection:
+        span, mass = self.span(request.chunks.tokens, request.count), np.zeros((1, request.chunks.tokens), np.float32)
         if span is None:
-            return Selection(np.arange(asked.count)[None], mass)
-        (ranked,) = to_host(self.rank(asked.indexes(), asked.query, asked.scaling, span))
+            return Selection(np.arange(request.count)[None], mass)
+        (ranked,) = to_host(self.rank(request.indexes(), request.query, request.scaling, span))
         return Selection(span.tokens_of(np.sort(self.candidates(ranked, span)[:, : span.chunks], axis=1)), mass)
 
     def rank(
@@ -131,18 +131,18 @@ class ByIndex(Selector):
 
         The result contains enough of `candidates`, however high the other chunks rank.
         """
-        every = sum(index.chunks for index in indexes)
-        others = every - len(span.candidates) - len(span.grown)
-        return rank(indexes, query, scaling, min(every, int(self.pool * span.chunks) + others))[0]
+        total_chunks = sum(index.chunks for index in indexes)
+        excluded_chunks = total_chunks - len(span.candidates) - len(span.offloaded)
+        return rank(indexes, query, scaling, min(total_chunks, int(self.pool * span.chunks) + excluded_chunks))[0]
 
     def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
         """Return the selectable chunks of rankings, int64 `[..., n]`, in their order, cut to the shortest row."""
-        wanted, grown = span.candidates, span.grown
-        out = (ranked < wanted.start) | (ranked >= wanted.stop)
-        if len(grown):
-            out &= (ranked < grown.start) | (ranked >= grown.stop)
-        order = out.argsort(axis=-1, kind="stable")
-        return np.take_along_axis(ranked, order, -1)[..., : ranked.shape[-1] - int(out.sum(axis=-1).max())]
+        restored, offloaded = span.candidates, span.offloaded
+        excluded = (ranked < restored.start) | (ranked >= restored.stop)
+        if len(offloaded):
+            excluded &= (ranked < offloaded.start) | (ranked >= offloaded.stop)
+        order = excluded.argsort(axis=-1, kind="stable")
+        return np.take_along_axis(ranked, order, -1)[..., : ranked.shape[-1] - int(excluded.sum(axis=-1).max())]
 
     @property
     def _first(self) -> int:

@@ -66,14 +66,14 @@ def segmented_kmeans(
     centred = points - mean
     pieces = min(clusters, -(-points.shape[1] // segment))
     ends = [(points.shape[1] * i // pieces, clusters * i // pieces) for i in range(pieces + 1)]
-    found = []
+    segment_directions = []
     for (begin, first), (end, last) in pairwise(ends):
-        some = centred[:, begin:end].contiguous()
-        directions = strided_directions(some, last - first)
+        segment_points = centred[:, begin:end].contiguous()
+        directions = strided_directions(segment_points, last - first)
         for _ in range(iterations):
-            directions = spherical_step(some, directions)
-        found.append(directions)
-    cluster_of = nearest(centred, torch.cat(found, 1))
+            directions = spherical_step(segment_points, directions)
+        segment_directions.append(directions)
+    cluster_of = nearest(centred, torch.cat(segment_directions, 1))
     sums, counts = cluster_sums(centred, cluster_of, clusters)
     return sums.div_(counts.clamp(min=1)[..., None]).add_(mean), cluster_of
 
@@ -94,7 +94,7 @@ def nearest(points: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     """Return the direction with the largest product for each point, the first on ties: int64 `[heads, n]`."""
     columns = directions.transpose(1, 2)
     rows = max(1, LARGEST // (len(points) * columns.shape[2]))
-    return torch.cat([(some @ columns).argmax(-1) for some in points.split(rows, dim=1)], 1)
+    return torch.cat([(part @ columns).argmax(-1) for part in points.split(rows, dim=1)], 1)
 
 
 def cluster_sums(points: torch.Tensor, cluster_of: torch.Tensor, clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +109,7 @@ def cluster_sums(points: torch.Tensor, cluster_of: torch.Tensor, clusters: int) 
     return sums.unflatten(0, (heads, clusters)), counts.unflatten(0, (heads, clusters))
 
 
-_MOST = 80.0
+_MAX_LOG_SCORE = 80.0
 """Maximum logarithm of a score, so that float32 can hold the score. A chunk may score higher than its cluster."""
 
 
@@ -148,10 +148,10 @@ class ClusterIndex(DecodeIndex):
     ) -> Self:
         clusters = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid))
         parts = []
-        for some in head_slices(keys):
-            means = mean_keys(keys[some], chunk_tokens)
-            found = segmented_kmeans(means, clusters, segment_chunks, iterations)
-            centroids, chunk_order, starts = by_position(*found)
+        for heads in head_slices(keys):
+            means = mean_keys(keys[heads], chunk_tokens)
+            clustering = segmented_kmeans(means, clusters, segment_chunks, iterations)
+            centroids, chunk_order, starts = by_position(*clustering)
             parts.append(
                 (centroids.to(keys.dtype), chunk_order, starts, *([means.to(keys.dtype)] * keep_representatives))
             )
@@ -161,12 +161,12 @@ class ClusterIndex(DecodeIndex):
     def merged(cls, indexes: Sequence[Self]) -> Sequence[Self]:
         if len(indexes) < 2:
             return indexes
-        chunk_order, starts = _side_by_side(indexes)
-        every = [index.representatives for index in indexes]
-        representatives = [means for means in every if means is not None]
-        whole = torch.cat(representatives, 1) if len(representatives) == len(every) else None
+        chunk_order, starts = _merged_clusters(indexes)
+        optional_means = [index.representatives for index in indexes]
+        representatives = [means for means in optional_means if means is not None]
+        merged_means = torch.cat(representatives, 1) if len(representatives) == len(optional_means) else None
         centroids = torch.cat([index.centroids for index in indexes], 1)
-        return [cls(indexes[0].chunk_tokens, centroids, chunk_order.int(), starts.int(), whole)]
+        return [cls(indexes[0].chunk_tokens, centroids, chunk_order.int(), starts.int(), merged_means)]
 
     @property
     def chunks(self) -> int:
@@ -192,43 +192,44 @@ class ClusterIndex(DecodeIndex):
         cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         firsts = list(accumulate((index.chunks for index in indexes), initial=0))  # per index, and the total
-        chunk_order, starts = _side_by_side(indexes)
+        chunk_order, starts = _merged_clusters(indexes)
         sizes = indexes[0].sizes if len(indexes) == 1 else starts.diff(dim=1)
-        query = cls._as_compared(query)
+        query = cls._comparison_query(query)
         absent = sizes == 0 if any(index.has_empty for index in indexes) else None
         weights, totals = log_attention(query, [index.centroids for index in indexes], scaling, absent)
 
-        wanted = min(count * cls.candidates, firsts[-1])
-        best = best_first(weights, min(wanted, weights.shape[1]))  # [kv_heads, clusters that may be needed]
-        of_best = sizes.gather(1, best)
-        ends = of_best.cumsum(1)
-        slots = min(wanted + max(index.largest for index in indexes) - 1, firsts[-1])
+        num_candidates = min(count * cls.candidates, firsts[-1])
+        best = best_first(weights, min(num_candidates, weights.shape[1]))  # [kv_heads, clusters that may be needed]
+        best_sizes = sizes.gather(1, best)
+        ends = best_sizes.cumsum(1)
+        slots = min(num_candidates + max(index.largest for index in indexes) - 1, firsts[-1])
         place = torch.arange(slots, device=query.device).expand(len(ends), -1).contiguous()
-        nth = torch.searchsorted(ends, place, right=True)  # [kv_heads, slots]: index into `best`
-        beyond = nth > nth[:, wanted - 1 : wanted]  # in a cluster after the needed ones
-        nth.clamp_(max=ends.shape[1] - 1)
-        shift = starts.gather(1, best) - ends.sub_(of_best)  # offset from a place to its index in `chunk_order`
-        chunks = chunk_order.gather(1, place.add_(shift.gather(1, nth)).clamp_(max=firsts[-1] - 1)).long()
+        cluster_rank = torch.searchsorted(ends, place, right=True)  # [kv_heads, slots]: index into `best`
+        # mask of the chunks in clusters after the needed ones
+        surplus = cluster_rank > cluster_rank[:, num_candidates - 1 : num_candidates]
+        cluster_rank.clamp_(max=ends.shape[1] - 1)
+        shift = starts.gather(1, best) - ends.sub_(best_sizes)  # offset from a place to its index in `chunk_order`
+        chunks = chunk_order.gather(1, place.add_(shift.gather(1, cluster_rank)).clamp_(max=firsts[-1] - 1)).long()
         if cls.candidates > 1:
             rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
-            chunks, rating = best_named(rating.masked_fill_(beyond, -torch.inf), chunks, count)
-            return chunks, rating.clamp_(max=_MOST).exp_()
-        cluster = best.gather(1, nth)
+            chunks, rating = best_named(rating.masked_fill_(surplus, -torch.inf), chunks, count)
+            return chunks, rating.clamp_(max=_MAX_LOG_SCORE).exp_()
+        cluster = best.gather(1, cluster_rank)
         if all(index.representatives is not None for index in indexes):
-            nth.masked_fill_(beyond, ends.shape[1])
+            cluster_rank.masked_fill_(surplus, ends.shape[1])
             rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
             by_rating = rating.argsort(dim=1, descending=True, stable=True)
-            by_cluster = nth.gather(1, by_rating).argsort(dim=1, stable=True)
+            by_cluster = cluster_rank.gather(1, by_rating).argsort(dim=1, stable=True)
             chunks, cluster = (t.gather(1, by_rating).gather(1, by_cluster) for t in (chunks, cluster))
         return chunks[:, :count], weights.gather(1, cluster[:, :count]).exp_()
 
     @classmethod
-    def _as_compared(cls, query: torch.Tensor) -> torch.Tensor:
+    def _comparison_query(cls, query: torch.Tensor) -> torch.Tensor:
         """Return the query as it is multiplied with centroids and representatives."""
         return query
 
 
-def _side_by_side(indexes: Sequence[ClusterIndex]) -> tuple[torch.Tensor, torch.Tensor]:
+def _merged_clusters(indexes: Sequence[ClusterIndex]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `chunk_order` and `starts` of the clusters of several indexes, numbered across all of them.
 
     Empty clusters may come at any position.
@@ -255,21 +256,21 @@ def by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[torc
 
 def _representatives_of(indexes: Sequence[ClusterIndex], firsts: Sequence[int], chunks: torch.Tensor) -> torch.Tensor:
     """Return representatives, `[kv_heads, n, dim]`, of chunks, `[kv_heads, n]`, numbered across all indexes."""
-    found: torch.Tensor | None = None
+    result: torch.Tensor | None = None
     heads = torch.arange(len(chunks), device=chunks.device)[:, None]
     for index, first in zip(indexes, firsts, strict=False):
         assert index.representatives is not None
-        mine = chunks if len(indexes) == 1 else (chunks - first).clamp_(0, index.chunks - 1)
-        rows = mine + heads * index.chunks
-        some = index.representatives.flatten(0, 1).index_select(0, rows.flatten())  # much faster than gather
-        some = some.unflatten(0, chunks.shape)
-        found = some if found is None else torch.where((chunks >= first)[..., None], some, found)
-    assert found is not None
-    return found
+        local_chunks = chunks if len(indexes) == 1 else (chunks - first).clamp_(0, index.chunks - 1)
+        rows = local_chunks + heads * index.chunks
+        means = index.representatives.flatten(0, 1).index_select(0, rows.flatten())  # much faster than gather
+        means = means.unflatten(0, chunks.shape)
+        result = means if result is None else torch.where((chunks >= first)[..., None], means, result)
+    assert result is not None
+    return result
 
 
 def _log_weights(query: torch.Tensor, keys: torch.Tensor, scaling: float, totals: torch.Tensor) -> torch.Tensor:
     """Return the log weights of keys, `[kv_heads, n, dim]`, relative to the totals of the centroids."""
     step = positions_at_once(query, keys.shape[1])
     pairs = zip(query.split(step, dim=1), totals.split(step, dim=2), strict=True)
-    return joined([log_sum(logits(some, [keys], scaling).sub_(total)) for some, total in pairs])
+    return joined([log_sum(logits(query_part, [keys], scaling).sub_(total)) for query_part, total in pairs])

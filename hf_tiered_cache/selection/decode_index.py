@@ -71,8 +71,8 @@ class DecodeIndex(ABC):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors to store as a sidecar, by name. The first dimension of each is KV heads."""
-        every = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
-        return {name: value for name, value in every.items() if isinstance(value, torch.Tensor)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], chunk_tokens: int) -> Self:
@@ -130,10 +130,10 @@ def head_slices(keys: torch.Tensor) -> Iterator[slice]:
 
 def mean_keys(keys: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
     """Return the mean key of each chunk of `[heads, tokens, dim]`, float32; the last chunk may have fewer tokens."""
-    whole = keys.shape[1] // chunk_tokens
-    means = keys[:, : whole * chunk_tokens].unflatten(1, (whole, chunk_tokens)).float().mean(2)
-    rest = keys[:, whole * chunk_tokens :]
-    return torch.cat([means, rest.float().mean(1, keepdim=True)], 1) if rest.shape[1] else means
+    whole_chunks = keys.shape[1] // chunk_tokens
+    means = keys[:, : whole_chunks * chunk_tokens].unflatten(1, (whole_chunks, chunk_tokens)).float().mean(2)
+    last_chunk = keys[:, whole_chunks * chunk_tokens :]
+    return torch.cat([means, last_chunk.float().mean(1, keepdim=True)], 1) if last_chunk.shape[1] else means
 
 
 def cut_in_chunks(keys: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
@@ -156,11 +156,11 @@ def logits(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float) ->
     """
     rows = query.reshape(len(keys[0]), -1, query.shape[2])  # [kv_heads, group * n, dim]
     zero = keys[0].new_zeros(())
-    found = [
-        torch.baddbmm(zero, some, rows.to(some.dtype).transpose(1, 2), beta=0, alpha=scaling).transpose(1, 2)
-        for some in keys
+    products = [
+        torch.baddbmm(zero, part, rows.to(part.dtype).transpose(1, 2), beta=0, alpha=scaling).transpose(1, 2)
+        for part in keys
     ]
-    return side_by_side(found).contiguous().float().unflatten(1, (-1, query.shape[1]))
+    return side_by_side(products).contiguous().float().unflatten(1, (-1, query.shape[1]))
 
 
 def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -190,10 +190,10 @@ def log_attention(
         Logarithm of softmax weights, summed over query heads and queries, float32 `[kv_heads, k of all]`; and logarithm
             of the softmax denominators, `[kv_heads, group, n, 1]`.
     """
-    columns = sum(some.shape[1] for some in keys)
-    found, totals = [], []
-    for some in query.split(positions_at_once(query, columns), dim=1):
-        weights = logits(some, keys, scaling)
+    columns = sum(part.shape[1] for part in keys)
+    logs, totals = [], []
+    for queries in query.split(positions_at_once(query, columns), dim=1):
+        weights = logits(queries, keys, scaling)
         if absent is not None:
             weights.masked_fill_(absent[:, None, None], -torch.inf)
         shares = weights.log_softmax(-1)
@@ -201,8 +201,8 @@ def log_attention(
             totals.append(weights[..., :1] - shares[..., :1])
         else:
             totals.append(weights.logsumexp(-1, keepdim=True))
-        found.append(log_sum(shares, group_max))
-    return joined(found), torch.cat(totals, 2)
+        logs.append(log_sum(shares, group_max))
+    return joined(logs), torch.cat(totals, 2)
 
 
 def joined(logs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -244,9 +244,9 @@ def best_named(scores: torch.Tensor, names: torch.Tensor, count: int) -> tuple[t
     """
     scores = (scores.float() + 0.0).contiguous()  # turns -0.0 into 0.0
     select = _largest_on_cpu if scores.device.type == "cpu" else _largest_on_device
-    unique = select(scores.view(torch.int32), names, count)
-    ascending = (unique >> 32).int()
-    return _LAST - (unique & _LAST), (ascending ^ (ascending >> 31 & _MAGNITUDE)).view(torch.float32)
+    sort_keys = select(scores.view(torch.int32), names, count)
+    ascending = (sort_keys >> 32).int()
+    return _LAST - (sort_keys & _LAST), (ascending ^ (ascending >> 31 & _MAGNITUDE)).view(torch.float32)
 
 
 def _largest_on_device(bits: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
@@ -263,13 +263,13 @@ def _largest_on_device(bits: torch.Tensor, names: torch.Tensor, count: int) -> t
 
 def _largest_on_cpu(bits: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
     """Compute `_largest_on_device` with NumPy's vectorized partition and sort, in half the time or less."""
-    given = bits.numpy()
-    unique = (given ^ (given >> 31 & _MAGNITUDE)).astype(np.int64)
-    unique <<= 32
-    unique |= _LAST - names.numpy()
-    first = unique.shape[1] - count
-    if 0 < first < unique.shape[1]:
-        unique.partition(first, axis=1)
-    unique = unique[:, first:]
-    unique.sort(axis=1)
-    return torch.from_numpy(unique[:, ::-1].copy())
+    score_bits = bits.numpy()
+    sort_keys = (score_bits ^ (score_bits >> 31 & _MAGNITUDE)).astype(np.int64)
+    sort_keys <<= 32
+    sort_keys |= _LAST - names.numpy()
+    first = sort_keys.shape[1] - count
+    if 0 < first < sort_keys.shape[1]:
+        sort_keys.partition(first, axis=1)
+    sort_keys = sort_keys[:, first:]
+    sort_keys.sort(axis=1)
+    return torch.from_numpy(sort_keys[:, ::-1].copy())

@@ -21,42 +21,43 @@ _VERSION = 1
 """Version of how indexes are built. Increment it to rebuild stored indexes."""
 
 
-class KeptIndexes:
+class IndexSidecars:
     """Indexes in sidecars of their segments, all layers of a segment in one sidecar.
 
     Args:
         disk: Segment store.
-        later: Runs a callable after the request.
+        defer: Runs a callable after the request.
     """
 
-    def __init__(self, disk: SegmentStore, later: Callable[[Callable[[], object]], object]) -> None:
-        self._disk, self.later = disk, later
+    def __init__(self, disk: SegmentStore, defer: Callable[[Callable[[], object]], object]) -> None:
+        self._disk, self.defer = disk, defer
 
     def find(self, reader: SegmentReader, kind: type[DecodeIndex], chunk_tokens: int) -> dict[int, DecodeIndex]:
         """Return the indexes of a segment by layer, on the CPU; empty if the sidecar is missing or damaged."""
         by_layer: dict[int, dict[str, torch.Tensor]] = {}
-        for name, tensor in (self._disk.sidecars.kept(reader, *self._named(kind, chunk_tokens)) or {}).items():
+        tensors_by_name = self._disk.sidecars.kept(reader, *self._name_and_settings(kind, chunk_tokens)) or {}
+        for name, tensor in tensors_by_name.items():
             layer, _, field = name.partition(".")
             by_layer.setdefault(int(layer), {})[field] = tensor
         return {layer: kind.from_tensors(tensors, chunk_tokens) for layer, tensors in by_layer.items()}
 
     def keep(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
         """Write the indexes of all layers of a segment to its sidecar, after the request."""
-        self.later(partial(self._write, reader, dict(indexes)))
+        self.defer(partial(self._write, reader, dict(indexes)))
 
     def _write(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
-        one = next(iter(indexes.values()))
+        first_index = next(iter(indexes.values()))
         arrays: dict[str, torch.Tensor] = {}
         for layer, index in indexes.items():
             arrays |= {f"{layer}.{name}": tensor.cpu() for name, tensor in index.tensors().items()}
-        name, made_by = self._named(type(one), one.chunk_tokens)
-        self._disk.sidecars.keep(reader, name, arrays, made_by)  # not written if there is no room; this is counted
+        name, settings = self._name_and_settings(type(first_index), first_index.chunk_tokens)
+        self._disk.sidecars.keep(reader, name, arrays, settings)  # not written if there is no room; this is counted
 
     @staticmethod
-    def _named(kind: type[DecodeIndex], chunk_tokens: int) -> tuple[str, dict[str, Any]]:
+    def _name_and_settings(kind: type[DecodeIndex], chunk_tokens: int) -> tuple[str, dict[str, Any]]:
         """Return the sidecar name and the settings that the indexes are built with."""
-        made_by = {"index": kind.__name__, "chunk_tokens": chunk_tokens, "version": _VERSION}
-        return f"{kind.__name__.lower()}_{chunk_tokens}", made_by
+        settings = {"index": kind.__name__, "chunk_tokens": chunk_tokens, "version": _VERSION}
+        return f"{kind.__name__.lower()}_{chunk_tokens}", settings
 
 
 class RowIndexes:
@@ -69,7 +70,7 @@ class RowIndexes:
         chunk_tokens: Tokens per chunk.
         fetcher: Fetcher of the restoring pass; fetches keys.
         rows: Restored tokens of each row group.
-        kept: Indexes in sidecars, also those of other processes.
+        sidecars: Stored indexes, including those of other processes.
     """
 
     def __init__(
@@ -78,17 +79,17 @@ class RowIndexes:
         chunk_tokens: int,
         fetcher: Fetcher,
         rows: Sequence[RowPrefix],
-        kept: KeptIndexes,
+        sidecars: IndexSidecars,
     ) -> None:
         self._kind, self.chunk_tokens = kind, chunk_tokens
-        self._fetcher, self._rows, self._kept = fetcher, rows, kept
+        self._fetcher, self._rows, self._sidecars = fetcher, rows, sidecars
         # looked up now: if a segment is relaid out during the request, its cached indexes move to the new segment
         readers = {piece.reader for row in rows for piece in row.pieces()}
-        self._held = {reader: self._in_memory(reader) for reader in readers}
-        self._of_file: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
-        self._of_segment: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # all known ones, by layer
-        self._made: set[SegmentReader] = set()
-        self._found: dict[tuple[int, int], list[DecodeIndex | None]] = {}  # by layer and row number
+        self._cached_indexes = {reader: self._cached(reader) for reader in readers}
+        self._stored_indexes: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
+        self._segment_indexes: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # by layer
+        self._built_readers: set[SegmentReader] = set()
+        self._row_indexes: dict[tuple[int, int], list[DecodeIndex | None]] = {}  # by layer and row number
         # units and chunks with the keys for missing indexes
         self._units: dict[tuple[int, int], list[tuple[FetchUnit, np.ndarray]]] = {}
 
@@ -97,8 +98,8 @@ class RowIndexes:
         for place, row in enumerate(self._rows):
             if (layer, place) in self._units:
                 continue
-            found, units = self._look_up(layer, place), self._units.setdefault((layer, place), [])
-            for piece, index in zip(row.pieces(), found, strict=True):
+            indexes, units = self._look_up(layer, place), self._units.setdefault((layer, place), [])
+            for piece, index in zip(row.pieces(), indexes, strict=True):
                 tokens = self._to_index(row, piece)
                 for group in key_groups(piece.reader.shape, layer, None) if index is None else ():
                     unit = FetchUnit(piece.reader, group, identifies=True)
@@ -112,40 +113,40 @@ class RowIndexes:
             RestoreError: A block did not arrive.
         """
         self.fetch(layer)
-        row, found = self._rows[place], self._found[layer, place]
-        if wanted := self._units[layer, place]:
+        row, indexes = self._rows[place], self._row_indexes[layer, place]
+        if requests := self._units[layer, place]:
             self._units[layer, place] = []
-            self._fetcher.bring(wanted, attends=False)  # chunks that a prefetch had no room for
-            units = [unit for unit, _ in wanted]
+            self._fetcher.bring(requests, attends=False)  # chunks that a prefetch had no room for
+            units = [unit for unit, _ in requests]
             self._fetcher.wait_for(units)
             self._fetcher.confirm()  # indexes built from keys outlive the pass
             for number, piece in enumerate(row.pieces()):
-                if found[number] is None:
-                    mine = [unit for unit in units if unit.reader is piece.reader]
-                    built = self._built(piece, layer, self._keys(row, piece, mine, layer, rotate_))
-                    found[number] = self._part(row, piece, built)
+                if indexes[number] is None:
+                    piece_units = [unit for unit in units if unit.reader is piece.reader]
+                    segment_index = self._build(piece, layer, self._keys(row, piece, piece_units, layer, rotate_))
+                    indexes[number] = self._part(row, piece, segment_index)
             self._fetcher.finish(units)
-        return [index for index in found if index is not None]
+        return [index for index in indexes if index is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all indexes looked up or built so far. Indexes that rows share count once."""
-        found = {id(index): index.nbytes for some in self._found.values() for index in some if index is not None}
-        return sum(found.values())
+        indexes = (index for row_indexes in self._row_indexes.values() for index in row_indexes if index is not None)
+        return sum({id(index): index.nbytes for index in indexes}.values())
 
     @property
     def fit(self) -> bool:
         """True if the index cache has room for all indexes of whole segments. True if its budget is 0."""
-        shared = sum(index.nbytes for some in self._of_segment.values() for index in some.values())
-        return not 0 < self._fetcher.residency.resident.budget < shared
+        nbytes = sum(index.nbytes for indexes in self._segment_indexes.values() for index in indexes.values())
+        return not 0 < self._fetcher.residency.resident.budget < nbytes
 
     def merge(self) -> None:
-        """Merge the indexes of each layer and row for decoding. Call when all layers have theirs."""
-        for where, found in self._found.items():
-            self._found[where] = [*self._kind.merged([index for index in found if index is not None])]
-        self._held.clear()
-        self._of_file.clear()
-        self._of_segment.clear()
+        """Merge the indexes of each layer and row for decoding. Call when all layers have their indexes."""
+        for key, indexes in self._row_indexes.items():
+            self._row_indexes[key] = [*self._kind.merged([index for index in indexes if index is not None])]
+        self._cached_indexes.clear()
+        self._stored_indexes.clear()
+        self._segment_indexes.clear()
 
     def lacks(self, layer: int, place: int) -> bool:
         """Return whether a segment of a row lacks its index of a layer."""
@@ -153,23 +154,23 @@ class RowIndexes:
 
     def make(self, layer: int, place: int, keys: torch.Tensor) -> None:
         """Build missing indexes of a row at a layer from all of its rotated keys, `[kv_heads, tokens, dim]`."""
-        row, found = self._rows[place], self._look_up(layer, place)
+        row, indexes = self._rows[place], self._look_up(layer, place)
         self._fetcher.confirm()  # indexes built from keys outlive the pass
         for number, piece in enumerate(row.pieces()):
-            if found[number] is None:
-                found[number] = self._built(piece, layer, keys[:, piece.at : piece.at + _count(row, piece)])
+            if indexes[number] is None:
+                indexes[number] = self._build(piece, layer, keys[:, piece.at : piece.at + _count(row, piece)])
 
     def _look_up(self, layer: int, place: int) -> list[DecodeIndex | None]:
-        if (layer, place) not in self._found:
+        if (layer, place) not in self._row_indexes:
             row = self._rows[place]
-            self._found[layer, place] = [self._resident(row, piece, layer) for piece in row.pieces()]
-        return self._found[layer, place]
+            self._row_indexes[layer, place] = [self._find_index(row, piece, layer) for piece in row.pieces()]
+        return self._row_indexes[layer, place]
 
     def keep(self) -> None:
-        """Write the indexes that were built to sidecars. Call when all layers have theirs."""
-        for reader in self._made:
-            self._kept.keep(reader, self._of_segment[reader])
-        self._made.clear()
+        """Write newly built indexes to sidecars. Call when all layers have their indexes."""
+        for reader in self._built_readers:
+            self._sidecars.keep(reader, self._segment_indexes[reader])
+        self._built_readers.clear()
 
     def _keys(
         self, row: RowPrefix, piece: SegmentSlice, units: list[FetchUnit], layer: int, rotate_: Rotate
@@ -197,54 +198,54 @@ class RowIndexes:
     def _part(self, row: RowPrefix, piece: SegmentSlice, index: DecodeIndex) -> DecodeIndex:
         """Return the part of an index that a row needs; the index may cover the whole segment."""
         count = _count(row, piece)
-        whole = not self._kind.divisible or count == piece.reader.shape.tokens
-        return index if whole else index.part(piece.first, count)
+        is_complete = not self._kind.divisible or count == piece.reader.shape.tokens
+        return index if is_complete else index.part(piece.first, count)
 
-    def _built(self, piece: SegmentSlice, layer: int, keys: torch.Tensor) -> DecodeIndex:
+    def _build(self, piece: SegmentSlice, layer: int, keys: torch.Tensor) -> DecodeIndex:
         """Build the index of a slice's keys. The index of a whole segment is also cached for other requests."""
         with self._fetcher.collector.timing("index_seconds"):
             index = self._kind.build(keys, self.chunk_tokens)
         if keys.shape[1] == piece.reader.shape.tokens and not piece.reader.gone:
             self._fetcher.residency.resident.admit(self._owner(piece.reader, layer), index)
-            self._of_segment.setdefault(piece.reader, {})[layer] = index
-            self._made.add(piece.reader)
+            self._segment_indexes.setdefault(piece.reader, {})[layer] = index
+            self._built_readers.add(piece.reader)
         return index
 
-    def _resident(self, row: RowPrefix, piece: SegmentSlice, layer: int) -> DecodeIndex | None:
+    def _find_index(self, row: RowPrefix, piece: SegmentSlice, layer: int) -> DecodeIndex | None:
         """Return a cached or stored index, or None. An indivisible index requires a row with the whole segment."""
         reader, device = piece.reader, self._fetcher.device_of(layer)
         if _count(row, piece) < reader.shape.tokens and not self._kind.divisible:
             return None
-        resident = self._fetcher.residency.resident
-        found = self._held.get(reader, {}).get(layer)
-        if found is None:
-            found = resident.get(self._owner(reader, layer), device)
-        if found is None:
-            if reader not in self._of_file:
-                self._of_file[reader] = self._read(reader)
-            if (kept := self._of_file[reader].get(layer)) is not None:
-                found = kept.to(device)
-                resident.admit(self._owner(reader, layer), found)
-        if found is None:
+        index_cache = self._fetcher.residency.resident
+        index = self._cached_indexes.get(reader, {}).get(layer)
+        if index is None:
+            index = index_cache.get(self._owner(reader, layer), device)
+        if index is None:
+            if reader not in self._stored_indexes:
+                self._stored_indexes[reader] = self._read(reader)
+            if (stored_index := self._stored_indexes[reader].get(layer)) is not None:
+                index = stored_index.to(device)
+                index_cache.admit(self._owner(reader, layer), index)
+        if index is None:
             return None
-        self._of_segment.setdefault(reader, {})[layer] = found
-        return self._part(row, piece, found)
+        self._segment_indexes.setdefault(reader, {})[layer] = index
+        return self._part(row, piece, index)
 
-    def _in_memory(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
+    def _cached(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
         """Return the indexes of a segment in the index cache, by layer."""
-        resident, device_of = self._fetcher.residency.resident, self._fetcher.device_of
+        index_cache, device_of = self._fetcher.residency.resident, self._fetcher.device_of
         layers = [layer for layer, kind in enumerate(reader.shape.layout.layers) if kind is not None]
-        found = {layer: resident.get(self._owner(reader, layer), device_of(layer)) for layer in layers}
-        return {layer: index for layer, index in found.items() if index is not None}
+        indexes = {layer: index_cache.get(self._owner(reader, layer), device_of(layer)) for layer in layers}
+        return {layer: index for layer, index in indexes.items() if index is not None}
 
     def _read(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
         """Read the stored indexes of a segment, by layer. Blocks, and counts as stall time."""
         collector = self._fetcher.collector
         with collector.timing("stall_seconds"):
-            found = self._kept.find(reader, self._kind, self.chunk_tokens)
-        nbytes = sum(index.nbytes for index in found.values())
+            indexes = self._sidecars.find(reader, self._kind, self.chunk_tokens)
+        nbytes = sum(index.nbytes for index in indexes.values())
         collector.add(bytes_read=nbytes, bytes_identifying=nbytes, bytes_brought=nbytes, brought_identifying=nbytes)
-        return found
+        return indexes
 
     def _owner(self, reader: SegmentReader, layer: int) -> tuple[str, int, int, str]:
         return reader.key_owner(layer, f"{self._kind.__name__} {self.chunk_tokens}")

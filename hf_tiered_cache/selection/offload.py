@@ -25,7 +25,7 @@ INDEXED_TOKENS = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class GrownChunks:
+class OffloadedChunks:
     """Offloaded generated KV of one layer and row. Immutable: offloading more tokens creates a new object.
 
     Args:
@@ -52,30 +52,30 @@ class GrownChunks:
         return keys, values
 
 
-def grown(
-    before: GrownChunks | None,
+def append_offloaded(
+    previous: OffloadedChunks | None,
     first: int,
     keys: torch.Tensor,
     values: torch.Tensor,
     chunk_tokens: int,
     kind: type[DecodeIndex],
-) -> GrownChunks:
+) -> OffloadedChunks:
     """Append newly offloaded keys and values to the KV offloaded before, and return both with their indexes.
 
     Args:
-        before: KV offloaded before; None if this is the first.
-        first: Number of the first offloaded chunk; used if `before` is None.
+        previous: KV offloaded before; None if this is the first.
+        first: Number of the first offloaded chunk; used if `previous` is None.
         keys: `[kv_heads, tokens, dim]`, rotated.
         values: `[kv_heads, tokens, dim]`.
         chunk_tokens: Tokens per chunk; divides `tokens`.
         kind: Index class.
     """
     index = kind.build(keys, chunk_tokens)
-    some = [tensor.unflatten(1, (-1, chunk_tokens)).cpu() for tensor in (keys, values)]
-    if before is None:
-        return GrownChunks(first, some[0].clone(), some[1].clone(), (index,))
-    whole = [torch.cat(pair, dim=1) for pair in zip((before.keys, before.values), some, strict=True)]
-    return GrownChunks(before.first, whole[0], whole[1], (*before.indexes, index))
+    blocks = [tensor.unflatten(1, (-1, chunk_tokens)).cpu() for tensor in (keys, values)]
+    if previous is None:
+        return OffloadedChunks(first, blocks[0].clone(), blocks[1].clone(), (index,))
+    merged = [torch.cat(pair, dim=1) for pair in zip((previous.keys, previous.values), blocks, strict=True)]
+    return OffloadedChunks(previous.first, merged[0], merged[1], (*previous.indexes, index))
 
 
 _ROUNDS = 3
@@ -96,30 +96,30 @@ class MicroBatches:
         """Rows per micro-batch; None until it is measured."""
         self._rows = 0
         self._seconds: dict[int, list[float]] = {}
-        self._turns: Iterator[int] = iter(())
-        self._now: int | None = None
-        self._took = 0.0
+        self._schedule: Iterator[int] = iter(())
+        self._current_size: int | None = None
+        self._elapsed = 0.0
 
     def begin(self) -> None:
         """Begin a pass: record the time of the last pass for its size, and take the next size to measure."""
-        if self.size is None and self._took:
-            if self._now is not None:
-                self._seconds.setdefault(self._now, []).append(self._took)
-            self._now, self._took = next(self._turns, None), 0.0
-            if self._now is None and self._seconds:
+        if self.size is None and self._elapsed:
+            if self._current_size is not None:
+                self._seconds.setdefault(self._current_size, []).append(self._elapsed)
+            self._current_size, self._elapsed = next(self._schedule, None), 0.0
+            if self._current_size is None and self._seconds:
                 self.size = min(self._seconds, key=lambda size: statistics.median(self._seconds[size]))
 
     def of(self, rows: int) -> int:
         """Return the micro-batch size for a layer with `rows` rows."""
         if rows != self._rows:  # first pass, or another batch size
-            self._rows, self.size, self._now = rows, rows if rows == 1 else None, None
+            self._rows, self.size, self._current_size = rows, rows if rows == 1 else None, None
             self._seconds.clear()
-            self._turns = (size for _ in range(_ROUNDS) for size in _sizes(rows))
-        return self.size or self._now or rows
+            self._schedule = (size for _ in range(_ROUNDS) for size in _sizes(rows))
+        return self.size or self._current_size or rows
 
     def took(self, seconds: float) -> None:
         """Add the time of one layer of this pass."""
-        self._took += seconds
+        self._elapsed += seconds
 
 
 def _sizes(rows: int) -> Iterator[int]:

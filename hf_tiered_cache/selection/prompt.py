@@ -29,17 +29,19 @@ from ..store.segment import SegmentReader
 from ..tiers.scores import TokenImportance
 from .by_index import ByIndex
 from .decode_index import DecodeIndex, rank
-from .indexes import KeptIndexes, RowIndexes, rotate_nothing
-from .reselect import LiveSelection
-from .selected import Gathers, Live, Rotate, RowPrefix, key_groups, restoring_groups, sets_in
+from .indexes import IndexSidecars, RowIndexes, rotate_nothing
+from .reselect import TokenDecodeSelector
+from .selected import DecodeSelector, Gathers, Rotate, RowPrefix, key_groups, restoring_groups, sets_in
 from .selector import Selection, SelectionInput, Selector, check_mass, check_selection
 from .warm_up import WarmUp
-from .window import WindowedSelection
+from .window import WindowDecodeSelector
 
 Prefetched = Literal["period", "keys", "guesses"]
-"""Kinds of prefetched blocks. "period": those of a selection for the later layers of its period (ContiguousKV's
-intra-period prefetch). "keys": those that the next period selects from, and "guesses": those that it is expected to
-select (the two parts of ContiguousKV's inter-period prefetch)."""
+"""Kinds of prefetched blocks.
+
+"period": selected blocks of the later layers of a period (ContiguousKV's intra-period prefetch). "keys": blocks that
+the next period selects from. "guesses": blocks that the next period is expected to select. The last two are
+ContiguousKV's inter-period prefetch."""
 PREFETCHED: frozenset[Prefetched] = frozenset(("period", "keys", "guesses"))
 
 
@@ -51,10 +53,10 @@ class SelectiveRestore:
         layers: Layers with full attention, ascending.
         selector: Selects the tokens.
         fetcher: Fetcher of the pass.
-        kept: Indexes in sidecars, for a selector that uses indexes.
+        sidecars: Stored indexes, for a selector that uses indexes.
         prefetches: Kinds of blocks to prefetch.
         importance: Records the attention of each token, if not None.
-        rechoose: Whether each generated token reselects.
+        reselects: Whether each generated token reselects.
         observed: Number of last queries to select for, if queries attend to all restored tokens (`plan.streamed`).
     """
 
@@ -64,39 +66,39 @@ class SelectiveRestore:
         layers: list[int],
         selector: Selector,
         fetcher: Fetcher,
-        kept: KeptIndexes,
+        sidecars: IndexSidecars,
         prefetches: Collection[Prefetched],
         importance: TokenImportance | None,
-        rechoose: bool,
+        reselects: bool,
         observed: int = 0,
     ) -> None:
         if unknown := set(prefetches) - PREFETCHED:
             raise ConfigError(f"prefetches may name {sorted(PREFETCHED)}, not {sorted(unknown)}")
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
-        self._prefetches, self._importance, self._rechoose = prefetches, importance, rechoose
+        self._prefetches, self._importance, self._reselects = prefetches, importance, reselects
         self.observed = observed
         restored = plan.suffix or 0
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}  # scored keys, by period and index in _rows
+        self._probe_keys: dict[tuple[int, int], torch.Tensor] = {}  # scored keys, by period and index in _rows
         self._periods = in_groups(layers, selector.period, selector.solo_layers)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
         self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
         self._padding = [row for group in plan.groups if restored <= group.pad for row in group.rows]
-        self._chosen: dict[int, list[Gathers]] = {}  # by period, for each of _rows
+        self._gathers: dict[int, list[Gathers]] = {}  # by period, for each of _rows
         self._columns: dict[int, int] = {}  # restored positions held, by layer
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # by period
         self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # by period, of index groups
-        self._asked_whole: set[tuple[SegmentReader, int]] = set()  # groups that the last selection read as a whole
-        self._live: Live | None = None
+        self._scanned_groups: set[tuple[SegmentReader, int]] = set()  # groups that the last selection read as a whole
+        self._decode_selector: DecodeSelector | None = None
         self._indexes: RowIndexes | None = None
         self.index_fits = True
         """True if memory has room for the indexes used; otherwise the next request reads them again."""
         self._warm_up: WarmUp | None = None
         if selector.index is not None:
-            self._indexes = RowIndexes(*selector.index, fetcher, self._rows, kept)
+            self._indexes = RowIndexes(*selector.index, fetcher, self._rows, sidecars)
             if plan.streamed:
                 lists = len(layers) * len(self._rows)
-                self._warm_up = WarmUp(self.residency, self.collector, kept.later, lists)
+                self._warm_up = WarmUp(self.residency, self.collector, sidecars.defer, lists)
 
     def start(self) -> None:
         """Start to fetch what the first selection needs."""
@@ -122,13 +124,15 @@ class SelectiveRestore:
             RestoreError: A block did not arrive.
         """
         number = self._period_of[layer]
-        if number not in self._chosen:
+        if number not in self._gathers:
             self._choose(number, query, own_keys, rotate_, scaling)
-        elif any(min(set(unit.block_group.layers) & set(self._periods[number])) == layer for unit in self._of(layer)):
-            self._bring(number, (layer,))  # chunks that a prefetch had no room for
-        for before in [one for one in self._chosen if one < number]:
-            del self._chosen[before]
-        self._columns[layer] = max(gathers.chosen.shape[1] for gathers in self._chosen[number])
+        else:
+            period = set(self._periods[number])
+            if any(min(period.intersection(unit.block_group.layers)) == layer for unit in self._units_of(layer)):
+                self._bring(number, (layer,))  # chunks that a prefetch had no room for
+        for previous_number in [period_number for period_number in self._gathers if period_number < number]:
+            del self._gathers[previous_number]
+        self._columns[layer] = max(gathers.tokens.shape[1] for gathers in self._gathers[number])
         return self._columns[layer]
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
@@ -144,23 +148,23 @@ class SelectiveRestore:
             RestoreError: A block did not arrive.
         """
         number = self._period_of[layer]
-        period, mine = self._periods[number], self._of(layer)
-        self.fetcher.wait_for(mine)
-        for row, gathers in zip(self._rows, self._chosen[number], strict=True):
-            one, chosen = row.group.rows[0], gathers.chosen
-            begin = keys.shape[2] - chosen.shape[1]  # a shorter row has padding before its tokens
+        period, units = self._periods[number], self._units_of(layer)
+        self.fetcher.wait_for(units)
+        for row, gathers in zip(self._rows, self._gathers[number], strict=True):
+            first_row, tokens = row.group.rows[0], gathers.tokens
+            begin = keys.shape[2] - tokens.shape[1]  # a shorter row has padding before its tokens
             for tensor, name in ((keys, "key"), (values, "value")):
-                gathers.copy(mine, layer, name, tensor[one, :, begin:])
-            rotate_(keys[one, :, begin:], chosen, row.tokens)
+                gathers.copy(units, layer, name, tensor[first_row, :, begin:])
+            rotate_(keys[first_row, :, begin:], tokens, row.tokens)
             for tensor in (keys, values):
                 share_row(tensor, row.group.rows, begin, tensor.shape[2])
-            gathers.note_use(mine, (layer,))
+            gathers.note_use(units, (layer,))
         for tensor in (keys, values):
             share_row(tensor, self._padding, keys.shape[2], 0)  # rows that restore nothing
-        over = [unit for unit in mine if max(set(unit.block_group.layers) & set(period)) == layer]
-        for gathers in self._chosen[number]:
-            gathers.forget(over)
-        self.fetcher.finish(over)
+        finished_units = [unit for unit in units if max(set(unit.block_group.layers) & set(period)) == layer]
+        for gathers in self._gathers[number]:
+            gathers.forget(finished_units)
+        self.fetcher.finish(finished_units)
         if layer == self._periods[-1][-1]:
             self._end()
 
@@ -174,12 +178,12 @@ class SelectiveRestore:
             if self._warm_up is not None:
                 self._warm_up.start()
 
-    def _of(self, layer: int) -> list[FetchUnit]:
+    def _units_of(self, layer: int) -> list[FetchUnit]:
         """Return the units that hold the selected tokens of a layer."""
         units = self._units[self._period_of[layer]].values()
         return [unit for unit in units if layer in unit.block_group.layers]
 
-    def followed(self) -> Plan:
+    def executed_plan(self) -> Plan:
         """Return the plan, with the number of positions that each layer selected unless all equal the maximum."""
         columns = tuple(self._columns.values())
         return self.plan if set(columns) <= {self.plan.num_selected} else replace(self.plan, selected=columns)
@@ -191,7 +195,7 @@ class SelectiveRestore:
         them, the keys are fetched, and the layer selects later from the same prediction.
         """
         number = self._period_of[layer]
-        if number in self._chosen or layer != self._periods[number][0] or self._indexes is None:
+        if number in self._gathers or layer != self._periods[number][0] or self._indexes is None:
             return
         if any(self._indexes.lacks(layer, place) for place in range(len(self._rows))):
             self._fetch_keys(number, None, ahead=True)
@@ -215,46 +219,46 @@ class SelectiveRestore:
     def index(self, layer: int, keys: Sequence[torch.Tensor | None]) -> None:
         """Build the missing indexes from these keys, rotated."""
         with self.collector.timing("select_seconds"):
-            for place, every in enumerate(keys):
-                if every is not None and self._indexes is not None:
-                    self._indexes.make(layer, place, every)
+            for place, row_keys in enumerate(keys):
+                if row_keys is not None and self._indexes is not None:
+                    self._indexes.make(layer, place, row_keys)
 
-    def live(self, layer: int, batch: int) -> tuple[Live, list[Any]] | None:
+    def decode_selector(self, layer: int, batch: int) -> tuple[DecodeSelector, list[Any]] | None:
         """Return the decode selector, and what a filled layer holds of each row; None if nothing reselects."""
-        if not self._rechoose:
+        if not self._reselects:
             return None
         device_of = self.fetcher.device_of
-        if self._live is None and isinstance(self.selector, ByIndex):
+        if self._decode_selector is None and isinstance(self.selector, ByIndex):
             assert self._indexes is not None
-            self._live = WindowedSelection(
+            self._decode_selector = WindowDecodeSelector(
                 self.residency, device_of, self._rows, self.selector, self._indexes, self.plan.num_selected
             )
-        elif self._live is None:
-            self._live = LiveSelection(
+        elif self._decode_selector is None:
+            self._decode_selector = TokenDecodeSelector(
                 replace(self.selector, ahead=0),
                 self.residency,
                 device_of,
                 self._periods,
                 self._rows,
-                self._kept,
+                self._probe_keys,
                 self._indexes,
                 self._columns,
             )
-        held: list[Any] = [None] * batch
-        for place, (row, gathers) in enumerate(zip(self._rows, self._chosen[self._period_of[layer]], strict=True)):
-            for one in row.group.rows:
-                held[one] = self._live.row(layer, place, gathers.chosen)
-        return self._live, held
+        row_states: list[Any] = [None] * batch
+        for place, (row, gathers) in enumerate(zip(self._rows, self._gathers[self._period_of[layer]], strict=True)):
+            for batch_row in row.group.rows:
+                row_states[batch_row] = self._decode_selector.row(layer, place, gathers.tokens)
+        return self._decode_selector, row_states
 
     # --- selection
 
     @contextmanager
     def _identifying(self) -> Iterator[None]:
         """Count the time within this context as selection time, and its stalls as stalls of the selection."""
-        stalled = self.collector.stats.stall_seconds
+        stall_seconds = self.collector.stats.stall_seconds
         with self.collector.timing("select_seconds"):
             yield
-        self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stalled)
+        self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stall_seconds)
 
     def _choose(
         self,
@@ -268,11 +272,11 @@ class SelectiveRestore:
         """Select for a period, start to fetch its tokens, and prefetch for the next period."""
         if self._warm_up is not None and self._indexes is not None:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
-        before = self._chosen.get(number - 1, [])
-        chosen = self._chosen[number] = []
-        self._asked_whole.clear()
+        previous_gathers = self._gathers.get(number - 1, [])
+        period_gathers = self._gathers[number] = []
+        self._scanned_groups.clear()
         with self._identifying():
-            asked = [
+            requests = [
                 SelectionInput(
                     query[row.group.rows[0]],
                     own_keys[row.group.rows[0]],
@@ -284,23 +288,26 @@ class SelectiveRestore:
                 )
                 for place, row in enumerate(self._rows)
             ]
-            for row, request, choice in zip(self._rows, asked, self.selector.choose_rows(asked), strict=True):
+            for row, request, choice in zip(self._rows, requests, self.selector.choose_rows(requests), strict=True):
                 check_mass(self.selector, choice, request)
                 check_selection(self.selector, choice.tokens, request)
-                chosen.append(Gathers(row, choice.tokens))
+                period_gathers.append(Gathers(row, choice.tokens))
                 self._note(number, row, choice)
-        if before and "guesses" in self._prefetches:
-            right = [np.isin(now.chosen, then.chosen).mean() for now, then in zip(chosen, before, strict=True)]
-            chance = [then.chosen.shape[1] / then.row.tokens for then in before]
-            self.residency.guesses.note((self.selector, number), float(np.mean(right)), float(np.mean(chance)))
+        if previous_gathers and "guesses" in self._prefetches:
+            hit_rates = [
+                np.isin(current.tokens, previous.tokens).mean()
+                for current, previous in zip(period_gathers, previous_gathers, strict=True)
+            ]
+            chances = [previous.tokens.shape[1] / previous.row.tokens for previous in previous_gathers]
+            self.residency.guesses.note((self.selector, number), float(np.mean(hit_rates)), float(np.mean(chances)))
         self.fetcher.finish(self._keys.pop(number, {}).values())
         self._bring(number, self._periods[number], ahead=ahead)
         if number + 1 < len(self._periods) and not (self.plan.streamed and self._indexes is not None):
             if "keys" in self._prefetches:
                 self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
-            guesses = "guesses" in self._prefetches and not self.selector.ahead
-            if guesses and self.residency.guesses.worth((self.selector, number + 1)):
-                self._bring(number + 1, self._periods[number + 1], guess=True)
+            speculates = "guesses" in self._prefetches and not self.selector.ahead
+            if speculates and self.residency.guesses.worth((self.selector, number + 1)):
+                self._bring(number + 1, self._periods[number + 1], speculative=True)
 
     def _note_warm(
         self,
@@ -315,34 +322,35 @@ class SelectiveRestore:
         with self.collector.timing("select_seconds"):
             for place, row in enumerate(self._rows):
                 size = indexes.chunk_tokens
-                if count := min(warm_up.chunks_of_each(row, layer, size), -(-row.tokens // size)):
-                    every = indexes.of(layer, place, rotate_)
-                    ranked, _ = rank(every, query[row.group.rows[0]], scaling, count)
+                if count := min(warm_up.chunks_per_head(row, layer, size), -(-row.tokens // size)):
+                    row_indexes = indexes.of(layer, place, rotate_)
+                    ranked, _ = rank(row_indexes, query[row.group.rows[0]], scaling, count)
                     warm_up.note(row, layer, to_host(ranked)[0], size)
 
-    def _bring(self, number: int, layers: Sequence[int], ahead: bool = False, guess: bool = False) -> None:
+    def _bring(self, number: int, layers: Sequence[int], ahead: bool = False, speculative: bool = False) -> None:
         """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need.
 
         Args:
             number: Number of the period.
             layers: Layers of the period, ascending.
             ahead: Whether the first layer's blocks are fetched ahead of need, too.
-            guess: Whether to fetch speculatively what the period before has selected.
+            speculative: Whether to fetch speculatively what the period before has selected.
         """
         units = self._units.setdefault(number, {})
-        wanted: dict[FetchUnit, list[np.ndarray]] = {}
-        for gathers in self._chosen[number - 1 if guess else number]:
-            for piece, block_group, tokens in gathers.wanted(layers):
+        unit_chunks: dict[FetchUnit, list[np.ndarray]] = {}
+        for gathers in self._gathers[number - 1 if speculative else number]:
+            for piece, block_group, tokens in gathers.sources(layers):
                 unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
-                wanted.setdefault(unit, []).append(unit.chunks_of(tokens))
-        due = sorted(wanted.items(), key=lambda item: item[0].block_group.layers)
-        for _, batch in groupby(due, lambda item: item[0].block_group.layers):  # a layer waits only for its own batch
-            asked = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
-            first = layers[0] in asked[0][0].block_group.layers
-            if first and not guess and not ahead:
-                self.fetcher.bring(asked)
-            elif first or guess or "period" in self._prefetches:
-                self.fetcher.bring(asked, ahead=True, attends=not guess)
+                unit_chunks.setdefault(unit, []).append(unit.chunks_of(tokens))
+        sorted_chunks = sorted(unit_chunks.items(), key=lambda item: item[0].block_group.layers)
+        # a layer waits only for its own batch
+        for _, batch in groupby(sorted_chunks, lambda item: item[0].block_group.layers):
+            requests = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
+            is_first = layers[0] in requests[0][0].block_group.layers
+            if is_first and not speculative and not ahead:
+                self.fetcher.bring(requests)
+            elif is_first or speculative or "period" in self._prefetches:
+                self.fetcher.bring(requests, ahead=True, attends=not speculative)
 
     def _note(self, number: int, row: RowPrefix, choice: Selection) -> None:
         """Report the selected chunks and their attention to the tiers, and the tokens' attention to the store."""
@@ -352,29 +360,30 @@ class SelectiveRestore:
             if self._importance is not None:
                 for layer in self._periods[number]:
                     self._importance.note(piece.reader.id, shape, layer, slice(piece.first, piece.first + count), mass)
-            asked = {group for reader, group in self._asked_whole if reader is piece.reader}
+            scanned_groups = {group for reader, group in self._scanned_groups if reader is piece.reader}
             for block_group in restoring_groups(shape, self._periods[number]):
-                if block_group.index in asked:
+                if block_group.index in scanned_groups:
                     continue
                 sets = [(head, row.inside(piece, tokens)[1]) for head, tokens in sets_in([*choice.tokens], block_group)]
-                tokens, times = np.unique(np.concatenate([inside for _, inside in sets]), return_counts=True)
+                tokens, counts = np.unique(np.concatenate([inside for _, inside in sets]), return_counts=True)
                 if not len(tokens):
                     continue
-                got = (mass[[head for head, _ in sets]] if len(mass) > 1 else mass).mean(axis=0)[tokens - piece.first]
+                head_mass = mass[[head for head, _ in sets]] if len(mass) > 1 else mass
+                token_mass = head_mass.mean(axis=0)[tokens - piece.first]
                 step = shape.geometry.chunk_tokens
-                chunks, which = np.unique(shape.slot_of_token(block_group, tokens) // step, return_inverse=True)
-                held = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
+                chunks, chunk_index = np.unique(shape.slot_of_token(block_group, tokens) // step, return_inverse=True)
+                token_counts = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
                 self.residency.note_attention(
                     piece.reader.owner(block_group.index),
                     shape.chunks_in(block_group),
                     chunks,
-                    np.bincount(which, got),
-                    np.bincount(which, times / len(sets)) / held,  # share of heads that select a token
+                    np.bincount(chunk_index, token_mass),
+                    np.bincount(chunk_index, counts / len(sets)) / token_counts,  # share of heads that select a token
                 )
-            for index in asked:  # every selection reads all of these chunks, and all attention depends on them
+            for index in scanned_groups:  # every selection reads all of these chunks, and all attention depends on them
                 block_group = shape.block_groups[index]
-                every = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
-                chunks = shape.chunks_of(block_group, every)
+                restored_tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
+                chunks = shape.chunks_of(block_group, restored_tokens)
                 total = np.full(len(chunks), choice.mass.sum() / len(choice.mass))
                 self.residency.note_attention(
                     piece.reader.owner(index), shape.chunks_in(block_group), chunks, total, np.ones(len(chunks))
@@ -388,8 +397,8 @@ class SelectiveRestore:
         return self._indexes.of(layer, place, rotate_)
 
     def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
-        """Start to fetch the keys, of some first heads or all, that a period selects from, unless fetched already."""
-        layer, wanted = self._periods[number][0], []
+        """Start to fetch the keys that a period selects from, for the first `heads` heads or all, if not done yet."""
+        layer, requests = self._periods[number][0], []
         if self._indexes is not None:
             self._indexes.fetch(layer, ahead)
             return
@@ -397,32 +406,32 @@ class SelectiveRestore:
             for piece in row.pieces():
                 tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
                 for block_group in key_groups(piece.reader.shape, layer, heads):
-                    # groups that also hold attended tokens are kept
+                    # groups that also hold attended tokens stay in `_units`
                     units = (self._keys if block_group.identifies else self._units).setdefault(number, {})
                     unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
                     unit.identifies = True
-                    wanted.append((unit, unit.chunks_of(tokens)))
-        self.fetcher.bring(wanted, ahead, attends=False)
+                    requests.append((unit, unit.chunks_of(tokens)))
+        self.fetcher.bring(requests, ahead, attends=False)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """Return the rotated keys of a row's restored tokens at a period's first layer: `[kv_heads, tokens, dim]`."""
         row = self._rows[place]
         self._fetch_keys(number, heads)
-        layer, every = self._periods[number][0], np.arange(row.tokens)
+        layer, tokens = self._periods[number][0], np.arange(row.tokens)
         keys = self._empty_keys(row.group.pieces[0].reader, layer, heads, row.tokens)
-        asked: list[FetchUnit] = []
+        key_units: list[FetchUnit] = []
         for piece in row.pieces():
-            apart, among = (held.get(number, {}) for held in (self._keys, self._units))
+            index_units, shared_units = self._keys.get(number, {}), self._units.get(number, {})
             names = [(piece.reader, block_group.index) for block_group in key_groups(piece.reader.shape, layer, heads)]
-            units = [apart.get(name) or among[name] for name in names]
+            units = [index_units.get(name) or shared_units[name] for name in names]
             self.fetcher.wait_for(units)
-            self.fetcher.confirm()  # scores and kept keys outlive the pass
-            asked.extend(units)
-            self._asked_whole.update(names)
-        Gathers(row, every[None]).copy(asked, layer, "key", keys)
-        rotate_(keys, every[None], row.tokens)
-        if self._rechoose:
-            self._kept[number, place] = keys
+            self.fetcher.confirm()  # scores and probe keys outlive the pass
+            key_units.extend(units)
+            self._scanned_groups.update(names)
+        Gathers(row, tokens[None]).copy(key_units, layer, "key", keys)
+        rotate_(keys, tokens[None], row.tokens)
+        if self._reselects:
+            self._probe_keys[number, place] = keys
         return keys
 
     def _empty_keys(self, reader: SegmentReader, layer: int, heads: int | None, tokens: int) -> torch.Tensor:

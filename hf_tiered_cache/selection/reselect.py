@@ -25,8 +25,8 @@ from .selector import SelectionInput, Selector, check_selection
 
 
 @dataclass(frozen=True, eq=False)
-class LiveSelection:
-    """Decode selector of a cache, kept for the lifetime of the cache (see `Live`).
+class TokenDecodeSelector:
+    """Decode selector of a cache, kept for the lifetime of the cache (see `DecodeSelector`).
 
     Args:
         selector: Selects one set of tokens for all heads, or one for each.
@@ -38,7 +38,7 @@ class LiveSelection:
             `[kv_heads, tokens, dim]`, for as many heads as the selector needs; empty if it uses an index.
         indexes: Indexes of these keys, for a selector that uses them.
         columns: For each layer, the number of restored positions that it holds of each row.
-        may_stay: See `Live`.
+        may_stay: See `DecodeSelector`.
     """
 
     selector: Selector
@@ -51,21 +51,23 @@ class LiveSelection:
     columns: Mapping[int, int]
     may_stay: bool = True
 
-    def row(self, layer: int, prefix: int, chosen: np.ndarray) -> LiveRow:
-        """See `Live`."""
-        return LiveRow(prefix, chosen)
+    def row(self, layer: int, prefix: int, tokens: np.ndarray) -> TokenRow:
+        """See `DecodeSelector`."""
+        return TokenRow(prefix, tokens)
 
-    def leaving(self, rows: Sequence[LiveRow | None], computed: int) -> int:
-        """See `Live`. Generated KV is not offloaded."""
+    def num_to_offload(self, rows: Sequence[TokenRow | None], computed: int) -> int:
+        """See `DecodeSelector`. Generated KV is not offloaded."""
         return 0
 
-    def grown(self, rows: Sequence[LiveRow | None], keys: torch.Tensor, values: torch.Tensor) -> list[LiveRow | None]:
-        """See `Live`."""
+    def offload(
+        self, rows: Sequence[TokenRow | None], keys: torch.Tensor, values: torch.Tensor
+    ) -> list[TokenRow | None]:
+        """See `DecodeSelector`."""
         raise TypeError("generated KV is not offloaded")
 
-    def begin(self, collector: StatsCollector) -> Rechoice:
-        """See `Live`."""
-        return Rechoice(self, collector)
+    def begin(self, collector: StatsCollector) -> TokenDecodeSelection:
+        """See `DecodeSelector`."""
+        return TokenDecodeSelection(self, collector)
 
     def indexes_of(self, layer: int, prefix: int) -> Sequence[DecodeIndex]:
         """Return the indexes of a prefix at a layer; empty if the keys themselves are held."""
@@ -77,7 +79,7 @@ class LiveSelection:
 
 
 @dataclass(eq=False)
-class LiveRow:
+class TokenRow:
     """Tokens that one layer holds of one row.
 
     Args:
@@ -89,7 +91,7 @@ class LiveRow:
     prefix: int
     tokens: np.ndarray
 
-    def fork(self) -> LiveRow:
+    def fork(self) -> TokenRow:
         """Return this object, which is immutable."""
         return self
 
@@ -98,27 +100,28 @@ class LiveRow:
 class _Change:
     """Update of layers of a period that hold the same tokens, to the tokens selected."""
 
-    before: np.ndarray
+    old_tokens: np.ndarray
     """Tokens that the layers hold, int64 `[sets, n]`."""
-    after: np.ndarray
-    new: Gathers
+    new_tokens: np.ndarray
+    """Tokens that the layers hold after the update, int64 `[sets, n]`."""
+    gathers: Gathers
     """Copies of the tokens to fetch. Sets may have different numbers of them."""
     moves: torch.Tensor
     """Head of each fetched key, its index among those of its set, and its target position: int64 `[3, k]`."""
 
 
-class Rechoice:
+class TokenDecodeSelection:
     """Decode selections of one pass.
 
     Args:
-        live: Decode selector of the cache.
+        decode_selector: Decode selector of the cache.
         collector: Statistics of the pass.
     """
 
-    def __init__(self, live: LiveSelection, collector: StatsCollector) -> None:
-        self._live, self._account = live, collector
-        self._fetcher = Fetcher(live.residency, collector, live.device_of)
-        self._chosen: dict[int, list[np.ndarray | None]] = {}  # by period, for each row int64 [sets, n]
+    def __init__(self, decode_selector: TokenDecodeSelector, collector: StatsCollector) -> None:
+        self._decode_selector, self._collector = decode_selector, collector
+        self._fetcher = Fetcher(decode_selector.residency, collector, decode_selector.device_of)
+        self._tokens: dict[int, list[np.ndarray | None]] = {}  # by period, for each row int64 [sets, n]
         self._changes: dict[int, list[list[_Change]]] = {}  # by period, for each row
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}
 
@@ -126,128 +129,130 @@ class Rechoice:
         """Release all block handles, wherever the pass has stopped."""
         self._fetcher.cancel()
 
-    def follow(
+    def reselect(
         self,
         layer: int,
-        rows: Sequence[LiveRow | None],
+        rows: Sequence[TokenRow | None],
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         rotate_: Rotate,
         scaling: float | None,
-    ) -> list[LiveRow | None]:
-        """See `Choices`."""
-        live, number = self._live, self._live.period_of(layer)
-        period = live.periods[number]
+    ) -> list[TokenRow | None]:
+        """See `DecodeSelection`."""
+        decode_selector, number = self._decode_selector, self._decode_selector.period_of(layer)
+        period = decode_selector.periods[number]
         if layer == period[0]:
             self._choose(number, rows, query, keys, scaling)
-        changes = [self._change(number, row, held, layer, keys) for row, held in enumerate(rows)]
+        changes = [self._change(number, row, state, layer, keys) for row, state in enumerate(rows)]
         units = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
         self._fetcher.wait_for(units)
         self._fetcher.confirm()  # writes in place cannot be undone
-        now: list[LiveRow | None] = []
-        for row, (held, change) in enumerate(zip(rows, changes, strict=True)):
-            if held is None or change is None:
-                now.append(held)
+        states: list[TokenRow | None] = []
+        for row, (state, change) in enumerate(zip(rows, changes, strict=True)):
+            if state is None or change is None:
+                states.append(state)
                 continue
-            now.append(LiveRow(held.prefix, change.after))
+            states.append(TokenRow(state.prefix, change.new_tokens))
             if not change.moves.shape[1]:
                 continue
-            tokens, (head, place, column) = live.prefixes[held.prefix].tokens, change.moves
+            tokens, (head, place, column) = decode_selector.prefixes[state.prefix].tokens, change.moves
             for name, target in (("key", keys), ("value", values)):
-                came = target.new_empty(target.shape[1], change.new.chosen.shape[1], target.shape[3])
-                change.new.copy(units, layer, name, came)  # [kv_heads, most, dim]
+                fetched_kv = target.new_empty(target.shape[1], change.gathers.tokens.shape[1], target.shape[3])
+                change.gathers.copy(units, layer, name, fetched_kv)  # [kv_heads, largest set, dim]
                 if name == "key":
-                    rotate_(came, change.new.chosen, tokens)
-                target[row][head, column] = came[head, place]
-            change.new.note_use(units, (layer,))
+                    rotate_(fetched_kv, change.gathers.tokens, tokens)
+                target[row][head, column] = fetched_kv[head, place]
+            change.gathers.note_use(units, (layer,))
         if layer == period[-1]:
             self._fetcher.finish(self._units.pop(number).values())
-        return now
+        return states
 
     def _choose(
         self,
         number: int,
-        rows: Sequence[LiveRow | None],
+        rows: Sequence[TokenRow | None],
         query: torch.Tensor,
         keys: torch.Tensor,
         scaling: float | None,
     ) -> None:
         """Select for a period, and start to fetch what its layers do not hold."""
-        live = self._live
-        own_keys = keys[:, :, live.columns[live.periods[number][0]] :]
-        with self._account.timing("select_seconds"):
-            self._chosen[number] = [
-                None if held is None else self._chosen_for(number, held, query[row], own_keys[row], scaling)
-                for row, held in enumerate(rows)
+        decode_selector = self._decode_selector
+        own_keys = keys[:, :, decode_selector.columns[decode_selector.periods[number][0]] :]
+        with self._collector.timing("select_seconds"):
+            self._tokens[number] = [
+                None if state is None else self._select_for(number, state, query[row], own_keys[row], scaling)
+                for row, state in enumerate(rows)
             ]
         self._units[number], self._changes[number] = {}, [[] for _ in rows]
-        for row, held in enumerate(rows):
-            if held is not None:
-                self._add_change(number, row, held, live.periods[number], keys)
+        for row, state in enumerate(rows):
+            if state is not None:
+                self._add_change(number, row, state, decode_selector.periods[number], keys)
 
-    def _change(self, number: int, row: int, held: LiveRow | None, layer: int, keys: torch.Tensor) -> _Change | None:
+    def _change(self, number: int, row: int, state: TokenRow | None, layer: int, keys: torch.Tensor) -> _Change | None:
         """Return the update of a row at a layer, which may hold other tokens than its period after a failed pass."""
-        if held is None:
+        if state is None:
             return None
-        known = self._changes[number][row]
-        same = next((change for change in known if np.array_equal(change.before, held.tokens)), None)
-        return same or self._add_change(number, row, held, (layer,), keys)
+        changes = self._changes[number][row]
+        matching_change = next((change for change in changes if np.array_equal(change.old_tokens, state.tokens)), None)
+        return matching_change or self._add_change(number, row, state, (layer,), keys)
 
     def _add_change(
-        self, number: int, row: int, held: LiveRow, layers: Sequence[int], keys: torch.Tensor
+        self, number: int, row: int, state: TokenRow, layers: Sequence[int], keys: torch.Tensor
     ) -> _Change | None:
         """Create the update of layers that hold the same tokens, and start to fetch what they lack."""
-        live, chosen = self._live, self._chosen[number][row]
-        if chosen is None:
+        decode_selector, target_tokens = self._decode_selector, self._tokens[number][row]
+        if target_tokens is None:
             return None
-        prefix, sets = live.prefixes[held.prefix], max(len(chosen), len(held.tokens))
-        chosen, before = (np.broadcast_to(tokens, (sets, tokens.shape[1])) for tokens in (chosen, held.tokens))
-        new_set, new_at = np.nonzero(~_among(before, chosen, prefix.tokens))
-        gone_set, gone_at = np.nonzero(~_among(chosen, before, prefix.tokens))  # equally many per set
-        new, counts = chosen[new_set, new_at], np.bincount(new_set, minlength=sets)
-        after = before.copy()
-        after[gone_set, gone_at] = new
-        place = np.arange(len(new)) - (counts.cumsum() - counts)[new_set]
-        coming = np.zeros((sets, counts.max()), np.int64)
-        coming[new_set, place] = new
-        column = gone_at + live.columns[layers[0]] - before.shape[1]
+        prefix, sets = decode_selector.prefixes[state.prefix], max(len(target_tokens), len(state.tokens))
+        target_tokens, old_tokens = (
+            np.broadcast_to(tokens, (sets, tokens.shape[1])) for tokens in (target_tokens, state.tokens)
+        )
+        new_set, new_at = np.nonzero(~_is_member(old_tokens, target_tokens, prefix.tokens))
+        old_set, old_at = np.nonzero(~_is_member(target_tokens, old_tokens, prefix.tokens))  # equally many per set
+        added_tokens, counts = target_tokens[new_set, new_at], np.bincount(new_set, minlength=sets)
+        new_tokens = old_tokens.copy()
+        new_tokens[old_set, old_at] = added_tokens
+        place = np.arange(len(added_tokens)) - (counts.cumsum() - counts)[new_set]
+        fetch_tokens = np.zeros((sets, counts.max()), np.int64)
+        fetch_tokens[new_set, place] = added_tokens
+        column = old_at + decode_selector.columns[layers[0]] - old_tokens.shape[1]
         moves = np.stack([new_set, place, column])
         if sets == 1:  # all heads share one set
-            heads = np.arange(keys.shape[1]).repeat(len(new))
+            heads = np.arange(keys.shape[1]).repeat(len(added_tokens))
             moves = np.concatenate([heads[None], np.tile(moves[1:], keys.shape[1])])
-        change = _Change(held.tokens, after, Gathers(prefix, coming, counts), to_device(moves, keys.device))
+        change = _Change(state.tokens, new_tokens, Gathers(prefix, fetch_tokens, counts), to_device(moves, keys.device))
         self._changes[number][row].append(change)
         units = self._units[number]
-        wanted = []
-        for piece, block_group, tokens in change.new.wanted(layers) if len(new) else ():
+        requests = []
+        for piece, block_group, tokens in change.gathers.sources(layers) if len(added_tokens) else ():
             unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
-            wanted.append((unit, unit.chunks_of(tokens)))
-        self._fetcher.bring(wanted)
+            requests.append((unit, unit.chunks_of(tokens)))
+        self._fetcher.bring(requests)
         return change
 
-    def _chosen_for(
-        self, number: int, held: LiveRow, query: torch.Tensor, own_keys: torch.Tensor, scaling: float | None
+    def _select_for(
+        self, number: int, state: TokenRow, query: torch.Tensor, own_keys: torch.Tensor, scaling: float | None
     ) -> np.ndarray:
         """Return the selected tokens, int64 `[sets, n]`, ascending: as many as the row holds."""
-        live, prefix = self._live, self._live.prefixes[held.prefix]
-        first = live.periods[number][0]
-        asked = SelectionInput(
+        decode_selector, prefix = self._decode_selector, self._decode_selector.prefixes[state.prefix]
+        first = decode_selector.periods[number][0]
+        request = SelectionInput(
             query,
             own_keys,
-            lambda heads: live.keys[number, held.prefix],
+            lambda heads: decode_selector.keys[number, state.prefix],
             scaling,
-            prefix.chunks(first, live.selector.per_head),
-            held.tokens.shape[1],
-            lambda: live.indexes_of(first, held.prefix),
+            prefix.chunks(first, decode_selector.selector.per_head),
+            state.tokens.shape[1],
+            lambda: decode_selector.indexes_of(first, state.prefix),
         )
-        tokens = live.selector.choose_again(asked, held.tokens)
-        check_selection(live.selector, tokens, asked, exactly=True)
+        tokens = decode_selector.selector.reselect(request, state.tokens)
+        check_selection(decode_selector.selector, tokens, request, exactly=True)
         return tokens
 
 
-def _among(some: np.ndarray, others: np.ndarray, tokens: int) -> np.ndarray:
-    """Return whether each of `others`, int64 `[sets, m]`, all below `tokens`, is in `some`, int64 `[sets, n]`."""
-    marks = np.zeros((len(some), tokens), bool)
-    np.put_along_axis(marks, some, True, 1)
-    return np.take_along_axis(marks, others, 1)
+def _is_member(members: np.ndarray, candidates: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Return which `candidates`, int64 `[sets, m]` below `num_tokens`, are in `members`, int64 `[sets, n]`: a mask."""
+    marks = np.zeros((len(members), num_tokens), bool)
+    np.put_along_axis(marks, members, True, 1)
+    return np.take_along_axis(marks, candidates, 1)

@@ -22,10 +22,10 @@ Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
 each. All positions are below the third argument."""
 
 
-class Choices(Protocol):
+class DecodeSelection(Protocol):
     """Decode selections of one pass."""
 
-    def follow(
+    def reselect(
         self,
         layer: int,
         rows: Sequence[Any],
@@ -39,8 +39,8 @@ class Choices(Protocol):
 
         Args:
             layer: Index of a layer with full attention.
-            rows: What the layer holds of each row, as returned by `Live.row`; None for a row that holds all of its
-                restored tokens or has none.
+            rows: State of each row, as returned by `DecodeSelector.row`; None for a row that holds all of its restored
+                tokens or has none.
             query: `[batch, heads, n, dim]`, rotated.
             keys: `[batch, kv_heads, columns, dim]`, all keys that the layer holds, restored ones first.
             values: Like `keys`.
@@ -48,7 +48,7 @@ class Choices(Protocol):
             scaling: Scale of the logits; None for dim ** -0.5.
 
         Returns:
-            What the layer holds of each row now.
+            New state of each row.
 
         Raises:
             RestoreError: A block did not arrive; nothing has changed.
@@ -58,7 +58,7 @@ class Choices(Protocol):
         """Release all block handles, wherever the pass has stopped."""
 
 
-class Live(Protocol):
+class DecodeSelector(Protocol):
     """Decode selector of a cache, kept for the lifetime of the cache."""
 
     @property
@@ -69,29 +69,29 @@ class Live(Protocol):
     def may_stay(self) -> bool:
         """True if the last selection may be kept if blocks of the next one cannot be read."""
 
-    def row(self, layer: int, prefix: int, chosen: np.ndarray) -> Any:
-        """Return the state of what a layer holds of a row, or None if the row never reselects.
+    def row(self, layer: int, prefix: int, tokens: np.ndarray) -> Any:
+        """Return the state of a layer's row, or None if the row never reselects.
 
         The state has a method `fork()` that returns an independent copy, because rows may be copied.
 
         Args:
             layer: Layer index.
             prefix: Number of the row's prefix.
-            chosen: int64 `[sets, columns]`, tokens at the layer's restored positions.
+            tokens: int64 `[sets, columns]`, tokens at the layer's restored positions.
         """
 
-    def leaving(self, rows: Sequence[Any], computed: int) -> int:
+    def num_to_offload(self, rows: Sequence[Any], computed: int) -> int:
         """Return the number of leading computed positions to offload now, which are selected from afterwards.
 
         Args:
-            rows: What a layer holds, as returned by `row`; None for rows that do not select.
+            rows: State of each row of a layer, as returned by `row`; None for rows that do not select.
             computed: Number of computed positions that the layer holds after the restored ones.
         """
 
-    def grown(self, rows: Sequence[Any], keys: torch.Tensor, values: torch.Tensor) -> list[Any]:
+    def offload(self, rows: Sequence[Any], keys: torch.Tensor, values: torch.Tensor) -> list[Any]:
         """Offload rotated keys and values, `[batch, kv_heads, n, dim]`, of a layer, and return its new row states."""
 
-    def begin(self, collector: StatsCollector) -> Choices:
+    def begin(self, collector: StatsCollector) -> DecodeSelection:
         """Begin the decode selections of a pass."""
 
 
@@ -127,8 +127,8 @@ class RowPrefix:
             for group in restoring_groups(shape, (layer,)):
                 chunk, place = np.divmod(shape.slot_of_token(group, tokens), shape.geometry.chunk_tokens)
                 for part in parts_of(group, layer, "key"):
-                    some = slots[part.first_head : part.first_head + part.heads]
-                    some[:, piece.at : piece.at + len(tokens)] = begin + chunk * step + place
+                    head_slots = slots[part.first_head : part.first_head + part.heads]
+                    head_slots[:, piece.at : piece.at + len(tokens)] = begin + chunk * step + place
             begin += -(-shape.tokens // shape.geometry.chunk_tokens) * step
         return slots, step
 
@@ -151,14 +151,14 @@ class Gathers:
 
     Args:
         row: Restored tokens of the row.
-        chosen: int64 `[sets, tokens]`, each set ascending: one set for all kv heads, or one for each.
+        tokens: int64 `[sets, tokens]`, each set ascending: one set for all kv heads, or one for each.
         counts: int64 `[sets]`, number of leading tokens used of each set; None for all.
     """
 
-    def __init__(self, row: RowPrefix, chosen: np.ndarray, counts: np.ndarray | None = None) -> None:
-        self.row, self.chosen = row, chosen
-        self._sets = list(chosen) if counts is None else [some[:n] for some, n in zip(chosen, counts, strict=True)]
-        self._of_group: dict[int, tuple[BlockGroup, Gather]] = {}
+    def __init__(self, row: RowPrefix, tokens: np.ndarray, counts: np.ndarray | None = None) -> None:
+        self.row, self.tokens = row, tokens
+        self._sets = list(tokens) if counts is None else [row[:n] for row, n in zip(tokens, counts, strict=True)]
+        self._gather_of_group: dict[int, tuple[BlockGroup, Gather]] = {}
 
     def copy(self, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
         """Copy the selected tokens to contiguous positions of `target`.
@@ -169,23 +169,23 @@ class Gathers:
             name: "key" or "value".
             target: `[kv_heads, tokens, dim]`, filled in place.
         """
-        new: dict[int, tuple[BlockGroup, Gather]] = {}
+        new_gathers: dict[int, tuple[BlockGroup, Gather]] = {}
         for unit in units:
-            if id(unit.block_group) not in self._of_group:
-                gather = new.setdefault(
+            if id(unit.block_group) not in self._gather_of_group:
+                gather = new_gathers.setdefault(
                     id(unit.block_group), (unit.block_group, Gather(unit.reader.shape, unit.block_group))
                 )[1]
                 self._add(unit, gather)
-        self._of_group.update(new)
+        self._gather_of_group.update(new_gathers)
         for block_group in {id(unit.block_group): unit.block_group for unit in units}.values():
             for part in parts_of(block_group, layer, name):
                 if part.first_head < len(target):
-                    self._of_group[id(block_group)][1].copy(part, target)
+                    self._gather_of_group[id(block_group)][1].copy(part, target)
 
     def forget(self, units: Iterable[FetchUnit]) -> None:
         """Release the memory of units that no later layer copies from."""
         for unit in units:
-            self._of_group.pop(id(unit.block_group), None)
+            self._gather_of_group.pop(id(unit.block_group), None)
 
     def _add(self, unit: FetchUnit, gather: Gather) -> None:
         for piece in self.row.pieces():
@@ -196,33 +196,33 @@ class Gathers:
                 columns = np.arange(first, first + len(inside))
                 gather.add(unit.reader.shape, unit.blocks, inside, columns, head)
 
-    def wanted(self, layers: Collection[int]) -> Iterator[tuple[SegmentSlice, BlockGroup, np.ndarray]]:
+    def sources(self, layers: Collection[int]) -> Iterator[tuple[SegmentSlice, BlockGroup, np.ndarray]]:
         """Yield slices and KV cache groups that `layers` copy from, and tokens of any head, int64 `[n]`, ascending."""
         for piece in self.row.pieces():
             for block_group in restoring_groups(piece.reader.shape, layers):
-                each = [self.row.inside(piece, tokens)[1] for _, tokens in sets_in(self._sets, block_group)]
-                tokens = each[0] if len(each) == 1 else np.unique(np.concatenate(each))
+                token_sets = [self.row.inside(piece, tokens)[1] for _, tokens in sets_in(self._sets, block_group)]
+                tokens = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
                 if len(tokens):
                     yield piece, block_group, tokens
 
     def note_use(self, units: Sequence[FetchUnit], layers: Collection[int]) -> None:
         """Record that `layers` attend to the tokens of these units. Units that read nothing from disk are skipped."""
         for unit in units:
-            mine = set(layers).intersection(unit.block_group.layers)
+            unit_layers = set(layers).intersection(unit.block_group.layers)
             for piece in self.row.pieces() if unit.from_disk else ():
                 if piece.reader is unit.reader:
                     sets = [self.row.inside(piece, tokens)[1] for tokens in self._sets]
-                    unit.use(mine, sets)
+                    unit.use(unit_layers, sets)
 
 
-def sets_in(chosen: Sequence[np.ndarray], block_group: BlockGroup) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each head of `block_group` with its set of `chosen` tokens, or -1 with the one set for all heads."""
-    if len(chosen) == 1:
-        yield -1, chosen[0]
+def sets_in(tokens: Sequence[np.ndarray], block_group: BlockGroup) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each head of `block_group` with its set of `tokens`, or -1 with the single set for all heads."""
+    if len(tokens) == 1:
+        yield -1, tokens[0]
         return
     first = min(part.first_head for part in block_group.parts)
-    for head in range(first, min(len(chosen), max(part.first_head + part.heads for part in block_group.parts))):
-        yield head, chosen[head]
+    for head in range(first, min(len(tokens), max(part.first_head + part.heads for part in block_group.parts))):
+        yield head, tokens[head]
 
 
 def parts_of(block_group: BlockGroup, layer: int, name: str) -> Iterator[Part]:
@@ -232,8 +232,8 @@ def parts_of(block_group: BlockGroup, layer: int, name: str) -> Iterator[Part]:
 
 def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[BlockGroup]:
     """Return the KV cache groups of a segment that `layers` restore from."""
-    found = {group.index: group for layer in layers for group in shape.restoring_groups.get(layer, ())}
-    return [found[index] for index in sorted(found)]
+    groups = {group.index: group for layer in layers for group in shape.restoring_groups.get(layer, ())}
+    return [groups[index] for index in sorted(groups)]
 
 
 def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[BlockGroup]:
@@ -248,13 +248,15 @@ def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[Block
         One index group if one holds all of these heads, else the ordinary groups that hold the keys.
     """
     kind = shape.layout.layer(layer)
-    wanted = kind.key_heads if heads is None else min(heads, kind.key_heads)
-    apart, among = [], []
+    num_heads = kind.key_heads if heads is None else min(heads, kind.key_heads)
+    index_groups, shared_groups = [], []
     for block_group in shape.block_groups:
-        mine = [p for p in block_group.parts if p.layer == layer and p.tensor == "key" and p.first_head < wanted]
-        if mine and block_group.identifies:
-            apart.append((sum(p.heads for p in mine), block_group))
-        elif mine:
-            among.append(block_group)
-    whole = [block_group for count, block_group in apart if count >= wanted]
-    return whole[:1] or among
+        key_parts = [
+            p for p in block_group.parts if p.layer == layer and p.tensor == "key" and p.first_head < num_heads
+        ]
+        if key_parts and block_group.identifies:
+            index_groups.append((sum(p.heads for p in key_parts), block_group))
+        elif key_parts:
+            shared_groups.append(block_group)
+    complete_groups = [block_group for count, block_group in index_groups if count >= num_heads]
+    return complete_groups[:1] or shared_groups

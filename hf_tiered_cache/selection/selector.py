@@ -63,8 +63,8 @@ class ChunkMap:
             mass: Mass of each token, float `[rows, tokens]`: one row per set, or several rows if there is a single set.
         """
         rows, chunks = len(mass), self._chunks
-        apart = self.chunk + chunks * np.arange(rows)[:, None]  # [rows, tokens]
-        return np.bincount(apart.ravel(), mass.ravel(), rows * chunks).reshape(rows, chunks)
+        bins = self.chunk + chunks * np.arange(rows)[:, None]  # [rows, tokens]
+        return np.bincount(bins.ravel(), mass.ravel(), rows * chunks).reshape(rows, chunks)
 
     @cached_property
     def _chunks(self) -> int:
@@ -96,11 +96,11 @@ def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
         Selected tokens, int64 `[rows, count]`, ascending.
     """
     _, order, sizes = _best_first(mass, chunks)
-    before = sizes.cumsum(axis=1) - sizes
-    taken = np.empty_like(sizes)  # number of tokens taken from each chunk
-    np.put_along_axis(taken, order, np.clip(count - before, 0, sizes), 1)
-    chunk, place = (np.broadcast_to(each, mass.shape) for each in (chunks.chunk, chunks.place))
-    return np.nonzero(place < np.take_along_axis(taken, chunk, 1))[1].reshape(len(mass), count)
+    offsets = sizes.cumsum(axis=1) - sizes
+    taken_counts = np.empty_like(sizes)  # number of tokens taken from each chunk
+    np.put_along_axis(taken_counts, order, np.clip(count - offsets, 0, sizes), 1)
+    chunk, place = (np.broadcast_to(indices, mass.shape) for indices in (chunks.chunk, chunks.place))
+    return np.nonzero(place < np.take_along_axis(taken_counts, chunk, 1))[1].reshape(len(mass), count)
 
 
 def tokens_of_mass(mass: np.ndarray, chunks: ChunkMap, share: float) -> int:
@@ -116,9 +116,10 @@ def tokens_of_mass(mass: np.ndarray, chunks: ChunkMap, share: float) -> int:
         Largest number of tokens of a row; at least one chunk is taken.
     """
     sums, order, sizes = _best_first(mass, chunks)
-    held = np.take_along_axis(sums, order, 1).cumsum(axis=1).sum(axis=0)  # mass of the best n chunks, summed over rows
-    enough = int(np.searchsorted(held, share * held[-1])) + 1
-    return int(sizes[:, :enough].sum(axis=1).max())
+    # mass of the best n chunks, summed over rows
+    cumulative_mass = np.take_along_axis(sums, order, 1).cumsum(axis=1).sum(axis=0)
+    num_chunks = int(np.searchsorted(cumulative_mass, share * cumulative_mass[-1])) + 1
+    return int(sizes[:, :num_chunks].sum(axis=1).max())
 
 
 def _best_first(mass: np.ndarray, chunks: ChunkMap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -169,41 +170,41 @@ class Selection:
     mass: np.ndarray
 
 
-def check_mass(selector: object, choice: Selection, asked: SelectionInput) -> None:
+def check_mass(selector: object, choice: Selection, request: SelectionInput) -> None:
     """Check the attention that a selector returned. Raises ConfigError if it is not one number for each token."""
     if not isinstance(choice, Selection):
         raise ConfigError(f"{type(selector).__name__}.choose returned {type(choice).__name__}; it must be a Selection")
-    shape, tokens = np.shape(choice.mass), asked.chunks.tokens
+    shape, tokens = np.shape(choice.mass), request.chunks.tokens
     if len(shape) != 2 or shape[1] != tokens:
         raise ConfigError(
             f"{type(selector).__name__} returned mass of shape {list(shape)}; [rows, {tokens}] is expected"
         )
 
 
-def check_selection(selector: object, tokens: np.ndarray, asked: SelectionInput, exactly: bool = False) -> None:
+def check_selection(selector: object, tokens: np.ndarray, request: SelectionInput, exactly: bool = False) -> None:
     """Check the tokens that a selector returned, so that a faulty selector cannot change what attention sees silently.
 
     Args:
         selector: The selector, for the message.
         tokens: Its result, see `Selection.tokens`.
-        asked: Selection request.
-        exactly: Whether `asked.count` tokens must be selected, not fewer.
+        request: Selection request.
+        exactly: Whether `request.count` tokens must be selected, not fewer.
 
     Raises:
         ConfigError: The tokens are too many, too few, not ascending, duplicate, or not restored tokens.
     """
-    name, sets = type(selector).__name__, (1, asked.own_keys.shape[0])
+    name, sets = type(selector).__name__, (1, request.own_keys.shape[0])
     if tokens.ndim != 2 or tokens.dtype != np.int64 or len(tokens) not in sets:
         form = f"{tokens.dtype} of shape {list(tokens.shape)}"
         raise ConfigError(
             f"{name} selected {form}, but int64 [sets, tokens] is expected, with {sets[0]} or {sets[1]} sets"
         )
     count = tokens.shape[1]
-    if not 1 <= count <= asked.count or (exactly and count < asked.count):
-        raise ConfigError(f"{name} selected {count} tokens, but {asked.count} were requested")
-    if tokens[:, 0].min() < 0 or tokens[:, -1].max() >= asked.chunks.tokens or (np.diff(tokens, axis=1) <= 0).any():
+    if not 1 <= count <= request.count or (exactly and count < request.count):
+        raise ConfigError(f"{name} selected {count} tokens, but {request.count} were requested")
+    if tokens[:, 0].min() < 0 or tokens[:, -1].max() >= request.chunks.tokens or (np.diff(tokens, axis=1) <= 0).any():
         raise ConfigError(
-            f"{name} selected tokens that are not distinct, ascending and from 0 to {asked.chunks.tokens - 1}"
+            f"{name} selected tokens that are not distinct, ascending and from 0 to {request.chunks.tokens - 1}"
         )
 
 
@@ -238,25 +239,25 @@ class Selector(ABC):
         return None
 
     @abstractmethod
-    def choose(self, asked: SelectionInput) -> Selection:
-        """Select `asked.count` tokens to attend to."""
+    def choose(self, request: SelectionInput) -> Selection:
+        """Select `request.count` tokens to attend to."""
 
-    def choose_again(self, asked: SelectionInput, held: np.ndarray) -> np.ndarray:
+    def reselect(self, request: SelectionInput, last_tokens: np.ndarray) -> np.ndarray:
         """Reselect for a decoded token.
 
         Args:
-            asked: Selection request for as many tokens as `held`.
-            held: Tokens of the last selection, int64 `[sets, tokens]`, in any order.
+            request: Selection request for as many tokens as `last_tokens`.
+            last_tokens: Tokens of the last selection, int64 `[sets, tokens]`, in any order.
 
         Returns:
             Tokens of the new selection, int64 `[sets, tokens]`, ascending in each set.
         """
-        return self.choose(asked).tokens
+        return self.choose(request).tokens
 
-    def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
+    def choose_rows(self, requests: Iterable[SelectionInput]) -> Iterator[Selection]:
         """Select for each row of a batch, in order: as many tokens as requested, or as few as the selector can do with.
 
         The rows share one mask, so all rows get the same number of tokens. A row with fewer restored tokens gets all of
         them.
         """
-        return map(self.choose, asked)
+        return map(self.choose, requests)

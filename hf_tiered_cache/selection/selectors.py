@@ -47,20 +47,20 @@ def head_mass(
     kv_heads, tokens, _ = keys.shape
     scaling = dim**-0.5 if scaling is None else scaling
     grouped = query.unflatten(0, (kv_heads, heads // kv_heads))  # [kv_heads, group, queries, dim]
-    own = _logits(grouped, own_keys, scaling).unflatten(1, grouped.shape[1:3])  # [kv_heads, group, queries, own]
+    own_logits = _logits(grouped, own_keys, scaling).unflatten(1, grouped.shape[1:3])  # [kv_heads, group, queries, own]
     if queries > 1:  # a single query sees all keys
-        future = torch.ones(queries, own.shape[-1], dtype=torch.bool, device=query.device)
-        own = own.masked_fill_(future.triu(1 + own.shape[-1] - queries), -torch.inf)
-    own_total = own.logsumexp(-1, keepdim=True)  # [kv_heads, group, queries, 1]
+        future = torch.ones(queries, own_logits.shape[-1], dtype=torch.bool, device=query.device)
+        own_logits = own_logits.masked_fill_(future.triu(1 + own_logits.shape[-1] - queries), -torch.inf)
+    own_total = own_logits.logsumexp(-1, keepdim=True)  # [kv_heads, group, queries, 1]
     mass = torch.zeros(kv_heads, tokens, dtype=torch.float32, device=query.device)
     rows = max(1, _LARGEST // max(1, heads * tokens))
     for begin in range(0, queries, rows):
-        some = slice(begin, begin + rows)
-        logits = _logits(grouped[:, :, some], keys, scaling)  # [kv_heads, group * rows, tokens]
-        behind = own_total[:, :, some].flatten(1, 2)  # [kv_heads, group * rows, 1]
-        most = torch.maximum(logits.amax(-1, keepdim=True), behind)
-        weights = logits.sub_(most).exp_()
-        total = weights.sum(-1, keepdim=True) + (behind - most).exp_()
+        block = slice(begin, begin + rows)
+        logits = _logits(grouped[:, :, block], keys, scaling)  # [kv_heads, group * rows, tokens]
+        block_total = own_total[:, :, block].flatten(1, 2)  # [kv_heads, group * rows, 1]
+        max_logits = torch.maximum(logits.amax(-1, keepdim=True), block_total)
+        weights = logits.sub_(max_logits).exp_()
+        total = weights.sum(-1, keepdim=True) + (block_total - max_logits).exp_()
         mass += (total.reciprocal_().transpose(1, 2) @ weights).squeeze(1)  # each row's share, summed over rows
     return mass * (kv_heads / (heads * queries))
 
@@ -92,19 +92,20 @@ class ProbeHeads(Selector):
     def probe_heads(self) -> int:
         return self.heads
 
-    def choose(self, asked: SelectionInput) -> Selection:
-        probes = asked.keys(self.heads)
-        served = asked.query.shape[0] // asked.own_keys.shape[0]
-        own = asked.own_keys[: len(probes)]
-        mass = head_mass(asked.query[: len(probes) * served], probes, own, asked.scaling)  # [probes, tokens]
-        sets, summed = to_host(top_of_each(mass, asked.count), mass.sum(0))
-        if self.agree(sets, asked.chunks.tokens):
-            votes = np.zeros(asked.chunks.tokens, np.int64)
+    def choose(self, request: SelectionInput) -> Selection:
+        probes = request.keys(self.heads)
+        group_size = request.query.shape[0] // request.own_keys.shape[0]
+        own_keys = request.own_keys[: len(probes)]
+        query = request.query[: len(probes) * group_size]
+        mass = head_mass(query, probes, own_keys, request.scaling)  # [probes, tokens]
+        sets, total_mass = to_host(top_of_each(mass, request.count), mass.sum(0))
+        if self.agree(sets, request.chunks.tokens):
+            votes = np.zeros(request.chunks.tokens, np.int64)
             np.add.at(votes, sets.ravel(), 1)
-            best = np.lexsort((-summed, -votes))[: asked.count]  # by votes, ties by total mass
-            return Selection(np.sort(best)[None], summed[None] / len(probes))
-        mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)
-        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0, keepdim=True)))
+            best = np.lexsort((-total_mass, -votes))[: request.count]  # by votes, ties by total mass
+            return Selection(np.sort(best)[None], total_mass[None] / len(probes))
+        mass = head_mass(request.query, request.keys(None), request.own_keys, request.scaling)
+        return Selection(*to_host(top_of_each(mass, request.count), mass.mean(0, keepdim=True)))
 
     def agree(self, sets: np.ndarray, tokens: int) -> bool:
         """Return whether the probes' selections among `tokens`, int64 `[probes, count]`, are similar enough."""
@@ -113,11 +114,11 @@ class ProbeHeads(Selector):
 
 def mean_jaccard(sets: np.ndarray) -> float:
     """Return the mean Jaccard index of all pairs of rows of `[rows, count]`, sets of numbers; 1 for a single row."""
-    found = []
+    similarities = []
     for a, b in combinations(sets, 2):
-        shared = len(np.intersect1d(a, b, assume_unique=True))
-        found.append(shared / (len(a) + len(b) - shared))
-    return float(np.mean(found)) if found else 1.0
+        num_common = len(np.intersect1d(a, b, assume_unique=True))
+        similarities.append(num_common / (len(a) + len(b) - num_common))
+    return float(np.mean(similarities)) if similarities else 1.0
 
 
 def jaccard_threshold(count: int, tokens: int, alpha: float) -> float:
@@ -158,33 +159,35 @@ class TopChunks(Selector):
     def probe_heads(self) -> int | None:
         return self.heads
 
-    def choose(self, asked: SelectionInput) -> Selection:
-        keys = _joined(asked.indexes(), asked.query.dtype) if self.resident else asked.keys(self.heads)
-        served = asked.query.shape[0] // asked.own_keys.shape[0]  # query heads of one kv head
-        query = asked.query[: len(keys) * served, -self.queries :]
-        mass = head_mass(query, keys, asked.own_keys[: len(keys)], asked.scaling)  # [kv_heads, tokens]
-        (known,) = to_host(mass if self.per_head else mass.mean(0, keepdim=True))
-        return Selection(top_chunks(known, asked.chunks, asked.count), known)
+    def choose(self, request: SelectionInput) -> Selection:
+        keys = _all_keys(request.indexes(), request.query.dtype) if self.resident else request.keys(self.heads)
+        group_size = request.query.shape[0] // request.own_keys.shape[0]  # query heads of one kv head
+        query = request.query[: len(keys) * group_size, -self.queries :]
+        mass = head_mass(query, keys, request.own_keys[: len(keys)], request.scaling)  # [kv_heads, tokens]
+        (token_mass,) = to_host(mass if self.per_head else mass.mean(0, keepdim=True))
+        return Selection(top_chunks(token_mass, request.chunks, request.count), token_mass)
 
-    def choose_again(self, asked: SelectionInput, held: np.ndarray) -> np.ndarray:
-        choice = self.choose(asked)
+    def reselect(self, request: SelectionInput, last_tokens: np.ndarray) -> np.ndarray:
+        choice = self.choose(request)
         if not self.gain:
             return choice.tokens
-        now, before = (np.take_along_axis(choice.mass, tokens, 1).sum(1) for tokens in (choice.tokens, held))
-        stays = now - before < self.gain  # bool [sets]
-        return np.where(stays[:, None], np.sort(held, axis=1), choice.tokens)
+        new_mass, last_mass = (
+            np.take_along_axis(choice.mass, tokens, 1).sum(1) for tokens in (choice.tokens, last_tokens)
+        )
+        is_kept = new_mass - last_mass < self.gain  # bool [sets]
+        return np.where(is_kept[:, None], np.sort(last_tokens, axis=1), choice.tokens)
 
-    def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
+    def choose_rows(self, requests: Iterable[SelectionInput]) -> Iterator[Selection]:
         if self.mass is None:
-            yield from super().choose_rows(asked)
+            yield from super().choose_rows(requests)
             return
-        chosen = [(one, self.choose(one)) for one in asked]
-        most = max(tokens_of_mass(choice.mass, one.chunks, self.mass) for one, choice in chosen)
-        for one, choice in chosen:
-            yield replace(choice, tokens=top_chunks(choice.mass, one.chunks, min(most, one.count)))
+        choices = [(request, self.choose(request)) for request in requests]
+        max_tokens = max(tokens_of_mass(choice.mass, request.chunks, self.mass) for request, choice in choices)
+        for request, choice in choices:
+            yield replace(choice, tokens=top_chunks(choice.mass, request.chunks, min(max_tokens, request.count)))
 
 
-def _joined(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:
+def _all_keys(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:
     """Return the keys of all indexes, `[kv_heads, tokens, dim]`."""
-    each = [cast(KeysIndex, index).keys_as(dtype) for index in indexes]
-    return each[0] if len(each) == 1 else torch.cat(each, 1)
+    index_keys = [cast(KeysIndex, index).keys_as(dtype) for index in indexes]
+    return index_keys[0] if len(index_keys) == 1 else torch.cat(index_keys, 1)

@@ -34,12 +34,12 @@ class Partial:
     output: torch.Tensor
     log_total: torch.Tensor
 
-    def join(self, rows: slice | torch.Tensor, other: Partial) -> None:
+    def join(self, rows: slice | torch.Tensor, update: Partial) -> None:
         """Merge, in place, the attention of the batch rows `rows` over other keys."""
-        before = self.log_total[rows]
-        total = torch.logaddexp(before, other.log_total)
-        output = self.output[rows] * (before - total).exp_().unsqueeze(-1)
-        output += other.output * (other.log_total - total).exp_().unsqueeze(-1)
+        old_total = self.log_total[rows]
+        total = torch.logaddexp(old_total, update.log_total)
+        output = self.output[rows] * (old_total - total).exp_().unsqueeze(-1)
+        output += update.output * (update.log_total - total).exp_().unsqueeze(-1)
         self.output[rows], self.log_total[rows] = output, total
 
 
@@ -66,10 +66,10 @@ def attention(
     heads, kv_heads, count = query.shape[1], keys.shape[1], query.shape[2]
     if mask is None and not causal and heads != kv_heads:  # fold the query heads of a group into its kv head
         grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [batch, kv_heads, group * n, dim]
-        found = _attention(grouped, keys, values, scaling, None, False)
+        partial = _attention(grouped, keys, values, scaling, None, False)
         return Partial(
-            found.output.unflatten(2, (-1, count)).flatten(1, 2),
-            found.log_total.unflatten(2, (-1, count)).flatten(1, 2),
+            partial.output.unflatten(2, (-1, count)).flatten(1, 2),
+            partial.log_total.unflatten(2, (-1, count)).flatten(1, 2),
         )
     if heads != kv_heads:
         keys, values = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (keys, values))
@@ -104,10 +104,10 @@ def _attention(
                 query, keys, values, None, True, is_causal=causal, scale=scaling
             )
         return Partial(output.float(), log_total[..., : query.shape[2]].float())
-    return _by_arithmetic(query, keys, values, scaling, mask, causal)
+    return _plain_attention(query, keys, values, scaling, mask, causal)
 
 
-def _by_arithmetic(
+def _plain_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -123,8 +123,8 @@ def _by_arithmetic(
         if mask is not None:
             logits += mask[:, :, first : first + step]
         elif causal:
-            seen = torch.ones(logits.shape[2:], dtype=torch.bool, device=logits.device).tril(first)
-            logits.masked_fill_(~seen, -torch.inf)
+            visible = torch.ones(logits.shape[2:], dtype=torch.bool, device=logits.device).tril(first)
+            logits.masked_fill_(~visible, -torch.inf)
         totals.append(logits.logsumexp(-1))
         # a query at a padded position sees no key: its weights are zero
         weights = (logits - totals[-1].unsqueeze(-1)).exp_().nan_to_num_()
@@ -186,43 +186,43 @@ class StreamedPrefix:
             RestoreError: A block did not arrive.
         """
         query, keys, values, mask, scaling = call
-        found = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
+        merged = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
         for number, (place, gathers) in enumerate(self._runs):
             self._bring(layer, number)
             self._bring_next(layer, number)
             units = self._units.pop((layer, number))
             self._fetcher.wait_for(units)
-            tokens, rows = gathers.chosen, list(gathers.row.group.rows)
+            tokens, rows = gathers.tokens, list(gathers.row.group.rows)
             shape = keys.shape[1], tokens.shape[1]
-            some_keys = keys.new_empty(*shape, keys.shape[3])  # [kv_heads, run, dim]
-            some_values = values.new_empty(*shape, values.shape[3])
-            gathers.copy(units, layer, "key", some_keys)
-            gathers.copy(units, layer, "value", some_values)
-            rotate_(some_keys, tokens, gathers.row.tokens)
-            if place < len(collect) and (whole := collect[place]) is not None:
-                whole[:, tokens[0]] = some_keys
-            asking = slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] + 1 - rows[0] else torch.tensor(rows)
+            run_keys = keys.new_empty(*shape, keys.shape[3])  # [kv_heads, run, dim]
+            run_values = values.new_empty(*shape, values.shape[3])
+            gathers.copy(units, layer, "key", run_keys)
+            gathers.copy(units, layer, "value", run_values)
+            rotate_(run_keys, tokens, gathers.row.tokens)
+            if place < len(collect) and (key_buffer := collect[place]) is not None:
+                key_buffer[:, tokens[0]] = run_keys
+            batch_rows = slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] + 1 - rows[0] else torch.tensor(rows)
             batch = len(rows), -1, -1, -1
-            seen = attention(query[asking], some_keys.expand(batch), some_values.expand(batch), scaling)
-            found.join(asking, seen)
+            partial = attention(query[batch_rows], run_keys.expand(batch), run_values.expand(batch), scaling)
+            merged.join(batch_rows, partial)
             gathers.note_use(units, (layer,))
             gathers.forget(units)
             self._fetcher.finish(units)
-        return found.output.to(query.dtype)
+        return merged.output.to(query.dtype)
 
     def _bring(self, layer: int, number: int, ahead: bool = False) -> None:
         """Start to fetch a run for a layer, or the chunks of it that a prefetch had no room for."""
         gathers = self._runs[number][1]
-        known = self._units.setdefault((layer, number), [])
-        units = {(unit.reader, unit.block_group.index): unit for unit in known}
-        wanted = []
-        for piece, block_group, tokens in gathers.wanted((layer,)):
+        run_units = self._units.setdefault((layer, number), [])
+        units = {(unit.reader, unit.block_group.index): unit for unit in run_units}
+        requests = []
+        for piece, block_group, tokens in gathers.sources((layer,)):
             name = piece.reader, block_group.index
             if name not in units:
                 units[name] = FetchUnit(piece.reader, block_group)
-                known.append(units[name])
-            wanted.append((units[name], units[name].chunks_of(tokens)))
-        self._fetcher.bring(wanted, ahead)
+                run_units.append(units[name])
+            requests.append((units[name], units[name].chunks_of(tokens)))
+        self._fetcher.bring(requests, ahead)
 
     def _bring_next(self, layer: int, number: int) -> None:
         if number + 1 < len(self._runs):

@@ -31,7 +31,7 @@ class WarmUp:
     Args:
         residency: Memory tiers.
         collector: Statistics of the reads.
-        later: Runs a callable after the request.
+        defer: Runs a callable after the request.
         lists: Number of lists that will be recorded: one for each layer and row.
     """
 
@@ -39,27 +39,27 @@ class WarmUp:
         self,
         residency: Residency,
         collector: StatsCollector,
-        later: Callable[[Callable[[], object]], object],
+        defer: Callable[[Callable[[], object]], object],
         lists: int,
     ) -> None:
-        self._residency, self._collector, self._later = residency, collector, later
-        self._bytes_of_each = int(_SHARE * residency.host.budget / lists)
-        self._noted: list[list[BlockRequest]] = []  # by layer and row
+        self._residency, self._collector, self._defer = residency, collector, defer
+        self._bytes_per_list = int(_SHARE * residency.host.budget / lists)
+        self._requests: list[list[BlockRequest]] = []  # by layer and row
 
-    def chunks_of_each(self, row: RowPrefix, layer: int, chunk_tokens: int) -> int:
+    def chunks_per_head(self, row: RowPrefix, layer: int, chunk_tokens: int) -> int:
         """Return how many chunks of each head fit, for one layer and row; 0 if all of them fit."""
-        bytes_of_one, bytes_of_all = 0, 0
+        chunk_bytes, total_bytes = 0, 0
         for piece in row.pieces():
             shape = piece.reader.shape
             groups = restoring_groups(shape, (layer,))
-            bytes_of_all += sum(group.block_bytes * shape.chunks_in(group) for group in groups)
+            total_bytes += sum(group.block_bytes * shape.chunks_in(group) for group in groups)
             blocks = -(-chunk_tokens // shape.geometry.chunk_tokens)  # per chunk and group
-            bytes_of_one = max(bytes_of_one, blocks * sum(group.block_bytes for group in groups))
-        return 0 if bytes_of_all <= self._bytes_of_each else self._bytes_of_each // bytes_of_one
+            chunk_bytes = max(chunk_bytes, blocks * sum(group.block_bytes for group in groups))
+        return 0 if total_bytes <= self._bytes_per_list else self._bytes_per_list // chunk_bytes
 
     def note(self, row: RowPrefix, layer: int, ranked: np.ndarray, chunk_tokens: int) -> None:
         """Record the chunks of a row that matter most to a layer, int64 `[kv_heads, n]`, `chunk_tokens` tokens each."""
-        wanted, firsts = list[BlockRequest](), np.sort(ranked, axis=1) * chunk_tokens
+        requests, firsts = list[BlockRequest](), np.sort(ranked, axis=1) * chunk_tokens
         for piece in row.pieces():
             shape = piece.reader.shape
             for group in restoring_groups(shape, (layer,)):
@@ -69,22 +69,22 @@ class WarmUp:
                 tokens = (tokens[:, None] + np.arange(chunk_tokens)).ravel()
                 inside = row.inside(piece, tokens[tokens < row.tokens])[1]
                 if len(inside):
-                    wanted.append(BlockRequest(piece.reader, group.index, shape.chunks_of(group, inside)))
-        self._noted.append(wanted)
+                    requests.append(BlockRequest(piece.reader, group.index, shape.chunks_of(group, inside)))
+        self._requests.append(requests)
 
     def start(self) -> None:
         """Fetch the recorded chunks, layer by layer."""
-        for wanted in self._noted:
-            self._later(partial(_bring, self._residency, self._collector, wanted))
+        for requests in self._requests:
+            self._defer(partial(_bring, self._residency, self._collector, requests))
 
 
-def _bring(residency: Residency, collector: StatsCollector, wanted: list[BlockRequest]) -> None:
-    lease = None
+def _bring(residency: Residency, collector: StatsCollector, requests: list[BlockRequest]) -> None:
+    handle = None
     try:
-        lease = residency.fetch(wanted, torch.device("cpu"), collector, ahead=True)
-        lease.wait()
+        handle = residency.fetch(requests, torch.device("cpu"), collector, ahead=True)
+        handle.wait()
     except (TieredCacheError, OSError, MemoryError) as error:  # a request that needs them fetches and reports
         logger.info("chunks that are likely to be selected could not be loaded into host memory: %s", error)
     finally:
-        if lease is not None:
-            lease.release()
+        if handle is not None:
+            handle.release()

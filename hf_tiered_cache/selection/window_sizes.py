@@ -52,13 +52,16 @@ class Trace:
         M is the largest number of candidates. Steps with fewer candidates are padded with a chosen one. This has no
         effect, since a window keeps all chosen entries.
         """
-        of_layers = [self._pools[layer] for layer in self.layers]
-        most = max(pool.shape[1] for pools in of_layers for pool in pools)
-        as_wide = [
-            [np.concatenate([pool, pool[:, :1].repeat(most - pool.shape[1], axis=1)], axis=1) for pool in pools]
-            for pools in of_layers
+        layer_pools = [self._pools[layer] for layer in self.layers]
+        max_candidates = max(pool.shape[1] for pools in layer_pools for pool in pools)
+        padded_pools = [
+            [
+                np.concatenate([pool, pool[:, :1].repeat(max_candidates - pool.shape[1], axis=1)], axis=1)
+                for pool in pools
+            ]
+            for pools in layer_pools
         ]
-        return np.array(as_wide).swapaxes(0, 1)
+        return np.array(padded_pools).swapaxes(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,17 +138,17 @@ def greedy_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
     room = _room_for_upgrades(profile, budget)
     layers, heads, sizes = profile.benefits.shape
     benefits, costs = profile.benefits.reshape(-1, sizes), profile.costs.reshape(-1, sizes)  # [layers · heads, sizes]
-    chosen = np.zeros(len(costs), np.int64)  # indices of sizes
+    size_indices = np.zeros(len(costs), np.int64)  # indices of sizes
     while True:
-        more = benefits - np.take_along_axis(benefits, chosen[:, None], axis=1)
-        cost = costs - np.take_along_axis(costs, chosen[:, None], axis=1)
-        fits = (cost > 0) & (cost <= room) & (more > 0)
+        gains = benefits - np.take_along_axis(benefits, size_indices[:, None], axis=1)
+        cost = costs - np.take_along_axis(costs, size_indices[:, None], axis=1)
+        fits = (cost > 0) & (cost <= room) & (gains > 0)
         if not fits.any():
-            return np.asarray(profile.sizes, np.int64)[chosen].reshape(layers, heads)
-        best = int(np.where(fits, more / np.maximum(cost, 1), 0).argmax())  # ties: first head, smallest size
+            return np.asarray(profile.sizes, np.int64)[size_indices].reshape(layers, heads)
+        best = int(np.where(fits, gains / np.maximum(cost, 1), 0).argmax())  # ties: first head, smallest size
         head, size = divmod(best, sizes)
         room -= int(cost[head, size])
-        chosen[head] = size
+        size_indices[head] = size
 
 
 def exhaustive_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
@@ -170,21 +173,21 @@ def exhaustive_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
     best = np.zeros(units + 1)  # index: available units; value: largest benefit of the heads so far
     choice = np.zeros((len(extra), units + 1), np.int8)
     for head in range(len(extra)):
-        before, best = best, best + gain[head, 0]
+        previous_best, best = best, best + gain[head, 0]
         for size in range(1, sizes):
-            spent = int(extra[head, size]) // unit
-            if spent > units:
+            spent_units = int(extra[head, size]) // unit
+            if spent_units > units:
                 break
-            value = before[: units + 1 - spent] + gain[head, size]
-            better = value > best[spent:]
-            choice[head, spent:][better] = size
-            best[spent:][better] = value[better]
-    chosen = np.zeros(len(extra), np.int64)
-    left = units
+            value = previous_best[: units + 1 - spent_units] + gain[head, size]
+            improved = value > best[spent_units:]
+            choice[head, spent_units:][improved] = size
+            best[spent_units:][improved] = value[improved]
+    size_indices = np.zeros(len(extra), np.int64)
+    remaining_units = units
     for head in reversed(range(len(extra))):
-        chosen[head] = choice[head, left]
-        left -= int(extra[head, chosen[head]]) // unit
-    return np.asarray(profile.sizes, np.int64)[chosen].reshape(layers, heads)
+        size_indices[head] = choice[head, remaining_units]
+        remaining_units -= int(extra[head, size_indices[head]]) // unit
+    return np.asarray(profile.sizes, np.int64)[size_indices].reshape(layers, heads)
 
 
 def best_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
@@ -197,8 +200,8 @@ def best_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
     Raises:
         ConfigError: the smallest sizes do not fit.
     """
-    few = profile.costs[:, :, 0].size * (_units(profile, budget)[1] + 1) <= _MOST_STATES
-    return exhaustive_sizes(profile, budget) if few else greedy_sizes(profile, budget)
+    is_feasible = profile.costs[:, :, 0].size * (_units(profile, budget)[1] + 1) <= _MOST_STATES
+    return exhaustive_sizes(profile, budget) if is_feasible else greedy_sizes(profile, budget)
 
 
 def measure(
@@ -232,9 +235,9 @@ def measure(
     for layer in range(layers):
         for index, size in enumerate(sizes):
             window = Window(num_columns, np.full(heads, size * num_columns), num_chunks, policy)
-            before = replay(window, pools[:skip, layer])
-            after = replay(window, pools[skip:, layer])
-            hits = (after.in_columns - before.in_columns) + (after.from_aside - before.from_aside)
+            initial_hits = replay(window, pools[:skip, layer])
+            final_hits = replay(window, pools[skip:, layer])
+            hits = (final_hits.in_columns - initial_hits.in_columns) + (final_hits.from_aside - initial_hits.from_aside)
             benefits[layer, :, index] = hits * entry_bytes / (steps - skip)
     costs = np.broadcast_to(np.asarray(sizes, np.int64) * num_columns, benefits.shape).copy()
     return WindowProfile(tuple(sizes), benefits, costs)
@@ -260,7 +263,7 @@ def _room_for_upgrades(profile: WindowProfile, budget: int) -> int:
     Raises:
         ConfigError: the smallest windows do not fit.
     """
-    least = int(profile.costs[:, :, 0].sum())
-    if least > budget:
-        raise ConfigError(f"windows of the smallest size need {least} entries, but the budget is {budget}")
-    return budget - least
+    base_entries = int(profile.costs[:, :, 0].sum())
+    if base_entries > budget:
+        raise ConfigError(f"windows of the smallest size need {base_entries} entries, but the budget is {budget}")
+    return budget - base_entries

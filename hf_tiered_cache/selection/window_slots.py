@@ -128,7 +128,7 @@ class Window:
         """First aside slot of each head, int64 `[heads]`; slots are numbered across all heads."""
         self.num_slots = int(self._room.sum())
         """Number of aside slots of all heads together."""
-        self._forgets = np.flatnonzero(capacity == 0)
+        self._stateless = np.flatnonzero(capacity == 0)
         self._heads = np.arange(heads)[:, None]  # int64 [heads, 1]
         self._first_entries = np.arange(heads + 1) << _HEAD_SHIFT  # int64 [heads + 1], lower bounds by head
         self._step = 1
@@ -137,8 +137,8 @@ class Window:
         # Entries by place: the columns of all heads, then all aside slots, then one place for chunks not in the window.
         # The standing is the step that chose an entry last; in columns it is left out.
         self._all_columns = heads * num_columns
-        self._nowhere = self._all_columns + self.num_slots
-        self._entries = np.full(self._nowhere + 1, EMPTY, np.int64)
+        self._absent_place = self._all_columns + self.num_slots
+        self._entries = np.full(self._absent_place + 1, EMPTY, np.int64)
         self._place = np.empty(0, np.int32)  # place of each chunk, flattened [heads, stride]
         self._stride = 0
         self.grow(num_chunks)
@@ -151,7 +151,7 @@ class Window:
     @property
     def aside(self) -> np.ndarray:
         """Chunk in each aside slot, or EMPTY, int64 `[num_slots]`."""
-        return self._chunks()[self._all_columns : self._nowhere]
+        return self._chunks()[self._all_columns : self._absent_place]
 
     @property
     def hits(self) -> HitCounts:
@@ -161,7 +161,7 @@ class Window:
     def drop(self) -> None:
         """Forget all entries. Earlier plans can no longer be committed; hit counts are kept."""
         self._entries.fill(EMPTY)
-        self._place.fill(self._nowhere)
+        self._place.fill(self._absent_place)
         self._filled = False
         self._step += 1
 
@@ -186,51 +186,55 @@ class Window:
         if num_chunks <= self._stride:
             return
         stride = max(num_chunks, self._stride * 5 // 4)  # extra room, since decoding keeps adding chunks
-        place = np.full((self.num_heads, stride), self._nowhere, np.int32)
+        place = np.full((self.num_heads, stride), self._absent_place, np.int32)
         place[:, : self._stride] = self._place.reshape(self.num_heads, self._stride)
         self._place, self._stride = place.ravel(), stride
         self._rows = self._heads * stride  # int64 [heads, 1], where each row of `_place` begins
 
-    def plan(self, chosen: np.ndarray, pool: np.ndarray | None = None) -> Moves:
+    def plan(self, selected_chunks: np.ndarray, pool: np.ndarray | None = None) -> Moves:
         """Plan the moves of one step. The window does not change before `commit`.
 
         Args:
-            chosen: chosen chunks, int64 `[heads, B]`, distinct within a head.
+            selected_chunks: int64 `[heads, B]`, distinct within a head.
             pool: candidate chunks, int64 `[heads, M]` with M ≥ B, best first. The first B are the chosen chunks in any
                 order. Only the policy "lookahead" uses it.
 
         Raises:
             ValueError: a shape or dtype is wrong, a chunk does not exist, or a head chose a chunk twice.
         """
-        rest = self._check(chosen, pool)
-        names = (chosen + self._rows).ravel()  # indices into `_place`, across all heads
+        lower_ranked = self._check(selected_chunks, pool)
+        names = (selected_chunks + self._rows).ravel()  # indices into `_place`, across all heads
         place = self._place.take(names)
-        if len(self._forgets):
-            place.reshape(chosen.shape)[self._forgets] = self._nowhere
-        taken = np.zeros(self._nowhere + 1, bool)  # places of chosen entries, below also of evicted ones
-        taken[place] = True
-        taken[-1] = True
+        if len(self._stateless):
+            place.reshape(selected_chunks.shape)[self._stateless] = self._absent_place
+        occupied = np.zeros(self._absent_place + 1, bool)  # places of chosen entries, below also of evicted ones
+        occupied[place] = True
+        occupied[-1] = True
         # In each head as many columns become free as chunks need one, so they are matched in order.
-        new = np.flatnonzero(place >= self._all_columns)
-        free = np.flatnonzero(~taken)
-        into = free[: free.searchsorted(self._all_columns)]
-        new_names = np.sort(names[new])
-        if len(into) != len(new) or (new_names[1:] == new_names[:-1]).any():
+        missing_indices = np.flatnonzero(place >= self._all_columns)
+        free = np.flatnonzero(~occupied)
+        targets = free[: free.searchsorted(self._all_columns)]
+        missing_names = np.sort(names[missing_indices])
+        if len(targets) != len(missing_indices) or (missing_names[1:] == missing_names[:-1]).any():
             raise ValueError("a head selected a chunk twice")
-        source, chunks, heads = place[new].astype(np.int64), chosen.ravel()[new], into // self.num_columns
-        columns = into - heads * self.num_columns
-        away, here = np.flatnonzero(source == self._nowhere), np.flatnonzero(source != self._nowhere)
-        fetched = Fetches(heads[away], chunks[away], columns[away])
-        brought = Transfers(heads[here], chunks[here], columns[here], source[here] - self._all_columns)
+        source, chunks = place[missing_indices].astype(np.int64), selected_chunks.ravel()[missing_indices]
+        heads = targets // self.num_columns
+        columns = targets - heads * self.num_columns
+        fetch_indices = np.flatnonzero(source == self._absent_place)
+        aside_indices = np.flatnonzero(source != self._absent_place)
+        fetched = Fetches(heads[fetch_indices], chunks[fetch_indices], columns[fetch_indices])
+        slots = source[aside_indices] - self._all_columns
+        brought = Transfers(heads[aside_indices], chunks[aside_indices], columns[aside_indices], slots)
 
-        leaving = into if self._filled else into[:0]  # columns that lose an entry; before the first step all are empty
-        gone = self._evict(free, leaving, rest)
-        taken[gone] = True
-        kept = np.flatnonzero(~taken[leaving])
-        entries = self._entries[gone]
+        # columns that lose an entry; before the first step all are empty
+        vacated = targets if self._filled else targets[:0]
+        evicted_places = self._evict(free, vacated, lower_ranked)
+        occupied[evicted_places] = True
+        survivors = np.flatnonzero(~occupied[vacated])
+        entries = self._entries[evicted_places]
         evicted = Evictions(entries >> _HEAD_SHIFT, entries & _CHUNK)
-        chunks = self._entries[leaving[kept]] & _CHUNK
-        set_aside = Transfers(heads[kept], chunks, columns[kept], self._slots(taken, heads[kept]))
+        chunks = self._entries[vacated[survivors]] & _CHUNK
+        set_aside = Transfers(heads[survivors], chunks, columns[survivors], self._slots(occupied, heads[survivors]))
         return Moves(self._step, brought, set_aside, fetched, evicted)
 
     def commit(self, moves: Moves) -> None:
@@ -247,14 +251,14 @@ class Window:
         _, brought, set_aside, fetched, evicted = moves
         # Evictions first: a head that keeps nothing may fetch the same chunk again in this step. Every place that an
         # entry leaves is overwritten: at least as many entries enter the aside slots as leave, or all slots are full.
-        self._place[evicted.heads * self._stride + evicted.chunks] = self._nowhere
+        self._place[evicted.heads * self._stride + evicted.chunks] = self._absent_place
         slots = set_aside.slots + self._all_columns
         self._entries[slots] = _pack(set_aside.heads, self._step - 1, set_aside.chunks)
         self._place[set_aside.heads * self._stride + set_aside.chunks] = slots
-        for came in (brought, fetched):
-            into = came.heads * self.num_columns + came.columns
-            self._entries[into] = _pack(came.heads, 0, came.chunks)
-            self._place[came.heads * self._stride + came.chunks] = into
+        for transfers in (brought, fetched):
+            targets = transfers.heads * self.num_columns + transfers.columns
+            self._entries[targets] = _pack(transfers.heads, 0, transfers.chunks)
+            self._place[transfers.heads * self._stride + transfers.chunks] = targets
         num_brought = np.bincount(brought.heads, minlength=self.num_heads)
         num_fetched = np.bincount(fetched.heads, minlength=self.num_heads)
         self._hits.in_columns[:] += self.num_columns - num_brought - num_fetched
@@ -267,48 +271,49 @@ class Window:
         """Return the chunk in each place, or EMPTY."""
         return np.where(self._entries == EMPTY, EMPTY, self._entries & _CHUNK)
 
-    def _check(self, chosen: np.ndarray, pool: np.ndarray | None) -> np.ndarray | None:
+    def _check(self, selected_chunks: np.ndarray, pool: np.ndarray | None) -> np.ndarray | None:
         """Validate the arguments of `plan`.
 
         Returns:
             The pool after its first B candidates, or None if the policy does not use it.
         """
         shape = self.num_heads, self.num_columns
-        if chosen.shape != shape or chosen.dtype != np.int64:
-            raise ValueError(f"chosen must be int64 of shape {shape}, not {chosen.dtype} of {chosen.shape}")
-        rest = None
+        if selected_chunks.shape != shape or selected_chunks.dtype != np.int64:
+            dtype = selected_chunks.dtype
+            raise ValueError(f"selected_chunks must be int64 of shape {shape}, not {dtype} of {selected_chunks.shape}")
+        lower_ranked = None
         if self.policy == "lookahead" and pool is not None:
             if pool.ndim != 2 or len(pool) != shape[0] or pool.shape[1] < shape[1] or pool.dtype != np.int64:
                 raise ValueError(f"a pool must be int64 of shape {shape} or wider, not {pool.dtype} of {pool.shape}")
-            rest = pool[:, shape[1] :]
-        for chunks in (chosen, rest):
+            lower_ranked = pool[:, shape[1] :]
+        for chunks in (selected_chunks, lower_ranked):
             # As unsigned integers, negative numbers are above all chunks.
             if chunks is not None and chunks.size and chunks.view(np.uint64).max() >= self.num_chunks:
                 raise ValueError(f"chunk numbers must be from 0 to {self.num_chunks - 1}")
-        return rest
+        return lower_ranked
 
-    def _evict(self, free: np.ndarray, leaving: np.ndarray, rest: np.ndarray | None) -> np.ndarray:
+    def _evict(self, free: np.ndarray, vacated: np.ndarray, lower_ranked: np.ndarray | None) -> np.ndarray:
         """Return the places of the entries to evict for lack of room, ordered by head.
 
         Args:
             free: places without a chosen entry, including empty places.
-            leaving: the columns among `free` that hold an entry.
-            rest: see `_check`.
+            vacated: the columns among `free` that hold an entry.
+            lower_ranked: see `_check`.
         """
         entries = self._entries.copy()
-        entries[leaving] += (self._step - 1) << _CHUNK_BITS
-        if rest is not None and rest.shape[1]:
-            ranked = _pack(self._heads, _BEST - np.arange(rest.shape[1]), rest)
-            entries[self._place.take((rest + self._rows).ravel())] = ranked.ravel()
+        entries[vacated] += (self._step - 1) << _CHUNK_BITS
+        if lower_ranked is not None and lower_ranked.shape[1]:
+            ranked = _pack(self._heads, _BEST - np.arange(lower_ranked.shape[1]), lower_ranked)
+            entries[self._place.take((lower_ranked + self._rows).ravel())] = ranked.ravel()
         entries = np.sort(entries[free])  # empty places sort before all heads
         bounds = entries.searchsorted(self._first_entries)
         excess = np.maximum(bounds[1:] - bounds[:-1] - self._room, 0)
         entries = entries[_runs(bounds[:-1], excess)]
         return self._place[(entries >> _HEAD_SHIFT) * self._stride + (entries & _CHUNK)]
 
-    def _slots(self, taken: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    def _slots(self, occupied: np.ndarray, heads: np.ndarray) -> np.ndarray:
         """Return an aside slot for each entry of `heads`, in order, from slots that are empty or become empty."""
-        unused = taken[self._all_columns : -1] | (self._entries[self._all_columns : -1] == EMPTY)
+        unused = occupied[self._all_columns : -1] | (self._entries[self._all_columns : -1] == EMPTY)
         slots = np.flatnonzero(unused)
         if len(slots) > len(heads):  # otherwise every slot is used
             slots = slots[_runs(slots.searchsorted(self.first_slots), np.bincount(heads, minlength=self.num_heads))]

@@ -19,7 +19,7 @@ from hf_tiered_cache.methods import ContiguousKV, KVDrive
 from hf_tiered_cache.selection import streamed as partial_attention
 from hf_tiered_cache.selection.streamed import StreamedPrefix
 from hf_tiered_cache.selection.warm_up import WarmUp
-from hf_tiered_cache.selection.window import WindowChoices
+from hf_tiered_cache.selection.window import WindowDecodeSelection
 
 TOKENS, PIECE = 700, 128
 METHOD = KVDrive(budget=0.2, local=16, prefill_tokens=PIECE, exact_from=16, observed=16)
@@ -98,12 +98,12 @@ def test_later_tokens_attend_to_what_their_windows_say(model, tmp_path, monkeypa
     ids, steps = prompt(TOKENS), []
     kv = exact_kv(model, ids)
 
-    def follow(self, layer, rows, query, keys, *rest, real=WindowChoices.follow):
+    def reselect(self, layer, rows, query, keys, *rest, real=WindowDecodeSelection.reselect):
         held = real(self, layer, rows, query, keys, *rest)
         steps.append((layer, held[0].window.columns, keys.clone()))
         return held
 
-    monkeypatch.setattr(WindowChoices, "follow", follow)
+    monkeypatch.setattr(WindowDecodeSelection, "reselect", reselect)
     with KVStore(tmp_path, engine="posix") as store:
         ask(model, store, ids)
     before = TOKENS - 60
@@ -367,6 +367,6 @@ def test_plain_arithmetic_is_the_kernel(masked, monkeypatch):
     query, keys, values = torch.randn(3, 2, 4, 33, 16)
     mask = torch.zeros(1, 1, 33, 33).masked_fill_(torch.rand(33, 33).tril() + torch.eye(33) <= 0.3, -torch.inf)
     given = query, keys, values, 0.25, mask if masked else None, not masked
-    ours, kernel = partial_attention._by_arithmetic(*given), partial_attention._attention(*given)
+    ours, kernel = partial_attention._plain_attention(*given), partial_attention._attention(*given)
     torch.testing.assert_close(ours.output, kernel.output, rtol=0, atol=1e-5)
     torch.testing.assert_close(ours.log_total, kernel.log_total, rtol=0, atol=1e-5)

@@ -18,7 +18,7 @@ from hf_tiered_cache.selection import offload as grown
 from hf_tiered_cache.selection.by_index import ByIndex, Span
 from hf_tiered_cache.selection.decode_index import rank
 from hf_tiered_cache.selection.offload import MicroBatches
-from hf_tiered_cache.selection.window import WindowChoices
+from hf_tiered_cache.selection.window import WindowDecodeSelection
 
 METHOD = KVDrive(budget=0.2, local=16)
 TOKENS = 400
@@ -34,13 +34,13 @@ def steps(monkeypatch):
     """What each layer holds after each choice: layer, each row's columns, query, keys, values."""
     seen = []
 
-    def follow(self, layer, rows, query, keys, values, *rest, real=WindowChoices.follow):
+    def reselect(self, layer, rows, query, keys, values, *rest, real=WindowDecodeSelection.reselect):
         result = real(self, layer, rows, query, keys, values, *rest)
         columns = [None if row is None else row.window.columns for row in result]
         seen.append((layer, columns, query.clone(), keys.clone(), values.clone()))
         return result
 
-    monkeypatch.setattr(WindowChoices, "follow", follow)
+    monkeypatch.setattr(WindowDecodeSelection, "reselect", reselect)
     return seen
 
 
@@ -372,7 +372,7 @@ def test_forks_choose_for_themselves(model, tmp_path):
 def test_a_pass_that_fails_late_changes_nothing(new_buffer, model, tmp_path, monkeypatch):
     last = model.config.num_hidden_layers - 1
 
-    def interrupted(self, layer, *rest, real=WindowChoices.follow):
+    def interrupted(self, layer, *rest, real=WindowDecodeSelection.reselect):
         found = real(self, layer, *rest)
         if layer == last:
             raise KeyboardInterrupt
@@ -387,7 +387,7 @@ def test_a_pass_that_fails_late_changes_nothing(new_buffer, model, tmp_path, mon
         for number, token in enumerate(way.split(1, dim=1)):
             if number % 3 == 0:
                 twins.extend([cache.fork()] * new_buffer)  # shares the buffer, so that the pass makes one of its own
-                monkeypatch.setattr(WindowChoices, "follow", interrupted)
+                monkeypatch.setattr(WindowDecodeSelection, "reselect", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     logits_of(model, cache, prompt(1, seed=20 + number))
                 monkeypatch.undo()
@@ -439,7 +439,7 @@ def test_computed_tokens_far_behind_leave_the_columns(early, model, tmp_path):
         _, seen, cache = attended(model, store, question(ids), METHOD, new)
     held = METHOD.token_budget(TOKENS)
     assert cache.get_seq_length() == TOKENS + 24 + 150 and max(seen) <= held + 16 + 32 + 1
-    assert cache.layers[0]._rows[0].grown.keys.shape[1] == (24 + 150 - 16) // 32 * 32 // 8
+    assert cache.layers[0]._rows[0].offloaded.keys.shape[1] == (24 + 150 - 16) // 32 * 32 // 8
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
@@ -474,7 +474,7 @@ def test_twins_batches_and_beams_grow(early, model, tmp_path):
         kwargs = {"do_sample": False, "max_new_tokens": 50}
         cache = TieredCache(model, store, method=METHOD, record=False)
         both = model.generate(rows, past_key_values=cache, **kwargs)
-        assert cache.layers[0]._rows[0].grown is not None
+        assert cache.layers[0]._rows[0].offloaded is not None
         cache = TieredCache(model, store, method=METHOD, record=False)
         one = model.generate(question(ids), past_key_values=cache, **kwargs)
         assert torch.equal(both[0], both[1]) and torch.equal(both[:1], one)
@@ -490,7 +490,7 @@ def test_an_interrupt_around_growing_changes_nothing(when, early, model, tmp_pat
     last = model.config.num_hidden_layers - 1
     struck = []
 
-    def interrupted(self, layer, *rest, real=WindowChoices.follow):
+    def interrupted(self, layer, *rest, real=WindowDecodeSelection.reselect):
         found = real(self, layer, *rest)
         if layer == last and not struck and cache.get_seq_length() >= TOKENS + 24 + when:
             struck.append(layer)
@@ -500,7 +500,7 @@ def test_an_interrupt_around_growing_changes_nothing(when, early, model, tmp_pat
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, METHOD)
         expected, _, cache = attended(model, store, question(ids), METHOD, way)
-        monkeypatch.setattr(WindowChoices, "follow", interrupted)
+        monkeypatch.setattr(WindowDecodeSelection, "reselect", interrupted)
         cache = TieredCache(model, store, method=METHOD, record=False)
         with torch.no_grad():
             found = [model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1).logits[0, -1]]

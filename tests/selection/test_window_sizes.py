@@ -21,7 +21,7 @@ from hf_tiered_cache.methods import KVDrive
 from hf_tiered_cache.operations import windows as profiling
 from hf_tiered_cache.operations.windows import decode
 from hf_tiered_cache.selection import window_sizes
-from hf_tiered_cache.selection.window import WindowedSelection
+from hf_tiered_cache.selection.window import WindowDecodeSelector
 from hf_tiered_cache.selection.window_sizes import (
     Trace,
     WindowProfile,
@@ -228,12 +228,12 @@ def windows(monkeypatch):
     """Each layer's window, as it was made."""
     made = {}
 
-    def row(self, layer, prefix, chosen, real=WindowedSelection.row):
+    def row(self, layer, prefix, chosen, real=WindowDecodeSelector.row):
         held = real(self, layer, prefix, chosen)
         made[layer] = held.window
         return held
 
-    monkeypatch.setattr(WindowedSelection, "row", row)
+    monkeypatch.setattr(WindowDecodeSelector, "row", row)
     return made
 
 
@@ -354,14 +354,14 @@ def test_the_quickest_memory_is_taken_unless_another_is_asked_for(model, windows
 def test_windows_are_timed_in_turns(model, windows, profiled, monkeypatch):
     """Each size decodes the same tokens, first the smallest window in front and then the largest."""
     store, _ = profiled
-    asked, real, decoded = [], WindowedSelection.row, []
+    asked, real, decoded = [], WindowDecodeSelector.row, []
 
     def row(self, layer, prefix, chosen):
         if layer == 0:
             asked.append(self.selector.window)
         return real(self, layer, prefix, chosen)
 
-    monkeypatch.setattr(WindowedSelection, "row", row)
+    monkeypatch.setattr(WindowDecodeSelector, "row", row)
     took = profiling.time_windows(
         store._storage, model, prompt(464)[0, :432], METHOD, 16, (1, 2, 4), done=lambda: decoded.append(1)
     )
