@@ -59,11 +59,11 @@ class AttentionSums:
         rows = rows.to(self.rows.device)
         if len(self.rows) == 1:
             rows = torch.zeros_like(rows)
-        return AttentionSums(*(each.index_select(0, rows) for each in (self.products, self.ends, self.rows)))
+        return AttentionSums(*(tensor.index_select(0, rows) for tensor in (self.products, self.ends, self.rows)))
 
     def to(self, device: torch.device) -> AttentionSums:
         """Return these sums on a device."""
-        return AttentionSums(*(each.to(device) for each in (self.products, self.ends, self.rows)))
+        return AttentionSums(*(tensor.to(device) for tensor in (self.products, self.ends, self.rows)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +93,15 @@ class QueryRows:
 
 
 def attention_sums(
-    rows: QueryRows, keys: Sequence[torch.Tensor], device: torch.device, at_once: int
+    rows: QueryRows, keys: Sequence[torch.Tensor], device: torch.device, group_rows: int
 ) -> list[AttentionSums]:
-    """Compute attention sums for consecutive groups of `at_once` rows.
+    """Compute attention sums for consecutive groups of `group_rows` rows.
 
     Args:
         rows: Queries of the attention rows.
         keys: Keys of each layer, `[batch, kv_heads, columns, dim]`, rotated, from padded position 0 on.
         device: Device to compute on. Keys on other devices are copied there, a few KV heads at a time.
-        at_once: Number of rows per group.
+        group_rows: Number of rows per group.
     """
     batch, heads, _, _ = rows.queries[0].shape
     kv_heads, count = keys[0].shape[1], len(rows.columns)
@@ -111,32 +111,31 @@ def attention_sums(
         query.to(device).float().mul(query.shape[-1] ** -0.5 if scaling is None else scaling).unflatten(1, (-1, group))
         for query, scaling in zip(rows.queries, rows.scalings, strict=True)
     ]
-    visible = _Visible(rows, device)
-    products = torch.zeros(-(-count // at_once), batch, heads, layers, layers, device=device)
+    visible = _Visibility(rows, device)
+    products = torch.zeros(-(-count // group_rows), batch, heads, layers, layers, device=device)
     ends = torch.zeros(len(products), batch, layers, device=device)
     columns = int(rows.columns[-1]) + 1
-    some_heads = min(kv_heads, max(1, _LARGEST // (layers * batch * group * columns)))
-    for head in range(0, kv_heads, some_heads):
-        kv = slice(head, head + some_heads)
-        own = [layer[:, kv, :columns].to(device).float().transpose(2, 3) for layer in keys]  # [batch, kv, dim, columns]
-        width = group * own[0].shape[1]  # query heads
-        at_a_time = min(at_once, max(1, _LARGEST // (layers * batch * width * columns)))
+    heads_per_step = min(kv_heads, max(1, _LARGEST // (layers * batch * group * columns)))
+    for head in range(0, kv_heads, heads_per_step):
+        kv = slice(head, head + heads_per_step)
+        # [batch, kv, dim, columns] for each layer
+        layer_keys = [layer[:, kv, :columns].to(device).float().transpose(2, 3) for layer in keys]
+        width = group * layer_keys[0].shape[1]  # query heads
+        rows_per_step = min(group_rows, max(1, _LARGEST // (layers * batch * width * columns)))
         for number in range(len(products)):
-            stop = min(count, (number + 1) * at_once)
-            for first in range(number * at_once, stop, at_a_time):
-                some = slice(first, min(stop, first + at_a_time))
-                weights = visible.attention([query[:, kv, :, some] for query in queries], own, some)
+            stop = min(count, (number + 1) * group_rows)
+            for first in range(number * group_rows, stop, rows_per_step):
+                span = slice(first, min(stop, first + rows_per_step))
+                weights = visible.attention([query[:, kv, :, span] for query in queries], layer_keys, span)
                 flat = weights.flatten(3).flatten(1, 2)  # [layers, batch * width, n * columns]
-                found = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).unflatten(0, (batch, width))
-                products[number, :, head * group : head * group + width] += found
-                ends[number] += visible.at_ends(weights, some).mT / heads
-    return [
-        AttentionSums(products[number], ends[number], visible.rows(slice(number * at_once, (number + 1) * at_once)))
-        for number in range(len(products))
-    ]
+                head_products = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).unflatten(0, (batch, width))
+                products[number, :, head * group : head * group + width] += head_products
+                ends[number] += visible.at_ends(weights, span).mT / heads
+    spans = [slice(first, first + group_rows) for first in range(0, count, group_rows)]
+    return [AttentionSums(products[number], ends[number], visible.rows(span)) for number, span in enumerate(spans)]
 
 
-class _Visible:
+class _Visibility:
     """Positions that each row sees: those up to its own, without padding."""
 
     def __init__(self, rows: QueryRows, device: torch.device) -> None:
@@ -144,45 +143,45 @@ class _Visible:
         self._padded = any(rows.pads)
         self._device = device
 
-    def rows(self, some: slice) -> torch.Tensor:
+    def rows(self, span: slice) -> torch.Tensor:
         """Return the number of rows that are not padding, float32 `[batch]`."""
-        count = [(self._columns[some] >= pad).sum() for pad in self._pads]
+        count = [(self._columns[span] >= pad).sum() for pad in self._pads]
         return to_device(np.array(count, np.float32), self._device)
 
-    def attention(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], some: slice) -> torch.Tensor:
+    def attention(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], span: slice) -> torch.Tensor:
         """Return attention weights, float32 `[layers, batch, kv_heads * group, n, columns]`; 0 for padding rows."""
-        columns = int(self._columns[some][-1]) + 1
+        columns = int(self._columns[span][-1]) + 1
         batch, kv_heads, group, count, _ = queries[0].shape
         weights = torch.empty(len(keys), batch, kv_heads, group * count, columns, device=self._device)
-        for layer, (query, own) in enumerate(zip(queries, keys, strict=True)):
-            torch.matmul(query.flatten(2, 3), own[..., :columns], out=weights[layer])
+        for layer, (query, layer_keys) in enumerate(zip(queries, keys, strict=True)):
+            torch.matmul(query.flatten(2, 3), layer_keys[..., :columns], out=weights[layer])
         weights = weights.view(len(keys), batch, kv_heads * group, count, columns)
         if count > 1 or self._padded:
-            weights.masked_fill_(self._hidden(some, columns), -torch.inf)
+            weights.masked_fill_(self._hidden(span, columns), -torch.inf)
         weights = weights.softmax(-1)
         return weights.nan_to_num_() if self._padded else weights
 
-    def _hidden(self, some: slice, columns: int) -> torch.Tensor:
+    def _hidden(self, span: slice, columns: int) -> torch.Tensor:
         """Return the mask of positions that rows do not see, bool `[batch or 1, 1, n, columns]`."""
-        own, place = to_device(self._columns[some], self._device), torch.arange(columns, device=self._device)
-        hidden = place > own.view(1, 1, -1, 1)
+        positions, place = to_device(self._columns[span], self._device), torch.arange(columns, device=self._device)
+        hidden = place > positions.view(1, 1, -1, 1)
         if not self._padded:
             return hidden
         return hidden | (place < to_device(np.array(self._pads), self._device).view(-1, 1, 1, 1))
 
-    def at_ends(self, weights: torch.Tensor, some: slice) -> torch.Tensor:
+    def at_ends(self, weights: torch.Tensor, span: slice) -> torch.Tensor:
         """Return the weights at the two ends of each row's context, summed over rows and heads, `[layers, batch]`."""
-        own = self._columns[some]
-        if len(own) == 1 and not self._padded:
-            width = _width(own)[0]
+        positions = self._columns[span]
+        if len(positions) == 1 and not self._padded:
+            width = _width(positions)[0]
             ends = weights[..., :width].sum((2, 3, 4))
             return ends + weights[..., max(width, weights.shape[-1] - width) :].sum((2, 3, 4))
         place = np.arange(weights.shape[-1])
-        near = []  # [n, columns] for each sequence
+        end_masks = []  # [n, columns] for each sequence
         for pad in self._pads if self._padded else (0,):
-            width = _width(own - pad)[:, None]
-            near.append((place < pad + width) | (place > own[:, None] - width))
-        mask = to_device(np.stack(near).astype(np.float32), self._device)  # [batch or 1, n, columns]
+            width = _width(positions - pad)[:, None]
+            end_masks.append((place < pad + width) | (place > positions[:, None] - width))
+        mask = to_device(np.stack(end_masks).astype(np.float32), self._device)  # [batch or 1, n, columns]
         return (weights.flatten(3) @ mask.flatten(1).unsqueeze(-1)).sum((2, 3))
 
 
@@ -192,7 +191,7 @@ def _width(last: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class SampledWindow:
     """Attention sums of one sampled window.
 
     Args:
@@ -207,50 +206,50 @@ class Stretch:
     parts: int
     sums: AttentionSums
 
-    def __add__(self, other: Stretch) -> Stretch:
+    def __add__(self, other: SampledWindow) -> SampledWindow:
         sampled, parts = self.sampled + other.sampled, self.parts + other.parts
-        return Stretch(max(self.stop, other.stop), sampled, parts, self.sums + other.sums)
+        return SampledWindow(max(self.stop, other.stop), sampled, parts, self.sums + other.sums)
 
-    def select(self, rows: torch.Tensor) -> Stretch:
+    def select(self, rows: torch.Tensor) -> SampledWindow:
         """Return the window with reordered rows: row i is the former row `rows[i]`."""
         return replace(self, sums=self.sums.select(rows))
 
-    def to(self, device: torch.device) -> Stretch:
+    def to(self, device: torch.device) -> SampledWindow:
         """Return the window on `device`."""
         return replace(self, sums=self.sums.to(device))
 
 
-class Stretches:
+class SampledWindows:
     """Attention sums of one cache, in sampled windows."""
 
-    def __init__(self, stretches: Sequence[Stretch] = ()) -> None:
-        self._stretches = list(stretches)  # ascending
+    def __init__(self, windows: Sequence[SampledWindow] = ()) -> None:
+        self._windows = list(windows)  # ascending
         self._order: torch.Tensor | None = None  # former row of each current row, not applied yet
 
     def __len__(self) -> int:
-        return len(self._stretches)
+        return len(self._windows)
 
     @property
     def stop(self) -> int:
         """Position after the last one that was counted."""
-        return max((stretch.stop for stretch in self._stretches), default=0)
+        return max((window.stop for window in self._windows), default=0)
 
-    def add(self, new: Sequence[Stretch]) -> None:
+    def add(self, windows: Sequence[SampledWindow]) -> None:
         """Add windows, and merge older ones."""
-        self._settle()
-        every = sorted([*self._stretches, *new], key=lambda stretch: stretch.stop)
-        kept, parts = list[Stretch](), 0  # from the last one back
-        for stretch in reversed(every):
-            if kept and kept[-1].parts + stretch.parts <= parts - kept[-1].parts:
-                kept[-1] = stretch + kept[-1]
+        self._apply_order()
+        sorted_windows = sorted([*self._windows, *windows], key=lambda window: window.stop)
+        merged_windows, parts = list[SampledWindow](), 0  # from the last one back
+        for window in reversed(sorted_windows):
+            if merged_windows and merged_windows[-1].parts + window.parts <= parts - merged_windows[-1].parts:
+                merged_windows[-1] = window + merged_windows[-1]
             else:
-                kept.append(stretch)
-            parts += stretch.parts
-        self._stretches = kept[::-1]
+                merged_windows.append(window)
+            parts += window.parts
+        self._windows = merged_windows[::-1]
 
     def crop(self, columns: int) -> None:
         """Keep only windows within the first `columns` positions."""
-        self._stretches = [stretch for stretch in self._stretches if stretch.stop <= columns]
+        self._windows = [window for window in self._windows if window.stop <= columns]
 
     def select(self, rows: torch.Tensor) -> None:
         """Replace row i by the former row `rows[i]`. Sums follow later, since beam search does this at every token."""
@@ -258,21 +257,21 @@ class Stretches:
 
     def to(self, device: torch.device) -> None:
         """Move the sums to `device`."""
-        self._stretches = [stretch.to(device) for stretch in self._stretches]
+        self._windows = [window.to(device) for window in self._windows]
 
-    def total(self) -> Stretch | None:
+    def total(self) -> SampledWindow | None:
         """Return the sum of all windows, or None if there are none."""
-        self._settle()
-        return reduce(add, self._stretches) if self._stretches else None
+        self._apply_order()
+        return reduce(add, self._windows) if self._windows else None
 
-    def copy(self) -> Stretches:
+    def copy(self) -> SampledWindows:
         """Return an independent copy."""
-        self._settle()
-        return Stretches(self._stretches)
+        self._apply_order()
+        return SampledWindows(self._windows)
 
-    def _settle(self) -> None:
+    def _apply_order(self) -> None:
         if (order := self._order) is not None:
-            self._stretches, self._order = [stretch.select(order) for stretch in self._stretches], None
+            self._windows, self._order = [window.select(order) for window in self._windows], None
 
 
 def reordered(order: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:

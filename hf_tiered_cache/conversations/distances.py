@@ -24,7 +24,7 @@ import torch
 from ..restore.observe import ComputedColumns, KeysOfLayer, Later
 from ..store.memory import to_device
 from ..tiers.streams import DoneEvent, Event, copy_stream
-from .attention_sums import QueryRows, Stretch, Stretches, attention_sums, reordered
+from .attention_sums import QueryRows, SampledWindow, SampledWindows, attention_sums, reordered
 from .sharing import LayerDistances
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -60,8 +60,8 @@ class AttentionDistances:
         self._missing = ""
         self._layers: tuple[int, ...] = ()
         self._lock = threading.Lock()  # guards the next two attributes
-        self._counted = Stretches()
-        self._waiting: list[_Waiting] = []
+        self._windows = SampledWindows()
+        self._pending: list[_PendingQueries] = []
 
     # --- passes (see `CacheObserver`)
 
@@ -71,8 +71,8 @@ class AttentionDistances:
         if self._missing or not len(columns):
             return None
         with self._lock:  # positions that are computed again are not counted twice
-            seen = max([self._counted.stop, *(waiting.stop for waiting in self._waiting)])
-        columns = columns[columns >= seen]
+            counted_stop = max([self._windows.stop, *(pending.stop for pending in self._pending)])
+        columns = columns[columns >= counted_stop]
         self._follow(sources)
         return _SampledPass(self, self._sources, computed, columns, stride) if len(columns) else None
 
@@ -83,16 +83,16 @@ class AttentionDistances:
     def crop(self, columns: int) -> None:
         """See `CacheObserver`."""
         with self._lock:
-            self._counted.crop(columns)
-            for waiting in self._waiting:
-                waiting.limit = min(waiting.limit, columns)
+            self._windows.crop(columns)
+            for pending in self._pending:
+                pending.limit = min(pending.limit, columns)
 
     def select(self, rows: torch.Tensor) -> None:
         """See `CacheObserver`."""
         with self._lock:
-            self._counted.select(rows)
-            for waiting in self._waiting:
-                waiting.order = reordered(waiting.order, rows)
+            self._windows.select(rows)
+            for pending in self._pending:
+                pending.order = reordered(pending.order, rows)
 
     def fork(self, sources: Sequence[KeysOfLayer]) -> AttentionDistances:
         """See `CacheObserver`."""
@@ -101,8 +101,10 @@ class AttentionDistances:
         twin._lock = threading.Lock()
         twin._follow(sources)
         with self._lock:
-            twin._counted = self._counted.copy()
-            twin._waiting = [replace(each, taken=False, done=threading.Event()) for each in self._waiting]
+            twin._windows = self._windows.copy()
+            twin._pending = [
+                replace(pending, is_taken=False, done_event=threading.Event()) for pending in self._pending
+            ]
         return twin
 
     # --- result
@@ -111,7 +113,7 @@ class AttentionDistances:
         """Return the distances so far for one row of the batch, after reducing all pending queries."""
         self._reduce_all()
         with self._lock:
-            total = self._counted.total()
+            total = self._windows.total()
         if self._missing or total is None:
             return LayerDistances.none(self._missing or "no attention was observed")
         sums = total.sums.select(torch.tensor([row])).to(torch.device("cpu"))
@@ -131,10 +133,10 @@ class AttentionDistances:
         """Return the number of positions that each sample of a pass represents, and the sampled positions, int64."""
         fewest, first, stop = computed.fewest, computed.first, computed.stop
         count = stop - first if fewest is None else len(fewest)
-        short = count <= self.every
-        stride = self.every if short else max(self.prompt_every, -(-count // self.prompt_rows))
+        is_short = count <= self.every
+        stride = self.every if is_short else max(self.prompt_every, -(-count // self.prompt_rows))
         if fewest is not None:
-            return stride, fewest[fewest % stride == stride // 2] if short else fewest[stride // 2 :: stride]
+            return stride, fewest[fewest % stride == stride // 2] if is_short else fewest[stride // 2 :: stride]
         return stride, np.arange(first + (stride // 2 - first) % stride, stop, stride)
 
     # --- reduction
@@ -151,64 +153,64 @@ class AttentionDistances:
         device = keys[0].device
         with self._lock:
             self._layers = layers
-            self._counted.to(device)
+            self._windows.to(device)
         if len(rows.columns) == 1:
-            self._add(_reduced(rows, weight, keys, device))
+            self._add(_reduce_queries(rows, weight, keys, device))
             return
         later = self._later
-        waiting = _Waiting(rows, weight, int(rows.columns[-1]) + 1)
+        pending = _PendingQueries(rows, weight, int(rows.columns[-1]) + 1)
         if later is not None:
-            waiting.keys, waiting.computed = keys, copy_stream(device).computed()
+            pending.keys, pending.computed = keys, copy_stream(device).computed()
         with self._lock:
-            self._waiting.append(waiting)
+            self._pending.append(pending)
         if later is not None:
-            later(partial(_reduce_later, weakref.ref(self), weakref.ref(waiting)))
+            later(partial(_reduce_later, weakref.ref(self), weakref.ref(pending)))
 
     def _reduce_all(self) -> None:
-        for waiting in list(self._waiting):
-            self.reduce(waiting)
-            waiting.done.wait()
+        for pending in list(self._pending):
+            self.reduce(pending)
+            pending.done_event.wait()
 
-    def reduce(self, waiting: _Waiting) -> None:
+    def reduce(self, pending: _PendingQueries) -> None:
         """Reduce and count pending queries, unless another thread has taken them. Failures are logged, not raised."""
         with self._lock:
-            if waiting.taken:
+            if pending.is_taken:
                 return
-            waiting.taken = True
-            rows, order = waiting.rows.first(int((waiting.rows.columns < waiting.limit).sum())), waiting.order
+            pending.is_taken = True
+            rows, order = pending.rows.first(int((pending.rows.columns < pending.limit).sum())), pending.order
         try:
             if not len(rows.columns):
                 return
-            if waiting.keys is None:  # runs in the cache's own thread, so the cache does not change
+            if pending.keys is None:  # runs in the cache's own thread, so the cache does not change
                 rows = rows if order is None else rows.select(order)
-                found = _reduced(rows, waiting.weight, *_held(self._sources))
-                waiting.order = None
+                windows = _reduce_queries(rows, pending.weight, *_keys_of(self._sources))
+                pending.order = None
             else:
-                stream = copy_stream(waiting.keys[0].device)
-                stream.await_computation(waiting.computed)
+                stream = copy_stream(pending.keys[0].device)
+                stream.await_computation(pending.computed)
                 with stream.copying():
-                    found = _reduced(rows, waiting.weight, waiting.keys, torch.device("cpu"))
-            self._add(found, waiting)
+                    windows = _reduce_queries(rows, pending.weight, pending.keys, torch.device("cpu"))
+            self._add(windows, pending)
         except Exception as error:  # no request depends on it
             logger.warning("the attention of a prompt is not counted: %s: %s", type(error).__name__, error)
         finally:
             with self._lock:
-                self._waiting = [each for each in self._waiting if each is not waiting]
-            waiting.done.set()
+                self._pending = [other_pending for other_pending in self._pending if other_pending is not pending]
+            pending.done_event.set()
 
-    def _add(self, found: list[Stretch], waiting: _Waiting | None = None) -> None:
+    def _add(self, windows: list[SampledWindow], pending: _PendingQueries | None = None) -> None:
         with self._lock:
-            if waiting is not None:  # apply crops and reordering since the pass
-                found = [stretch for stretch in found if stretch.stop <= waiting.limit]
-                if waiting.order is not None:
-                    found = [stretch.select(waiting.order) for stretch in found]
+            if pending is not None:  # apply crops and reordering since the pass
+                windows = [window for window in windows if window.stop <= pending.limit]
+                if pending.order is not None:
+                    windows = [window.select(pending.order) for window in windows]
                 if self._sources and (keys := self._sources[0].keys) is not None:
-                    found = [stretch.to(keys.device) for stretch in found]
-            self._counted.add(found)
+                    windows = [window.to(keys.device) for window in windows]
+            self._windows.add(windows)
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _PendingQueries:
     """Sampled queries of a prompt that are not reduced yet.
 
     Args:
@@ -219,8 +221,8 @@ class _Waiting:
             positions that these queries see, or to other buffers. None to use the sources' keys at the reduction.
         computed: Event after which `keys` are valid.
         order: Row of the pass that each current batch row comes from; None if unchanged.
-        taken: Whether a thread is reducing the queries, or has done so.
-        done: Set when the reduction has ended.
+        is_taken: Whether a thread is reducing the queries, or has done so.
+        done_event: Set when the reduction has ended.
     """
 
     rows: QueryRows
@@ -229,8 +231,8 @@ class _Waiting:
     keys: Sequence[torch.Tensor] | None = None
     computed: Event = field(default_factory=DoneEvent)
     order: torch.Tensor | None = None
-    taken: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
+    is_taken: bool = False
+    done_event: threading.Event = field(default_factory=threading.Event)
 
     @property
     def stop(self) -> int:
@@ -260,7 +262,7 @@ class _SampledPass:
         self._owner, self._sources, self._computed = owner, sources, computed
         self._columns, self._weight = columns, weight
         self._layers = {source.index for source in sources}
-        self._seen: dict[int, tuple[torch.Tensor, float | None]] = {}
+        self._queries: dict[int, tuple[torch.Tensor, float | None]] = {}
         self._places: dict[torch.device, torch.Tensor] = {}
 
     def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
@@ -279,7 +281,7 @@ class _SampledPass:
                     self._places[device] = to_device(self._columns - computed.first, device)
                 places = self._places[device]
             query = query.index_select(2, places)
-        self._seen[layer] = query, scaling
+        self._queries[layer] = query, scaling
 
     def undo(self) -> None:
         """See `PassObserver`."""
@@ -290,14 +292,14 @@ class _SampledPass:
         layers = tuple(source.index for source in self._sources)
         if len(layers) < 2:
             return self._owner.cannot_see("fewer than two layers attend to their whole context")
-        if unseen := [layer for layer in layers if layer not in self._seen]:
+        if missing_layers := [layer for layer in layers if layer not in self._queries]:
             return self._owner.cannot_see(
-                f"the attention of layers {unseen} is not computed from queries and keys alone"
+                f"the attention of layers {missing_layers} is not computed from queries and keys alone"
             )
         if any(source.held < source.columns for source in self._sources):
             return self._owner.cannot_see("layers hold only a part of their keys")
-        queries, scalings = zip(*(self._seen[layer] for layer in layers), strict=True)
-        keys, _ = _held(self._sources)
+        queries, scalings = zip(*(self._queries[layer] for layer in layers), strict=True)
+        keys, _ = _keys_of(self._sources)
         if not _fit(queries, keys):
             return self._owner.cannot_see("the keys that layers hold are not the keys that their queries attend to")
         rows = QueryRows(self._columns, self._computed.pads, queries, scalings)
@@ -317,24 +319,26 @@ def _fit(queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _held(sources: Sequence[KeysOfLayer]) -> tuple[list[torch.Tensor], torch.device]:
+def _keys_of(sources: Sequence[KeysOfLayer]) -> tuple[list[torch.Tensor], torch.device]:
     """Return the keys of the sources that are not empty, and the device of the first ones."""
     keys = [source.keys for source in sources if source.keys is not None]
     return keys, keys[0].device
 
 
 @torch.no_grad()
-def _reduced(rows: QueryRows, weight: int, keys: Sequence[torch.Tensor], device: torch.device) -> list[Stretch]:
+def _reduce_queries(
+    rows: QueryRows, weight: int, keys: Sequence[torch.Tensor], device: torch.device
+) -> list[SampledWindow]:
     """Return the attention sums of sampled queries, one per sampled window, computed on `device`."""
-    stretches = []
+    windows = []
     for number, sums in enumerate(attention_sums(rows, keys, device, _ROWS_AT_ONCE)):
         columns = rows.columns[number * _ROWS_AT_ONCE :][:_ROWS_AT_ONCE]
-        stretches.append(Stretch(int(columns[-1]) + 1, len(columns), 1, sums.times(weight)))
-    return stretches
+        windows.append(SampledWindow(int(columns[-1]) + 1, len(columns), 1, sums.times(weight)))
+    return windows
 
 
-def _reduce_later(owner: weakref.ref[AttentionDistances], waiting: weakref.ref[_Waiting]) -> None:
+def _reduce_later(owner: weakref.ref[AttentionDistances], pending: weakref.ref[_PendingQueries]) -> None:
     """Reduce pending queries if their owner and the queries still exist."""
-    observer, rows = owner(), waiting()
-    if observer is not None and rows is not None:
-        observer.reduce(rows)
+    distances, queries = owner(), pending()
+    if distances is not None and queries is not None:
+        distances.reduce(queries)

@@ -53,13 +53,13 @@ class LayerDistances:
         """Compute the distances from the sums of one sequence, on the host."""
         products = sums.products[0].double().numpy()  # [heads, layers, layers]
         count = float(sums.rows)
-        own = np.diagonal(products, axis1=1, axis2=2)
-        both = own[:, :, None] + own[:, None, :]
-        squared = np.maximum(0, both - products - products.swapaxes(1, 2))
+        squared_norms = np.diagonal(products, axis1=1, axis2=2)
+        norm_sums = squared_norms[:, :, None] + squared_norms[:, None, :]
+        squared = np.maximum(0, norm_sums - products - products.swapaxes(1, 2))
         return cls(
             tuple(layers),
             np.sqrt(squared / count).mean(0),
-            np.sqrt(squared / both).mean(0),
+            np.sqrt(squared / norm_sums).mean(0),
             sums.ends[0].double().numpy() / count,
             rows,
         )
@@ -106,31 +106,34 @@ def share_layers(
     layers, relative = distances.layers, distances.relative
     candidates = np.flatnonzero(distances.initial_recent >= gamma)
     initial_recent = tuple(layers[place] for place in candidates)
-    wanted = min(len(layers) // 2, ceil(layers_shared * len(layers) / 2))
+    target_pairs = min(len(layers) // 2, ceil(layers_shared * len(layers) / 2))
     if distances.missing:
         return SharedLayers(tuple(shared), (), distances, distances.missing)
     low, high = (candidates[side] for side in np.triu_indices(len(candidates), 1))
-    pairs, refused = list(shared), 0.0
-    used = {layers.index(layer) for pair in shared for layer in pair}
+    pairs, refused_distance = list(shared), 0.0
+    paired_layers = {layers.index(layer) for pair in shared for layer in pair}
     for place in np.argsort(relative[low, high], kind="stable"):
         first, second = int(low[place]), int(high[place])
-        if len(pairs) >= wanted or not used.isdisjoint((first, second)):
+        if len(pairs) >= target_pairs or not paired_layers.isdisjoint((first, second)):
             continue
         if (distance := float(relative[first, second])) > alike:
-            refused = distance
+            refused_distance = distance
             break
         pairs.append((layers[first], layers[second]))
-        used |= {first, second}
-    return SharedLayers(tuple(pairs), initial_recent, distances, _why_fewer(len(pairs), wanted, refused, alike))
+        paired_layers |= {first, second}
+    why_fewer = _why_fewer(len(pairs), target_pairs, refused_distance, alike)
+    return SharedLayers(tuple(pairs), initial_recent, distances, why_fewer)
 
 
-def _why_fewer(found: int, wanted: int, refused: float, alike: float) -> str:
-    if found >= wanted:
+def _why_fewer(num_pairs: int, target_pairs: int, refused_distance: float, alike: float) -> str:
+    if num_pairs >= target_pairs:
         return ""
-    few = f"{2 * found} layers share KV instead of {2 * wanted}: " if found else "no layers share KV: "
-    if refused:
-        return f"{few}the attention of the next two differs by {refused:.2f}, and the limit is {alike:g}"
-    return f"{few}no other two layers attend to both ends of their context"
+    shortfall = (
+        f"{2 * num_pairs} layers share KV instead of {2 * target_pairs}: " if num_pairs else "no layers share KV: "
+    )
+    if refused_distance:
+        return f"{shortfall}the attention of the next two differs by {refused_distance:.2f}, and the limit is {alike:g}"
+    return f"{shortfall}no other two layers attend to both ends of their context"
 
 
 def calibrated_gamma(shares: Iterable[np.ndarray], target: float = I_R_SHARE) -> float:
@@ -143,12 +146,12 @@ def calibrated_gamma(shares: Iterable[np.ndarray], target: float = I_R_SHARE) ->
     Raises:
         ValueError: `shares` is empty.
     """
-    every = np.sort(np.concatenate(list(shares) or [np.empty(0)]))
-    if not len(every):
+    sorted_shares = np.sort(np.concatenate(list(shares) or [np.empty(0)]))
+    if not len(sorted_shares):
         raise ValueError("gamma requires at least one conversation")
-    below = len(every) - round(target * len(every))
-    if below == 0:
-        return float(every[0])
-    if below == len(every):
-        return float(np.nextafter(every[-1], np.inf))
-    return float((every[below - 1] + every[below]) / 2)
+    num_below = len(sorted_shares) - round(target * len(sorted_shares))
+    if num_below == 0:
+        return float(sorted_shares[0])
+    if num_below == len(sorted_shares):
+        return float(np.nextafter(sorted_shares[-1], np.inf))
+    return float((sorted_shares[num_below - 1] + sorted_shares[num_below]) / 2)

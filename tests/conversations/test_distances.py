@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.forward_pass import ForwardPass
-from hf_tiered_cache.conversations.attention_sums import AttentionSums, Stretch, Stretches
+from hf_tiered_cache.conversations.attention_sums import AttentionSums, SampledWindow, SampledWindows
 from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.identity import watch
 from hf_tiered_cache.methods import Exact, ForConversation
@@ -227,7 +227,7 @@ def test_sampled_rows_are_spread_and_stand_for_the_others(model, store):
     result = observer_of(cache).result()
     rows = [*range(4, 400, 8), *range(404, 440, 8)]
     assert_same(result, direct(weights(model, ids[0, :440]), rows), len(rows))
-    assert float(observer_of(cache)._counted.total().sums.rows) == 440
+    assert float(observer_of(cache)._windows.total().sums.rows) == 440
 
 
 def test_layers_can_be_named(model, store):
@@ -434,9 +434,9 @@ def test_keys_of_a_prompt_are_those_of_its_pass_whatever_comes_since(model, stor
     mixed = torch.cat([ids[:, :50], other[:, :60]], dim=1)
     step(model, cache, mixed[:, 50:])
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert not len(observer_of(cache)._counted)
+    assert not len(observer_of(cache)._windows)
     queue.run()
-    assert len(observer_of(cache)._counted) and not observer_of(cache)._waiting
+    assert len(observer_of(cache)._windows) and not observer_of(cache)._pending
     for row in (0, 1):
         result = observer_of(cache).result(row)
         assert result.rows == 110
@@ -459,7 +459,7 @@ def test_a_thread_that_reduces_while_the_model_decodes(model, store):
             cache.reorder_cache(torch.tensor([0]))
     for thread in threads:
         thread.join()
-    assert len(threads) == 1 and not observer_of(cache)._waiting
+    assert len(threads) == 1 and not observer_of(cache)._pending
     assert_same(observer_of(cache).result(), direct(weights(model, ids[0, :430])), 430)
 
 
@@ -470,12 +470,12 @@ def test_columns_taken_back_while_they_are_reduced_do_not_count(model, store, mo
     cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
     step(model, cache, ids)
 
-    def cropped(*args, real=distances._reduced):
+    def cropped(*args, real=distances._reduce_queries):
         found = real(*args)
         cache.crop(-60)
         return found
 
-    monkeypatch.setattr(distances, "_reduced", cropped)
+    monkeypatch.setattr(distances, "_reduce_queries", cropped)
     queue.run()
     assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), slice(40)), 40)
 
@@ -483,18 +483,18 @@ def test_columns_taken_back_while_they_are_reduced_do_not_count(model, store, mo
 def test_rows_that_change_places_while_they_are_reduced(model, store, monkeypatch):
     import hf_tiered_cache.conversations.distances as distances
 
-    ids, queue, real = prompt(130, rows=2), Queue(), distances._reduced
+    ids, queue, real = prompt(130, rows=2), Queue(), distances._reduce_queries
     cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}), record=False)
     step(model, cache, ids[:, :60])
 
     def meanwhile(*args):
-        monkeypatch.setattr(distances, "_reduced", real)
+        monkeypatch.setattr(distances, "_reduce_queries", real)
         cache.reorder_cache(torch.tensor([1, 0]))
         for token in range(60, 129):  # buffers are full, and grow
             step(model, cache, ids[[1, 0], token : token + 1])
         return real(*args)
 
-    monkeypatch.setattr(distances, "_reduced", meanwhile)
+    monkeypatch.setattr(distances, "_reduce_queries", meanwhile)
     queue.run()
     for row in (0, 1):
         assert_same(observer_of(cache).result(row), direct(weights(model, ids[1 - row, :129])), 129)
@@ -507,12 +507,12 @@ def test_who_waits_for_a_result_waits_for_whoever_reduces(model, store, monkeypa
     cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
     step(model, cache, ids)
 
-    def slow(*args, real=distances._reduced):
+    def slow(*args, real=distances._reduce_queries):
         begun.set()
         assert go_on.wait(30)
         return real(*args)
 
-    monkeypatch.setattr(distances, "_reduced", slow)
+    monkeypatch.setattr(distances, "_reduce_queries", slow)
     worker = threading.Thread(target=queue.run)
     worker.start()
     assert begun.wait(30)
@@ -663,9 +663,9 @@ def of(value):
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=300), st.integers(0, 400))
 def test_few_stretches_are_held_and_a_crop_costs_about_twice_what_it_takes(steps, gone):
     stops = np.cumsum(steps).tolist()
-    held = Stretches()
+    held = SampledWindows()
     for stop in stops:
-        held.add([Stretch(stop, 1, 1, of(1.0))])
+        held.add([SampledWindow(stop, 1, 1, of(1.0))])
     assert len(held) <= 2 * np.log2(len(stops) + 1) + 2
     assert held.total().sampled == len(stops)
     columns = max(0, stops[-1] - gone)
@@ -679,8 +679,8 @@ def test_few_stretches_are_held_and_a_crop_costs_about_twice_what_it_takes(steps
 
 
 def test_stretches_that_come_late_are_put_in_their_place():
-    held = Stretches()
-    held.add([Stretch(20, 1, 1, of(1.0)), Stretch(30, 1, 1, of(2.0))])
-    held.add([Stretch(10, 1, 1, of(4.0))])
+    held = SampledWindows()
+    held.add([SampledWindow(20, 1, 1, of(1.0)), SampledWindow(30, 1, 1, of(2.0))])
+    held.add([SampledWindow(10, 1, 1, of(4.0))])
     held.crop(20)
     assert float(held.total().sums.rows) == 5
