@@ -11,7 +11,7 @@ import torch
 
 from ..layers import LayerTensors
 from ..methods import Method, Passages
-from ..passages.recompute import QuestionAttention
+from ..passages.recompute import ProbeAttentionSum
 from ..patches.attach import Attachment
 from ..patches.attention import can_select, shows_queries
 from ..patches.scope import Attended, AttentionCall
@@ -47,10 +47,10 @@ class SettlingForward(RestoringForward):
         self._to_compare = set(self._deferred.compare_layers)
         self._peeking: int | None = None  # layer that runs up to its attention (preview)
         self._moved: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
-        self._attention: QuestionAttention | None = None
+        self._attention: ProbeAttentionSum | None = None
         # positions of the sum include those in the cache, positions of a plan do not
         if self.selects and not plan.base and self._deferred.question_tokens:
-            self._attention = QuestionAttention(self._deferred.question_tokens)
+            self._attention = ProbeAttentionSum(self._deferred.question_tokens)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """See `ForwardPass`."""

@@ -225,9 +225,9 @@ class SequenceState:
             self._report.add(plan.groups, plan.base, self.history.pads)
         ids, finder = self.history.ids(), self._finder(method)
         rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
-        told = self._report.told(rows, finder.hashers, self._segments)
+        told = self._report.passage_stats(rows, finder.hashers, self._segments)
         collector.tell_passages(told)
-        if self._report.joined(rows, finder.hashers):
+        if self._report.suggests_joined_text(rows, finder.hashers):
             self.missed = reasons.JOINED
         elif plan is not None and not plan.base and not any(each.found for each in told):
             self.missed = self._why_a_prefix_alone(plan, rows, finder, method.passages)

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..layers import LayerTensors
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
-from ..passages.recompute import Asked
+from ..passages.recompute import ProbeAttention
 from ..restore.plan import Columns, PlanContext, RowGroup, SegmentSlice, UnderWay, of_row, repeats, side_by_side
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
@@ -150,7 +150,7 @@ class Passages(Method):
         raise TypeError(f"{type(self).__name__} compares nothing")
 
     def go_on(
-        self, under_way: UnderWay, layer: int, columns: Columns, moved: np.ndarray, attention: Asked | None
+        self, under_way: UnderWay, layer: int, columns: Columns, moved: np.ndarray, attention: ProbeAttention | None
     ) -> Columns:
         """Return the positions that are computed from one of the `compare_layers` on.
 

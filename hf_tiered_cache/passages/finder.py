@@ -39,7 +39,7 @@ class Seeds(NamedTuple):
     rows: list[SegmentRow]
 
 
-class Listed(Protocol):
+class PassageCatalogue(Protocol):
     """Catalogue interface for stored passages (see `Index`)."""
 
     @property
@@ -73,8 +73,8 @@ class _Run:
         at = np.flatnonzero(self._filter[hashes >> self._shift])
         first = np.searchsorted(self.hashes, hashes[at], "left")
         count = np.minimum(np.searchsorted(self.hashes, hashes[at], "right") - first, _MOST_PLACES)
-        before = np.cumsum(count) - count
-        place = np.repeat(first - before, count) + np.arange(count.sum())
+        offsets = np.cumsum(count) - count
+        place = np.repeat(first - offsets, count) + np.arange(count.sum())
         return np.repeat(at, count), self.passages[place].astype(np.int64), self.parts[place].astype(np.int64)
 
 
@@ -82,84 +82,84 @@ class PassageIndex:
     """Scan hashes of all stored passages. Changes by other processes are seen at the next lookup.
 
     Args:
-        listed: Catalogue of the stored passages.
+        catalogue: Catalogue of the stored passages.
     """
 
-    def __init__(self, listed: Listed) -> None:
-        self._listed = listed
+    def __init__(self, catalogue: PassageCatalogue) -> None:
+        self._catalogue = catalogue
         self._lock = threading.Lock()
         self._generation: Hashable = None
-        self._begin_anew()
+        self._reset()
 
     def seeds(self, hashes: np.ndarray) -> Seeds:
         """Return the candidate parts of passages in a prompt with these scan hashes, uint32 `[n]`."""
         while True:
             with self._lock:
-                self._catch_up()
+                self._update()
                 runs = [run.find(hashes) for run in (self._main, self._recent)]
                 names = self._names
             at, passage, part = (np.concatenate(parts) for parts in zip(*runs, strict=True))
-            numbers, which = np.unique(passage, return_inverse=True)
+            numbers, passage_index = np.unique(passage, return_inverse=True)
             ids = [names[number] for number in numbers]
-            rows = self._listed.live(ids) if ids else []
+            rows = self._catalogue.live(ids) if ids else []
             if rows is None:
-                none = np.empty(0, np.int64)
-                return Seeds(none, none, none, [])
+                empty = np.empty(0, np.int64)
+                return Seeds(empty, empty, empty, [])
             by_id = {row.id: row for row in rows}
-            gone = [number for number, name in zip(numbers.tolist(), ids, strict=True) if name not in by_id]
-            if not gone:
-                return Seeds(at, which, part, [by_id[name] for name in ids])
+            deleted_numbers = [number for number, name in zip(numbers.tolist(), ids, strict=True) if name not in by_id]
+            if not deleted_numbers:
+                return Seeds(at, passage_index, part, [by_id[name] for name in ids])
             with self._lock:
                 if names is self._names:  # otherwise the index was rebuilt meanwhile
-                    self._forget(gone)
+                    self._forget(deleted_numbers)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._last = 0  # number of the last passage read from the catalogue
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}  # last index of each name in `_names`
         self._main = self._recent = _run([], 0)
 
-    def _catch_up(self) -> None:
+    def _update(self) -> None:
         """Add the passages stored since the last lookup. Rebuild if the catalogue has a new generation."""
-        if (generation := self._listed.generation) != self._generation:
-            self._begin_anew()
+        if (generation := self._catalogue.generation) != self._generation:
+            self._reset()
             self._generation = generation
-        new = self._listed.passages_since(self._last)
-        if not new:
+        new_passages = self._catalogue.passages_since(self._last)
+        if not new_passages:
             return
-        self._last = new[-1][0]
-        names = [name for _, name, _ in new]
+        self._last = new_passages[-1][0]
+        names = [name for _, name, _ in new_passages]
         self._forget([self._numbers[name] for name in names if name in self._numbers])  # stored again
         self._numbers |= zip(names, range(len(self._names), len(self._names) + len(names)), strict=True)
-        run = _run([scan for *_, scan in new], len(self._names))
+        run = _run([scan for *_, scan in new_passages], len(self._names))
         self._names += names
-        self._recent = _joined(self._recent, run)
+        self._recent = _concatenate(self._recent, run)
         if len(self._recent.hashes) > max(_FEW, len(self._main.hashes) // 4):
-            self._main, self._recent = _joined(self._main, self._recent), _run([], 0)
+            self._main, self._recent = _concatenate(self._main, self._recent), _run([], 0)
 
-    def _forget(self, gone: Collection[int]) -> None:
+    def _forget(self, numbers: Collection[int]) -> None:
         """Remove passages that were deleted or replaced."""
-        for name in ("_main", "_recent") if gone else ():
+        for name in ("_main", "_recent") if numbers else ():
             run: _Run = getattr(self, name)
-            stay = ~np.isin(run.passages, np.array(sorted(gone)))
-            if not stay.all():
-                setattr(self, name, _Run(run.hashes[stay], run.passages[stay], run.parts[stay]))
+            is_kept = ~np.isin(run.passages, np.array(sorted(numbers)))
+            if not is_kept.all():
+                setattr(self, name, _Run(run.hashes[is_kept], run.passages[is_kept], run.parts[is_kept]))
 
 
 def _run(scans: Sequence[bytes], first: int) -> _Run:
     """Create the run of passages with these scan hashes, numbered from `first` on."""
     hashes = [np.frombuffer(scan, "<u4") for scan in scans] or [np.empty(0, np.uint32)]
-    lengths = [len(each) for each in hashes]
+    lengths = [len(passage_hashes) for passage_hashes in hashes]
     passages = np.repeat(np.arange(first, first + len(hashes), dtype=np.int32), lengths)
     parts = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     return _Run(np.concatenate(hashes).astype(np.uint32), passages, parts)
 
 
-def _joined(one: _Run, other: _Run) -> _Run:
+def _concatenate(first: _Run, second: _Run) -> _Run:
     return _Run(
-        np.concatenate([one.hashes, other.hashes]),
-        np.concatenate([one.passages, other.passages]),
-        np.concatenate([one.parts, other.parts]),
+        np.concatenate([first.hashes, second.hashes]),
+        np.concatenate([first.passages, second.passages]),
+        np.concatenate([first.parts, second.parts]),
     )
 
 
@@ -224,8 +224,8 @@ class PassageFinder:
             return False
         if match.begin != (0 if self.sink is None else 1) or (self.sink is not None and tokens[0] != self.sink):
             return False
-        before = match.first * HASH_BYTES
-        return b"".join(hasher.hashes(tokens[match.begin : match.at])) == match.row.chain[:before]
+        prefix_bytes = match.first * HASH_BYTES
+        return b"".join(hasher.hashes(tokens[match.begin : match.at])) == match.row.chain[:prefix_bytes]
 
 
 def sink_token(config: PreTrainedConfig) -> int | None:
@@ -260,33 +260,33 @@ def find_passages(
         start: First token to search.
         begins: Token positions at which passages may begin, or None for any.
     """
-    found = seeds(hasher.scan(tokens[start:]))
-    at, passage, part = found.at + start, found.passage, found.part
-    valid = np.array([row.valid_hashes for row in found.rows], np.int64)
+    candidates = seeds(hasher.scan(tokens[start:]))
+    at, passage, part = candidates.at + start, candidates.passage, candidates.part
+    valid = np.array([row.valid_hashes for row in candidates.rows], np.int64)
     keep = part < valid[passage] if len(valid) else np.zeros(0, bool)
     if begins is not None:
         keep &= np.isin(at - part * HASH_TOKENS, begins)
     run = _longest_runs(at[keep], passage[keep], part[keep])
     matches: list[PassageMatch] = []
-    for one, begin, first, count in zip(*(each.tolist() for each in run), strict=True):
-        matches += _compared(tokens, hasher, PassageMatch(found.rows[one], begin, first, count), start)
-    return _disjoint(matches, len(tokens))
+    for row_index, begin, first, count in zip(*(values.tolist() for values in run), strict=True):
+        matches += _verify(tokens, hasher, PassageMatch(candidates.rows[row_index], begin, first, count), start)
+    return _without_overlap(matches, len(tokens))
 
 
 def _longest_runs(at: np.ndarray, passage: np.ndarray, part: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Join consecutive parts into runs. Of parts that begin at the same token, keep the one in the longest run.
+    """Join consecutive parts into runs. Among parts that begin at the same token, keep the one in the longest run.
 
     Returns:
         For each run its passage, first token, first part and number of parts: int64 `[runs]` each.
     """
-    for again in (False, True):
+    for is_last_round in (False, True):
         begin = at - part * HASH_TOKENS
         order = np.lexsort((part, begin, passage))
-        at, passage, part, begin = (each[order] for each in (at, passage, part, begin))
-        goes_on = (np.diff(passage) == 0) & (np.diff(begin) == 0) & (np.diff(part) == 1)
-        heads = np.flatnonzero(np.concatenate([[True] * bool(len(at)), ~goes_on]))
+        at, passage, part, begin = (values[order] for values in (at, passage, part, begin))
+        is_continued = (np.diff(passage) == 0) & (np.diff(begin) == 0) & (np.diff(part) == 1)
+        heads = np.flatnonzero(np.concatenate([[True] * bool(len(at)), ~is_continued]))
         counts = np.diff(np.append(heads, len(at)))
-        if again:
+        if is_last_round:
             break
         run = np.repeat(np.arange(len(heads)), counts)
         order = np.lexsort((run, -counts[run], at))
@@ -295,28 +295,29 @@ def _longest_runs(at: np.ndarray, passage: np.ndarray, part: np.ndarray) -> tupl
     return passage[heads], at[heads], part[heads], counts
 
 
-def _compared(tokens: np.ndarray, hasher: PassageHasher, match: PassageMatch, start: int) -> Iterator[PassageMatch]:
+def _verify(tokens: np.ndarray, hasher: PassageHasher, match: PassageMatch, start: int) -> Iterator[PassageMatch]:
     """Yield the verified runs of a match, extended while further hashes match."""
     row, step, begin = match.row, HASH_TOKENS, match.begin
 
-    def same(number: int) -> bool:
+    def is_equal_at(number: int) -> bool:
         at = begin + number * step
         return hasher.hashes(tokens[at : at + step]) == [row.chain[number * HASH_BYTES : (number + 1) * HASH_BYTES]]
 
     first, stop = match.first, match.first + match.num_hashes
-    mine = hasher.hashes(tokens[match.at : match.stop])
-    theirs = row.chain[first * HASH_BYTES : stop * HASH_BYTES]
-    right = [True] * len(mine)
-    if b"".join(mine) != theirs:
-        right = [one == theirs[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i, one in enumerate(mine)]
-    if right[0]:
-        while first > 0 and begin + (first - 1) * step >= start and same(first - 1):
-            first, right = first - 1, [True, *right]
-    if right[-1]:
-        most = min(row.valid_hashes, (len(tokens) - begin) // step)
-        while stop < most and same(stop):
-            stop, right = stop + 1, [*right, True]
-    for low, high in _true_runs(right):
+    prompt_hashes = hasher.hashes(tokens[match.at : match.stop])
+    stored_hashes = row.chain[first * HASH_BYTES : stop * HASH_BYTES]
+    is_equal = [True] * len(prompt_hashes)
+    if b"".join(prompt_hashes) != stored_hashes:
+        parts = (stored_hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in range(len(prompt_hashes)))
+        is_equal = [prompt_hash == part for prompt_hash, part in zip(prompt_hashes, parts, strict=True)]
+    if is_equal[0]:
+        while first > 0 and begin + (first - 1) * step >= start and is_equal_at(first - 1):
+            first, is_equal = first - 1, [True, *is_equal]
+    if is_equal[-1]:
+        max_hashes = min(row.valid_hashes, (len(tokens) - begin) // step)
+        while stop < max_hashes and is_equal_at(stop):
+            stop, is_equal = stop + 1, [*is_equal, True]
+    for low, high in _true_runs(is_equal):
         yield PassageMatch(row, begin + (first + low) * step, first + low, high - low)
 
 
@@ -330,18 +331,18 @@ def _true_runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
         at = stop
 
 
-def _disjoint(matches: list[PassageMatch], tokens: int) -> list[PassageMatch]:
-    """Return matches without overlap: the longest ones, and of the others the hashes with no token covered by these."""
-    taken: list[PassageMatch] = []
+def _without_overlap(matches: list[PassageMatch], tokens: int) -> list[PassageMatch]:
+    """Return matches without overlap. Shorter matches keep only the hashes that no longer match covers."""
+    disjoint_matches: list[PassageMatch] = []
     covered = np.zeros(tokens, bool)
     for match in sorted(matches, key=lambda match: (-match.num_hashes, match.at)):
         span = covered[match.at : match.stop]
         if not span.any():
-            taken.append(match)
+            disjoint_matches.append(match)
         else:
-            free = [not bool(part.any()) for part in span.reshape(-1, HASH_TOKENS)]
-            for low, high in _true_runs(free):
+            is_free = [not bool(part.any()) for part in span.reshape(-1, HASH_TOKENS)]
+            for low, high in _true_runs(is_free):
                 at = match.at + low * HASH_TOKENS
-                taken.append(PassageMatch(match.row, at, match.first + low, high - low))
+                disjoint_matches.append(PassageMatch(match.row, at, match.first + low, high - low))
         span[:] = True
-    return sorted(taken, key=lambda match: match.at)
+    return sorted(disjoint_matches, key=lambda match: match.at)

@@ -43,40 +43,41 @@ def band_energy(tensor: torch.Tensor, alpha: float, low: bool = True) -> torch.T
     spectrum = torch.fft.rfft(tensor.float(), dim=1)  # [heads, tokens // 2 + 1, dim]
     cut = int(alpha * spectrum.shape[1])
     spectrum[:, slice(cut, None) if low else slice(0, cut)] = 0
-    kept = torch.fft.irfft(spectrum, n=tokens, dim=1)
-    return kept.square().sum((0, 2)).sqrt_()
+    filtered = torch.fft.irfft(spectrum, n=tokens, dim=1)
+    return filtered.square().sum((0, 2)).sqrt_()
 
 
-def change(here: KV, kv_in_context: KV) -> torch.Tensor:
+def kv_deviation(kv: KV, kv_in_context: KV) -> torch.Tensor:
     """Return how much each token's keys and values change in context, relative to their norms: float32 `[tokens]`."""
-    moved = torch.zeros(here[0].shape[1])
-    for mine, other in zip(here, kv_in_context, strict=True):
-        wide = mine.float()
-        moved += (wide - other.float()).square().sum((0, 2)) / wide.square().sum((0, 2)).clamp_min(1e-30)
-    return moved.sqrt_()
+    deviation = torch.zeros(kv[0].shape[1])
+    for tensor, tensor_in_context in zip(kv, kv_in_context, strict=True):
+        float_tensor = tensor.float()
+        squared_norm = float_tensor.square().sum((0, 2)).clamp_min(1e-30)
+        deviation += (float_tensor - tensor_in_context.float()).square().sum((0, 2)) / squared_norm
+    return deviation.sqrt_()
 
 
 def rank_tokens(
     layers: Iterable[KV], ranking: Ranking, alpha: float, kv_in_context: Iterable[KV] | None = None
 ) -> np.ndarray:
-    """Return how much it matters that each token of a passage is computed in its true context.
+    """Return a score for each token of a passage: how much it needs to be computed in its true context.
 
     Args:
-        layers: KV of each layer, of the passage computed alone.
+        layers: KV of the passage computed alone, for each layer.
         ranking: One of `RANKINGS`.
         alpha: See `band_energy`.
-        kv_in_context: KV of each layer, of the passage computed after other text; for `RANKED_IN_CONTEXT`.
+        kv_in_context: KV of the passage computed after other text, for each layer; for `RANKED_IN_CONTEXT`.
 
     Returns:
         float32 `[tokens]`, summed over the layers. Energies are normalized per layer; changes are relative already.
     """
     scores = []
-    others = iter(kv_in_context or ())
+    context_layers = iter(kv_in_context or ())
     for pair in layers:
         if ranking == "random":
             return np.random.default_rng(pair[0].shape[1]).random(pair[0].shape[1]).astype(np.float32)
         if ranking == "context":
-            score = change(pair, next(others))
+            score = kv_deviation(pair, next(context_layers))
         else:
             keys, values = (band_energy(tensor, alpha, ranking == "low_frequency") for tensor in pair)
             energy = keys + values
@@ -94,7 +95,7 @@ Columns = dict[str, np.ndarray]
 class KeptRankings:
     """Token rankings in sidecars of their segments.
 
-    Losing one does no harm: tokens are then taken in another order.
+    A lost ranking only changes the order in which tokens are taken.
 
     Args:
         disk: Segment store.
@@ -103,7 +104,7 @@ class KeptRankings:
     def __init__(self, disk: SegmentStore) -> None:
         self._disk = disk
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[Hashable, dict[str, np.ndarray]]] = {}  # by segment: version and scores
+        self._cache: dict[str, tuple[Hashable, dict[str, np.ndarray]]] = {}  # by segment: version and scores
 
     def of(self, reader: SegmentReader) -> Columns:
         """Return the scores of a segment by ranking, including those just written by another process."""
@@ -120,31 +121,31 @@ class KeptRankings:
         """Return all scores in the sidecar of a segment."""
         version = self._version(reader)
         with self._lock:
-            known = self._known.get(reader.id)
-        if known is not None and known[0] == version:
-            return known[1]
-        kept = {} if version is None else self._disk.sidecars.kept(reader, RANKINGS_KIND, {}) or {}
-        arrays = {name: tensor.numpy() for name, tensor in kept.items() if tensor.dtype == torch.float32}
-        found = {name: array for name, array in arrays.items() if _is_column(array, reader)}
+            cached = self._cache.get(reader.id)
+        if cached is not None and cached[0] == version:
+            return cached[1]
+        stored_tensors = {} if version is None else self._disk.sidecars.kept(reader, RANKINGS_KIND, {}) or {}
+        arrays = {name: tensor.numpy() for name, tensor in stored_tensors.items() if tensor.dtype == torch.float32}
+        scores = {name: array for name, array in arrays.items() if _is_valid(array, reader)}
         with self._lock:
-            self._known[reader.id] = version, found
-        return found
+            self._cache[reader.id] = version, scores
+        return scores
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget deleted segments; their ids may be reused."""
         with self._lock:
             for segment in segments:
-                self._known.pop(segment, None)
+                self._cache.pop(segment, None)
 
     def _version(self, reader: SegmentReader) -> Hashable:
         """Return the version of a segment's sidecar, or None if there is none."""
         try:
-            found = self._disk.backend.find(f"{reader.id}.{RANKINGS_KIND}")
+            entry = self._disk.backend.find(f"{reader.id}.{RANKINGS_KIND}")
         except OSError:
             return None
-        return None if found is None else (reader.header.digests.digest, found.version)
+        return None if entry is None else (reader.header.digests.digest, entry.version)
 
 
-def _is_column(array: np.ndarray, reader: SegmentReader) -> bool:
-    right = array.dtype == np.float32 and array.shape == (reader.shape.tokens,)
-    return right and bool(np.isfinite(array).all())
+def _is_valid(array: np.ndarray, reader: SegmentReader) -> bool:
+    has_shape = array.dtype == np.float32 and array.shape == (reader.shape.tokens,)
+    return has_shape and bool(np.isfinite(array).all())

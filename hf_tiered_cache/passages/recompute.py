@@ -1,4 +1,4 @@
-"""What is recomputed of passages: the fastest share (CacheTune, Section 4.3), and the attention of the query probe."""
+"""Recomputation of passages: the fastest share of tokens (CacheTune, Section 4.3), and attention of the query probe."""
 
 from __future__ import annotations
 
@@ -59,16 +59,17 @@ def fastest_ratio(
         high: Highest ratio.
         width: Width of the final interval.
     """
-    known: dict[float, float] = {}
+    seconds_by_ratio: dict[float, float] = {}
 
     def at(ratio: float) -> float:
-        if ratio not in known:
-            known[ratio] = seconds(ratio)
-        return known[ratio]
+        if ratio not in seconds_by_ratio:
+            seconds_by_ratio[ratio] = seconds(ratio)
+        return seconds_by_ratio[ratio]
 
     warm = min(max(warm, low), high)
-    other = warm + (1 - _GOLDEN) * (high - warm) if high - warm > warm - low else warm - (1 - _GOLDEN) * (warm - low)
-    left, right = sorted((warm, other))
+    distance = high - warm if high - warm > warm - low else low - warm
+    second_probe = warm + (1 - _GOLDEN) * distance
+    left, right = sorted((warm, second_probe))
     if at(left) <= at(right):
         high = right
     else:
@@ -81,7 +82,7 @@ def fastest_ratio(
         else:
             low, left = left, right
             right = low + _GOLDEN * (high - low)
-    return min(known, key=known.__getitem__)
+    return min(seconds_by_ratio, key=seconds_by_ratio.__getitem__)
 
 
 def narrowed_shares(mean: float, widen: float, wide_layers: int, layers: int) -> tuple[float, float]:
@@ -93,9 +94,9 @@ def narrowed_shares(mean: float, widen: float, wide_layers: int, layers: int) ->
         wide_layers: Number of first layers, less than `layers`.
         layers: Number of layers of the model.
     """
-    few = mean * layers / ((widen - 1) * wide_layers + layers)
-    if widen * few <= 1:
-        return widen * few, few
+    narrow_share = mean * layers / ((widen - 1) * wide_layers + layers)
+    if widen * narrow_share <= 1:
+        return widen * narrow_share, narrow_share
     return 1.0, max(0.0, (mean * layers - wide_layers) / (layers - wide_layers))
 
 
@@ -103,11 +104,11 @@ _LARGEST = 1 << 26
 """Maximum number of attention weights held at a time: 256 MiB of float32."""
 
 
-Asked = Sequence[np.ndarray | None]
+ProbeAttention = Sequence[np.ndarray | None]
 """Attention of each row's query probe to each position: float `[columns]`, non-negative; None for a row without one."""
 
 
-class QuestionAttention:
+class ProbeAttentionSum:
     """Sum over layers of the attention of each row's query probe.
 
     Args:
@@ -132,27 +133,28 @@ class QuestionAttention:
         for row in range(batch):
             if not self.tokens[row]:
                 continue
-            wide = keys[row].float().transpose(1, 2)  # [kv_heads, dim, columns]
+            transposed_keys = keys[row].float().transpose(1, 2)  # [kv_heads, dim, columns]
             for begin in range(query.shape[2] - self.tokens[row], query.shape[2], step):
-                some = slice(begin, begin + step)
-                asking = query[row, :, some].float().unflatten(0, (kv_heads, -1))  # [kv_heads, group, n, dim]
-                logits = (asking.flatten(1, 2) @ wide).unflatten(1, asking.shape[1:3]).mul_(scaling)
+                span = slice(begin, begin + step)
+                probe_query = query[row, :, span].float().unflatten(0, (kv_heads, -1))  # [kv_heads, group, n, dim]
+                logits = probe_query.flatten(1, 2) @ transposed_keys
+                logits = logits.unflatten(1, probe_query.shape[1:3]).mul_(scaling)
                 if mask is not None:
-                    logits = _masked(logits, mask[min(row, mask.shape[0] - 1), :, some])
+                    logits = _masked(logits, mask[min(row, mask.shape[0] - 1), :, span])
                 total[row] += logits.softmax(-1).sum((0, 1, 2))
             total[row] /= heads * self.tokens[row]
         self._sum = total if self._sum is None else self._sum + on(self._sum.device, total)
 
-    def result(self) -> Asked | None:
+    def result(self) -> ProbeAttention | None:
         """Return the sum over layers as float32, or None if no layer was added. Waits for the GPU."""
         if self._sum is None:
             return None
-        return [row if asks else None for row, asks in zip(to_host(self._sum)[0], self.tokens, strict=True)]
+        return [row if num_tokens else None for row, num_tokens in zip(to_host(self._sum)[0], self.tokens, strict=True)]
 
 
 def _masked(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return logits, `[kv_heads, group, n, columns]`, with a mask, `[heads or 1, n, columns]`, applied."""
-    wide = mask.expand(logits.shape[0] * logits.shape[1], -1, -1).unflatten(0, logits.shape[:2])
+    wide_mask = mask.expand(logits.shape[0] * logits.shape[1], -1, -1).unflatten(0, logits.shape[:2])
     if mask.dtype == torch.bool:
-        return logits.masked_fill(~wide, -torch.inf)
-    return logits + wide
+        return logits.masked_fill(~wide_mask, -torch.inf)
+    return logits + wide_mask

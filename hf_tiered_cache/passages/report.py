@@ -63,8 +63,8 @@ class PassageReport:
             pads: Left padding of each row.
         """
         for passage in self._passages:
-            before = base - pads[passage.row]  # in the row's own tokens
-            passage.at = {part: at for part, at in passage.at.items() if at < before}
+            row_base = base - pads[passage.row]  # in the row's own tokens
+            passage.at = {part: at for part, at in passage.at.items() if at < row_base}
         self._passages = [passage for passage in self._passages if passage.at]
         for group in groups:
             for piece in group.pieces:
@@ -73,31 +73,31 @@ class PassageReport:
 
     def _add(self, row: int, piece: SegmentSlice) -> None:
         first = piece.first // HASH_TOKENS
-        known = (each for each in reversed(self._passages) if each.takes(row, piece.reader, first, piece.at))
-        if (passage := next(known, None)) is None:
+        candidates = (entry for entry in reversed(self._passages) if entry.takes(row, piece.reader, first, piece.at))
+        if (passage := next(candidates, None)) is None:
             passage = _Passage(row, piece.reader)
             self._passages.append(passage)
         for number in range(piece.count // HASH_TOKENS):
             passage.at[first + number] = piece.at + number * HASH_TOKENS
 
-    def joined(self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher]) -> bool:
+    def suggests_joined_text(self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher]) -> bool:
         """Return whether a passage was found except for its first or last part.
 
         This suggests that the tokenizer changed tokens where texts were joined. A match of the first part alone does
         not count: passages may begin alike, for example with a heading.
 
         Args:
-            rows: See `told`.
-            hashers: See `told`.
+            rows: See `passage_stats`.
+            hashers: See `passage_stats`.
         """
         for passage in self._passages:
             ends = {0, passage.reader.shape.tokens // HASH_TOKENS - 1}
-            changed = _missed(passage, rows[passage.row], hashers).get(CHANGED)
+            changed = _missing_parts(passage, rows[passage.row], hashers).get(CHANGED)
             if changed and ends.issuperset(changed) and max(passage.at) > 0:
                 return True
         return False
 
-    def told(
+    def passage_stats(
         self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher], begins: Sequence[int] | None
     ) -> list[PassageStats]:
         """Return the statistics of each passage.
@@ -107,53 +107,53 @@ class PassageReport:
             hashers: Hashers of the passages.
             begins: Token positions at which passages were declared to begin, or None.
         """
-        found = [_told(passage, rows[passage.row], hashers) for passage in self._passages]
+        stats = [_stats_of(passage, rows[passage.row], hashers) for passage in self._passages]
         if begins is not None:
             for row, tokens in enumerate(rows):
-                found += _unknown(row, len(tokens), begins, {each.at for each in found if each.row == row})
-        return sorted(found, key=lambda each: (each.row, each.at))
+                stats += _empty_positions(row, len(tokens), begins, {entry.at for entry in stats if entry.row == row})
+        return sorted(stats, key=lambda entry: (entry.row, entry.at))
 
 
-def _told(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> PassageStats:
-    reader, missed = passage.reader, _missed(passage, tokens, hashers)
+def _stats_of(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> PassageStats:
+    reader, missing_parts = passage.reader, _missing_parts(passage, tokens, hashers)
     first = min(passage.at)
     begin = passage.at[first] - first * HASH_TOKENS
-    why = "; ".join(f"{len(parts) * HASH_TOKENS} tokens {reason}" for reason, parts in missed.items())
-    found = len(passage.at) * HASH_TOKENS
-    return PassageStats(passage.row, begin, reader.shape.tokens, found, why, reader.id, reader.header.label)
+    reasons = "; ".join(f"{len(parts) * HASH_TOKENS} tokens {reason}" for reason, parts in missing_parts.items())
+    num_found = len(passage.at) * HASH_TOKENS
+    return PassageStats(passage.row, begin, reader.shape.tokens, num_found, reasons, reader.id, reader.header.label)
 
 
-def _missed(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> dict[str, list[int]]:
+def _missing_parts(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> dict[str, list[int]]:
     """Return the parts of a passage that were not found, by reason."""
-    reader, missed = passage.reader, dict[str, list[int]]()
+    reader, missing_parts = passage.reader, dict[str, list[int]]()
     first = min(passage.at)
     offset = passage.at[first] - first * HASH_TOKENS
     for part in range(reader.shape.tokens // HASH_TOKENS):
         if part in passage.at:
             offset = passage.at[part] - part * HASH_TOKENS
         else:
-            why = _why(reader, part, tokens, offset + part * HASH_TOKENS, hashers)
-            missed.setdefault(why, []).append(part)
-    return missed
+            reason = _reason(reader, part, tokens, offset + part * HASH_TOKENS, hashers)
+            missing_parts.setdefault(reason, []).append(part)
+    return missing_parts
 
 
-def _why(reader: SegmentReader, part: int, tokens: np.ndarray, at: int, hashers: Sequence[PassageHasher]) -> str:
+def _reason(reader: SegmentReader, part: int, tokens: np.ndarray, at: int, hashers: Sequence[PassageHasher]) -> str:
     """Return the reason why a part of a passage was not found at a token position."""
     if at < 0 or at + HASH_TOKENS > len(tokens):
         return CUT
-    mine = reader.chain[part * HASH_BYTES : (part + 1) * HASH_BYTES]
-    if not any(hasher.hashes(tokens[at : at + HASH_TOKENS]) == [mine] for hasher in hashers):
+    stored_hash = reader.chain[part * HASH_BYTES : (part + 1) * HASH_BYTES]
+    if not any(hasher.hashes(tokens[at : at + HASH_TOKENS]) == [stored_hash] for hasher in hashers):
         return CHANGED
     return COVERED if part < reader.shape.whole_hashes else UNREADABLE
 
 
-def _unknown(row: int, tokens: int, begins: Sequence[int], known: set[int]) -> list[PassageStats]:
+def _empty_positions(row: int, tokens: int, begins: Sequence[int], found_positions: set[int]) -> list[PassageStats]:
     """Return an entry for each declared position at which no passage was found."""
     inside = sorted({begin for begin in begins if 0 <= begin < tokens})
     ends = [*inside[1:], tokens]
-    found = []
+    stats = []
     for begin, end in zip(inside, ends, strict=True):
-        if begin not in known:
-            why = NOTHING_BEGINS if end - begin >= HASH_TOKENS else TOO_SHORT
-            found.append(PassageStats(row, begin, end - begin, 0, why))
-    return found
+        if begin not in found_positions:
+            reason = NOTHING_BEGINS if end - begin >= HASH_TOKENS else TOO_SHORT
+            stats.append(PassageStats(row, begin, end - begin, 0, reason))
+    return stats

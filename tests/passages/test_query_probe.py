@@ -14,7 +14,7 @@ from test_rankings import scores_in
 
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.passages.recompute import QuestionAttention, narrowed_shares
+from hf_tiered_cache.passages.recompute import ProbeAttentionSum, narrowed_shares
 from hf_tiered_cache.patches.scope import AttentionCall
 
 COLUMNS = PROMPT.shape[1]
@@ -171,7 +171,7 @@ def test_attention_by_hand():
     query, keys = torch.randn(2, 4, 5, 8, generator=generator), torch.randn(2, 2, 9, 8, generator=generator)
     mask = torch.rand(2, 1, 5, 9, generator=generator) > 0.3
     asked = (3, 1)
-    asking = QuestionAttention(asked)
+    asking = ProbeAttentionSum(asked)
     asking.note(AttentionCall(query, keys, keys, mask, None))
     additive = torch.zeros(1, 1, 5, 9).masked_fill(~mask[:1], -torch.inf)
     asking.note(AttentionCall(query, keys, keys, additive, 0.5))
@@ -184,7 +184,7 @@ def test_attention_by_hand():
                 weights = logits.masked_fill(~masks[row, 0, last], -torch.inf).softmax(-1)
                 total[row] += weights.sum(0).numpy() / (4 * asked[row])
     np.testing.assert_allclose(asking.result(), total, rtol=1e-5)
-    nobody = QuestionAttention((0, 1))
+    nobody = ProbeAttentionSum((0, 1))
     nobody.note(AttentionCall(query, keys, keys, None, None))
     assert nobody.result()[0] is None and nobody.result()[1].sum() == pytest.approx(1)
 
