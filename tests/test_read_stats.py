@@ -52,7 +52,7 @@ def test_an_index_is_read_once_and_told(name, model, tmp_path):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, method)
         first, second = asked(model, store, ids, method, times=2)
-        kept = store._storage.residency.resident.allocated
+        kept = store._storage.residency.index_cache.allocated
     assert first.index_bytes == second.index_bytes == kept
     assert bool(kept) == (name in RESIDENT)
     if kept:
@@ -103,7 +103,7 @@ def test_the_keys_of_an_index_are_brought_once(model, tmp_path):
         fill(store, model, ids, method)
         first, stats = asked(model, store, ids, method, times=2)
         every = sum(store.lookup(model, question(ids), method=method).bytes.values())
-        kept = store._storage.residency.resident.allocated
+        kept = store._storage.residency.index_cache.allocated
     assert (first.brought_identifying, stats.brought_identifying) == (every, 0)  # values are stored with the keys
     assert first.index_bytes == stats.index_bytes == kept > 0
     assert stats.brought_guessed == 0

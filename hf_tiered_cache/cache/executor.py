@@ -213,7 +213,7 @@ class Serving:
             return output, plan
         self.restored = RestoredRun.of(forward_pass.plan, began)
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
-            self._explain_once(reasons.no_room_for_index(self.store.residency.resident.budget))
+            self._explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
 
     def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:

@@ -229,11 +229,11 @@ class Storage:
             lease = self.residency.fetch([BlockRequest(reader, block_group, held)], cpu, StatsCollector(), ahead=True)
             try:
                 lease.wait()
-                for first, memory in lease.leased[0].arrived.runs():
+                for first, memory in lease.fetched[0].arrived.runs():
                     blocks[first : first + len(memory)] = memory
             finally:
                 lease.release()
-            left = np.setdiff1d(left, lease.leased[0].chunks, assume_unique=True)
+            left = np.setdiff1d(left, lease.fetched[0].chunks, assume_unique=True)
         if len(left):
             runs = np.split(left, np.flatnonzero(np.diff(left) != 1) + 1)
             reader.read(block_group, [(int(run[0]), blocks[run[0] : run[-1] + 1]) for run in runs]).result()
@@ -397,8 +397,8 @@ class Storage:
         stats.disk.budget = self.disk.limits.quota
         stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
         stats.device.bytes, stats.device.budget = residency.device_bytes
-        stats.index.bytes, stats.index.budget = residency.resident.allocated, residency.resident.budget
-        stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.resident.evicted
+        stats.index.bytes, stats.index.budget = residency.index_cache.allocated, residency.index_cache.budget
+        stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.index_cache.evicted
         stats.queued_bytes, stats.queued_device_bytes = self.writer.queued_bytes, self.writer.queued_device_bytes
         return stats
 

@@ -12,7 +12,7 @@ from ..errors import IntegrityError, RestoreError
 from ..stats import StatsCollector
 from ..store.geometry import BlockGroup, FieldSlot, Part
 from ..store.segment import SegmentReader
-from ..tiers.handles import BlockRequest, Lease, LeasedBlocks
+from ..tiers.handles import BlockHandle, BlockRequest, FetchedBlocks
 from ..tiers.residency import Residency
 from ..tiers.slabs import Blocks
 
@@ -29,8 +29,8 @@ class FetchUnit:
     """int64, ascending: chunks that have arrived or are being fetched."""
     attended: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """int64, ascending: chunks requested for attention."""
-    leased: list[LeasedBlocks] = field(default_factory=list)
-    leases: list[Lease] = field(default_factory=list)
+    leased: list[FetchedBlocks] = field(default_factory=list)
+    leases: list[BlockHandle] = field(default_factory=list)
     used: dict[int, list[Sequence[np.ndarray]]] = field(default_factory=dict)
     """For each layer, the sets of segment tokens that attention uses, as passed to `use`."""
     _joined: tuple[int, Blocks] = (0, Blocks.none())
@@ -111,8 +111,8 @@ class Fetcher:
         self.residency, self.collector, self.device_of = residency, collector, device_of
         self._ahead_bytes = ahead_bytes
         self._ahead: dict[FetchUnit, int] = {}  # bytes requested ahead of need, until the unit is waited for
-        self._users: dict[Lease, int] = {}
-        self._unconfirmed: dict[Lease, None] = {}  # their blocks were used before they were verified
+        self._users: dict[BlockHandle, int] = {}
+        self._unconfirmed: dict[BlockHandle, None] = {}  # their blocks were used before they were verified
 
     def bring(self, wanted: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False, attends: bool = True) -> None:
         """Start to fetch the chunks that units do not hold yet, in one batch per device.
@@ -144,7 +144,7 @@ class Fetcher:
             except Exception as error:
                 raise restore_error(self.collector, batch[0][0].reader, error) from error
             self._users[lease] = len(batch)
-            for (unit, _), leased in zip(batch, lease.leased, strict=True):
+            for (unit, _), leased in zip(batch, lease.fetched, strict=True):
                 unit.leases.append(lease)
                 unit.leased.append(leased)
                 unit.held = np.union1d(unit.held, leased.chunks) if len(unit.held) else leased.chunks
@@ -171,7 +171,7 @@ class Fetcher:
                 except Exception as error:
                     raise restore_error(self.collector, lease.failed or unit.reader, error) from error
 
-    def _wait(self, lease: Lease) -> None:
+    def _wait(self, lease: BlockHandle) -> None:
         if lease.has_arrived:
             lease.wait()
         else:
@@ -193,7 +193,7 @@ class Fetcher:
             try:
                 lease.confirm()
             except Exception as error:
-                reader = lease.failed or lease.leased[0].request.reader
+                reader = lease.failed or lease.fetched[0].request.reader
                 raise restore_error(self.collector, reader, error) from error
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
@@ -219,7 +219,7 @@ class Fetcher:
         if brought:
             self.collector.add(bytes_brought=brought, **in_vain)
 
-    def _let_go(self, lease: Lease) -> None:
+    def _let_go(self, lease: BlockHandle) -> None:
         """Drop one unit's reference to a block handle, and release the handle with the last one."""
         self._users[lease] -= 1
         if not self._users[lease]:

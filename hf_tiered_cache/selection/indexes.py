@@ -138,7 +138,7 @@ class RowIndexes:
     def fit(self) -> bool:
         """True if the index cache has room for all indexes of whole segments. True if its budget is 0."""
         nbytes = sum(index.nbytes for indexes in self._segment_indexes.values() for index in indexes.values())
-        return not 0 < self._fetcher.residency.resident.budget < nbytes
+        return not 0 < self._fetcher.residency.index_cache.budget < nbytes
 
     def merge(self) -> None:
         """Merge the indexes of each layer and row for decoding. Call when all layers have their indexes."""
@@ -206,7 +206,7 @@ class RowIndexes:
         with self._fetcher.collector.timing("index_seconds"):
             index = self._kind.build(keys, self.chunk_tokens)
         if keys.shape[1] == piece.reader.shape.tokens and not piece.reader.gone:
-            self._fetcher.residency.resident.admit(self._owner(piece.reader, layer), index)
+            self._fetcher.residency.index_cache.admit(self._owner(piece.reader, layer), index)
             self._segment_indexes.setdefault(piece.reader, {})[layer] = index
             self._built_readers.add(piece.reader)
         return index
@@ -216,7 +216,7 @@ class RowIndexes:
         reader, device = piece.reader, self._fetcher.device_of(layer)
         if _count(row, piece) < reader.shape.tokens and not self._kind.divisible:
             return None
-        index_cache = self._fetcher.residency.resident
+        index_cache = self._fetcher.residency.index_cache
         index = self._cached_indexes.get(reader, {}).get(layer)
         if index is None:
             index = index_cache.get(self._owner(reader, layer), device)
@@ -233,7 +233,7 @@ class RowIndexes:
 
     def _cached(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
         """Return the indexes of a segment in the index cache, by layer."""
-        index_cache, device_of = self._fetcher.residency.resident, self._fetcher.device_of
+        index_cache, device_of = self._fetcher.residency.index_cache, self._fetcher.device_of
         layers = [layer for layer, kind in enumerate(reader.shape.layout.layers) if kind is not None]
         indexes = {layer: index_cache.get(self._owner(reader, layer), device_of(layer)) for layer in layers}
         return {layer: index for layer, index in indexes.items() if index is not None}

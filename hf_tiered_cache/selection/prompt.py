@@ -299,14 +299,14 @@ class SelectiveRestore:
                 for current, previous in zip(period_gathers, previous_gathers, strict=True)
             ]
             chances = [previous.tokens.shape[1] / previous.row.tokens for previous in previous_gathers]
-            self.residency.guesses.note((self.selector, number), float(np.mean(hit_rates)), float(np.mean(chances)))
+            self.residency.speculation.note((self.selector, number), float(np.mean(hit_rates)), float(np.mean(chances)))
         self.fetcher.finish(self._keys.pop(number, {}).values())
         self._bring(number, self._periods[number], ahead=ahead)
         if number + 1 < len(self._periods) and not (self.plan.streamed and self._indexes is not None):
             if "keys" in self._prefetches:
                 self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
             speculates = "guesses" in self._prefetches and not self.selector.ahead
-            if speculates and self.residency.guesses.worth((self.selector, number + 1)):
+            if speculates and self.residency.speculation.worth((self.selector, number + 1)):
                 self._bring(number + 1, self._periods[number + 1], speculative=True)
 
     def _note_warm(

@@ -37,38 +37,41 @@ class LateCheck:
 
     Args:
         stream: the side stream of the device.
-        asked: segments that verify their blocks, with runs of blocks that were read into device memory.
+        batches: segments that verify their blocks, with runs of blocks that were read into device memory.
     """
 
-    def __init__(self, stream: CopyStream, asked: Sequence[Asked]) -> None:
-        runs = [(reader, number, first, blocks) for reader, number, some in asked for first, blocks in some]
+    def __init__(self, stream: CopyStream, batches: Sequence[Asked]) -> None:
+        runs = [
+            (reader, number, first, blocks) for reader, number, batch_runs in batches for first, blocks in batch_runs
+        ]
         self._runs = [(reader, number, first, len(blocks)) for reader, number, first, blocks in runs]
         expected = np.concatenate(
             [reader.digests[number]["lin64"][first : first + count] for reader, number, first, count in self._runs]
         ).view(np.int64)
         with stream.copying():
-            found = torch.cat([lin64(blocks) for *_, blocks in runs])  # int64 [blocks]
-            # copy to pinned memory without waiting
-            self._bad = (found != to_device(expected, found.device)).to("cpu", non_blocking=True)  # bool [blocks]
-            self._done = stream.copied()
-        self._whole: bool | None = None
+            digests = torch.cat([lin64(blocks) for *_, blocks in runs])  # int64 [blocks]
+            # copied to pinned memory without waiting
+            mismatches = digests != to_device(expected, digests.device)  # bool [blocks]
+            self._mismatches = mismatches.to("cpu", non_blocking=True)
+            self._done_event = stream.copied()
+        self._intact: bool | None = None
 
     def is_done(self) -> bool:
         """Return whether the result is available without waiting."""
-        return self._whole is not None or self._done.query()
+        return self._intact is not None or self._done_event.query()
 
-    def found_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Wait for the result, and return whether every block matches its digest."""
-        if self._whole is None:
-            if not self._done.query():
-                self._done.synchronize()
-            self._whole = not bool(self._bad.numpy().any())
-        return self._whole
+        if self._intact is None:
+            if not self._done_event.query():
+                self._done_event.synchronize()
+            self._intact = not bool(self._mismatches.numpy().any())
+        return self._intact
 
     @property
     def is_confirmed(self) -> bool:
         """True if it is already known that every block matches its digest."""
-        return self._whole is True
+        return self._intact is True
 
     def confirm(self) -> None:
         """Wait in this thread for the result.
@@ -76,8 +79,8 @@ class LateCheck:
         Raises:
             IntegrityError: a block does not match its digest; the error names the first such block.
         """
-        if not self.found_whole():
-            at = int(np.flatnonzero(self._bad.numpy())[0])
+        if not self.is_intact():
+            at = int(np.flatnonzero(self._mismatches.numpy())[0])
             for reader, block_group, first, count in self._runs:
                 if at < count:
                     raise reader.damaged(block_group, first + at)
@@ -100,30 +103,30 @@ class SlabMaker:
 
     def __init__(self, lock: threading.Lock, step: Step, host: Tier, ahead: bool) -> None:
         self._lock, self._step, self._host = lock, step, host
-        self._apart = Apart() if ahead else None
+        self._worker = Apart() if ahead else None
 
-    def lacking(self, needs: Needs) -> list[tuple[Tier, int]]:
+    def missing_slabs(self, needs: Needs) -> list[tuple[Tier, int]]:
         """Return the tier and size in bytes of each slab that is needed and not allocated yet, within the budgets.
 
         This may also order a slab in advance. The caller holds the lock.
         """
-        lacking: list[tuple[Tier, int]] = []
+        slabs: list[tuple[Tier, int]] = []
         for (tier, size), count in needs.items():
-            now = tier.wants(size, count)
-            lacking.extend((tier, nbytes) for nbytes in now)
-            if tier is self._host and self._apart is not None and not tier.stock.is_ordered:
-                soon = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(now) :]
-                if soon:
+            sizes = tier.wants(size, count)
+            slabs.extend((tier, nbytes) for nbytes in sizes)
+            if tier is self._host and self._worker is not None and not tier.stock.is_ordered:
+                next_sizes = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(sizes) :]
+                if next_sizes:
                     tier.stock.is_ordered = True
-                    self._apart.do(partial(self._make_ahead, soon[0]))
-        return lacking
+                    self._worker.do(partial(self._make_ahead, next_sizes[0]))
+        return slabs
 
-    def make(self, lacking: Iterable[tuple[Tier, int]]) -> None:
+    def make(self, slabs: Iterable[tuple[Tier, int]]) -> None:
         """Allocate slabs and put them in stock. The caller does not hold the lock.
 
         If an allocation fails, its tier stops growing.
         """
-        for tier, nbytes in lacking:
+        for tier, nbytes in slabs:
             try:
                 memory = tier.allocate(nbytes)
             except NO_MEMORY as error:
@@ -149,7 +152,7 @@ class BlockRequest(NamedTuple):
 
 
 @dataclass(eq=False)
-class Hold:
+class Pin:
     """Pin on buffer slots, which may not be evicted.
 
     The residency keeps each pin until nothing reads or writes its slots.
@@ -157,12 +160,12 @@ class Hold:
 
     stream: CopyStream | None
     """Side stream of the device, or None if the host tier is the device tier."""
-    lease: weakref.ref[Lease] | None = None
+    handle: weakref.ref[BlockHandle] | None = None
     """Block handle that owns the pin, or None. The pin ends when the handle is deleted, even without `release`."""
     slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     copied: Event = field(default_factory=DoneEvent)
     """Event after the copies to and from the slots."""
-    over: Event | None = None
+    release_event: Event | None = None
     """Event after the device work that was queued before the release, or None before the release."""
     reading: bool = False
     """True if a read from disk may be writing to the slots."""
@@ -170,69 +173,71 @@ class Hold:
     """True if blocks evicted from a device are being copied to the slots."""
     check: LateCheck | None = None
     """Verification of blocks that were read from disk directly to the device."""
-    when_whole: list[Callable[[], None]] = field(default_factory=list)
+    on_verified: list[Callable[[], None]] = field(default_factory=list)
     """Actions to run when `check` succeeds. They make the blocks visible to other requests."""
 
     def keep_checked(self) -> None:
-        """Run the actions in `when_whole` if `check` succeeded, and clear them in any case.
+        """Run the actions in `on_verified` if `check` succeeded, and clear them in any case.
 
         Blocks of a damaged batch are dropped with the block handle.
         """
-        keep, self.when_whole = self.when_whole, []
-        for action in keep if self.check is not None and self.check.found_whole() else ():
+        actions, self.on_verified = self.on_verified, []
+        for action in actions if self.check is not None and self.check.is_intact() else ():
             action()
 
-    def is_over(self) -> bool:
+    def is_released(self) -> bool:
         """Return whether the pin was released and nothing reads or writes its slots."""
-        return self.over is not None and not self.reading and self.over.query() and self.copied.query()
+        if self.release_event is None or self.reading:
+            return False
+        return self.release_event.query() and self.copied.query()
 
     def end(self) -> Event:
         """Release the pin after the device work queued so far, and return the event for that point."""
-        self.over = self.stream.computed() if self.stream else DoneEvent()
-        return self.over
+        self.release_event = self.stream.computed() if self.stream else DoneEvent()
+        return self.release_event
 
 
-class Holds:
+class Pins:
     """All pins of a residency. The lock of the residency guards them."""
 
     def __init__(self) -> None:
-        self._holds: set[Hold] = set()
+        self._pins: set[Pin] = set()
 
     def __len__(self) -> int:
-        return len(self._holds)
+        return len(self._pins)
 
-    def add(self, hold: Hold) -> None:
-        self._holds.add(hold)
+    def add(self, pin: Pin) -> None:
+        self._pins.add(pin)
 
     def in_tier(self, tier: Tier) -> list[tuple[SlotPool, np.ndarray]]:
         """Return the pinned slots of a tier."""
-        return [(pool, slots) for hold in self._holds for holder, pool, slots in hold.slots if holder is tier]
+        return [(pool, slots) for pin in self._pins for holder, pool, slots in pin.slots if holder is tier]
 
     def await_moves_down(self, stream: CopyStream | None) -> None:
         """Wait for copies of evicted blocks to the host on streams other than `stream`.
 
         Look-ups find these blocks as soon as the copy is queued. Only work on the same stream is ordered after it.
         """
-        for hold in self._holds:
-            if hold.moves_down and hold.stream is not stream:
-                hold.copied.synchronize()
+        for pin in self._pins:
+            if pin.moves_down and pin.stream is not stream:
+                pin.copied.synchronize()
 
     def reap(self, unpin: Callable[[Tier, SlotPool, np.ndarray], None]) -> None:
         """Unpin the slots of all pins that are over."""
-        for hold in list(self._holds):
-            if hold.over is None and hold.lease is not None and hold.lease() is None:  # an interrupt lost the handle
-                hold.end()
-            if hold.is_over() or (hold.check is not None and hold.check.is_done()):  # maybe before the copies end
-                hold.keep_checked()
-        for hold in list(self._holds):  # including pins that `keep_checked` added
-            if hold.is_over() and not hold.when_whole:
-                for tier, pool, slots in hold.slots:
+        for pin in list(self._pins):
+            if pin.release_event is None and pin.handle is not None and pin.handle() is None:
+                pin.end()  # an interrupt lost the handle
+            if pin.is_released() or (pin.check is not None and pin.check.is_done()):  # maybe before the copies end
+                pin.keep_checked()
+        for pin in list(self._pins):  # including pins that `keep_checked` added
+            if pin.is_released() and not pin.on_verified:
+                for tier, pool, slots in pin.slots:
                     unpin(tier, pool, slots)
-                self._holds.discard(hold)
+                self._pins.discard(pin)
 
 
 @dataclass(eq=False)
-class LeasedBlocks:
+class FetchedBlocks:
     """Blocks that a handle fetches for one request."""
 
     request: BlockRequest
@@ -250,7 +255,7 @@ class LeasedBlocks:
         return self.blocks
 
 
-class Lease:
+class BlockHandle:
     """Block handle: a batch of blocks that is fetched to a device, and the pin on their slots until `release`.
 
     Args:
@@ -262,12 +267,12 @@ class Lease:
     def __init__(
         self,
         requests: Sequence[BlockRequest],
-        confirm: Callable[[Hold], None],
-        retire: Callable[[Lease], None],
+        confirm: Callable[[Pin], None],
+        retire: Callable[[BlockHandle], None],
     ) -> None:
         self._confirm, self._retire = confirm, retire
-        self.hold = Hold(None, weakref.ref(self))
-        self.leased = [LeasedBlocks(request, request.chunks) for request in requests]
+        self.pin = Pin(None, weakref.ref(self))
+        self.fetched = [FetchedBlocks(request, request.chunks) for request in requests]
         self.latch = Latch()
         self.failed: SegmentReader | None = None
         """Segment that made the fetch or its verification fail, if known."""
@@ -288,13 +293,13 @@ class Lease:
             Exception: any other error of the fetch, such as one raised by CUDA.
         """
         self.latch.wait()
-        if self.hold.stream is not None:
-            self.hold.stream.await_copies(self.hold.copied)
+        if self.pin.stream is not None:
+            self.pin.stream.await_copies(self.pin.copied)
 
     @property
     def is_confirmed(self) -> bool:
         """True if `confirm` neither waits nor raises. Valid after `wait`."""
-        return self.hold.check is None or self.hold.check.is_confirmed
+        return self.pin.check is None or self.pin.check.is_confirmed
 
     def confirm(self) -> None:
         """Wait until the device has verified its blocks. May be called after `release`.
@@ -305,9 +310,11 @@ class Lease:
         if self.is_confirmed:
             return
         try:
-            self._confirm(self.hold)
+            self._confirm(self.pin)
         except IntegrityError as error:
-            self.failed = next(leased.request.reader for leased in self.leased if leased.request.reader.caused(error))
+            self.failed = next(
+                fetched.request.reader for fetched in self.fetched if fetched.request.reader.caused(error)
+            )
             raise
 
     def release(self) -> None:
@@ -316,28 +323,28 @@ class Lease:
 
 
 @dataclass(eq=False)
-class Arrival:
+class PendingFetch:
     """Pending fetch of one block request: blocks that are found in memory, read from disk and copied."""
 
-    leased: LeasedBlocks
+    fetched: FetchedBlocks
     gpu: DeviceMemory | None
     """Memory of the device where attention runs; None if that is the host."""
-    on_device: list[Blocks] = field(default_factory=list)
-    on_host: list[Blocks] = field(default_factory=list)
-    to_read: list[BlockRun] = field(default_factory=list)
+    device_blocks: list[Blocks] = field(default_factory=list)
+    host_blocks: list[Blocks] = field(default_factory=list)
+    host_runs: list[BlockRun] = field(default_factory=list)
     """Runs of blocks that are read from disk to the host."""
-    direct: list[BlockRun] = field(default_factory=list)
+    direct_runs: list[BlockRun] = field(default_factory=list)
     """Runs of blocks that are read from disk directly to the device."""
-    staged: Blocks = field(default_factory=Blocks.none)
+    staged_blocks: Blocks = field(default_factory=Blocks.none)
     """Direct reads into the staging area, which would be lost when the block handle is released."""
-    reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+    reserved_slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     owner: Owner = field(init=False)
     block_bytes: int = field(init=False)
     count: int = field(init=False)
     """Number of chunks of the KV cache group."""
 
     def __post_init__(self) -> None:
-        reader, block_group, _ = self.leased.request
+        reader, block_group, _ = self.fetched.request
         group = reader.shape.block_groups[block_group]
         self.owner, self.block_bytes = reader.owner(block_group), group.block_bytes
         self.count = reader.shape.chunks_in(group)
@@ -350,15 +357,15 @@ class Arrival:
             direct: whether the engine reads from disk directly to device memory.
         """
         needs: Needs = Counter()
-        if self.leased.request.reader.gone:  # no tier keeps blocks of a deleted segment
+        if self.fetched.request.reader.gone:  # no tier keeps blocks of a deleted segment
             return needs
-        missing, size, gpu = len(self.leased.from_disk), self.block_bytes, self.gpu
-        up = missing + sum(map(len, self.on_host))
-        if gpu is not None and up:
+        num_reads, size, gpu = len(self.fetched.from_disk), self.block_bytes, self.gpu
+        num_uploads = num_reads + sum(map(len, self.host_blocks))
+        if gpu is not None and num_uploads:
             room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
-            needs[gpu.tier, size] = up
-            needs[gpu.staging, size] = max(0, up - room)
-            needs[host, size] = max(0, min(up, room) - vacant)  # for blocks that the device evicts
-            missing = max(0, missing - room) if direct else missing
-        needs[host, size] += missing
+            needs[gpu.tier, size] = num_uploads
+            needs[gpu.staging, size] = max(0, num_uploads - room)
+            needs[host, size] = max(0, min(num_uploads, room) - vacant)  # for blocks that the device evicts
+            num_reads = max(0, num_reads - room) if direct else num_reads
+        needs[host, size] += num_reads
         return needs

@@ -13,7 +13,7 @@ KeyOwner = tuple[str, int, int, str]
 """Segment id, layer, a checksum of the segment's content, and the kind of index made from the layer's keys."""
 
 
-class Resident(Protocol):
+class CachedIndex(Protocol):
     """Index made from a segment's keys at one layer."""
 
     @property
@@ -23,7 +23,7 @@ class Resident(Protocol):
     def device(self) -> torch.device: ...
 
 
-class ResidentKeys:
+class IndexCache:
     """Index cache by segment and layer, within a byte budget, with LRU eviction.
 
     Args:
@@ -35,41 +35,41 @@ class ResidentKeys:
         self.allocated = 0
         self.evicted = 0
         """Number of indexes that were evicted or did not fit."""
-        self._keys: OrderedDict[tuple[KeyOwner, torch.device], Resident] = OrderedDict()
+        self._keys: OrderedDict[tuple[KeyOwner, torch.device], CachedIndex] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, owner: KeyOwner, device: torch.device) -> Any:
         """Return the index of `owner` on `device`, or None."""
         with self._lock:
-            if (found := self._keys.get((owner, device))) is not None:
+            if (index := self._keys.get((owner, device))) is not None:
                 self._keys.move_to_end((owner, device))
-            return found
+            return index
 
-    def admit(self, owner: KeyOwner, keys: Resident) -> None:
+    def admit(self, owner: KeyOwner, index: CachedIndex) -> None:
         """Insert an index if it is new and fits in the budget, evicting others as necessary."""
-        name = owner, keys.device
+        name = owner, index.device
         with self._lock:
             if name in self._keys:
                 return
-            if keys.nbytes > self.budget:
+            if index.nbytes > self.budget:
                 self.evicted += 1
                 return
-            self._keys[name] = keys
-            self.allocated += keys.nbytes
+            self._keys[name] = index
+            self.allocated += index.nbytes
             while self.allocated > self.budget:
                 self.allocated -= self._keys.popitem(last=False)[1].nbytes
                 self.evicted += 1
 
-    def rename(self, segment: str, named: Callable[[KeyOwner], KeyOwner]) -> None:
+    def rename(self, segment: str, new_owner: Callable[[KeyOwner], KeyOwner]) -> None:
         """Assign the indexes of a segment to new owners.
 
         Args:
             segment: id of the segment.
-            named: returns the new owner for an owner.
+            new_owner: returns the new owner for an owner.
         """
         with self._lock:
             for owner, device in [name for name in self._keys if name[0][0] == segment]:
-                self._keys[named(owner), device] = self._keys.pop((owner, device))
+                self._keys[new_owner(owner), device] = self._keys.pop((owner, device))
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget deleted segments."""

@@ -90,15 +90,15 @@ class AttentionGuided(EvictionPolicy):
         return np.lexsort((usage.last_used, self.score(usage)))[:count]
 
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
-        score, there = self.score(arriving), self.score(resident)
+        score, resident_score = self.score(arriving), self.score(resident)
         order = np.lexsort((arriving.last_used, score))[::-1]  # best first
-        lowest = np.lexsort((resident.last_used, there))[: max(0, len(order) - free)]
-        kept = np.zeros(len(order), bool)
-        kept[order[:free]] = True
+        lowest = np.lexsort((resident.last_used, resident_score))[: max(0, len(order) - free)]
+        mask = np.zeros(len(order), bool)
+        mask[order[:free]] = True
         rivals = order[free : free + len(lowest)]
-        later = arriving.last_used[rivals] > resident.last_used[lowest]
-        kept[rivals] = (score[rivals] > there[lowest]) | ((score[rivals] == there[lowest]) & later)
-        return kept
+        is_newer = arriving.last_used[rivals] > resident.last_used[lowest]
+        mask[rivals] = (score[rivals] > resident_score[lowest]) | ((score[rivals] == resident_score[lowest]) & is_newer)
+        return mask
 
 
 class ImportanceGuided(AttentionGuided):

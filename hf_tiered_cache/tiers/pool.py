@@ -146,7 +146,7 @@ class Tier:
         pool.pins[slots] = 1
         return pool, slots
 
-    def settle(
+    def insert(
         self, pool: SlotPool, slots: np.ndarray, owner: Owner, chunks: np.ndarray, chunk_count: int
     ) -> np.ndarray:
         """Assign reserved slots, now filled, to the blocks `(owner, chunks)`; they stay pinned.
@@ -157,24 +157,24 @@ class Tier:
         """
         number = self._number(owner, pool, chunk_count)
         table = self._tables[number][1]
-        fresh = table[chunks] < 0
-        mine = slots[fresh]
-        pool.chunk[mine] = chunks[fresh]
-        pool.last_used[mine] = self.clock
-        pool.uses[mine] = 1
-        pool.importance[mine], pool.accesses[mine] = self._scores.of(owner, chunks[fresh])
-        pool.owner[mine] = number  # last, since `mend` relies on it
-        table[chunks[fresh]] = mine
-        return fresh
+        is_new = table[chunks] < 0
+        new_slots = slots[is_new]
+        pool.chunk[new_slots] = chunks[is_new]
+        pool.last_used[new_slots] = self.clock
+        pool.uses[new_slots] = 1
+        pool.importance[new_slots], pool.accesses[new_slots] = self._scores.of(owner, chunks[is_new])
+        pool.owner[new_slots] = number  # last, since `mend` relies on it
+        table[chunks[is_new]] = new_slots
+        return is_new
 
     def rescore(self, owner: Owner, chunks: np.ndarray) -> None:
         """Update the slots of these chunks after their scores have changed."""
         if (number := self._owners.get(owner)) is None:
             return
         pool, table = self._tables[number]
-        here = chunks[table[chunks] >= 0]
-        slots = table[here]
-        pool.importance[slots], pool.accesses[slots] = self._scores.of(owner, here)
+        tier_chunks = chunks[table[chunks] >= 0]
+        slots = table[tier_chunks]
+        pool.importance[slots], pool.accesses[slots] = self._scores.of(owner, tier_chunks)
 
     def keeps(self, block_bytes: int, arriving: Usage) -> np.ndarray:
         """Return a bool mask of the arriving blocks that the tier would keep."""
@@ -196,13 +196,14 @@ class Tier:
         for owner in [owner for owner in self._owners if owner[0] in segments]:
             self._forget_owner(owner)
 
-    def also_in(self, other: Tier, pool: SlotPool, slots: np.ndarray) -> np.ndarray:
-        """Return whether `other` holds the same block as each slot, bool `[len(slots)]`."""
+    def also_in(self, other_tier: Tier, pool: SlotPool, slots: np.ndarray) -> np.ndarray:
+        """Return whether `other_tier` holds the same block as each slot, bool `[len(slots)]`."""
         result = np.zeros(len(slots), bool)
         for number in np.unique(pool.owner[slots]):
             if number >= 0:
-                mine = pool.owner[slots] == number
-                result[mine] = other.lookup(self._names[int(number)], pool.chunk[slots[mine]]) >= 0
+                of_owner = pool.owner[slots] == number
+                chunks = pool.chunk[slots[of_owner]]
+                result[of_owner] = other_tier.lookup(self._names[int(number)], chunks) >= 0
         return result
 
     def clear(self) -> None:
@@ -215,11 +216,11 @@ class Tier:
                 if memory is not None and not pool.pins[pool.starts[index] : pool.starts[index + 1]].any():
                     self._give_back(pool, index)
 
-    def mend(self, held: Iterable[tuple[SlotPool, np.ndarray]]) -> None:
+    def mend(self, pinned_slots: Iterable[tuple[SlotPool, np.ndarray]]) -> None:
         """Rebuild all tables after an interrupted change, from the slots of complete blocks and the pinned slots.
 
         Args:
-            held: the pinned slots with their pools.
+            pinned_slots: the pinned slots with their pools.
         """
         self.allocated = 0
         for pool in self._pools.values():
@@ -231,16 +232,16 @@ class Tier:
                 else:
                     self.allocated += memory.numel() + ALIGNMENT
         for number, (pool, table) in list(self._tables.items()):
-            mine = np.flatnonzero(pool.owner == number)
+            owner_slots = np.flatnonzero(pool.owner == number)
             table[:] = -1
-            table[pool.chunk[mine]] = mine
-            if number not in self._names or not len(mine):
-                pool.owner[mine] = FREE
+            table[pool.chunk[owner_slots]] = owner_slots
+            if number not in self._names or not len(owner_slots):
+                pool.owner[owner_slots] = FREE
                 del self._tables[number]
         self._names = {number: owner for number, owner in self._names.items() if number in self._tables}
         self._owners = {owner: number for number, owner in self._names.items()}
         self._latest = {owner[:2]: owner for owner in self._owners}
-        for pool, slots in held:
+        for pool, slots in pinned_slots:
             pool.pins[slots] += 1
             pool.owner[slots[pool.owner[slots] == FREE]] = ORPHANED
 
@@ -249,11 +250,11 @@ class Tier:
     def wants(self, block_bytes: int, count: int) -> list[int]:
         """Return the sizes in bytes of the slabs to allocate, beyond those in stock, to get `count` free slots."""
         missing, room = count - len(self.pool(block_bytes).free_slots(count)), self.budget - self.allocated
-        wanted: list[int] = []
+        sizes: list[int] = []
         while missing > 0 and (nbytes := self._slab_bytes(block_bytes, room)):
-            wanted.append(nbytes)
+            sizes.append(nbytes)
             missing, room = missing - nbytes // block_bytes, room - nbytes - ALIGNMENT
-        return self.stock.lacks(wanted)
+        return self.stock.lacks(sizes)
 
     def _slab_bytes(self, block_bytes: int, room: int) -> int:
         """Return the bytes of the next slab, at most `room` with alignment; 0 if no block fits."""
@@ -289,8 +290,8 @@ class Tier:
                 return
 
     def _slab_memory(self, nbytes: int) -> torch.Tensor:
-        if (ready := self.stock.take(nbytes)) is not None:
-            return ready
+        if (memory := self.stock.take(nbytes)) is not None:
+            return memory
         if self.nbytes + nbytes + ALIGNMENT > self.budget:  # slabs in stock have other sizes
             self.stock.clear()
         return self.allocate(nbytes)
@@ -300,22 +301,22 @@ class Tier:
 
         Return False if this pool has an evictable block that was used less recently, or if all slabs have pins.
         """
-        best: tuple[int, SlotPool, int] | None = None
-        for other in self._pools.values():
-            for index, memory in enumerate(other.slabs):
-                span = slice(other.starts[index], other.starts[index + 1])
-                if other is pool or memory is None or other.pins[span].any():
+        victim_slab: tuple[int, SlotPool, int] | None = None
+        for candidate in self._pools.values():
+            for index, memory in enumerate(candidate.slabs):
+                span = slice(candidate.starts[index], candidate.starts[index + 1])
+                if candidate is pool or memory is None or candidate.pins[span].any():
                     continue
-                newest = int(other.last_used[span].max())
-                if best is None or newest < best[0]:
-                    best = (newest, other, index)
+                newest = int(candidate.last_used[span].max())
+                if victim_slab is None or newest < victim_slab[0]:
+                    victim_slab = (newest, candidate, index)
         oldest_here = pool.last_used[pool.evictable()].min(initial=self.clock)
-        if best is None or (len(pool) and best[0] >= oldest_here):
+        if victim_slab is None or (len(pool) and victim_slab[0] >= oldest_here):
             return False
-        _, other, index = best
-        slots = np.arange(other.starts[index], other.starts[index + 1])
-        self._evict(other, slots[other.owner[slots] >= 0])
-        self._give_back(other, index)
+        _, victim, index = victim_slab
+        slots = np.arange(victim.starts[index], victim.starts[index + 1])
+        self._evict(victim, slots[victim.owner[slots] >= 0])
+        self._give_back(victim, index)
         return True
 
     def _give_back(self, pool: SlotPool, index: int) -> None:
@@ -326,18 +327,18 @@ class Tier:
         slots = np.sort(slots)
         if self._on_evict is not None:
             for number in np.unique(pool.owner[slots]):
-                held = slots[pool.owner[slots] == number]
-                held = held[np.argsort(pool.chunk[held])]
-                blocks, table = pool.blocks(held, pool.chunk[held]), self._tables[int(number)][1]
-                self._on_evict(self._names[int(number)], len(table), blocks, pool.usage(held))
+                owner_slots = slots[pool.owner[slots] == number]
+                owner_slots = owner_slots[np.argsort(pool.chunk[owner_slots])]
+                blocks, table = pool.blocks(owner_slots, pool.chunk[owner_slots]), self._tables[int(number)][1]
+                self._on_evict(self._names[int(number)], len(table), blocks, pool.usage(owner_slots))
         self.evicted += len(slots)
         self.discard(pool, slots)
 
     def _number(self, owner: Owner, pool: SlotPool, chunk_count: int) -> int:
         number = self._owners.get(owner)
         if number is None:
-            if (before := self._latest.get(owner[:2])) in self._owners:
-                self._forget_owner(before)  # the segment was written again since
+            if (old_owner := self._latest.get(owner[:2])) in self._owners:
+                self._forget_owner(old_owner)  # the segment was rewritten
             number = self._next_owner
             self._next_owner += 1
             self._tables[number] = (pool, np.full(chunk_count, -1, np.int64))
@@ -357,8 +358,8 @@ class Tier:
         """Remove the blocks of slots from the look-up tables, and set the slots to `state`."""
         for number in np.unique(pool.owner[slots]):
             if number >= 0:
-                held = slots[pool.owner[slots] == number]
-                self._forget(int(number), pool.chunk[held])
+                owner_slots = slots[pool.owner[slots] == number]
+                self._forget(int(number), pool.chunk[owner_slots])
         pool.owner[slots] = state
 
     def _forget(self, number: int, chunks: np.ndarray) -> None:

@@ -24,11 +24,11 @@ from ..store.memory import aligned_bytes, page_locked
 from ..store.segment import read_batch
 from . import make_policy
 from .device import STAGING_BYTES, DeviceMemory
-from .handles import Arrival, BlockRequest, Hold, Holds, LateCheck, Lease, SlabMaker
-from .index_cache import ResidentKeys
+from .handles import BlockHandle, BlockRequest, LateCheck, PendingFetch, Pin, Pins, SlabMaker
+from .index_cache import IndexCache
 from .policy import Usage
 from .pool import Tier
-from .scores import Guesses, Owner, ScoreTable
+from .scores import Owner, ScoreTable, Speculation
 from .slabs import ORPHANED, RESERVED, Blocks, SlotPool
 from .streams import DoneEvent, copy_stream
 
@@ -61,8 +61,8 @@ class Residency:
         staging_budget: int = STAGING_BYTES,
         register: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        self.resident = ResidentKeys(index_budget)
-        self.guesses = Guesses()
+        self.index_cache = IndexCache(index_budget)
+        self.speculation = Speculation()
         self.scores = ScoreTable(make_policy(policy).learn)
         self.host = Tier(
             "host",
@@ -76,18 +76,18 @@ class Residency:
         self._policy, self._direct, self._device_types = policy, direct, device_types
         self._register = register
         self._gpus: dict[torch.device, DeviceMemory] = {}
-        self._holds = Holds()
+        self._pins = Pins()
         self._lock = threading.Lock()
         self._step = Step(self._mend)
         self._clock = 0
-        self._starting = Apart()  # a read interrupted while starting could not be undone
+        self._read_worker = Apart()  # a read interrupted while starting could not be undone
         self._slabs = SlabMaker(self._lock, self._step, self.host, ahead=pin)
 
     # --- fetching and inserting
 
     def fetch(
         self, requests: Sequence[BlockRequest], device: torch.device, collector: StatsCollector, ahead: bool = False
-    ) -> Lease:
+    ) -> BlockHandle:
         """Start to fetch blocks to `device`, with one submission for all disk reads.
 
         Args:
@@ -100,49 +100,51 @@ class Residency:
         Returns:
             A block handle. The call does not wait for the blocks.
         """
-        lease = Lease(requests, self.confirm, self.retire)
+        handle = BlockHandle(requests, self.confirm, self.retire)
         try:
             with self._lock, self._step:
-                arrivals = self._find(lease, device, collector, ahead)
-                lacking = self._lacking(arrivals)
-                begun = None if lacking else self._begin(lease, arrivals, collector)
-            if begun is None:
-                self._slabs.make(lacking)
+                fetches = self._create_fetches(handle, device, collector, ahead)
+                slabs = self._missing_slabs(fetches)
+                steps = None if slabs else self._begin(handle, fetches, collector)
+            if steps is None:
+                self._slabs.make(slabs)
                 with self._lock, self._step:
-                    begun = self._begin(lease, arrivals, collector)
-            read, arrive = begun
+                    steps = self._begin(handle, fetches, collector)
+            read, complete = steps
             if read is None:
-                self._settle(lease, arrive)
+                self._finish(handle, complete)
             else:
-                self._starting.do(read)
+                self._read_worker.do(read)
         except BaseException:  # including Ctrl-C: the caller gets no handle to release
-            lease.hold.over = DoneEvent()
-            self.retire(lease)
+            handle.pin.release_event = DoneEvent()
+            self.retire(handle)
             raise
-        return lease
+        return handle
 
-    def _find(self, lease: Lease, device: torch.device, collector: StatsCollector, ahead: bool) -> list[Arrival]:
+    def _create_fetches(
+        self, handle: BlockHandle, device: torch.device, collector: StatsCollector, ahead: bool
+    ) -> list[PendingFetch]:
         """Pin the requested blocks that are already in memory, and create the pending fetches."""
-        hold, gpu = lease.hold, self._gpu(device)
+        pin, gpu = handle.pin, self._gpu(device)
         self._tick(gpu)
-        hold.stream = None if gpu is None else gpu.stream
-        self._holds.add(hold)
-        arrivals = [Arrival(leased, gpu) for leased in lease.leased]
-        for each in arrivals if ahead else ():
-            self._keep_within_budgets(each)
-        self._holds.await_moves_down(hold.stream)
-        for each in arrivals:  # before slots are acquired, which may evict blocks
-            self._hold_found(each, hold, collector)
-        return arrivals
+        pin.stream = None if gpu is None else gpu.stream
+        self._pins.add(pin)
+        fetches = [PendingFetch(fetched, gpu) for fetched in handle.fetched]
+        for fetch in fetches if ahead else ():
+            self._limit_to_budgets(fetch)
+        self._pins.await_moves_down(pin.stream)
+        for fetch in fetches:  # before slots are acquired, which may evict blocks
+            self._pin_cached_blocks(fetch, pin, collector)
+        return fetches
 
-    def _lacking(self, arrivals: Sequence[Arrival]) -> list[tuple[Tier, int]]:
+    def _missing_slabs(self, fetches: Sequence[PendingFetch]) -> list[tuple[Tier, int]]:
         """Return the slabs to allocate, without the lock, before slots are acquired."""
-        if not any(each.gpu is not None or len(each.leased.from_disk) for each in arrivals):
+        if not any(fetch.gpu is not None or len(fetch.fetched.from_disk) for fetch in fetches):
             return []
-        return self._slabs.lacking(sum((each.needs(self.host, self._direct) for each in arrivals), Counter()))
+        return self._slabs.missing_slabs(sum((fetch.needs(self.host, self._direct) for fetch in fetches), Counter()))
 
     def _begin(
-        self, lease: Lease, arrivals: Sequence[Arrival], collector: StatsCollector
+        self, handle: BlockHandle, fetches: Sequence[PendingFetch], collector: StatsCollector
     ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
         """Reserve slots for the blocks that are not in memory.
 
@@ -150,73 +152,73 @@ class Residency:
             A function that starts to read these blocks, or None if there are none, and a function to call when all
             blocks are in memory.
         """
-        hold = lease.hold
-        for each in arrivals:
-            self._take_slots(each, hold)
-        from_disk = [each for each in arrivals if each.to_read or each.direct]
-        through_host = [(*each.leased.request[:2], each.to_read) for each in from_disk]
-        direct = [(*each.leased.request[:2], each.direct) for each in from_disk if each.direct]
+        pin = handle.pin
+        for fetch in fetches:
+            self._reserve_slots(fetch, pin)
+        disk_fetches = [fetch for fetch in fetches if fetch.host_runs or fetch.direct_runs]
+        host_runs = [(*fetch.fetched.request[:2], fetch.host_runs) for fetch in disk_fetches]
+        direct_runs = [(*fetch.fetched.request[:2], fetch.direct_runs) for fetch in disk_fetches if fetch.direct_runs]
 
-        def arrive() -> None:
-            for each in arrivals:
-                self._arrive(each, lease)
-            if hold.stream is not None:  # also after copies of earlier handles to the same slots
-                hold.copied = hold.stream.copied()
-            for each in arrivals:
-                if hold.check is None:
-                    self._keep_staged(each)
+        def complete() -> None:
+            for fetch in fetches:
+                self._arrive(fetch, handle)
+            if pin.stream is not None:  # also after copies of earlier handles to the same slots
+                pin.copied = pin.stream.copied()
+            for fetch in fetches:
+                if pin.check is None:
+                    self._keep_staged(fetch)
                 else:
-                    hold.when_whole.append(partial(self._keep_staged, each))
+                    pin.on_verified.append(partial(self._keep_staged, fetch))
 
         def read() -> None:
             """Start the reads; runs in the worker thread."""
             with self._lock:
-                if hold.over is not None:  # released before the read began
-                    lease.latch.open()
+                if pin.release_event is not None:  # released before the read began
+                    handle.latch.open()
                     return
-                hold.reading = True
+                pin.reading = True
             collector.read_started()
             try:
-                if hold.stream is not None and direct:
-                    hold.stream.copied().synchronize()  # direct reads ignore streams: let evictions finish
-                reading = read_batch(through_host, direct)
+                if pin.stream is not None and direct_runs:
+                    pin.stream.copied().synchronize()  # direct reads ignore streams: let evictions finish
+                read_future = read_batch(host_runs, direct_runs)
             except BaseException as error:  # for instance, the store was closed
-                reading = Future()
-                reading.set_exception(error.with_traceback(None))  # the traceback would reference this frame
-            reading.add_done_callback(done)
+                read_future = Future()
+                read_future.set_exception(error.with_traceback(None))  # the traceback would reference this frame
+            read_future.add_done_callback(on_read)
 
-        def done(reading: Future[ReadReport]) -> None:
-            error = reading.exception()
-            collector.read_done(0 if error else reading.result().nbytes)
-            for each in from_disk:
-                count = len(each.leased.from_disk)
-                found, lost = (0, count) if error else (count, 0)
-                collector.looked_up("disk", found, lost, each.block_bytes)
+        def on_read(read_future: Future[ReadReport]) -> None:
+            error = read_future.exception()
+            collector.read_done(0 if error else read_future.result().nbytes)
+            for fetch in disk_fetches:
+                count = len(fetch.fetched.from_disk)
+                found_count, lost_count = (0, count) if error else (count, 0)
+                collector.looked_up("disk", found_count, lost_count, fetch.block_bytes)
             try:
-                unseen = [each for each in direct if each[0].verifies]
-                if error is None and unseen and hold.stream is not None:
-                    hold.check = LateCheck(hold.stream, unseen)
-            except Exception as caught:  # no memory on the device
-                error = caught
-            self._settle(lease, arrive, error)
+                unverified_runs = [run for run in direct_runs if run[0].verifies]
+                if error is None and unverified_runs and pin.stream is not None:
+                    pin.check = LateCheck(pin.stream, unverified_runs)
+            except Exception as failure:  # no memory on the device
+                error = failure
+            self._finish(handle, complete, error)
 
-        return read if from_disk else None, arrive
+        return read if disk_fetches else None, complete
 
-    def _settle(self, lease: Lease, arrive: Callable[[], None], error: BaseException | None = None) -> None:
+    def _finish(self, handle: BlockHandle, complete: Callable[[], None], error: BaseException | None = None) -> None:
         """Finish a fetch, successful or failed, and wake the threads that wait for it."""
         try:
             with self._lock, self._step:
-                lease.hold.reading = False
+                handle.pin.reading = False
                 if error is None:
-                    arrive()
-        except Exception as caught:
-            error = caught.with_traceback(None)
+                    complete()
+        except Exception as failure:
+            error = failure.with_traceback(None)
         if error is not None:
-            readers = (leased.request.reader for leased in lease.leased)
-            lease.failed = next((reader for reader in readers if reader.caused(error)), None)
-        lease.latch.open(error)
-        if lease.hold.over is not None:  # released in the meantime
-            self.retire(lease)
+            readers = (fetched.request.reader for fetched in handle.fetched)
+            handle.failed = next((reader for reader in readers if reader.caused(error)), None)
+        handle.latch.open(error)
+        if handle.pin.release_event is not None:  # released in the meantime
+            self.retire(handle)
 
     def admit(self, owner: Owner, blocks: torch.Tensor) -> None:
         """Insert computed blocks, uint8 `[chunks, block_bytes]` on the CPU, into the host tier if they fit."""
@@ -225,23 +227,23 @@ class Residency:
             return
         chunks = np.arange(count)
         with self._lock, self._step:
-            lacking = self._slabs.lacking(Counter({(self.host, block_bytes): count}))
-        self._slabs.make(lacking)
-        lease = Lease((), self.confirm, self.retire)  # internal handle that pins the slots while they are filled
+            slabs = self._slabs.missing_slabs(Counter({(self.host, block_bytes): count}))
+        self._slabs.make(slabs)
+        handle = BlockHandle((), self.confirm, self.retire)  # internal handle that pins the slots while they are filled
         try:
             with self._lock, self._step:
                 self._tick(None)
-                wanted = chunks[self.host.lookup(owner, chunks) < 0]
-                self._holds.add(lease.hold)
-                targets = self._reserve(self.host, block_bytes, wanted, lease.hold)
+                missing_chunks = chunks[self.host.lookup(owner, chunks) < 0]
+                self._pins.add(handle.pin)
+                targets = self._reserve(self.host, block_bytes, missing_chunks, handle.pin)
             for first, memory in targets.runs():
                 memory.copy_(blocks[first : first + len(memory)])
             with self._lock, self._step:
-                for tier, pool, slots in lease.hold.slots:
-                    new = slots[pool.owner[slots] == RESERVED]
-                    tier.settle(pool, new, owner, pool.chunk[new], count)
+                for tier, pool, slots in handle.pin.slots:
+                    new_slots = slots[pool.owner[slots] == RESERVED]
+                    tier.insert(pool, new_slots, owner, pool.chunk[new_slots], count)
         finally:  # slots that were not filled become free again
-            self.retire(lease)
+            self.retire(handle)
 
     def note_attention(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
         """Record that a selector chose chunks of a KV cache group (see `ScoreTable.note`)."""
@@ -252,7 +254,7 @@ class Residency:
 
     def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:
         """Return the number of `chunks` in each place, see `find`."""
-        return {tier: len(found) for tier, found in self.find(owner, chunks, device).items()}
+        return {tier: len(tier_chunks) for tier, tier_chunks in self.find(owner, chunks, device).items()}
 
     def find(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, np.ndarray]:
         """Return where the chunks of a KV cache group are.
@@ -266,27 +268,27 @@ class Residency:
             The chunks in each tier that serves `device`, by the name of the tier, and the others under "disk".
         """
         with self._lock, self._step:
-            found = {}
+            chunks_by_tier = {}
             gpu = self._gpus.get(device)
-            for each in [self.host] if gpu is None else [gpu.tier, self.host]:
-                there = each.lookup(owner, chunks) >= 0
-                found[each.name] = chunks[there]
-                chunks = chunks[~there]
-            return found | {"disk": chunks}
+            for tier in [self.host] if gpu is None else [gpu.tier, self.host]:
+                in_tier = tier.lookup(owner, chunks) >= 0
+                chunks_by_tier[tier.name] = chunks[in_tier]
+                chunks = chunks[~in_tier]
+            return chunks_by_tier | {"disk": chunks}
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget deleted segments: their blocks, pinned or not, their scores and their indexes."""
         self.scores.forget(segments)
-        self.resident.forget(segments)
+        self.index_cache.forget(segments)
         with self._lock, self._step:
             for tier in self._tiers():
                 tier.forget(segments)
-            self._holds.reap(self._unpin)
+            self._pins.reap(self._unpin)
 
     def segments(self) -> set[str]:
         """Return the ids of segments with blocks or indexes in memory."""
         with self._lock, self._step:
-            return {segment for tier in self._tiers() for segment in tier.segments()} | self.resident.segments()
+            return {segment for tier in self._tiers() for segment in tier.segments()} | self.index_cache.segments()
 
     # --- steps of a fetch, under the lock
 
@@ -294,66 +296,66 @@ class Residency:
         self._clock += 1
         for tier in [self.host] if gpu is None else [self.host, gpu.tier, gpu.staging]:
             tier.clock = self._clock
-        self._holds.reap(self._unpin)
+        self._pins.reap(self._unpin)
 
-    def _keep_within_budgets(self, each: Arrival) -> None:
+    def _limit_to_budgets(self, fetch: PendingFetch) -> None:
         """Drop requested chunks that exceed the budget, uncached chunks first."""
-        owner, size, chunks = each.owner, each.block_bytes, each.leased.chunks
-        target = self.host if each.gpu is None else each.gpu.tier
-        there = target.lookup(owner, chunks) >= 0
-        new = chunks[~there]
-        if each.gpu is not None and not self._direct:  # blocks from disk pass through the host
-            staged = np.flatnonzero(self.host.lookup(owner, new) < 0)
-            passing = max(0, self.host.room(size) - (len(new) - len(staged)))
-            new = np.delete(new, staged[passing:])
-        room = max(0, (target if each.gpu is None else each.gpu).room(size) - int(there.sum()))
-        each.leased.chunks = np.sort(np.concatenate([chunks[there], new[:room]]))
+        owner, size, chunks = fetch.owner, fetch.block_bytes, fetch.fetched.chunks
+        target = self.host if fetch.gpu is None else fetch.gpu.tier
+        in_tier = target.lookup(owner, chunks) >= 0
+        missing_chunks = chunks[~in_tier]
+        if fetch.gpu is not None and not self._direct:  # blocks from disk pass through the host
+            disk_indices = np.flatnonzero(self.host.lookup(owner, missing_chunks) < 0)
+            host_room = max(0, self.host.room(size) - (len(missing_chunks) - len(disk_indices)))
+            missing_chunks = np.delete(missing_chunks, disk_indices[host_room:])
+        room = max(0, (target if fetch.gpu is None else fetch.gpu).room(size) - int(in_tier.sum()))
+        fetch.fetched.chunks = np.sort(np.concatenate([chunks[in_tier], missing_chunks[:room]]))
 
-    def _hold_found(self, each: Arrival, hold: Hold, collector: StatsCollector) -> None:
+    def _pin_cached_blocks(self, fetch: PendingFetch, pin: Pin, collector: StatsCollector) -> None:
         """Pin the requested blocks that are already in memory."""
-        missing = each.leased.chunks
-        if each.gpu is not None:
-            found, missing = self._take(each.gpu.tier, each, missing, hold, collector)
-            each.on_device.append(found)
-        found, missing = self._take(self.host, each, missing, hold, collector)
-        each.on_host.append(found)
-        each.leased.from_disk = missing
+        missing_chunks = fetch.fetched.chunks
+        if fetch.gpu is not None:
+            blocks, missing_chunks = self._pin_blocks(fetch.gpu.tier, fetch, missing_chunks, pin, collector)
+            fetch.device_blocks.append(blocks)
+        blocks, missing_chunks = self._pin_blocks(self.host, fetch, missing_chunks, pin, collector)
+        fetch.host_blocks.append(blocks)
+        fetch.fetched.from_disk = missing_chunks
 
-    def _take_slots(self, each: Arrival, hold: Hold) -> None:
+    def _reserve_slots(self, fetch: PendingFetch, pin: Pin) -> None:
         """Reserve slots, or allocate memory, for the blocks that are read from disk."""
-        size, rest = each.block_bytes, each.leased.from_disk
-        if not len(rest):
+        size, chunks = fetch.block_bytes, fetch.fetched.from_disk
+        if not len(chunks):
             return
-        gone = each.leased.request.reader.gone  # a deleted segment is not looked up again
-        if each.gpu is not None and self._direct and not gone:
-            reserved = self._reserve(each.gpu.tier, size, rest, hold, each)
-            rest = _without(rest, reserved)
-            each.staged = self._reserve(each.gpu.staging, size, rest, hold)
-            each.on_device.extend((reserved, each.staged))
-            each.direct = [*reserved.runs(), *each.staged.runs()]
-            rest = _without(rest, each.staged)
-        staged = [] if gone else [self._reserve(self.host, size, rest, hold, each)]
-        staged.extend(self.host.own_memory(_without(rest, *staged), size))
-        each.on_host.extend(staged)
-        each.to_read.extend(run for blocks in staged for run in blocks.runs())
+        is_deleted = fetch.fetched.request.reader.gone  # a deleted segment is not looked up again
+        if fetch.gpu is not None and self._direct and not is_deleted:
+            tier_blocks = self._reserve(fetch.gpu.tier, size, chunks, pin, fetch)
+            chunks = _without(chunks, tier_blocks)
+            fetch.staged_blocks = self._reserve(fetch.gpu.staging, size, chunks, pin)
+            fetch.device_blocks.extend((tier_blocks, fetch.staged_blocks))
+            fetch.direct_runs = [*tier_blocks.runs(), *fetch.staged_blocks.runs()]
+            chunks = _without(chunks, fetch.staged_blocks)
+        host_blocks = [] if is_deleted else [self._reserve(self.host, size, chunks, pin, fetch)]
+        host_blocks.extend(self.host.own_memory(_without(chunks, *host_blocks), size))
+        fetch.host_blocks.extend(host_blocks)
+        fetch.host_runs.extend(run for blocks in host_blocks for run in blocks.runs())
 
-    def _take(
-        self, tier: Tier, each: Arrival, chunks: np.ndarray, hold: Hold, collector: StatsCollector
+    def _pin_blocks(
+        self, tier: Tier, fetch: PendingFetch, chunks: np.ndarray, pin: Pin, collector: StatsCollector
     ) -> tuple[Blocks, np.ndarray]:
         """Pin the blocks of `chunks` that `tier` holds. Return them, and the chunks that it does not hold."""
-        slots = tier.lookup(each.owner, chunks)
-        found = slots >= 0
-        size, blocks = each.block_bytes, Blocks.none()
-        if found.any():
+        slots = tier.lookup(fetch.owner, chunks)
+        in_tier = slots >= 0
+        size, blocks = fetch.block_bytes, Blocks.none()
+        if in_tier.any():
             pool = tier.pool(size)
-            tier.use(pool, slots[found])
-            hold.slots.append((tier, pool, slots[found]))
-            blocks = pool.blocks(slots[found], chunks[found])
-        collector.looked_up(tier.name, int(found.sum()), int((~found).sum()), size)
-        return blocks, chunks[~found]
+            tier.use(pool, slots[in_tier])
+            pin.slots.append((tier, pool, slots[in_tier]))
+            blocks = pool.blocks(slots[in_tier], chunks[in_tier])
+        collector.looked_up(tier.name, int(in_tier.sum()), int((~in_tier).sum()), size)
+        return blocks, chunks[~in_tier]
 
     def _reserve(
-        self, tier: Tier, block_bytes: int, chunks: np.ndarray, hold: Hold, each: Arrival | None = None
+        self, tier: Tier, block_bytes: int, chunks: np.ndarray, pin: Pin, fetch: PendingFetch | None = None
     ) -> Blocks:
         """Reserve slots for the first of `chunks`, as many as `tier` has room for.
 
@@ -361,42 +363,42 @@ class Residency:
             tier: the tier to reserve in.
             block_bytes: bytes per block.
             chunks: int64, ascending.
-            hold: the pin that gets the slots.
-            each: pending fetch that inserts the chunks into the tier on arrival. Then only chunks that the policy keeps
-                get slots. None to reserve without the policy.
+            pin: the pin that gets the slots.
+            fetch: pending fetch that inserts the chunks into the tier on arrival; only chunks that the policy keeps get
+                slots. None to reserve without the policy.
         """
         if not len(chunks) or not tier.budget:
             return Blocks.none()
-        if each is not None:
-            chunks = chunks[tier.keeps(block_bytes, self._usage(each, chunks))]
+        if fetch is not None:
+            chunks = chunks[tier.keeps(block_bytes, self._usage(fetch, chunks))]
         pool, slots = tier.acquire(block_bytes, len(chunks))
-        taken = chunks[: len(slots)]
+        reserved_chunks = chunks[: len(slots)]
         if len(slots):
-            pool.chunk[slots] = taken
-            hold.slots.append((tier, pool, slots))
-            if each is not None:
-                each.reserved.append((tier, pool, slots))
-        return pool.blocks(slots, taken)
+            pool.chunk[slots] = reserved_chunks
+            pin.slots.append((tier, pool, slots))
+            if fetch is not None:
+                fetch.reserved_slots.append((tier, pool, slots))
+        return pool.blocks(slots, reserved_chunks)
 
-    def _arrive(self, each: Arrival, lease: Lease) -> None:
+    def _arrive(self, fetch: PendingFetch, handle: BlockHandle) -> None:
         """Copy the blocks of a completed read to the device, and insert them into the tiers that keep them."""
-        request, moved = each.leased.request, np.empty(0, np.int64)
-        on_host = Blocks.join(each.on_host)
-        if each.gpu is None:
-            each.leased.blocks = on_host
+        request, uploaded_chunks = fetch.fetched.request, np.empty(0, np.int64)
+        host_blocks = Blocks.join(fetch.host_blocks)
+        if fetch.gpu is None:
+            fetch.fetched.blocks = host_blocks
         else:
-            if len(on_host):
-                moved = self._move_up(each, on_host, lease)
-            each.leased.blocks = Blocks.join(each.on_device)
-        for holder, pool, slots in each.reserved if not request.reader.gone else ():
-            new = slots[pool.owner[slots] == RESERVED]
-            if holder is self.host:  # exclusive tiers: slots of moved blocks stay reserved until the release
-                new = new[~np.isin(pool.chunk[new], moved)]
-            elif lease.hold.check is not None:
-                direct = np.isin(pool.chunk[new], on_host.chunks, invert=True)
-                lease.hold.when_whole.append(partial(self._enter, holder, pool, new[direct], request))
-                new = new[~direct]
-            self._enter(holder, pool, new, request)
+            if len(host_blocks):
+                uploaded_chunks = self._move_up(fetch, host_blocks, handle)
+            fetch.fetched.blocks = Blocks.join(fetch.device_blocks)
+        for tier, pool, slots in fetch.reserved_slots if not request.reader.gone else ():
+            new_slots = slots[pool.owner[slots] == RESERVED]
+            if tier is self.host:  # exclusive tiers: slots of moved blocks stay reserved until the release
+                new_slots = new_slots[~np.isin(pool.chunk[new_slots], uploaded_chunks)]
+            elif handle.pin.check is not None:
+                is_direct = np.isin(pool.chunk[new_slots], host_blocks.chunks, invert=True)
+                handle.pin.on_verified.append(partial(self._enter, tier, pool, new_slots[is_direct], request))
+                new_slots = new_slots[~is_direct]
+            self._enter(tier, pool, new_slots, request)
 
     @staticmethod
     def _enter(tier: Tier, pool: SlotPool, slots: np.ndarray, request: BlockRequest) -> None:
@@ -405,48 +407,48 @@ class Residency:
         slots = slots[pool.owner[slots] == RESERVED]
         if len(slots) and not reader.gone:
             chunks = reader.shape.chunks_in(reader.shape.block_groups[block_group])
-            tier.settle(pool, slots, reader.owner(block_group), pool.chunk[slots], chunks)
+            tier.insert(pool, slots, reader.owner(block_group), pool.chunk[slots], chunks)
 
-    def confirm(self, hold: Hold) -> None:
+    def confirm(self, pin: Pin) -> None:
         """Wait until the device has verified its direct reads, and insert their blocks into the tiers.
 
         Raises:
             IntegrityError: a block is damaged.
         """
-        if hold.check is not None:
-            hold.check.confirm()
+        if pin.check is not None:
+            pin.check.confirm()
             with self._lock, self._step:
-                hold.keep_checked()
+                pin.keep_checked()
 
     # --- between host and device
 
-    def _move_up(self, each: Arrival, on_host: Blocks, lease: Lease) -> np.ndarray:
+    def _move_up(self, fetch: PendingFetch, host_blocks: Blocks, handle: BlockHandle) -> np.ndarray:
         """Copy blocks to the device on the side stream. Return the chunks that the device tier keeps."""
-        gpu, size = each.gpu, each.block_bytes
+        gpu, size = fetch.gpu, fetch.block_bytes
         assert gpu is not None
-        reserved = self._reserve(gpu.tier, size, on_host.chunks, lease.hold, each)
-        rest = _without(on_host.chunks, reserved)
-        staged = self._reserve(gpu.staging, size, rest, lease.hold)
-        rest = _without(rest, staged)
-        pressed = self._reserve(gpu.tier, size, rest, lease.hold)  # temporary: the staging area is full
-        rest = _without(rest, pressed)
-        targets = Blocks.join([reserved, staged, pressed, *gpu.tier.own_memory(rest, size)])
-        gpu.copy(on_host, targets)
-        each.on_device.append(targets)
-        lease.owns_memory |= len(rest) > 0
-        return reserved.chunks
+        tier_blocks = self._reserve(gpu.tier, size, host_blocks.chunks, handle.pin, fetch)
+        chunks = _without(host_blocks.chunks, tier_blocks)
+        staging_blocks = self._reserve(gpu.staging, size, chunks, handle.pin)
+        chunks = _without(chunks, staging_blocks)
+        overflow_blocks = self._reserve(gpu.tier, size, chunks, handle.pin)  # temporary: the staging area is full
+        chunks = _without(chunks, overflow_blocks)
+        targets = Blocks.join([tier_blocks, staging_blocks, overflow_blocks, *gpu.tier.own_memory(chunks, size)])
+        gpu.copy(host_blocks, targets)
+        fetch.device_blocks.append(targets)
+        handle.owns_memory |= len(chunks) > 0
+        return tier_blocks.chunks
 
-    def _keep_staged(self, each: Arrival) -> None:
+    def _keep_staged(self, fetch: PendingFetch) -> None:
         """Keep a host copy of blocks that were read from disk into the staging area."""
-        reader, chunks = each.leased.request.reader, each.staged.chunks
-        if each.gpu is None or not len(chunks) or reader.gone or not self.host.budget:
+        reader, chunks = fetch.fetched.request.reader, fetch.staged_blocks.chunks
+        if fetch.gpu is None or not len(chunks) or reader.gone or not self.host.budget:
             return
-        self._move_down(each.gpu.device, each.owner, each.count, each.staged, self._usage(each, chunks))
+        self._move_down(fetch.gpu.device, fetch.owner, fetch.count, fetch.staged_blocks, self._usage(fetch, chunks))
 
-    def _usage(self, each: Arrival, chunks: np.ndarray) -> Usage:
+    def _usage(self, fetch: PendingFetch, chunks: np.ndarray) -> Usage:
         """Return the usage of arriving blocks."""
-        known = self.scores.of(each.owner, chunks)
-        return Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *known)
+        scores = self.scores.of(fetch.owner, chunks)
+        return Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *scores)
 
     def _move_down(self, device: torch.device, owner: Owner, count: int, blocks: Blocks, usage: Usage) -> None:
         """Copy blocks from a device to the host tier, as far as it has room and its policy keeps them."""
@@ -457,38 +459,38 @@ class Residency:
         if not len(blocks):
             return
         gpu = self._gpus[device]
-        down = Hold(gpu.stream, over=DoneEvent(), moves_down=True)
-        self._holds.add(down)
-        targets = self._reserve(self.host, size, blocks.chunks, down)
+        pin = Pin(gpu.stream, release_event=DoneEvent(), moves_down=True)
+        self._pins.add(pin)
+        targets = self._reserve(self.host, size, blocks.chunks, pin)
         if not len(targets):
             return
         gpu.copy(blocks, targets)
-        down.copied = gpu.stream.copied()
-        _, pool, slots = down.slots[0]
-        self.host.settle(pool, slots, owner, pool.chunk[slots], count)
+        pin.copied = gpu.stream.copied()
+        _, pool, slots = pin.slots[0]
+        self.host.insert(pool, slots, owner, pool.chunk[slots], count)
 
     # --- release and repair
 
-    def retire(self, lease: Lease) -> None:
+    def retire(self, handle: BlockHandle) -> None:
         """Release a block handle. Its slots are unpinned after the device work that is queued so far."""
         with self._lock, self._step:
-            if lease.hold.over is None:
-                over = lease.hold.end()
-                if lease.owns_memory and lease.hold.stream is not None:
+            if handle.pin.release_event is None:
+                release_event = handle.pin.end()
+                if handle.owns_memory and handle.pin.stream is not None:
                     # the allocator may reuse it on the side stream, which must not write before it was read
-                    lease.hold.stream.await_computation(over)
-            if lease.latch.is_open or not lease.hold.reading:
-                for leased in lease.leased:
-                    leased.blocks = None
-                lease.latch.error = None  # a raised error keeps the frames of waiting threads alive, and their KV
-            self._holds.reap(self._unpin)
+                    handle.pin.stream.await_computation(release_event)
+            if handle.latch.is_open or not handle.pin.reading:
+                for fetched in handle.fetched:
+                    fetched.blocks = None
+                handle.latch.error = None  # a raised error keeps the frames of waiting threads alive, and their KV
+            self._pins.reap(self._unpin)
 
     def _mend(self) -> None:
         """Repair the tiers after an interrupted or failed change, from the pins and the slots of complete blocks."""
         for gpu in self._gpus.values():
             gpu.stream.copied().synchronize()
         for tier in self._tiers():
-            tier.mend(self._holds.in_tier(tier))
+            tier.mend(self._pins.in_tier(tier))
         for pool in self.host.pools():
             self._free_idle(self.host, pool, pool.evictable())  # blocks that moved to a device in that change
 
@@ -497,14 +499,14 @@ class Residency:
         tier.unpin(pool, slots)
         self._free_idle(tier, pool, slots[pool.pins[slots] == 0])
 
-    def _free_idle(self, tier: Tier, pool: SlotPool, idle: np.ndarray) -> None:
-        owner = pool.owner[idle]
-        gone = (owner == RESERVED) | (owner == ORPHANED)
+    def _free_idle(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
+        owners = pool.owner[slots]
+        is_unused = (owners == RESERVED) | (owners == ORPHANED)
         if tier is self.host:
             for gpu in self._gpus.values():
-                gone |= tier.also_in(gpu.tier, pool, idle)
-        if gone.any():
-            tier.discard(pool, idle[gone])
+                is_unused |= tier.also_in(gpu.tier, pool, slots)
+        if is_unused.any():
+            tier.discard(pool, slots[is_unused])
 
     # --- tiers
 
@@ -533,8 +535,8 @@ class Residency:
     @property
     def device_bytes(self) -> tuple[int, int]:
         """Bytes allocated on all devices, staging areas included, and their limit."""
-        taken = sum(gpu.tier.nbytes + gpu.staging.nbytes for gpu in self._gpus.values())
-        return taken, max(1, len(self._gpus)) * self.device_budget + len(self._gpus) * self.staging_budget
+        allocated_bytes = sum(gpu.tier.nbytes + gpu.staging.nbytes for gpu in self._gpus.values())
+        return allocated_bytes, max(1, len(self._gpus)) * self.device_budget + len(self._gpus) * self.staging_budget
 
     def _tiers(self) -> Iterator[Tier]:
         yield self.host
@@ -548,14 +550,14 @@ class Residency:
     def clear(self) -> None:
         """Forget all blocks and indexes and free the memory. Slabs with pinned slots are kept."""
         with self._lock, self._step:
-            self._holds.reap(self._unpin)
+            self._pins.reap(self._unpin)
             for tier in self._tiers():
                 tier.clear()
-        self.resident.clear()
+        self.index_cache.clear()
 
 
-def _without(chunks: np.ndarray, *taken: Blocks) -> np.ndarray:
-    """Return the ascending `chunks` without those in `taken`, ascending."""
-    for blocks in taken:
+def _without(chunks: np.ndarray, *excluded_blocks: Blocks) -> np.ndarray:
+    """Return the ascending `chunks` without those in `excluded_blocks`, ascending."""
+    for blocks in excluded_blocks:
         chunks = np.setdiff1d(chunks, blocks.chunks, assume_unique=True)
     return chunks

@@ -66,10 +66,10 @@ class ScoreTable:
             row = self._rows.get(owner[:2])
             return np.zeros((2, len(chunks))) if row is None else row[:, chunks]
 
-    def put(self, owner: Owner, known: np.ndarray) -> None:
-        """Replace the scores of all chunks of a KV cache group by `known`, float64 `[2, chunks]`."""
+    def put(self, owner: Owner, scores: np.ndarray) -> None:
+        """Replace the scores of all chunks of a KV cache group by `scores`, float64 `[2, chunks]`."""
         with self._lock:
-            self._rows[owner[:2]] = known
+            self._rows[owner[:2]] = scores
             self._changed.add(owner[:2])
 
     def forget(self, segments: Collection[str]) -> None:
@@ -131,24 +131,24 @@ class TokenImportance:
 
     def _bound(self) -> None:
         while self._nbytes > _MOST_BYTES and len(self._mass) > 1:
-            oldest, known = self._mass.popitem(last=False)
-            self._nbytes -= known.nbytes
+            oldest, mass = self._mass.popitem(last=False)
+            self._nbytes -= mass.nbytes
             self._prompts.pop(oldest, None)
             self._changed.discard(oldest)
 
-    def prompt_done(self, segment: str, every: int) -> bool:
+    def prompt_done(self, segment: str, interval: int) -> bool:
         """Count a completed prompt that used the segment, and return whether the segment is due for reordering.
 
         Args:
             segment: id of the segment.
-            every: number of prompts after which the segment is due for the first time. It is due again at 2, 4, 8, ...
-                times that number, so that a stable order is rarely rewritten.
+            interval: number of prompts after which the segment is due for the first time. It is due again at 2, 4, 8,
+                ... times that number, so that a stable order is rarely rewritten.
         """
         with self._lock:
             count = self._prompts[segment] = self._prompts.get(segment, 0) + 1
             self._changed |= {segment} & self._mass.keys()
-        times = count // every
-        return count % every == 0 and times & (times - 1) == 0  # every, 2 every, 4 every...
+        times = count // interval
+        return count % interval == 0 and times & (times - 1) == 0  # 1, 2, 4, ... times the interval
 
     def __contains__(self, segment: object) -> bool:
         return segment in self._mass
@@ -156,8 +156,8 @@ class TokenImportance:
     def of(self, segment: str) -> np.ndarray | None:
         """Return the attention to the tokens of a segment, float32 `[layers, heads, tokens]`, or None if unknown."""
         with self._lock:
-            known = self._mass.get(segment)
-            return None if known is None else known.copy()
+            mass = self._mass.get(segment)
+            return None if mass is None else mass.copy()
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget deleted segments."""
@@ -168,15 +168,15 @@ class TokenImportance:
                 self._prompts.pop(segment, None)
                 self._changed.discard(segment)
 
-    def rename(self, old: str, new: str) -> None:
-        """Move the importance of the segment `old` to the id `new`."""
+    def rename(self, old_id: str, new_id: str) -> None:
+        """Move the importance of the segment `old_id` to the id `new_id`."""
         with self._lock:
-            if old in self._mass:
-                self._mass[new] = self._mass.pop(old)
-                self._changed.add(new)
-            self._changed.discard(old)
-            if old in self._prompts:
-                self._prompts[new] = self._prompts.pop(old)
+            if old_id in self._mass:
+                self._mass[new_id] = self._mass.pop(old_id)
+                self._changed.add(new_id)
+            self._changed.discard(old_id)
+            if old_id in self._prompts:
+                self._prompts[new_id] = self._prompts.pop(old_id)
 
     def changes(self) -> dict[str, tuple[np.ndarray, int]]:
         """Return the attention and the number of prompts of each segment that changed since the last call."""
@@ -202,13 +202,13 @@ def size_of(shape: SegmentShape) -> tuple[int, int, int]:
     return len(layers), max(layer.key_heads for layer in layers if layer is not None), shape.tokens
 
 
-_LEAST = 0.25
+_MIN_GAIN = 0.25
 """Minimum gain over chance; below it, speculative reads cost more than they save."""
 _WEIGHT = 0.25
 """Weight of the latest gain in the moving average."""
 
 
-class Guesses:
+class Speculation:
     """Moving average of the gain over chance, for each kind of speculation.
 
     Speculations that were not carried out are noted, too. The gain is 0 if the hit rate equals that of a random guess
@@ -221,9 +221,9 @@ class Guesses:
     def note(self, kind: Hashable, share: float, chance: float) -> None:
         """Note a speculation with the hit rate `share`, where random guesses would have the hit rate `chance`."""
         gain = (share - chance) / (1 - chance) if chance < 1 else 0.0
-        known = self._gains.get(kind)
-        self._gains[kind] = gain if known is None else (1 - _WEIGHT) * known + _WEIGHT * gain
+        average = self._gains.get(kind)
+        self._gains[kind] = gain if average is None else (1 - _WEIGHT) * average + _WEIGHT * gain
 
     def worth(self, kind: Hashable) -> bool:
         """Return whether to speculate; True for a kind that was never noted."""
-        return self._gains.get(kind, 1.0) >= _LEAST
+        return self._gains.get(kind, 1.0) >= _MIN_GAIN

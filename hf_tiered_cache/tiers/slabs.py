@@ -40,9 +40,9 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def __getitem__(self, some: np.ndarray | slice) -> Blocks:
+    def __getitem__(self, selection: np.ndarray | slice) -> Blocks:
         """Select blocks by a mask, ascending indices or a slice."""
-        return Blocks(self.chunks[some], self.slabs, self.slab[some], self.slot[some])
+        return Blocks(self.chunks[selection], self.slabs, self.slab[selection], self.slot[selection])
 
     def runs(self) -> list[BlockRun]:
         """Return the blocks as the fewest runs that are contiguous in both the segment and memory."""
@@ -79,8 +79,8 @@ class Blocks:
 
     @classmethod
     def none(cls) -> Blocks:
-        nothing = np.empty(0, np.int64)
-        return cls(nothing, (), nothing, nothing)
+        empty = np.empty(0, np.int64)
+        return cls(empty, (), empty, empty)
 
     @classmethod
     def alone(cls, chunks: np.ndarray, memory: torch.Tensor) -> Blocks:
@@ -133,15 +133,15 @@ class SlabStock:
                 return self._ready.pop(number)
         return None
 
-    def lacks(self, wanted: Iterable[int]) -> list[int]:
+    def lacks(self, requested_sizes: Iterable[int]) -> list[int]:
         """Return the sizes that are not in stock; each memory in stock satisfies one size."""
-        sizes, lacking = [memory.numel() for memory in self._ready], []
-        for nbytes in wanted:
+        sizes, missing_sizes = [memory.numel() for memory in self._ready], []
+        for nbytes in requested_sizes:
             if nbytes in sizes:
                 sizes.remove(nbytes)
             else:
-                lacking.append(nbytes)
-        return lacking
+                missing_sizes.append(nbytes)
+        return missing_sizes
 
     def clear(self) -> None:
         """Free all memory in stock."""
@@ -185,15 +185,15 @@ class SlotPool:
                 self.slabs[index] = memory
                 self.owner[self.starts[index] : self.starts[index + 1]] = FREE
                 return
-        grown: dict[str, Any] = {
+        arrays: dict[str, Any] = {
             "slabs": [*self.slabs, memory],
             "starts": [*self.starts, self.starts[-1] + count],
             "owner": np.concatenate([self.owner, np.full(count, FREE, np.int64)]),
         }
         for name in ("chunk", "last_used", "uses", "importance", "accesses", "pins"):
-            known = getattr(self, name)
-            grown[name] = np.concatenate([known, np.zeros(count, known.dtype)])
-        self.__dict__.update(grown)  # atomic: after an interrupt all arrays have the same length
+            values = getattr(self, name)
+            arrays[name] = np.concatenate([values, np.zeros(count, values.dtype)])
+        self.__dict__.update(arrays)  # atomic: after an interrupt all arrays have the same length
 
     def drop_slab(self, index: int) -> None:
         """Free the memory of a slab, where all slots must be free."""
@@ -212,10 +212,10 @@ class SlotPool:
 
     def blocks(self, slots: np.ndarray, chunks: np.ndarray) -> Blocks:
         """Return the blocks of ascending `chunks`, stored in `slots`."""
-        every = np.searchsorted(self.starts, slots, side="right") - 1
-        touched, slab = np.unique(every, return_inverse=True)
-        starts = np.asarray(self.starts)[every]
-        return Blocks(chunks, tuple(self._slab(index) for index in touched.tolist()), slab, slots - starts)
+        slab_of_slot = np.searchsorted(self.starts, slots, side="right") - 1
+        slab_numbers, slab = np.unique(slab_of_slot, return_inverse=True)
+        starts = np.asarray(self.starts)[slab_of_slot]
+        return Blocks(chunks, tuple(self._slab(index) for index in slab_numbers.tolist()), slab, slots - starts)
 
     def _slab(self, index: int) -> torch.Tensor:
         memory = self.slabs[index]

@@ -131,10 +131,10 @@ class Staging:
 
         The result is valid until the next call. This thread waits once, for the side stream only.
         """
-        down = self._memory[: blocks.numel()].view(blocks.shape)  # uint8 [n, block_bytes]
+        host_blocks = self._memory[: blocks.numel()].view(blocks.shape)  # uint8 [n, block_bytes]
         with stream.copying():
             linear = lin64(blocks).to("cpu", non_blocking=True)  # int64 [n]
-            down.copy_(blocks, non_blocking=True)
-            copied = stream.copied()
-        copied.synchronize()
-        return PackedBlocks(down, linear.numpy())
+            host_blocks.copy_(blocks, non_blocking=True)
+            copy_event = stream.copied()
+        copy_event.synchronize()
+        return PackedBlocks(host_blocks, linear.numpy())

@@ -127,7 +127,7 @@ def test_an_index_is_a_share_of_the_kv_without_padding(saved, tokenizer, tmp_pat
         subject = Subject(model, tokenizer, store, method)
         subject.prepare(prompt.prefix)
         found = subject.ask(prompt, 1).reading
-        kept = store._storage.residency.resident.allocated
+        kept = store._storage.residency.index_cache.allocated
         of_each = 2 * 2 * 16 * 4 * model.config.num_hidden_layers  # token
     assert found.index == pytest.approx(100 * kept / (192 * of_each))
 

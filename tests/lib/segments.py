@@ -105,7 +105,7 @@ def read_back(store: SegmentStore, segment_id: str) -> list[torch.Tensor]:
 
 def runs_of(lease):
     """The runs of blocks that a lease of one request has brought."""
-    (leased,) = lease.leased
+    (leased,) = lease.fetched
     return leased.arrived.runs()
 
 

@@ -401,7 +401,7 @@ def test_an_index_that_left_memory_comes_from_its_file_again(model, tmp_path, mo
         fill(store, model, ids, METHOD)
         expected, _ = ask(model, store, question(ids), METHOD)
         store.flush()
-        resident, sidecars = store._storage.residency.resident, store._storage.disk.sidecars
+        resident, sidecars = store._storage.residency.index_cache, store._storage.disk.sidecars
         reads = []
         monkeypatch.setattr(sidecars, "kept", lambda *given, real=sidecars.kept: reads.append(1) or real(*given))
         monkeypatch.setattr(DECODE_INDEXES[METHOD.index], "build", None)

@@ -19,7 +19,7 @@ from hf_tiered_cache.patches import attachment_of
 from hf_tiered_cache.selection.selector import Selection
 from hf_tiered_cache.selection.selectors import ProbeHeads, TopChunks
 from hf_tiered_cache.store.geometry import Geometry, in_groups
-from hf_tiered_cache.tiers.scores import Guesses
+from hf_tiered_cache.tiers.scores import Speculation
 from hf_tiered_cache.units import format_bytes
 
 BLIND = ("deepseek_v3", "falcon")
@@ -254,7 +254,7 @@ def test_speculation_stops_when_hit_rate_is_low(tmp_path, monkeypatch):
 
 
 def test_guesses_are_taken_up_again():
-    guesses = Guesses()
+    guesses = Speculation()
     assert guesses.worth("a")
     guesses.note("a", 0.1, 0.05)
     assert not guesses.worth("a")
@@ -266,7 +266,7 @@ def test_guesses_are_taken_up_again():
 
 @pytest.mark.parametrize("budget", [0.05, 0.25, 0.5, 0.9])
 def test_guesses_must_beat_chance_at_the_budget_at_hand(budget):
-    guesses = Guesses()
+    guesses = Speculation()
     for _ in range(9):
         guesses.note("random", budget, budget)  # what any guess of that size would hit
         guesses.note("right", (1 + budget) / 2, budget)

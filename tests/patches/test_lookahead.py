@@ -124,10 +124,10 @@ def test_a_pass_that_fails_lets_go_of_what_was_on_its_way(model, stored):
         finally:
             hook.remove()
         tiers, until = store._storage.residency, time.monotonic() + 30
-        while len(tiers._holds) and time.monotonic() < until:  # reads that are under way end by themselves
+        while len(tiers._pins) and time.monotonic() < until:  # reads that are under way end by themselves
             time.sleep(0.01)
             tiers._tick(None)
-        assert len(tiers._holds) == 0 and not any(pool.pins.any() for pool in tiers.host.pools())
+        assert len(tiers._pins) == 0 and not any(pool.pins.any() for pool in tiers.host.pools())
         assert current() is None and not hooks(model)
 
 

@@ -172,7 +172,7 @@ def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, 
                 for _ in range(2):
                     ours, cache = ask(model, store, method, record=False)
                     results.append((ours, cache.stats.tokens_restored, cache.stats.verification_failures))
-                    for keys in store._storage.residency.resident._keys.values():
+                    for keys in store._storage.residency.index_cache._keys.values():
                         assert keys.scales.max() < 20 / 127
     half = len(results) // 2
     for (ours, *counts), (theirs, *others) in zip(results[half:], results[:half], strict=True):
@@ -261,12 +261,12 @@ def test_slots_are_never_free_before_their_blocks_are_kept_or_not(open_segment):
     residency, disk, name, _ = open_segment
     reader = disk.reader(name)
     lease, _ = fetch(residency, reader)
-    check, stream = lease.hold.check, residency._gpu(CPU).stream
+    check, stream = lease.pin.check, residency._gpu(CPU).stream
     check.is_done = lambda: False
     stream.done = stream.recorded
     lease.release()
-    assert lease.hold.when_whole == []
-    assert not residency._holds
+    assert lease.pin.on_verified == []
+    assert not residency._pins
     assert residency.where(reader.owner(0), np.arange(CHUNKS), CPU)["device"] == CHUNKS
 
 

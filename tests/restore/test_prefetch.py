@@ -21,7 +21,7 @@ from hf_tiered_cache.restore.prefetch import Prefetch
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV
 from hf_tiered_cache.store.shape import SegmentShape, TokenTables
-from hf_tiered_cache.tiers.handles import LeasedBlocks
+from hf_tiered_cache.tiers.handles import FetchedBlocks
 from hf_tiered_cache.tiers.slabs import Blocks
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Lease:
     has_arrived = is_confirmed = True
 
     def __init__(self, requests, fails):
-        self.leased = [LeasedBlocks(request, request.chunks, blocks=Blocks.none()) for request in requests]
+        self.fetched = [FetchedBlocks(request, request.chunks, blocks=Blocks.none()) for request in requests]
         self.released, self.fails, self.failed = 0, fails, None
 
     def wait(self):

@@ -154,7 +154,7 @@ def test_columns_hold_what_they_say_with_any_memory(model, method, tmp_path, err
         store.precompute(model, ids, method=method, progress=False)
         _, cache = ask(model, store, question(ids), method)
         holds_what_it_says(cache, kv_of(model, ids))
-        assert not store._storage.residency._holds
+        assert not store._storage.residency._pins
 
 
 @pytest.mark.parametrize("more", [0, 1, 2])
@@ -226,7 +226,7 @@ def test_a_pass_that_fails_may_be_run_again(model, method, store, erratic):
         handle.remove()
         assert cache.get_seq_length() == columns
         holds_what_it_says(cache, kv_of(model, ids))
-    assert not store._storage.residency._holds
+    assert not store._storage.residency._pins
     decode(model, cache, 2)
     assert cache.get_seq_length() == columns + 2
 

@@ -391,8 +391,8 @@ class Worker:
             store = self.stores.pop()
             store.close()
             residency = store._storage.residency
-            if residency.segments() or residency._holds:
-                self.wrong(f"held after close: {residency._holds}, {residency.segments()}")
+            if residency.segments() or residency._pins:
+                self.wrong(f"held after close: {residency._pins}, {residency.segments()}")
             for tier in residency._tiers():
                 for pool in tier.pools():
                     if pool.pins.any() or np.isin(pool.owner, (RESERVED, ORPHANED)).any():

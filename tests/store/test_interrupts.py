@@ -101,10 +101,10 @@ def check_whole(residency, readers, blocks):
             lease.release()
     del lease
     deadline = time.monotonic() + 10
-    while residency._holds and time.monotonic() < deadline:  # a read that was given up may be under way
+    while residency._pins and time.monotonic() < deadline:  # a read that was given up may be under way
         time.sleep(0.001)
         residency.segments()
-    assert not residency._holds
+    assert not residency._pins
     for tier in residency._tiers():
         for pool in tier.pools():
             assert not pool.pins.any()

@@ -136,8 +136,8 @@ def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, devi
             )
             lease.wait()
         got = {first + i: block for first, run in runs_of(lease) for i, block in enumerate(run)}
-        check(got, blocks, readers[which], block_group, lease.leased[0].chunks.tolist())
-        assert np.isin(lease.leased[0].chunks, chunks).all()
+        check(got, blocks, readers[which], block_group, lease.fetched[0].chunks.tolist())
+        assert np.isin(lease.fetched[0].chunks, chunks).all()
         assert not on_device or not slabs_of(residency.host) & {
             run.untyped_storage().data_ptr() for run in got.values()
         }
@@ -192,7 +192,7 @@ def test_what_finds_no_room_on_the_device_is_left_until_it_is_needed(stored):
     residency = Residency(1 << 20, device_types=frozenset({"cpu"}), staging_budget=4 * size + 4096)
     lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector(), ahead=True)
     lease.wait()
-    assert lease.leased[0].chunks.tolist() == [0, 1, 2, 3]
+    assert lease.fetched[0].chunks.tolist() == [0, 1, 2, 3]
     rest, mine = fetch(residency, reader, 0, range(4, CHUNKS), release=False)  # in memory of its own
     check(rest, blocks, reader, 0, range(4, CHUNKS))
     assert mine.owns_memory
@@ -267,7 +267,7 @@ def test_what_there_is_room_for_comes_ahead_whole(stored):
         collector = StatsCollector()
         lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, collector, ahead=True)
         lease.wait()
-        assert lease.leased[0].chunks.tolist() == list(range(CHUNKS))
+        assert lease.fetched[0].chunks.tolist() == list(range(CHUNKS))
         assert collector.stats.host.hits == expected
         lease.release()
 
@@ -289,7 +289,7 @@ def test_only_what_is_missing_is_read(stored):
     fetch(residency, reader, 0, [2, 3, 7])
     collector = StatsCollector()
     got, lease = fetch(residency, reader, 0, range(CHUNKS), collector, release=False)
-    assert lease.leased[0].from_disk.tolist() == [0, 1, 4, 5, 6, 8, 9]
+    assert lease.fetched[0].from_disk.tolist() == [0, 1, 4, 5, 6, 8, 9]
     assert (
         collector.stats.bytes_read == CHUNKS * reader.shape.block_groups[0].block_bytes
     )  # small gaps are read through, and counted
@@ -339,12 +339,12 @@ def test_a_batch_is_one_submission_and_brings_each_its_own(stored, monkeypatch):
         [BlockRequest(r, block_group, np.array(chunks)) for r, block_group, chunks in wanted], CPU, collector
     )
     lease.wait()
-    for (reader, block_group, chunks), leased in zip(wanted, lease.leased, strict=True):
+    for (reader, block_group, chunks), leased in zip(wanted, lease.fetched, strict=True):
         got = {first + i: block for first, run in leased.arrived.runs() for i, block in enumerate(run)}
         check(got, blocks, reader, block_group, chunks)
     lease.release()
     assert len(submitted) == 1
-    assert [leased.from_disk.tolist() for leased in lease.leased] == [[0, 1, 7], [2, 4], [9]]
+    assert [leased.from_disk.tolist() for leased in lease.fetched] == [[0, 1, 7], [2, 4], [9]]
     assert (collector.stats.host.hits, collector.stats.disk.blocks) == (1, 6)
     assert nothing_is_pinned(residency)
 
@@ -526,7 +526,7 @@ def test_a_released_lease_keeps_no_memory_alive(stored, device_types):
     lease.wait()
     assert runs_of(lease)
     lease.release()
-    assert lease.leased[0].blocks is None
+    assert lease.fetched[0].blocks is None
 
 
 def test_memory_of_a_lease_comes_in_pieces_no_larger_than_a_slab(stored, monkeypatch):
@@ -665,7 +665,7 @@ def test_memory_of_a_lease_is_free_at_once_and_written_to_after_it_was_read(stor
     _, lease = fetch(residency, reader, 0, range(CHUNKS), release=False)
     assert [(first, len(run)) for first, run in runs_of(lease)] == [(0, CHUNKS)]
     lease.release()
-    assert lease.leased[0].blocks is None
+    assert lease.fetched[0].blocks is None
     assert stream.log == ["copied", stream.pending]
 
 
@@ -795,7 +795,7 @@ def test_any_budgets_give_the_right_blocks_by_scores_too(stored, asked, host, de
         lease = residency.fetch([BlockRequest(reader, block_group, wanted)], CPU, StatsCollector(), ahead=ahead)
         lease.wait()
         got = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
-        check(got, blocks, reader, block_group, lease.leased[0].chunks.tolist())
+        check(got, blocks, reader, block_group, lease.fetched[0].chunks.tolist())
         lease.release()
         assert all(tier.nbytes <= tier.budget for tier in residency._tiers())
         for reader in readers:

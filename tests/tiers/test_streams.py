@@ -33,7 +33,7 @@ from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.shape import SegmentShape
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers import residency as residency_module
-from hf_tiered_cache.tiers.handles import BlockRequest, Hold, Holds, LateCheck
+from hf_tiered_cache.tiers.handles import BlockRequest, LateCheck, Pin, Pins
 from hf_tiered_cache.tiers.residency import Residency
 from hf_tiered_cache.tiers.streams import DoneEvent
 
@@ -66,7 +66,8 @@ class WholeBlocks(LateCheck):
     def __init__(self, stream, asked) -> None:
         blocks = [run for *_, runs in asked for _, run in runs]
         stream.world.act(COPIES, blocks, [], "check")
-        self._bad, self._done, self._whole = torch.zeros(len(blocks), dtype=torch.bool), stream.copied(), None
+        self._mismatches, self._done_event = torch.zeros(len(blocks), dtype=torch.bool), stream.copied()
+        self._intact = None
 
 
 class Inline:
@@ -119,7 +120,7 @@ class Run:
             direct=direct,
             staging_budget=staging and staging + 4096,
         )
-        self.residency._starting = Inline()
+        self.residency._read_worker = Inline()
         self.readers = [Reader(number) for number in range(3)]
         self.leases, self.kept = [], []
 
@@ -165,9 +166,9 @@ class Run:
             while not lease.has_arrived:
                 self.disk.finish(1)
             lease.wait()
-            for leased in lease.leased:
+            for leased in lease.fetched:
                 blocks = [run for _, run in leased.arrived.runs()]
-                actor = HOST if lease.hold.stream is None else COMPUTATION
+                actor = HOST if lease.pin.stream is None else COMPUTATION
                 self.world.act(actor, blocks, [], "attention")
             if self.random.random() < 0.7:
                 lease.confirm()
@@ -213,11 +214,11 @@ def no_event_of_copies(patch):
 def slots_go_with_the_lease(patch):
     """Not when the device is done with them."""
 
-    def end(hold):
-        hold.over = DoneEvent()
-        return hold.over
+    def end(pin):
+        pin.release_event = DoneEvent()
+        return pin.release_event
 
-    patch.setattr(Hold, "end", end)
+    patch.setattr(Pin, "end", end)
 
 
 def slots_go_before_their_copies_are_done(patch):
@@ -225,11 +226,11 @@ def slots_go_before_their_copies_are_done(patch):
 
 
 def slots_go_while_the_disk_fills_them(patch):
-    patch.setattr(Hold, "reading", property(lambda hold: False, lambda hold, value: None))
+    patch.setattr(Pin, "reading", property(lambda pin: False, lambda pin, value: None))
 
 
 def the_host_reads_what_is_still_moving_down(patch):
-    patch.setattr(Holds, "await_moves_down", lambda holds, stream: None)
+    patch.setattr(Pins, "await_moves_down", lambda pins, stream: None)
 
 
 def nobody_waits_for_events(patch):

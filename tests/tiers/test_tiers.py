@@ -94,7 +94,7 @@ class TierMachine(RuleBasedStateMachine):
         for slot, chunk in zip(new, missing, strict=True):
             self.memory(pool, slot)[:8].view(torch.int64).fill_(self.stamp(owner, chunk))
         if len(new):
-            assert self.tier.settle(pool, new, owner, missing, CHUNKS).all()
+            assert self.tier.insert(pool, new, owner, missing, CHUNKS).all()
         for chunk in missing.tolist():
             self.held[(*owner, chunk)] = [self.tier.clock, 1]
         mine = np.concatenate([slots[present], new]).astype(np.int64)
@@ -183,8 +183,8 @@ def test_a_block_brought_in_twice_is_kept_once():
     chunks = np.arange(3)
     pool, first = tier.acquire(4096, 3)
     _, second = tier.acquire(4096, 3)
-    assert tier.settle(pool, first, ("s", 0), chunks, 3).all()
-    assert not tier.settle(pool, second, ("s", 0), chunks, 3).any()
+    assert tier.insert(pool, first, ("s", 0), chunks, 3).all()
+    assert not tier.insert(pool, second, ("s", 0), chunks, 3).any()
     assert (pool.owner[second] == RESERVED).all()
     tier.discard(pool, second)
     assert (pool.owner[second] == FREE).all()
@@ -196,14 +196,14 @@ def test_a_pool_in_use_takes_memory_from_one_that_is_not():
     tier = Tier("host", 20 * (4096 + ALIGNMENT), make_policy("lru"), lambda n: torch.zeros(n, dtype=torch.uint8))
     tier.clock = 1
     small, slots = tier.acquire(4096, 30)
-    tier.settle(small, slots, ("old", 0), np.arange(len(slots)), len(slots))
+    tier.insert(small, slots, ("old", 0), np.arange(len(slots)), len(slots))
     tier.unpin(small, slots)
     tier.clock = 2
     large, slots = tier.acquire(8192, 8)
     assert len(slots) == 8
     assert tier.allocated <= tier.budget
     assert len(small) == 0
-    tier.settle(large, slots, ("new", 0), np.arange(8), 8)
+    tier.insert(large, slots, ("new", 0), np.arange(8), 8)
     assert tier.lookup(("old", 0), np.arange(30)).max() == -1
 
 
@@ -248,7 +248,7 @@ def test_a_tier_goes_on_with_the_memory_it_could_get(caplog):
     pool, slots = tier.acquire(65536, 2 * count)
     assert len(slots) == count - 1
     assert tier.budget == tier.allocated <= SLAB_BYTES
-    tier.settle(pool, slots, ("s", 0), np.arange(len(slots)), len(slots))
+    tier.insert(pool, slots, ("s", 0), np.arange(len(slots)), len(slots))
     tier.unpin(pool, slots)
     assert len(tier.acquire(65536, 2 * count)[1]) == count - 1  # others go instead
     assert len(asked) == 2
