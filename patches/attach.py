@@ -1,4 +1,4 @@
-"""Attaching to a model: its passes with one of our caches run through that cache. `detach` undoes it."""
+"""Attachment to a model: forward passes with one of our caches run through that cache. `detach` undoes it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Attachment:
         self.depth = self.config.num_hidden_layers
         """Number of layers when the model was attached."""
         self._devices: list[torch.device] = []
-        self.kept_tables = rope.KeptTables()
+        self.kept_tables = rope.TableCache()
         """Rotary tables shared by all passes of the model in its current state."""
         self._tables_of = ""
         self._tables = rotary.watch_tables(model)
@@ -114,7 +114,7 @@ class Attachment:
     def keep_tables_of(self, fingerprint: str) -> None:
         """Discard rotary tables that were made under another fingerprint of the model."""
         if fingerprint != self._tables_of:
-            self.kept_tables, self._tables_of = rope.KeptTables(), fingerprint
+            self.kept_tables, self._tables_of = rope.TableCache(), fingerprint
 
     def refresh(self) -> None:
         """Examine the model again immediately: its methods, and every byte of its weights."""
@@ -147,7 +147,7 @@ class Attachment:
 
     def running_eagerly(self) -> AbstractContextManager:
         """Return a context in which a compiled model runs uncompiled, since our passes differ at every call."""
-        return _EAGERLY if self.compiled else nullcontext()
+        return _EAGER_STANCE if self.compiled else nullcontext()
 
     def undo(self) -> None:
         """Restore the model exactly as it was."""
@@ -175,7 +175,7 @@ class Attachment:
         return self._devices[layer]
 
 
-class _Eagerly(AbstractContextManager):
+class _EagerStance(AbstractContextManager):
     """Context that sets PyTorch's compile stance to eager.
 
     PyTorch has one stance for all threads: the first of our passes sets it, and the last one resets it.
@@ -198,8 +198,8 @@ class _Eagerly(AbstractContextManager):
                 self._stance.__exit__(None, None, None)
 
 
-_EAGERLY = _Eagerly()
-_ATTACHING = threading.RLock()
+_EAGER_STANCE = _EagerStance()
+_ATTACH_LOCK = threading.RLock()
 """Lock for threads that create the first caches of a model at the same time."""
 
 
@@ -209,14 +209,14 @@ class _Wrapper(Replacement):
     Args:
         attachment: Attachment of the model.
         method: The method.
-        before: Instance attribute that the wrapper replaces, or None if the method belongs to the class.
+        attribute: Instance attribute that the wrapper replaces, or None if the method belongs to the class.
     """
 
-    def __init__(self, attachment: Attachment, method: Callable[..., Any], before: Any) -> None:
+    def __init__(self, attachment: Attachment, method: Callable[..., Any], attribute: Any) -> None:
         super().__init__(method)
         self.__signature__ = inspect.signature(method)  # `generate()` reads it several times per call
         self.attachment = attachment
-        self.before = before
+        self.replaced_attribute = attribute
 
     def serves(self, values: Iterable[Any]) -> bool:
         """Return whether the arguments include one of our caches, and no outer call serves it already."""
@@ -242,8 +242,8 @@ class _CompiledCall(_Wrapper):
     """Wrapper of the call that `model.compile()` made: passes with one of our caches bypass it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        uncompiled = self.serves((*args, *kwargs.values()))
-        return (self.attachment.model._call_impl if uncompiled else self.original)(*args, **kwargs)
+        runs_uncompiled = self.serves((*args, *kwargs.values()))
+        return (self.attachment.model._call_impl if runs_uncompiled else self.original)(*args, **kwargs)
 
 
 class _Generate(_Wrapper):
@@ -253,14 +253,14 @@ class _Generate(_Wrapper):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._session_call(kwargs) as supplied:
-            if supplied is not None:
-                kwargs["past_key_values"] = supplied
+        with self._session_call(kwargs) as session_cache:
+            if session_cache is not None:
+                kwargs["past_key_values"] = session_cache
             cache = kwargs.get("past_key_values")
             ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
             if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
                 cache.continue_with(
-                    ids, max(self._said(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
+                    ids, max(self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
                 )
                 if cache.get_seq_length() and not _CHUNKS_GO_ON:
                     kwargs["prefill_chunk_size"] = None
@@ -281,17 +281,17 @@ class _Generate(_Wrapper):
         settings = {
             "past_key_values": cache,
             "custom_generate": kwargs.get("custom_generate"),
-            "cache_implementation": self._said(kwargs, "cache_implementation"),
-            "use_cache": False if self._said(kwargs, "use_cache") is False else None,
+            "cache_implementation": self._setting(kwargs, "cache_implementation"),
+            "use_cache": False if self._setting(kwargs, "use_cache") is False else None,
         }
         setting = next((name for name, value in settings.items() if value is not None), "")
         return self.attachment.sessions[-1].call(setting, settings.get(setting))
 
-    def _said(self, kwargs: dict[str, Any], name: str) -> Any:
+    def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
         """Return a generation setting from the arguments, else from the configurations."""
         configs = (kwargs.get("generation_config"), self.attachment.model.generation_config)
-        said = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in said if value is not None), None)
+        settings = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in settings if value is not None), None)
 
 
 class _PrepareCache(_Wrapper):
@@ -317,8 +317,8 @@ class _GenerateBatch(_Wrapper):
                 "generate_batch() manages its own paged KV cache: the TieredCache is ignored, and nothing is restored "
                 "or stored; call generate() to use it"
             )
-        outermost = self.attachment.at_outermost_call()
-        with self.attachment.sessions[-1].call("generate_batch") if outermost else nullcontext():
+        is_outermost = self.attachment.at_outermost_call()
+        with self.attachment.sessions[-1].call("generate_batch") if is_outermost else nullcontext():
             return self.original(*args, **kwargs)
 
 
@@ -329,16 +329,14 @@ class _PrepareInputs(_Wrapper):
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, ServedCache):
             return self.original(input_ids, *args, **kwargs)
-        held = cache.get_seq_length()
-        if held and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length", 0) is None:
+        num_cached = cache.get_seq_length()
+        if num_cached and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length", 0) is None:
             # assisted decoding passes the whole prompt again, although the cache holds its beginning
-            kwargs["next_sequence_length"] = input_ids.shape[1] - held
-        prepared = self.original(input_ids, *args, **kwargs)
-        if not held and prepared.get("past_key_values") is None:
-            prepared["past_key_values"] = (
-                cache  # Phi-3 drops caches that are shorter than a long prompt, empty ones too
-            )
-        return prepared
+            kwargs["next_sequence_length"] = input_ids.shape[1] - num_cached
+        inputs = self.original(input_ids, *args, **kwargs)
+        if not num_cached and inputs.get("past_key_values") is None:
+            inputs["past_key_values"] = cache  # Phi-3 drops caches that are shorter than a long prompt, empty ones too
+        return inputs
 
 
 def _is_compiled(forward: Callable[..., Any]) -> bool:
@@ -369,18 +367,18 @@ def _detached(state: dict[str, Any]) -> None:
     state.pop(_ATTRIBUTE, None)
     for name, wrapper in _WRAPPERS.items():
         if isinstance(method := state.get(name), wrapper):
-            if method.before is None:
+            if method.replaced_attribute is None:
                 del state[name]
             else:
-                state[name] = method.before
+                state[name] = method.replaced_attribute
 
 
 def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = dict(signature.bind(*args, **kwargs).arguments)
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            bound |= bound.pop(name, {})
-    return bound
+            arguments |= arguments.pop(name, {})
+    return arguments
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -391,15 +389,15 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """
     if isinstance(model, PreTrainedModel):
         return model
-    if isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-        return base_model(compiled)
+    if isinstance(compiled_model := getattr(model, "_orig_mod", None), nn.Module):
+        return base_model(compiled_model)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise UnsupportedModelError(
             "prompt-learning adapters insert KV of their own before the prompt, which is not part of stored "
             "prefixes; use a LoRA-style adapter or a DynamicCache"
         )
-    if callable(inner := getattr(model, "get_base_model", None)):
-        return base_model(inner())
+    if callable(get_base := getattr(model, "get_base_model", None)):
+        return base_model(get_base())
     raise UnsupportedModelError(
         f"{type(model).__name__} is not a transformers model; pass the model that has generate()"
     )
@@ -408,21 +406,21 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def attach(model: nn.Module) -> Attachment:
     """Attach to `model`, so that it serves our caches. An attached model is only wrapped again. `detach` undoes it."""
     model = base_model(model)
-    with _ATTACHING:
-        found = attachment_of(model)
-        if found is None:
-            found = Attachment(model)
-            model.__dict__[_ATTRIBUTE] = found
-        found.rewrap()
-    return found
+    with _ATTACH_LOCK:
+        attachment = attachment_of(model)
+        if attachment is None:
+            attachment = Attachment(model)
+            model.__dict__[_ATTRIBUTE] = attachment
+        attachment.rewrap()
+    return attachment
 
 
 def detach(model: nn.Module) -> None:
     """Restore `model` exactly as it was before `attach`; do nothing if it is not attached."""
     model = base_model(model)
-    found = attachment_of(model)
-    if found is not None:
-        found.undo()
+    attachment = attachment_of(model)
+    if attachment is not None:
+        attachment.undo()
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:

@@ -27,11 +27,11 @@ WRAPPED = ("sdpa", "eager")
 SELECTING = ("sdpa",)
 """Implementations in which a layer's queries can select what to attend to."""
 
-_patching = threading.Lock()
+_patch_lock = threading.Lock()
 
 
 def can_select(config: PreTrainedConfig) -> bool:
-    """Return whether the model's attention implementation shows us its queries."""
+    """Return whether queries can be observed and can select with the model's attention implementation."""
     return config._attn_implementation in SELECTING
 
 
@@ -55,30 +55,32 @@ def can_scatter(config: PreTrainedConfig) -> bool:
 class _Scoped(Replacement):
     """Registered function, with its replacement within passes with one of our caches."""
 
-    def __init__(self, base: Callable[..., Any], ours: Callable[..., Any]) -> None:
-        super().__init__(base)
-        self.ours = ours
+    def __init__(self, function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.replacement = replacement
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scope = None if torch.compiler.is_compiling() else current()
-        return self.original(*args, **kwargs) if scope is None else self.ours(scope, self.original, *args, **kwargs)
+        if scope is None:
+            return self.original(*args, **kwargs)
+        return self.replacement(scope, self.original, *args, **kwargs)
 
 
 def patch_attention() -> None:
     """Wrap the registered functions. Calls are counted, since all attached models share the wrappers."""
-    with _patching:
-        for registry, functions, name, ours in _PATCHES:
+    with _patch_lock:
+        for registry, functions, name, replacement in _PATCHES:
             function = functions[name]
             if not isinstance(function, _Scoped):
-                function = _Scoped(function, cast(Callable[..., Any], ours))
+                function = _Scoped(function, cast(Callable[..., Any], replacement))
                 registry.register(name, function)
             function.users += 1
 
 
 def unpatch_attention() -> None:
     """Undo one `patch_attention`; the last call restores the functions."""
-    with _patching:
+    with _patch_lock:
         for registry, functions, name, _ in _PATCHES:
             function = functions[name]
             if isinstance(function, _Scoped):
@@ -97,10 +99,10 @@ def make_mask(
     """
     if scope.positions is not None:
         positions = on(kwargs["device"], scope.positions)  # [queries] or [batch, queries]
-        asked = mask_function
+        model_mask = mask_function
 
         def mask_function(batch: Any, head: Any, query: Any, key: Any) -> Any:
-            return asked(batch, head, positions[query] if positions.ndim == 1 else positions[batch, query], key)
+            return model_mask(batch, head, positions[query] if positions.ndim == 1 else positions[batch, query], key)
 
         kwargs |= {"q_offset": 0, "allow_is_causal_skip": False}
         if scope.fronts:
@@ -134,7 +136,7 @@ def attend(
     Returns:
         `[batch, queries, heads, dim]`, and the attention weights if the base returns them.
     """
-    if scope.observer is not None and _unbiased(attention_mask, kwargs):
+    if scope.observer is not None and _is_unbiased(attention_mask, kwargs):
         scope.observer.observe(module.layer_idx, query, key, kwargs.get("scaling"))
     if scope.selects:
         call = AttentionCall(query, key, value, attention_mask, kwargs.get("scaling"))
@@ -142,14 +144,14 @@ def attend(
         if isinstance(attended, torch.Tensor):
             return attended.transpose(1, 2).contiguous(), None
         key, value = attended
-    attention_mask = _fitting(attention_mask, key)
-    if scope.fronts and (front := scope.fronts[module.layer_idx]):
+    attention_mask = _crop_mask(attention_mask, key)
+    if scope.fronts and (prefix_length := scope.fronts[module.layer_idx]):
         # the recomputed prefix sees only itself: no prompt-sized mask, and no computation of hidden weights
         mask = scope.front_mask(module.layer_idx, query.device)
-        mine, own_key, own_value = (tensor[:, :, :front] for tensor in (query, key, value))
-        output = _attend(base, module, mine, own_key, own_value, mask, kwargs)[0]
-        rest = _attend(base, module, query[:, :, front:], key, value, attention_mask, kwargs)[0]
-        return torch.cat([output, rest], dim=1), None
+        prefix_query, prefix_key, prefix_value = (tensor[:, :, :prefix_length] for tensor in (query, key, value))
+        prefix_output = _attend(base, module, prefix_query, prefix_key, prefix_value, mask, kwargs)[0]
+        suffix_output = _attend(base, module, query[:, :, prefix_length:], key, value, attention_mask, kwargs)[0]
+        return torch.cat([prefix_output, suffix_output], dim=1), None
     return _attend(base, module, query, key, value, attention_mask, kwargs)
 
 
@@ -163,7 +165,7 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `attend`."""
-    if _repeats_for_nothing(module, query, key, attention_mask, kwargs):
+    if _repeats_needlessly(module, query, key, attention_mask, kwargs):
         output = torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
@@ -177,18 +179,18 @@ def _attend(
     return base(module, query, key, value, attention_mask, **kwargs)
 
 
-def _fitting(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+def _crop_mask(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
     """Return the mask of a layer's own positions: a layer that holds fewer than others lacks the first ones."""
     columns = key.shape[2]
     return mask if mask is None or mask.shape[-1] <= columns else mask[..., -columns:]
 
 
-def _unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
+def _is_unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
     """Return whether attention depends only on queries, keys, and what a mask hides."""
     return (mask is None or mask.dtype == torch.bool) and kwargs.get("position_bias") is None
 
 
-def _repeats_for_nothing(
+def _repeats_needlessly(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> bool:
     """Return whether the base would repeat keys and values for each query head although the kernel can share them.

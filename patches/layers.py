@@ -15,7 +15,7 @@ from ..errors import UnsupportedModelError
 from .rope import RotaryTap, picked
 from .scope import Scope, current
 
-_TAKEN = frozenset(
+_KNOWN_ARGUMENTS = frozenset(
     {
         *("self", "hidden_states", "attention_mask", "position_ids", "position_embeddings", "cache_position"),
         *("past_key_values", "past_key_value", "layer_past", "use_cache", "kwargs", "flash_attn_kwargs"),
@@ -44,7 +44,7 @@ def can_drop(model: nn.Module, count: int) -> bool:
         UnsupportedModelError: It has no list of `count` decoder layers.
     """
     forwards = {type(layer).forward for layer in decoder_layers(model, count)}
-    return all(inspect.signature(forward).parameters.keys() <= _TAKEN for forward in forwards)
+    return all(inspect.signature(forward).parameters.keys() <= _KNOWN_ARGUMENTS for forward in forwards)
 
 
 @contextmanager
@@ -66,15 +66,15 @@ def _drop_before(layer: int, scope: Scope) -> Any:
         # added or removed without keyword arguments
         if kwargs is None or current() is not scope:
             return None
-        if scope.peeks_at(layer) and runs_unnoticed(module):
-            some, named = again(*_dropped(scope, layer, args, kwargs))
-            scope.peek(layer, lambda: module.forward(*some, **named))
-        return _dropped(scope, layer, args, kwargs)
+        if scope.should_preview(layer) and has_no_side_effects(module):
+            preview_args, preview_kwargs = with_copied_states(*_kept_arguments(scope, layer, args, kwargs))
+            scope.preview(layer, lambda: module.forward(*preview_args, **preview_kwargs))
+        return _kept_arguments(scope, layer, args, kwargs)
 
     return hook
 
 
-def _dropped(scope: Scope, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _kept_arguments(scope: Scope, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return a layer's arguments for the hidden states that it keeps."""
     if layer not in scope.rows:
         return args, kwargs
@@ -84,13 +84,13 @@ def _dropped(scope: Scope, layer: int, args: tuple, kwargs: dict[str, Any]) -> t
         hidden_states = picked(hidden_states, scope.kept[layer], 1)
     # the other arguments are made once, for the first layer's queries, and passed to every layer
     masks = () if scope.fronts else ("attention_mask",)  # not cut: it covers the suffix alone
-    changed = {name: _sliced(name, value, rows, masks, scope.tap) for name, value in kwargs.items()}
+    kept_kwargs = {name: _slice_argument(name, value, rows, masks, scope.tap) for name, value in kwargs.items()}
     if args:
-        return (hidden_states, *args[1:]), changed
-    return args, changed | {"hidden_states": hidden_states}
+        return (hidden_states, *args[1:]), kept_kwargs
+    return args, kept_kwargs | {"hidden_states": hidden_states}
 
 
-def runs_unnoticed(layer: nn.Module) -> bool:
+def has_no_side_effects(layer: nn.Module) -> bool:
     """Return whether running the layer has no side effects: no hooks inside, no replaced forward, nothing random.
 
     The layer's own hooks do not count. Hooks of accelerate, which load offloaded weights, replace the forward.
@@ -105,14 +105,14 @@ def runs_unnoticed(layer: nn.Module) -> bool:
     )
 
 
-def again(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def with_copied_states(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return a layer's arguments with a copy of the hidden states, in case the layer writes to them."""
     if args:
         return (args[0].clone(), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
 
 
-def _sliced(name: str, value: Any, rows: torch.Tensor, masks: tuple[str, ...], tap: RotaryTap) -> Any:
+def _slice_argument(name: str, value: Any, rows: torch.Tensor, masks: tuple[str, ...], tap: RotaryTap) -> Any:
     if value is None:
         return None
     if name == "position_ids":

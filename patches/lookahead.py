@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from .layers import again, runs_unnoticed
+from .layers import has_no_side_effects, with_copied_states
 from .rope import RotaryTap
 from .scope import QueryObserver, Scope, current, entered
 
@@ -46,26 +46,26 @@ class LookAhead:
     Args:
         scope: Scope of the pass.
         layers: Decoder layers of the model.
-        asking: Layers with predicted queries, ascending. The model passes the same arguments to all of them.
-        distance: Number of `asking` layers from a prediction to its layer; fewer for the first ones.
-        targets: Layers of `asking` to predict; None for all.
+        query_layers: Layers with predicted queries, ascending. The model passes the same arguments to all of them.
+        distance: Number of query layers from a prediction to its layer; fewer for the first ones.
+        targets: Layers of `query_layers` to predict; None for all.
     """
 
     def __init__(
         self,
         scope: Scope,
         layers: nn.ModuleList,
-        asking: Sequence[int],
+        query_layers: Sequence[int],
         distance: int,
         targets: Collection[int] | None = None,
     ) -> None:
         self._scope, self._layers = scope, layers
         self._source = {
-            layer: asking[max(0, place - distance)]
-            for place, layer in enumerate(asking)
+            layer: query_layers[max(0, place - distance)]
+            for place, layer in enumerate(query_layers)
             if place and (targets is None or layer in targets)
         }
-        self._seen: dict[int, tuple[tuple, dict[str, Any]]] = {}  # arguments of the source layers
+        self._arguments: dict[int, tuple[tuple, dict[str, Any]]] = {}  # arguments of the source layers
         self._predicted: dict[int, PredictedQuery | None] = {}
 
     @contextmanager
@@ -78,7 +78,7 @@ class LookAhead:
         finally:
             for handle in handles:
                 handle.remove()
-            self._seen.clear()
+            self._arguments.clear()
 
     def after(self, layer: int) -> list[int]:
         """Return the layers with queries that can be predicted once `layer` has begun, and not before."""
@@ -86,51 +86,52 @@ class LookAhead:
 
     def query(self, layer: int) -> PredictedQuery | None:
         """Return the prediction for a layer; None if its source layer has not begun, or it cannot be predicted."""
-        if layer not in self._predicted and self._source.get(layer) in self._seen:
+        if layer not in self._predicted and self._source.get(layer) in self._arguments:
             self._predicted[layer] = self._predict(layer)
             if self.after(source := self._source[layer])[-1] == layer:
-                del self._seen[source]  # the targets of a source are requested in order
+                del self._arguments[source]  # the targets of a source are requested in order
         return self._predicted.get(layer)
 
     def _note(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
             # a pass of another thread may call a hook that is being added or removed without keyword arguments
             if kwargs is not None and current() is self._scope:
-                self._seen[layer] = args, kwargs
+                self._arguments[layer] = args, kwargs
 
         return hook
 
     def _predict(self, layer: int) -> PredictedQuery | None:
-        module, (args, kwargs) = self._layers[layer], self._seen[self._source[layer]]
-        if not runs_unnoticed(module):
+        module, (args, kwargs) = self._layers[layer], self._arguments[self._source[layer]]
+        if not has_no_side_effects(module):
             return None
-        args, kwargs = _again(args, kwargs)
-        peek = _Peek()
+        args, kwargs = _without_cache(args, kwargs)
+        recorder = _QueryRecorder()
         try:
-            with torch.no_grad(), entered(Scope(self._scope.cache, RotaryTap(), observer=peek)):
+            with torch.no_grad(), entered(Scope(self._scope.cache, RotaryTap(), observer=recorder)):
                 module.forward(*args, **kwargs)
-        except _Asked:
-            return peek.found
+        except _AttentionReached:
+            return recorder.prediction
         except Exception as error:
             logger.info("the queries of layer %d cannot be predicted: %s: %s", layer, type(error).__name__, error)
         return None
 
 
-class _Asked(Exception):
+class _AttentionReached(Exception):
     """Signal that a layer has reached its attention."""
 
 
-class _Peek(QueryObserver):
+class _QueryRecorder(QueryObserver):
     """Observer that records the queries and stops the layer. Without a cache, its keys are those of the same tokens."""
 
-    found: PredictedQuery | None = None
+    prediction: PredictedQuery | None = None
 
     def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
-        self.found = PredictedQuery(query, keys, scaling)
-        raise _Asked
+        self.prediction = PredictedQuery(query, keys, scaling)
+        raise _AttentionReached
 
 
-def _again(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _without_cache(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return a layer's arguments without its cache, and with a copy of the hidden states."""
     args = tuple(None if isinstance(value, Cache) else value for value in args)
-    return again(args, {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()})
+    kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    return with_copied_states(args, kwargs)

@@ -31,11 +31,11 @@ class _Reduce:
     def __call__(self, protocol: Any) -> Any:
         reduced = type(self.module).__reduce_ex__(self.module, protocol)
         assert isinstance(reduced, tuple)  # a string names a global, which no module instance is
-        function, arguments, state, *rest = reduced
+        function, arguments, state, *items = reduced
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name != _NAME}
             self.clean(state)
-        return function, arguments, state, *rest
+        return function, arguments, state, *items
 
 
 def pickle_without(module: nn.Module, clean: Callable[[State], None]) -> None:

@@ -40,7 +40,7 @@ class Call:
         place = self.places[name]
         return self.args[place] if place < len(self.args) else self.kwargs[name]
 
-    def again(self, **changed: Any) -> Any:
+    def repeat(self, **changed: Any) -> Any:
         """Repeat the call with some arguments changed."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in changed.items():
@@ -61,39 +61,40 @@ class RotaryTable:
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[1, n, dims]` at text positions, int64 `[n]`, with the frequencies of this pass."""
-        asked: torch.Tensor = self.call["position_ids"]
+        pass_positions: torch.Tensor = self.call["position_ids"]
         # some frequencies depend on the largest position of a pass: append it, and cut its result off
-        latest = on(positions.device, asked.max()).view(1)
-        cos, sin = self.call.again(position_ids=torch.cat([positions, latest]).expand(*asked.shape[:-2], 1, -1))
+        latest = on(positions.device, pass_positions.max()).view(1)
+        position_ids = torch.cat([positions, latest]).expand(*pass_positions.shape[:-2], 1, -1)
+        cos, sin = self.call.repeat(position_ids=position_ids)
         return cos[:, :-1], sin[:, :-1]
 
 
-class KeptTables:
+class TableCache:
     """Tables on the CPU that the passes of a model share: making one of 128k positions takes as long as ten layers.
 
-    A kept table is compared with what the pass's own module gives now, at two of its positions.
+    A cached table is compared with the output of the pass's own module at two positions.
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def at(self, table: RotaryTable, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[1, stop or more, dims]`, with the frequencies of the pass of `table`."""
         call = table.call
-        kinds = (given for given in (*call.args, *call.kwargs.values()) if isinstance(given, str))
-        key = call.function, *kinds  # one module may make tables of several kinds of layers
-        held = self._held.get(key)
-        if held is None or held[0].shape[1] < stop or not _agree(held, table, stop):
+        layer_kinds = (argument for argument in (*call.args, *call.kwargs.values()) if isinstance(argument, str))
+        key = call.function, *layer_kinds  # one module may make tables of several kinds of layers
+        tables = self._tables.get(key)
+        if tables is None or tables[0].shape[1] < stop or not _agree(tables, table, stop):
             with torch.inference_mode(False), torch.no_grad():  # later passes may run without inference mode
-                held = self._held[key] = table.at(torch.arange(stop))
-        return held
+                tables = self._tables[key] = table.at(torch.arange(stop))
+        return tables
 
 
-def _agree(held: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: int) -> bool:
-    """Return whether kept tables are those of the pass. Other frequencies differ at the second or the last position."""
-    some = torch.tensor([min(1, stop - 1), stop - 1])
-    for kept, now in zip(held, table.at(some), strict=True):
-        if kept.dtype != now.dtype or not torch.equal(kept[:, some], now):
+def _agree(tables: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: int) -> bool:
+    """Return whether cached tables equal those of the pass. Other frequencies differ at position 1 or the last one."""
+    positions = torch.tensor([min(1, stop - 1), stop - 1])
+    for cached_table, current_table in zip(tables, table.at(positions), strict=True):
+        if cached_table.dtype != current_table.dtype or not torch.equal(cached_table[:, positions], current_table):
             return False
     return True
 
@@ -124,14 +125,14 @@ class RotaryCall(Call):
             step = max(1, columns * _PIECE_BYTES // (keys.numel() * keys.element_size()))
         for at in range(0, columns, step or 1):
             count = min(step, columns - at)
-            some = keys.narrow(2, at, count)
-            some.copy_(self._rotated(some, *(table.narrow(1, first + at, count) for table in (cos, sin))))
+            part = keys.narrow(2, at, count)
+            part.copy_(self._rotate(part, *(table.narrow(1, first + at, count) for table in (cos, sin))))
 
-    def _rotated(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         try:
-            return self.again(q=keys[:, :0], k=keys, cos=cos, sin=sin)[1]  # no query is needed
+            return self.repeat(q=keys[:, :0], k=keys, cos=cos, sin=sin)[1]  # no query is needed
         except RuntimeError:  # it infers a size from the queries, so one is needed
-            return self.again(q=keys[:, :1], k=keys, cos=cos, sin=sin)[1]
+            return self.repeat(q=keys[:, :1], k=keys, cos=cos, sin=sin)[1]
 
 
 @dataclass
@@ -158,19 +159,19 @@ class RotaryTap:
     """Rotations observed in one forward pass.
 
     Args:
-        kept: Tables of earlier passes.
+        table_cache: Tables of earlier passes.
     """
 
-    kept: KeptTables = field(default_factory=KeptTables)
+    table_cache: TableCache = field(default_factory=TableCache)
     tables: list[RotaryTable] = field(default_factory=list)
     last: RotaryCall | None = None
     rotates: bool = False
     """True if any layer of this pass was observed to rotate."""
-    _picked: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
+    _picked_tables: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
     _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> PreRopeKV:
-        """Return what the layer that calls `update(keys, values)` would have passed without its rotation.
+        """Return the keys and values that the calling layer would have passed to `update` without its rotation.
 
         The recorded rotation is used up by the layer that made it, so it never applies to a layer without rotation
         (NoPE).
@@ -178,17 +179,17 @@ class RotaryTap:
         call, self.last = self.last, None
         if call is None:
             return PreRopeKV(keys, values, position_independent=self.rotates)
-        self.rotates, before, rotated = True, call["k"], call.rotated
+        self.rotates, unrotated, rotated = True, call["k"], call.rotated
         call.table = self._table_with(call["cos"], call["sin"])
-        if call.table is None or rotated.data_ptr() == before.data_ptr():
+        if call.table is None or rotated.data_ptr() == unrotated.data_ptr():
             return PreRopeKV(keys, values, position_independent=False)  # unknown tables, or rotated in place
-        dims = before.shape[-1]
+        dims = unrotated.shape[-1]
         if _same(keys, rotated):
-            return PreRopeKV(before, values, "key", dims, True, call)
+            return PreRopeKV(unrotated, values, "key", dims, True, call)
         if _same(values, rotated):  # MLA keeps latents as keys and rotated parts as values
-            return PreRopeKV(keys, before, "value", dims, True, call)
+            return PreRopeKV(keys, unrotated, "value", dims, True, call)
         if _begins_with(keys, rotated):  # partial rotation: the rotated part was concatenated with the rest
-            return PreRopeKV(torch.cat([before, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
+            return PreRopeKV(torch.cat([unrotated, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
         return PreRopeKV(keys, values, position_independent=False)
 
     def rotate_(self, like: PreRopeKV, tensor: torch.Tensor, first: int) -> None:
@@ -225,39 +226,39 @@ class RotaryTap:
         assert table is not None  # otherwise `take` did not remove the rotation
         key = (id(table), device)
         if key not in self._at or self._at[key][0].shape[1] < stop:
-            where = table.call["position_ids"].device
-            if where.type == "cpu":
-                cos, sin = self.kept.at(table, stop)
+            table_device = table.call["position_ids"].device
+            if table_device.type == "cpu":
+                cos, sin = self.table_cache.at(table, stop)
             else:  # a comparison would wait for the device
-                cos, sin = table.at(torch.arange(stop, device=where))
+                cos, sin = table.at(torch.arange(stop, device=table_device))
             self._at[key] = on(device, cos), on(device, sin)
         return self._at[key]
 
     def pick(self, tables: tuple[torch.Tensor, ...], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the rows of cos and sin tables that a layer's queries need, and record the tables they come from."""
-        some = tuple(picked(table, rows, 1) for table in tables)
-        self._picked = some, tables
-        return some
+        picked_tables = tuple(picked(table, rows, 1) for table in tables)
+        self._picked_tables = picked_tables, tables
+        return picked_tables
 
     def _table_with(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTable | None:
-        """Return the table that a rotation was given, or None if it got other values than a module made.
+        """Return the observed table with the cos and sin that a rotation got, or None if no module made these values.
 
-        Code between a module and the rotation may scale what the module made: then the module cannot give the tables of
-        other positions. A copy, such as one on another device, is compared by value.
+        Code between a module and the rotation may scale the table. Then the module cannot give the tables of other
+        positions. A copy, such as one on another device, is compared by value.
         """
-        some, whole = self._picked
-        if len(some) == 2 and some[0] is cos and some[1] is sin:
-            cos, sin = whole
+        picked_tables, full_tables = self._picked_tables
+        if len(picked_tables) == 2 and picked_tables[0] is cos and picked_tables[1] is sin:
+            cos, sin = full_tables
         for table in self.tables:
             if table.cos is cos and table.sin is sin:
                 return table
         return next((table for table in self.tables if _equal(table.cos, cos) and _equal(table.sin, sin)), None)
 
 
-def _equal(made: torch.Tensor, given: torch.Tensor) -> bool:
-    if made is given:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first is second:
         return True
-    return made.shape == given.shape and made.dtype == given.dtype and torch.equal(on(given.device, made), given)
+    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(on(second.device, first), second)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -292,6 +293,6 @@ def picked(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
     if index.ndim == 1:
         return tensor.index_select(dim, index)
     rows, count = len(index), tensor.shape[dim]
-    wide = tensor.expand(rows, *tensor.shape[1:]).movedim(dim, 1)
+    expanded = tensor.expand(rows, *tensor.shape[1:]).movedim(dim, 1)
     flat = index + torch.arange(0, rows * count, count, device=index.device).unsqueeze(1)
-    return wide.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, index.shape).movedim(1, dim)
+    return expanded.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, index.shape).movedim(1, dim)

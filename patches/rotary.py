@@ -20,18 +20,18 @@ from torch.utils.hooks import RemovableHandle
 from .rope import Call, RotaryCall, RotaryTable
 from .scope import Replacement, current
 
-_patching = threading.Lock()
+_patch_lock = threading.Lock()
 
 
 def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
     """Register a hook on every module that makes cos and sin tables. Return these modules with their hook handles."""
-    watched = []
+    tables = []
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
             places = _places(module.forward)
             if "position_ids" in places:
-                watched.append((module, module.register_forward_hook(_note_table(places), with_kwargs=True)))
-    return watched
+                tables.append((module, module.register_forward_hook(_note_table(places), with_kwargs=True)))
+    return tables
 
 
 def _places(function: Callable[..., Any]) -> dict[str, int]:
@@ -59,40 +59,40 @@ def rotary_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
     Returns:
         Pairs of a module and a name in it.
     """
-    found: dict[tuple[str, str], tuple[ModuleType, str]] = {}
+    functions: dict[tuple[str, str], tuple[ModuleType, str]] = {}
     for name in sorted({type(module).__module__ for module in model.modules()}):
         module = sys.modules.get(name)
         if module is None:
             continue
         for attribute, value in list(vars(module).items()):
             if attribute.startswith("apply_") and "rotary" in attribute and callable(value):
-                with_tables = {"q", "k", "cos", "sin"} <= inspect.signature(value).parameters.keys()
-                if with_tables:
-                    found[name, attribute] = (module, attribute)
-    return list(found.values())
+                takes_tables = {"q", "k", "cos", "sin"} <= inspect.signature(value).parameters.keys()
+                if takes_tables:
+                    functions[name, attribute] = (module, attribute)
+    return list(functions.values())
 
 
 def patch_function(module: ModuleType, name: str) -> None:
     """Wrap a rotation function so that our passes see its calls. Calls are counted: models may share it."""
-    with _patching:
+    with _patch_lock:
         function = getattr(module, name)
-        if not isinstance(function, _Watched):
-            function = _Watched(function)
+        if not isinstance(function, _WatchedFunction):
+            function = _WatchedFunction(function)
             setattr(module, name, function)
         function.users += 1
 
 
 def unpatch_function(module: ModuleType, name: str) -> None:
     """Undo one `patch_function`; the last call restores the function."""
-    with _patching:
+    with _patch_lock:
         function = getattr(module, name)
-        if isinstance(function, _Watched):
+        if isinstance(function, _WatchedFunction):
             function.users -= 1
             if function.users == 0:
                 setattr(module, name, function.original)
 
 
-class _Watched(Replacement):
+class _WatchedFunction(Replacement):
     """Rotation function that reports its calls to the current pass."""
 
     def __init__(self, function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -98,11 +98,11 @@ class Scope:
         """Return what the queries of a layer attend to, or the attention output if attention is computed here."""
         return call.keys, call.values
 
-    def peeks_at(self, layer: int) -> bool:
+    def should_preview(self, layer: int) -> bool:
         """Return whether to preview a layer: run it up to its attention, which may reduce what it computes."""
         return False
 
-    def peek(self, layer: int, run: Callable[[], object]) -> None:
+    def preview(self, layer: int, run: Callable[[], object]) -> None:
         """Preview a layer: `run` runs it on what the layer before has computed."""
 
     def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:

@@ -62,11 +62,11 @@ class SettlingForward(RestoringForward):
             raise _Previewed
         return super().attend(layer, call)
 
-    def peeks_at(self, layer: int) -> bool:
+    def should_preview(self, layer: int) -> bool:
         """See `Scope`."""
         return self.selects and self.compares(layer)
 
-    def peek(self, layer: int, run: Callable[[], object]) -> None:
+    def preview(self, layer: int, run: Callable[[], object]) -> None:
         """See `Scope`."""
         self._peeking = layer
         try:

@@ -269,7 +269,7 @@ def test_many_keys_are_rotated_in_pieces_with_the_same_bits(monkeypatch, dtype):
 
     first = keys[:, :, :1]
     given = (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}
-    call = rope.RotaryCall(rotation, rotary._Watched(rotation).places, *given, first)
+    call = rope.RotaryCall(rotation, rotary._WatchedFunction(rotation).places, *given, first)
     monkeypatch.setattr(rope, "_PIECE_BYTES", keys[:, :, :10].numel() * keys.element_size())
     call.rotate_(keys, cos, sin)
     assert torch.equal(keys, expected)
@@ -286,7 +286,7 @@ def test_a_rotation_is_asked_for_keys_alone_where_it_can_do_without_queries(infe
         pairs = q.reshape(*q.shape[:-1], -1 if infers else 4, 2)  # -1 of no queries is ambiguous
         return apply_rotary_pos_emb(pairs.flatten(-2), k, cos, sin)
 
-    call = rope.RotaryCall(rotation, rotary._Watched(rotation).places, (keys, keys, cos, sin), {}, expected)
+    call = rope.RotaryCall(rotation, rotary._WatchedFunction(rotation).places, (keys, keys, cos, sin), {}, expected)
     call.rotate_(keys, cos, sin)
     assert torch.equal(keys, expected)
     assert heads == ([0, 1] if infers else [0])
@@ -344,7 +344,7 @@ def test_tables_stay_until_frequencies_change(monkeypatch):
         cos, sin = embedding(torch.empty(0), position)
         tap.tables.append(rope.RotaryTable(table, cos, sin))
         key, keys = torch.ones(1, 1, 1, cos.shape[2]), torch.ones(1, stop, cos.shape[2])
-        watched = rotary._Watched(apply_rotary_pos_emb)
+        watched = rotary._WatchedFunction(apply_rotary_pos_emb)
         call = rope.RotaryCall(watched.original, watched.places, (key, key, cos, sin), {}, key, tap.tables[0])
         like = rope.PreRopeKV(key, key, "key", cos.shape[2], True, call)
         tap.rotate_at_(like, keys, torch.arange(stop)[None], stop)
