@@ -392,7 +392,7 @@ def main() -> None:
     try:
         bench = Bench(arguments, folder)
         with KVStore(folder / "probe", engine=arguments.engine) as probe:
-            engine = probe._engine.describe()
+            engine = probe._storage.disk.backend.reads_with
         results = [bench.run(int(prefix)) for prefix in tqdm(arguments.prefixes.split(","), desc="prefixes")]
         document = {
             "shape": arguments.shape,

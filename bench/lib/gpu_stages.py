@@ -210,7 +210,7 @@ def _ways(asked: Prefix, opened: ExitStack, known: dict[str, Any]) -> dict[str, 
 def _ways_of_kvikio(asked: Prefix, opened: ExitStack, known: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
     through = opened.enter_context(asked.store(device=True, host=True, engine="kvikio"))
     beside = opened.enter_context(asked.store(device=True, host=True))
-    engine = through._engine.describe()
+    engine = through._storage.disk.backend.reads_with
     return {f"disk, {engine}": lambda: asked.cold(through), "disk, posix beside it": lambda: asked.cold(beside)}
 
 

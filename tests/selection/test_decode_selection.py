@@ -241,7 +241,7 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, 
         def fails(*args, **kwargs):
             raise OSError("gone")
 
-        monkeypatch.setattr(store._engine, "submit", fails)
+        monkeypatch.setattr(store._storage.disk.backend.engine, "submit", fails)
         decode(model, cache, 3)
         assert "the current selection is kept" in caplog.text
         holds_what_it_says(cache, stored)
