@@ -210,6 +210,7 @@ class RestoringForward(ForwardPass):
                 store.rewriter.importance if method.reorder else None,
                 method.rechoose,
                 method.observed,
+                type(method).__name__,
             )
             self.selects = True
 

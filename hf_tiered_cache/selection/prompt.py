@@ -58,6 +58,7 @@ class SelectiveRestore:
         importance: Records the attention of each token, if not None.
         reselects: Whether each generated token reselects.
         observed: Number of last queries to select for, if queries attend to all restored tokens (`plan.streamed`).
+        method: Name of the method, for messages.
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class SelectiveRestore:
         importance: TokenImportance | None,
         reselects: bool,
         observed: int = 0,
+        method: str = "",
     ) -> None:
         if unknown := set(prefetches) - PREFETCHED:
             raise ConfigError(f"prefetches may name {sorted(PREFETCHED)}, not {sorted(unknown)}")
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
         self._prefetches, self._importance, self._reselects = prefetches, importance, reselects
-        self.observed = observed
+        self.observed, self._method = observed, method
         restored = plan.suffix or 0
         self._probe_keys: dict[tuple[int, int], torch.Tensor] = {}  # scored keys, by period and index in _rows
         self._periods = in_groups(layers, selector.period, selector.solo_layers)
@@ -289,7 +291,7 @@ class SelectiveRestore:
                 for place, row in enumerate(self._rows)
             ]
             for row, request, choice in zip(self._rows, requests, self.selector.choose_rows(requests), strict=True):
-                check_mass(self.selector, choice, request)
+                check_mass(self.selector, choice, request, self._method)
                 check_selection(self.selector, choice.tokens, request)
                 period_gathers.append(Gathers(row, choice.tokens))
                 self._note(number, row, choice)
