@@ -8,7 +8,32 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from difflib import get_close_matches
+
+
+def suggest(name: object, names: Iterable[str], advice: str) -> str:
+    """Return the end of a message about an unknown name: "; did you mean 'exact'? Advice", or "; advice".
+
+    Args:
+        name: The unknown name.
+        names: All known names, of which the most similar one is suggested.
+        advice: Clause that says how to continue.
+    """
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    similar = get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []
+    return f"; did you mean {by_lower[similar[0]]!r}? {advice[0].upper()}{advice[1:]}" if similar else f"; {advice}"
+
+
+def unknown_name(kind: str, name: object, names: Iterable[str]) -> str:
+    """Return the message about an unknown name: what it names, the most similar name, and all names."""
+    names = list(names)
+    return f"unknown {kind} {name!r}{suggest(name, names, 'there are: ' + ', '.join(names))}"
+
+
+def with_type(value: object) -> str:
+    """Return a value and its type for a message, such as "'10%' (str)". A long value is truncated."""
+    return f"{value!r:.80} ({type(value).__name__})"
 
 
 class TieredCacheError(Exception):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..store.codecs import checked_decode
 from ..store.geometry import BlockGroup, Part
 from ..store.memory import to_device
 from ..store.shape import SegmentShape
@@ -102,14 +103,14 @@ class Gather:
         for picked in self._picked:
             views = self._views(picked.slab, part, len(some))  # [slots, heads, chunk_tokens, field's dim] each
             if picked.head is None:
-                values = self._decode(view.transpose(0, 1)[:, picked.slot, picked.inside] for view in views)
+                values = self._decode(part, (view.transpose(0, 1)[:, picked.slot, picked.inside] for view in views))
                 if isinstance(picked.column, slice):  # [heads, n, dim]
                     some[:, picked.column] = values
                 else:
                     some.index_copy_(1, picked.column, values)
             else:
                 head = picked.head - part.first_head
-                values = self._decode(view[picked.slot, head, picked.inside] for view in views)  # [n, dim]
+                values = self._decode(part, (view[picked.slot, head, picked.inside] for view in views))  # [n, dim]
                 some[head, picked.column] = values
 
     def _copy_run(self, run: _Run, part: Part, target: torch.Tensor) -> None:
@@ -122,11 +123,11 @@ class Gather:
             if whole:
                 count = whole * chunk
                 columns = target[:, column : column + count].unflatten(1, (whole, chunk))
-                columns.copy_(self._decode(view[index : index + whole].transpose(0, 1) for view in views))
+                columns.copy_(self._decode(part, (view[index : index + whole].transpose(0, 1) for view in views)))
             else:
                 count = min(chunk - inside, stop - at)
                 columns = target[:, column : column + count]
-                columns.copy_(self._decode(view[index, :, inside : inside + count] for view in views))
+                columns.copy_(self._decode(part, (view[index, :, inside : inside + count] for view in views)))
             at, column = at + count, column + count
 
     def _views(self, memory: torch.Tensor, part: Part, heads: int) -> list[torch.Tensor]:
@@ -134,8 +135,10 @@ class Gather:
         views = self._shape.field_views(memory, part)
         return list(views) if heads == part.heads else [view[:, :heads] for view in views]
 
-    def _decode(self, fields: Iterable[torch.Tensor]) -> torch.Tensor:
-        return self._shape.codec_of(self._block_group).decode(tuple(fields), self._shape.layout.dtype)
+    def _decode(self, part: Part, fields: Iterable[torch.Tensor]) -> torch.Tensor:
+        return checked_decode(
+            self._shape.codec_of(self._block_group), tuple(fields), self._shape.layout.dtype, part.dim
+        )
 
     def _pick(self) -> Iterator[_Picked]:
         """Yield the scattered tokens that were added, grouped by slab."""
@@ -207,10 +210,12 @@ def gather_chunks(
         rows = to_device(np.concatenate(slots), memory.device)
         torch.index_select(memory, 0, rows, out=found[begin : begin + len(rows)])
         begin += len(rows)
-    by_name = {part.tensor: shape.field_views(found, part) for part in block_group.parts}  # [n, 1, tokens, dim]
     codec, dtype = shape.codec_of(block_group), shape.layout.dtype
-    key, value = (codec.decode(by_name[name], dtype).squeeze(1) for name in ("key", "value"))
-    return key, value, order
+    decoded = {
+        part.tensor: checked_decode(codec, shape.field_views(found, part), dtype, part.dim).squeeze(1)
+        for part in block_group.parts
+    }  # [n, tokens, dim] each
+    return decoded["key"], decoded["value"], order
 
 
 def _is_run(numbers: np.ndarray) -> bool:

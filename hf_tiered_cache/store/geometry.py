@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import ConfigError, FormatError, NewerFormatError
+from ..errors import ConfigError, FormatError, NewerFormatError, with_type
 from .codecs import CODECS, RAW, Codec, make_codec, merged_codec
 
 ALIGNMENT = 4096
@@ -247,7 +247,7 @@ class Geometry:
         for name in ("chunk_tokens", "layers_per_block", "heads_per_block"):
             _check_count(name, getattr(self, name))
         if not isinstance(self.solo_layers, int) or self.solo_layers < 0:
-            raise ConfigError(f"solo_layers must be a number of layers, not {self.solo_layers!r}")
+            raise ConfigError(f"solo_layers must be a number of layers, an int, not {with_type(self.solo_layers)}")
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -295,7 +295,7 @@ class Geometry:
 
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and (not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+        raise ConfigError(f"{name} must be a positive whole number, not {with_type(value)}")
 
 
 @lru_cache(maxsize=64)

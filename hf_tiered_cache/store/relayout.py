@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from .codecs import checked_decode, checked_encode
 from .codecs.pairs import TOWARD, angle, encode, retained
 from .disk import SegmentStore
 from .format import HASH_BYTES, SegmentHeader, end_of_chain, segment_id
@@ -203,7 +204,7 @@ class _Join:
             found = self._empty(part)
             for source in self._sources(part, tokens):
                 fields = source.fields()
-                source.put(found, codec.encode(source.decode(fields)) if source.group.merged else fields)
+                source.put(found, checked_encode(codec, source.decode(fields)) if source.group.merged else fields)
             yield part, found
 
     def _merged(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
@@ -287,7 +288,7 @@ class _Source:
 
     def decode(self, fields: Fields) -> torch.Tensor:
         """Decode fields to `[heads, n, dim]` in the layout's dtype."""
-        return self.shape.codec_of(self.group).decode(fields, self.shape.layout.dtype)
+        return checked_decode(self.shape.codec_of(self.group), fields, self.shape.layout.dtype, self.part.dim)
 
     def put(self, targets: Fields, fields: Fields) -> None:
         """Copy fields into the fields of all heads and tokens of the new part."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import FormatError
-from .codecs import Codec, make_codec, merged_codec
+from .codecs import Codec, checked_decode, checked_encode, make_codec, merged_codec
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
 from .memory import to_device
 
@@ -363,7 +363,7 @@ class SegmentShape:
         """
         if group.merged:
             raise ValueError(f"KV cache group {group.index} has two layers, and cannot be packed from one")
-        self.pack_fields(blocks, group, part, self.codec_of(group).encode(source))
+        self.pack_fields(blocks, group, part, checked_encode(self.codec_of(group), source))
 
     def pack_fields(
         self, blocks: torch.Tensor, group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]
@@ -381,7 +381,8 @@ class SegmentShape:
 
     def unpack(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> torch.Tensor:
         """Return a decoded copy of one part, `[heads, tokens, dim]`: the inverse of `pack`."""
-        return self.codec_of(group).decode(self.unpack_fields(blocks, group, part), self.layout.dtype)
+        fields = self.unpack_fields(blocks, group, part)
+        return checked_decode(self.codec_of(group), fields, self.layout.dtype, part.dim)
 
     def unpack_fields(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> tuple[torch.Tensor, ...]:
         """Return copies of the encoded fields of one part: the inverse of `pack_fields`.

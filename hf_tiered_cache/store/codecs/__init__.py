@@ -7,9 +7,9 @@ from typing import cast
 
 import torch
 
-from ...errors import ConfigError
+from ...errors import ConfigError, unknown_name, with_type
 from ...plugins import Registry
-from .base import Codec, Field, Raw
+from .base import Codec, Field, Raw, checked_decode, checked_encode
 from .pairs import Direction
 from .scaled import Fp8, Int8
 
@@ -31,17 +31,11 @@ def _fault_in_use(codec: Codec) -> str:
     """Return what is wrong with a codec by encoding and decoding a small tensor, or ""."""
     tensor = torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 64)
     try:
-        fields, encoded = codec.fields(tensor.dtype, 64), codec.encode(tensor)
-        if not isinstance(encoded, tuple):
-            return f"encode returns {type(encoded).__name__}, not a tuple of tensors"
-        wanted = [(field.dtype, (2, 3, field.dim)) for field in fields]
-        if (made := [(each.dtype, tuple(each.shape)) for each in encoded]) != wanted:
-            return f"encode returns {made} for a tensor {tuple(tensor.shape)}, and fields says {wanted}"
-        decoded = codec.decode(encoded, tensor.dtype)
+        checked_decode(codec, checked_encode(codec, tensor), tensor.dtype, tensor.shape[-1])
+    except ConfigError as error:
+        return str(error)
     except Exception as error:  # whatever a plug-in raises
-        return f"it cannot encode and decode a tensor {tuple(tensor.shape)}: {type(error).__name__}: {error}"
-    if decoded.shape != tensor.shape or decoded.dtype != tensor.dtype:
-        return f"decode returns {decoded.dtype} {tuple(decoded.shape)} for {tensor.dtype} {tuple(tensor.shape)}"
+        return f"it cannot encode and decode a tensor {list(tensor.shape)}: {type(error).__name__}: {error}"
     return ""
 
 
@@ -58,6 +52,8 @@ __all__ = [
     "RAW",
     "Codec",
     "Field",
+    "checked_decode",
+    "checked_encode",
     "codec_in",
     "coded_provenance",
     "make_codec",
@@ -79,13 +75,20 @@ def make_codec(name: str) -> Codec:
     """Return the codec of a name.
 
     Raises:
-        ConfigError: there is no such codec.
+        ConfigError: There is no such codec, or `name` is a codec itself.
     """
     try:
         return _codec(name)
     except (KeyError, TypeError):  # unknown, or not a name at all
-        known = ", ".join(CODECS)
-        raise ConfigError(f"unknown codec {name!r}; there are: {known}. Another package may register more") from None
+        if isinstance(name, str):
+            raise ConfigError(f"{unknown_name('codec', name, CODECS)}. Another package may register more") from None
+        advice = ""
+        if hasattr(name, "encode"):
+            registered = "an instance of it" if isinstance(name, type) else "it"
+            advice = f"; register {registered} with register_codec(...), and pass its name"
+            advice += f", codec={name.name!r}" if isinstance(getattr(name, "name", None), str) else ""
+        names = ", ".join(CODECS)
+        raise ConfigError(f"codec must be a name, one of {names}, not {with_type(name)}{advice}") from None
 
 
 @lru_cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import Codec, Field
+from .base import Codec, Field, checked_encode
 
 TOWARD = 0.6
 """Interpolation weight of the second, deeper layer's direction (MiniCache, Section 4)."""
@@ -95,7 +95,7 @@ def encode(
         Fields of the first layer, and of the second. Both contain the same direction.
     """
     direction, *magnitudes = merge(first, second, toward)
-    stored, ones = codec.encode(direction.to(first.dtype))
+    stored, ones = checked_encode(codec, direction.to(first.dtype))
     ones = torch.ones_like(ones)
     decoded = codec.decode((stored, ones), torch.float32)
     length = torch.linalg.vector_norm(decoded, dim=-1, keepdim=True)

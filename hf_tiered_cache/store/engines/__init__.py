@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from ...errors import ConfigError, EngineUnavailableError
+from ...errors import ConfigError, EngineUnavailableError, unknown_name
 from .base import Engine, EngineFile, ReadOp, ReadReport
 from .kvikio import KvikioEngine
 from .posix import PageCacheEngine, PosixEngine
@@ -36,7 +36,7 @@ def open_engine(name: str | Engine = "auto") -> Engine:
         engine = name
     elif name != "auto":
         if name not in ENGINES:
-            raise ConfigError(f"unknown engine {name!r}; there are: auto, {', '.join(ENGINES)}")
+            raise ConfigError(unknown_name("engine", name, ["auto", *ENGINES]))
         engine = ENGINES[name]()
     else:
         engine = _first_that_works()
