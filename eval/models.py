@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_tiered_cache.errors import unknown_name
 from hf_tiered_cache.integrations.hub import go_offline_without_hub
 
 from .errors import EvalError
@@ -165,7 +166,7 @@ def revision_of(name: str) -> dict[str, str]:
 
 def _model_of(name: str) -> RealModel:
     if name not in MODELS:
-        raise EvalError(f"unknown model {name!r}; there are: {', '.join(MODELS)}")
+        raise EvalError(unknown_name("model", name, MODELS))
     return MODELS[name]
 
 

@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_tiered_cache import KVStore, Method
-from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.methods import Passages, make_method
+from hf_tiered_cache.errors import ConfigError, unknown_name
+from hf_tiered_cache.methods import METHODS, Passages, make_method
 from hf_tiered_cache.store.geometry import HASH_TOKENS
 
 from . import baselines  # noqa: F401  # registers them
@@ -86,10 +86,13 @@ def find_variants(methods: str, budgets: str = "", ratios: str = "") -> list[Var
     for name in filter(None, (part.strip() for part in methods.split(","))):
         if name == FULL:
             continue
+        plain_name = name.split(":")[0]
+        if plain_name.split(".")[0] not in METHODS:
+            raise EvalError(unknown_name("method", plain_name, [FULL, *METHODS]))
         try:
             method = make_method(name)
         except ConfigError as error:
-            raise EvalError(str(error).replace("there are: ", f"there are: {FULL}, ")) from error
+            raise EvalError(str(error)) from error
         known = {field.name for field in fields(method)}
         option = next((o for o in shares if o in known and f"{o}=" not in name), None)
         default: Any = None if option is None else getattr(method, option)

@@ -20,6 +20,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from hf_tiered_cache.errors import suggest
+
 from .errors import EvalError
 
 SUITES = Path(__file__).parent / "suites.toml"
@@ -43,9 +45,8 @@ def runs_of(name: str, suites: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if name in suites["groups"]:
         return list(suites["groups"][name])
     if name not in suites["runs"]:
-        raise EvalError(
-            f"no group or run is named {name!r}; there are: {', '.join([*suites['groups'], *suites['runs']])}"
-        )
+        names = [*suites["groups"], *suites["runs"]]
+        raise EvalError(f"no group or run is named {name!r}{suggest(name, names, 'there are: ' + ', '.join(names))}")
     return [name]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .cache.storage import DEFAULT_POLICY, Storage
-from .errors import ConfigError
+from .errors import ConfigError, with_type
 from .methods import Exact, Method, make_method
 from .operations.calibrate import Calibration, PrefixCosts, calibrate, calibrate_prefix
 from .operations.documents import documents_of, finish_documents, remove_documents
@@ -125,7 +125,7 @@ class KVStore:
         finally:
             del key, salt  # tracebacks may show variables
         if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
-            raise ConfigError(f"ttl must be a number of seconds above 0, not {ttl!r}")
+            raise ConfigError(f"ttl must be a number of seconds above 0, not {with_type(ttl)}")
         if no_salt:
             raise ConfigError("the salt is empty; omit it, or pass a secret")
         low, high = watermarks
@@ -539,7 +539,7 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
             opened = kept[key] = KVStore(store, policy=method.policy)
         store = opened
     if not isinstance(store, KVStore):
-        raise ConfigError(f"store must be a KVStore or the path of one, not {store!r}")
+        raise ConfigError(f"store must be a KVStore or the path of one, not {with_type(store)}")
     store._storage.check_open()
     return store
 

@@ -9,12 +9,18 @@ import torch
 import transformers
 from families import build, prompt
 from transformers import GptOssConfig, GptOssForCausalLM
+from typer.testing import CliRunner
 
 from eval.baselines import H2O
+from eval.errors import EvalError
+from eval.runner import find_variants
+from eval.tasks import find_tasks
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, attach, detach, tiered
-from hf_tiered_cache.methods import METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress
+from hf_tiered_cache.cli import app
+from hf_tiered_cache.methods import METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress, make_method
 from hf_tiered_cache.methods.budget import DEFAULT_BUDGET
 from hf_tiered_cache.patches import attachment_of
+from hf_tiered_cache.store.codecs.scaled import Int8
 
 
 @pytest.fixture
@@ -140,6 +146,87 @@ def test_switches_are_true_or_false(wrong):
 def test_a_method_is_a_method_or_a_name(wrong, store):
     with pytest.raises(ConfigError, match="method must be a Method or the name of one"):
         TieredCache(build("llama"), store, method=wrong)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            lambda path: make_method("contigous_kv"),
+            r"unknown method 'contigous_kv'; did you mean 'contiguous_kv'\? There",
+        ),
+        (lambda path: make_method("ContiguousKV:budget=1"), r"did you mean 'contiguous_kv'\?"),
+        (lambda path: make_method("zzz"), "unknown method 'zzz'; there are: exact, contiguous_kv, "),
+        (
+            lambda path: make_method("impress:bugdet=0.1"),
+            r"impress has no option 'bugdet'; did you mean 'budget'\? Its",
+        ),
+        (lambda path: make_method("kv_drive:index=cluster"), r"unknown index 'cluster'; did you mean 'clusters'\?"),
+        (
+            lambda path: make_method("kv_drive:eviction=look_ahead"),
+            r"eviction policy 'look_ahead'; did you mean 'lookahead'",
+        ),
+        (lambda path: CacheTune(ranking="contxt"), r"unknown ranking 'contxt'; did you mean 'context'\?"),
+        (lambda path: ContiguousKV(identify="key"), r"unknown value of identify 'key'; did you mean 'keys'\?"),
+        (lambda path: KVStore(path, codec="int_8"), r"unknown codec 'int_8'; did you mean 'int8'\? There are: raw, "),
+        (lambda path: KVStore(path, policy="lur"), r"unknown eviction policy 'lur'; did you mean 'lru'\?"),
+        (lambda path: KVStore(path, engine="possix"), r"unknown engine 'possix'; did you mean 'posix'\?"),
+        (
+            lambda path: find_variants("exact,contigous_kv"),
+            r"unknown method 'contigous_kv'; did you mean 'contiguous_kv'",
+        ),
+        (lambda path: find_variants("ful"), r"unknown method 'ful'; did you mean 'full'\?"),
+        (lambda path: find_tasks("sst22"), r"unknown task 'sst22'; did you mean 'sst2'\?"),
+        (lambda path: find_tasks("fewshots"), r"unknown task 'fewshots'; did you mean 'fewshot'\?"),
+    ],
+)
+def test_a_misspelled_name_gets_a_suggestion(use, message, tmp_path):
+    with pytest.raises((ConfigError, EvalError), match=message):
+        use(tmp_path)
+
+
+def test_a_misspelled_command_gets_a_suggestion(tmp_path):
+    for arguments, message in {
+        ("verfy", str(tmp_path)): "Did you mean 'verify'?",
+        ("verify", str(tmp_path), "--repare"): "--repair",
+    }.items():
+        assert message in CliRunner().invoke(app, arguments).output
+    for command in ("documents", "conversations"):
+        error = CliRunner().invoke(app, [command, str(tmp_path), "shwo", "x"]).exception
+        assert f"unknown action 'shwo' for {command}; did you mean 'show'? Use show" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            lambda: make_method("contiguous_kv:budget=much"),
+            r"budget of contiguous_kv must be of type float, not 'much' \(str",
+        ),
+        (lambda: ContiguousKV("10%"), r"a float above 0 and at most 1, not '10%' \(str\)"),
+        (lambda: ContiguousKV(quality="low"), r"a float above 0 such as 0.02, not 'low' \(str\)"),
+        (lambda: ContiguousKV(queries=1.5), r"an int, or 0 for all, not 1.5 \(float\)"),
+        (lambda: Exact(recompute=2), r'a float between 0 and 1, or "auto", not 2 \(int\)'),
+        (
+            lambda: METHODS["krul"](layers_shared="0.5"),
+            r"layers_shared must be a float between 0 and 1, not '0.5' \(str\)",
+        ),
+        (lambda: CacheTune(widen="2"), r"widen must be a number of at least 1, not '2' \(str\)"),
+        (lambda: Epic(first=None), r"first must be a number of tokens, an int, not None \(NoneType\)"),
+        (lambda: make_method(3), r"not 3 \(int\)"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_type(use, message):
+    with pytest.raises(ConfigError, match=message):
+        use()
+
+
+@pytest.mark.parametrize(("wrong", "advice"), [(Int8(), "register it with"), (Int8, "register an instance of it with")])
+def test_a_codec_is_passed_by_name(wrong, advice, tmp_path):
+    with pytest.raises(ConfigError, match=rf"must be a name, one of raw, .*; {advice} .*pass its name, codec='int8'"):
+        KVStore(tmp_path, codec=wrong)
+    with pytest.raises(ConfigError, match=r"must be a name, one of raw, int8, fp8.*, not 3 "):
+        Exact(codec=3)
 
 
 @pytest.mark.parametrize("empty", ["", b""])

@@ -281,6 +281,16 @@ def test_attention_of_a_wrong_shape_is_refused(mass, model, store, monkeypatch):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_attention_that_is_not_finite_is_refused(number, model, store, monkeypatch):
+    """Otherwise it would be ranked in an arbitrary order."""
+    mass = np.zeros((1, 192), np.float32)
+    mass[0, 100] = number
+    monkeypatch.setattr(Faulty, "choose", lambda self, asked: Selection(np.arange(asked.count)[None], mass))
+    with pytest.raises(ConfigError, match=r"Faulty of the method ByFaulty returned mass with (NaN|infinity)"):
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
+
+
 def test_what_is_no_selection_is_refused(model, store, monkeypatch):
     monkeypatch.setattr(Faulty, "choose", lambda self, asked: np.arange(asked.count)[None])
     with pytest.raises(ConfigError, match=r"Faulty\.choose returned ndarray; it must be a Selection"):
@@ -305,6 +315,30 @@ def test_a_report_counts_what_was_written(model, registered, tmp_path):
     with KVStore(tmp_path, engine="posix", codec="halves_here") as store:
         report = store.precompute(model, prompt(64), progress=False)
         assert (report.tokens, report.stored, store.stats.segments, store.stats.dropped_writes) == (64, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "encode", [lambda tensor: (tensor.half()[..., :1],), lambda tensor: (tensor.float(),), lambda tensor: tensor.half()]
+)
+def test_wrong_fields_of_a_codec_are_not_stored(encode, model, registered, tmp_path, caplog):
+    registered.encode = encode
+    with KVStore(tmp_path, engine="posix", codec="halves_here") as store:
+        assert store.precompute(model, prompt(64), progress=False).stored == 0
+    assert "halves_here.encode returns" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [lambda fields, dtype: fields[0][..., :1].to(dtype), lambda fields, dtype: fields[0]],
+    ids=["dim", "dtype"],
+)
+def test_a_wrong_tensor_of_a_codec_is_refused(decode, model, registered, tmp_path):
+    with KVStore(tmp_path, engine="posix", codec="halves_here") as store:
+        store.precompute(model, prompt(64), progress=False)
+        registered.decode = decode
+        for method in (Exact(), ByFaulty(0.25, make=lambda tokens, count: np.arange(count)[None])):
+            with pytest.raises(ConfigError, match=r"halves_here.decode returns torch.float.*, not torch.float32"):
+                ask(model, store, question(prompt(64)), method)
 
 
 def test_a_store_is_not_whole_without_its_codec(model, registered, tmp_path, monkeypatch):

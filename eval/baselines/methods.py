@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.errors import ConfigError, unknown_name
 from hf_tiered_cache.methods import BudgetMethod, Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.restore.observe import CacheObserver, Later
 from hf_tiered_cache.restore.plan import PlanContext
@@ -85,7 +85,7 @@ class H2O(BudgetMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.policy not in ("lru", "lfu"):
-            raise ConfigError(f'policy is "lru" or "lfu", not {self.policy!r}')
+            raise ConfigError(unknown_name("policy", self.policy, ["lru", "lfu"]))
 
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, 1)

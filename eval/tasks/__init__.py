@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hf_tiered_cache.errors import suggest
+
 from ..errors import EvalError
 from .base import Draw, Example, Task
 from .conversations import CONVERSATIONS
@@ -54,12 +56,13 @@ def find_tasks(names: str) -> list[Task]:
     Raises:
         EvalError: a task is unknown, or the list is empty.
     """
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
-        for single in GROUPS.get(name, (name,)):
-            if single not in TASKS:
-                raise EvalError(f"unknown task {single!r}; `--list` shows them all, and the groups {', '.join(GROUPS)}")
-            found[single] = TASKS[single]
-    if not found:
+        for task_name in GROUPS.get(name, (name,)):
+            if task_name not in TASKS:
+                advice = suggest(task_name, [*TASKS, *GROUPS], "`--list` shows all tasks and groups")
+                raise EvalError(f"unknown task {task_name!r}{advice}")
+            tasks[task_name] = TASKS[task_name]
+    if not tasks:
         raise EvalError("name at least one task, as in --tasks sst2,rte")
-    return list(found.values())
+    return list(tasks.values())

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..layers import DenseSource
 from ..restore.plan import Plan, SegmentSlice
 from ..store import EXACT
@@ -46,7 +46,9 @@ class SpotChecks:
 
     def __init__(self, share: float) -> None:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ConfigError(f"spot_checks must be a fraction of restored tokens between 0 and 1, not {share!r}")
+            raise ConfigError(
+                f"spot_checks must be a fraction of restored tokens between 0 and 1, not {with_type(share)}"
+            )
         self.share = share
         self.doubted: set[str] = set()
         """Fingerprints under which wrong KV was stored."""

@@ -18,6 +18,7 @@ from .output import (
     StorePath,
     add_model,
     ago,
+    check_action,
     count,
     date,
     facts,
@@ -42,8 +43,7 @@ def conversations(
     TieredCache(model, store, conversation=ID) continues a conversation. `rm` deletes a conversation and the segments
     that no other conversation uses, except pinned ones. Conversations in use are not deleted.
     """
-    if action not in ("", "show", "rm"):
-        raise Refused(f"unknown action {action!r} for conversations; use show ID, or rm ID")
+    check_action(action, "conversations", "ID")
     if action and not ids:
         raise Refused(f"missing conversation id; use {action} ID")
     if action == "rm":

@@ -18,6 +18,7 @@ from .output import (
     StorePath,
     add_model,
     ago,
+    check_action,
     count,
     date,
     facts,
@@ -43,8 +44,7 @@ def documents(
     one label. `rm` deletes it, including the passages that no other label uses. To replace a document, precompute its
     new passages under the same label.
     """
-    if action not in ("", "show", "rm"):
-        raise Refused(f"unknown action {action!r} for documents; use show LABEL, or rm LABEL")
+    check_action(action, "documents", "LABEL")
     if action and not labels:
         raise Refused(f"missing document label; use {action} LABEL")
     if action == "rm":

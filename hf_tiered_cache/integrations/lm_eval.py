@@ -22,7 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm.auto import tqdm
 
-from ..errors import ConfigError
+from ..errors import ConfigError, suggest
 from ..kvstore import KVStore
 from ..methods import METHODS, Method, Passages, make_method
 from ..store import KEY_FILE_VARIABLE
@@ -87,9 +87,8 @@ class HFTieredLM(HFLM):
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is None:
                 raise
-            raise ConfigError(
-                f"unknown argument {unknown[1]!r}: neither hf-tiered, nor hf, nor the model accepts it"
-            ) from error
+            advice = suggest(unknown[1], names, "neither hf-tiered, nor hf, nor the model accepts it")
+            raise ConfigError(f"unknown argument {unknown[1]!r}{advice}") from error
         if store is None:
             self._folder = tempfile.TemporaryDirectory()  # deleted together with this object
             store = self._folder.name

@@ -8,7 +8,7 @@ from functools import lru_cache
 from inspect import isabstract
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, suggest, unknown_name, with_type
 from ..plugins import Registry
 from .base import Method
 from .budget import BudgetMethod
@@ -118,44 +118,46 @@ def make_method(method: Method | str | None) -> Method:
             raise ConfigError(f"{type(method).__name__} cannot be used as a method: {fault}")
         return method
     if not isinstance(method, str):
-        kind = f"; use {method.__name__}()" if isinstance(method, type) else ""
-        raise ConfigError(f"method must be a Method or the name of one, not {method!r}{kind}")
-    said, *options = method.split(":")
-    name, _, published = said.partition(".")
+        advice = f"; use {method.__name__}()" if isinstance(method, type) else ""
+        raise ConfigError(f"method must be a Method or the name of one, not {with_type(method)}{advice}")
+    full_name, *options = method.split(":")
+    name, _, published = full_name.partition(".")
     if name not in METHODS or published not in ("", "paper"):
-        raise ConfigError(f"unknown method {said!r}; there are: {', '.join(METHODS)}")
+        raise ConfigError(unknown_name("method", full_name, METHODS))
     kind = METHODS[name]
     make = getattr(kind, "paper", None) if published else kind
     if make is None:
         raise ConfigError(f"{name} has no published settings other than its defaults; use {name!r}")
-    known = {field.name: field for field in fields(kind) if field.init and field.name != "geometry"}
-    chosen = {}
+    fields_by_name = {field.name: field for field in fields(kind) if field.init and field.name != "geometry"}
+    settings = {}
     for option in options:
-        key, _, value = option.partition("=")
-        if key not in known:
-            raise ConfigError(f"{name} has no option {key!r}; its options are: {', '.join(known)}")
+        key, _, text = option.partition("=")
+        if key not in fields_by_name:
+            advice = suggest(key, fields_by_name, f"its options are: {', '.join(fields_by_name)}")
+            raise ConfigError(f"{name} has no option {key!r}{advice}")
         try:
-            chosen[key] = _read(value, known[key])
+            settings[key] = _read(text, fields_by_name[key])
         except (KeyError, ValueError):
-            raise ConfigError(f"{key} of {name} must be of type {known[key].type}, not {value!r}") from None
-    return make(**chosen)
+            kind_of_option = fields_by_name[key].type
+            raise ConfigError(f"{key} of {name} must be of type {kind_of_option}, not {with_type(text)}") from None
+    return make(**settings)
 
 
 def describe_method(method: Method) -> str:
     """Return the string that `make_method` takes for a method: its name and its settings that differ from defaults."""
     name = METHODS.name_of(type(method)) or type(method).__name__
-    said = [option for option in fields(method) if option.init and option.repr and option.name != "geometry"]
-    values = ((option, getattr(method, option.name)) for option in said)
+    options = [option for option in fields(method) if option.init and option.repr and option.name != "geometry"]
+    values = ((option, getattr(method, option.name)) for option in options)
     return ":".join([name, *(f"{option.name}={value}" for option, value in values if value != option.default)])
 
 
 def _read(text: str, option: Field) -> Any:
     kind: Callable[[str], Any] = type(option.default)
-    said = str(option.type)
-    first = said.partition(" ")[0]
+    annotation = str(option.type)
+    first = annotation.partition(" ")[0]
     if option.default is None or first in ("float", "bool"):  # such as "float | None"
         kind = {"float": float, "int": int, "bool": bool, "str": str}[first]
-    if repr(text) in said.replace('"', "'"):  # a word of a Literal type
+    if repr(text) in annotation.replace('"', "'"):  # a word of a Literal type
         return text
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..layers import DenseSource
 from ..restore.plan import Columns, PlanContext
 from ..store.codecs import RAW, coded_provenance
@@ -48,11 +49,13 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            said = getattr(self, option.name)
-            if option.type in ("bool", bool) and not isinstance(said, bool):
-                raise ConfigError(f"{option.name} must be True or False, not {said!r}")
+            value = getattr(self, option.name)
+            if option.type in ("bool", bool) and not isinstance(value, bool):
+                raise ConfigError(f"{option.name} must be True or False, not {with_type(value)}")
         if self.geometry.pairs:
-            raise ConfigError("pairs of layers are a segment's (see `join_segments`), and of no method's geometry")
+            raise ConfigError(
+                "the geometry of a method has no pairs of layers; only stored segments have them (see `join_segments`)"
+            )
         if self.codec is not None:
             object.__setattr__(self, "geometry", replace(self.geometry, codec=self.codec))
 
@@ -76,8 +79,8 @@ class Method(ABC):
 
     def coded(self, codec: str) -> Self:
         """Return this method with the store's codec, if it has none of its own."""
-        settled = self.codec is not None or self.geometry.codec != RAW or codec == RAW
-        return self if settled else replace(self, codec=codec)
+        has_codec = self.codec is not None or self.geometry.codec != RAW
+        return self if has_codec or codec == RAW else replace(self, codec=codec)
 
     def usable_hashes(self, shape: SegmentShape) -> int:
         """Return how many leading prefix hashes of a stored segment a plan of this method can use.
@@ -89,3 +92,13 @@ class Method(ABC):
     def source(self, layer: int) -> DenseSource:
         """Return the cache layer that provides keys and values to a full-attention layer."""
         return DenseSource(layer)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of an option is a number; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value of an option is a whole number of at least 0."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..layers import DenseSource, SelectedSource
 from ..restore.plan import Columns, PlanContext
 from ..selection.prompt import PREFETCHED, Prefetched
 from ..selection.selector import Selector
 from ..store.geometry import Geometry
 from ..store.shape import SegmentShape
-from .base import Method
+from .base import Method, is_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,8 +66,8 @@ class BudgetMethod(Method):
         super().__post_init__()
         check_share("budget", "the prefix", self.budget)
         target = self.quality
-        if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
-            raise ConfigError(f"quality must be a loss in nats above 0, such as 0.02, not {target!r}")
+        if target is not None and (not is_number(target) or not target > 0):
+            raise ConfigError(f"quality must be a loss in nats, a float above 0 such as 0.02, not {with_type(target)}")
 
     # --- what to attend to
 
@@ -132,11 +132,11 @@ class BudgetMethod(Method):
         """
         if self.quality is None:
             return self
-        found = measured(self)
-        return replace(self, budget=UNMEASURED_BUDGET if found is None else found)
+        budget = measured(self)
+        return replace(self, budget=UNMEASURED_BUDGET if budget is None else budget)
 
 
 def check_share(name: str, of: str, share: float) -> None:
     """Raise ConfigError if `share` is not a number above 0 and at most 1."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"{name} must be a share of {of} above 0 and at most 1, not {share!r}")
+    if not is_number(share) or not 0 < share <= 1:
+        raise ConfigError(f"{name} must be a share of {of}, a float above 0 and at most 1, not {with_type(share)}")

@@ -9,9 +9,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..layers import LayerTensors
 from ..restore.plan import SegmentSlice
+from .base import is_count
 from .passages import Passages, check_share, count_of
 
 
@@ -33,8 +34,8 @@ class Epic(Passages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.first < 0:
-            raise ConfigError(f"first must be a number of tokens, not {self.first!r}")
+        if not is_count(self.first):
+            raise ConfigError(f"first must be a number of tokens, an int, not {with_type(self.first)}")
         if self.recompute is not None:
             check_share(self.recompute)
 
@@ -71,9 +72,9 @@ class CacheBlend(Passages):
         super().__post_init__()
         check_share(self.recompute)
         if self.check_layer != 1:
-            raise ConfigError("check_layer of CacheBlend must be 1")
-        if self.gradual < 0:
-            raise ConfigError(f"gradual must be a number of layers, not {self.gradual!r}")
+            raise ConfigError(f"check_layer of CacheBlend must be 1, not {with_type(self.check_layer)}")
+        if not is_count(self.gradual):
+            raise ConfigError(f"gradual must be a number of layers, an int, not {with_type(self.gradual)}")
 
     @classmethod
     def paper(cls, recompute: float = 0.15) -> CacheBlend:

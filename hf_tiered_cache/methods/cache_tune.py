@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..layers import LayerTensors
 from ..passages.ranking import RANKED_IN_CONTEXT
 from ..passages.recompute import LOWEST, narrowed_shares
 from ..restore.plan import PlanContext, SegmentSlice, UnderWay
+from .base import is_count, is_number
 from .passages import Passages, check_share, count_of, importance_of, question_tokens
 
 if TYPE_CHECKING:
@@ -68,14 +69,16 @@ class CacheTune(Passages):
         super().__post_init__()
         if self.recompute != "auto":
             check_share(self.recompute)
-        if self.question is not None and self.question < 0:
-            raise ConfigError(f"question must be a number of tokens, not {self.question!r}")
-        if self.widen < 1:
-            raise ConfigError(f"widen must be at least 1, not {self.widen!r}")
-        if self.narrow_at is not None and self.narrow_at < 1:
-            raise ConfigError(f"narrow_at must be the number of a layer after the first, not {self.narrow_at!r}")
-        if self.floor < 0:
-            raise ConfigError(f"floor must not be negative, but is {self.floor!r}")
+        if self.question is not None and not is_count(self.question):
+            raise ConfigError(f"question must be a number of tokens, an int, not {with_type(self.question)}")
+        if not is_number(self.widen) or self.widen < 1:
+            raise ConfigError(f"widen must be a number of at least 1, not {with_type(self.widen)}")
+        if self.narrow_at is not None and (not is_count(self.narrow_at) or self.narrow_at < 1):
+            raise ConfigError(
+                f"narrow_at must be the number of a layer after the first, an int, not {with_type(self.narrow_at)}"
+            )
+        if not is_number(self.floor) or self.floor < 0:
+            raise ConfigError(f"floor must be a number of at least 0, not {with_type(self.floor)}")
 
     @classmethod
     def paper(cls, recompute: float | Literal["auto"] = 0.15) -> CacheTune:

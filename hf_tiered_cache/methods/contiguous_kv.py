@@ -6,11 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, unknown_name, with_type
 from ..selection.prompt import PREFETCHED, Prefetched
 from ..selection.selector import Selector, budgeted_tokens
 from ..selection.selectors import TopChunks
 from ..store.geometry import Geometry, KeyIndex
+from .base import is_count, is_number
 from .budget import DEFAULT_BUDGET, BudgetMethod, check_share
 
 
@@ -83,14 +84,18 @@ class ContiguousKV(BudgetMethod):
     def __post_init__(self) -> None:
         if self.mass is not None:
             check_share("mass", "the attention", self.mass)
-        if self.identify not in ("index", "keys", "probe_heads"):
-            raise ConfigError(f'identify must be "index", "keys" or "probe_heads", not {self.identify!r}')
-        if isinstance(self.gain, bool) or not isinstance(self.gain, int | float) or not 0 <= self.gain < 1:
-            raise ConfigError(f"gain must be a share of a token's attention, at least 0 and below 1, not {self.gain!r}")
+        sources = ("index", "keys", "probe_heads")
+        if self.identify not in sources:
+            raise ConfigError(unknown_name("value of identify", self.identify, sources))
+        if not is_number(self.gain) or not 0 <= self.gain < 1:
+            raise ConfigError(
+                "gain must be a share of a token's attention, a float of at least 0 and below 1, "
+                f"not {with_type(self.gain)}"
+            )
         for name, of, zero in (("queries", "tokens", "all"), ("ahead", "layers", "none")):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} must be a number of {of}, or 0 for {zero}, not {value!r}")
+            if not is_count(value):
+                raise ConfigError(f"{name} must be a number of {of}, an int, or 0 for {zero}, not {with_type(value)}")
         if self.per_head and self.identify == "probe_heads":
             raise ConfigError("probe heads select for all heads; also pass per_head=False")
         copies = KeyIndex(self.period, self._heads)  # also validates both

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..conversations.distances import AttentionDistances
 from ..conversations.sharing import ALIKE, I_R_SHARE, calibrated_gamma, share_layers
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..restore.observe import CacheObserver, Later
 from ..restore.schedule import fronts
 from ..store.codecs import coded_provenance
@@ -20,6 +20,7 @@ from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.relayout import merge_segments, tokens_of
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
+from .base import is_number
 from .conversation import ForConversation, IdleConversation
 from .prefix import PrefixMethod
 
@@ -69,10 +70,13 @@ class Krul(PrefixMethod, ForConversation):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("layers_shared", "toward", "retained", "alike"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)!r}")
-        if self.gamma != "auto" and not 0 <= self.gamma <= 1:
-            raise ConfigError(f'gamma must be a share of attention between 0 and 1, or "auto", not {self.gamma!r}')
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be a float between 0 and 1, not {with_type(value)}")
+        if self.gamma != "auto" and (not is_number(self.gamma) or not 0 <= self.gamma <= 1):
+            raise ConfigError(
+                f'gamma must be a share of attention, a float between 0 and 1, or "auto", not {with_type(self.gamma)}'
+            )
 
     @classmethod
     def paper(cls, layers_shared: float = 0.5, **settings: Any) -> Krul:

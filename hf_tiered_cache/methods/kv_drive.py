@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, unknown_name, with_type
 from ..selection import DECODE_INDEXES
 from ..selection.by_index import ByIndex, WindowSizes
 from ..selection.selector import Selector
@@ -72,21 +72,23 @@ class KVDrive(BudgetMethod):
 
     def __post_init__(self) -> None:
         if self.chunk_tokens not in (1, 2, 4, 8, 16):
-            raise ConfigError(f"chunk_tokens must be 1, 2, 4, 8 or {HASH_TOKENS}, not {self.chunk_tokens!r}")
+            raise ConfigError(f"chunk_tokens must be 1, 2, 4, 8 or {HASH_TOKENS}, not {with_type(self.chunk_tokens)}")
         object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, 1, 1))
         super().__post_init__()
         if self.index not in DECODE_INDEXES:
-            raise ConfigError(f"index must be one of {', '.join(DECODE_INDEXES)}, not {self.index!r}")
+            raise ConfigError(unknown_name("index", self.index, DECODE_INDEXES))
         if self.eviction not in WINDOW_POLICIES:
-            raise ConfigError(f"eviction must be one of {', '.join(WINDOW_POLICIES)}, not {self.eviction!r}")
+            raise ConfigError(unknown_name("eviction policy", self.eviction, WINDOW_POLICIES))
         if not isinstance(self.window_sizes, str):
             object.__setattr__(self, "window_sizes", tuple(map(tuple, self.window_sizes)))
             if any(not size >= 0 for sizes in self.window_sizes for size in sizes):
                 raise ConfigError("window_sizes must not be negative")
         elif self.window_sizes not in ("profiled", "uniform"):
-            raise ConfigError(f'window_sizes must be "profiled", "uniform" or numbers, not {self.window_sizes!r}')
+            raise ConfigError(
+                f'window_sizes must be "profiled", "uniform" or numbers, not {with_type(self.window_sizes)}'
+            )
         if isinstance(self.window, str) and self.window != "auto":
-            raise ConfigError(f'window must be "auto" or a number, not {self.window!r}')
+            raise ConfigError(f'window must be "auto" or a number, not {with_type(self.window)}')
         if not self.window_multiple >= 0 or min(self.sinks, self.local, self.prefill_tokens, self.exact_from) < 0:
             raise ConfigError("window, sinks, local, prefill_tokens and exact_from must not be negative")
         if self.observed < 1:

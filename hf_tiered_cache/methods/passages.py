@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from ..errors import ConfigError
+from ..errors import ConfigError, unknown_name, with_type
 from ..layers import LayerTensors
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
@@ -20,7 +20,7 @@ from ..restore.plan import Columns, PlanContext, RowGroup, SegmentSlice, UnderWa
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
-from .base import Method
+from .base import Method, is_count, is_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,13 +57,15 @@ class Passages(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ranking not in RANKINGS:
-            raise ConfigError(f"ranking must be one of {', '.join(RANKINGS)}, not {self.ranking!r}")
-        if isinstance(self.lead, bool) or not isinstance(self.lead, int) or self.lead < 0:
-            raise ConfigError(f"lead must be a number of tokens, not {self.lead!r}")
-        if not 0 < self.alpha <= 1:
-            raise ConfigError(f"alpha must be a share of the frequencies above 0 and at most 1, not {self.alpha!r}")
+            raise ConfigError(unknown_name("ranking", self.ranking, RANKINGS))
+        if not is_count(self.lead):
+            raise ConfigError(f"lead must be a number of tokens, an int, not {with_type(self.lead)}")
+        if not is_number(self.alpha) or not 0 < self.alpha <= 1:
+            raise ConfigError(
+                f"alpha must be a share of the frequencies, a float above 0 and at most 1, not {with_type(self.alpha)}"
+            )
         if self.check_layer not in (0, 1):
-            raise ConfigError(f"check_layer must be 0 or 1, not {self.check_layer!r}")
+            raise ConfigError(f"check_layer must be 0 or 1, not {with_type(self.check_layer)}")
 
     @property
     def passages(self) -> str:
@@ -283,5 +285,7 @@ def count_of(share: float, tokens: int) -> int:
 
 def check_share(recompute: float) -> None:
     """Raise ConfigError if `recompute` is not a number between 0 and 1."""
-    if isinstance(recompute, bool) or not isinstance(recompute, int | float) or not 0 <= recompute <= 1:
-        raise ConfigError(f"recompute must be a share of each passage between 0 and 1, not {recompute!r}")
+    if not is_number(recompute) or not 0 <= recompute <= 1:
+        raise ConfigError(
+            f"recompute must be a share of each passage, a float between 0 and 1, not {with_type(recompute)}"
+        )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..restore.plan import Columns, PlanContext
-from .base import Method
+from .base import Method, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,10 @@ class PrefixMethod(Method):
         share = self.recompute
         if share == "auto":
             return
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ConfigError(f'recompute is a share of the prefix, between 0 and 1, or "auto", not {share!r}')
+        if not is_number(share) or not 0 <= share <= 1:
+            raise ConfigError(
+                f'recompute must be a share of the prefix, a float between 0 and 1, or "auto", not {with_type(share)}'
+            )
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
         """See `Method`. The cost model adds the recomputed prefix."""

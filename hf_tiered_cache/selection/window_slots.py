@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, unknown_name
 
 WINDOW_POLICIES = ("lookahead", "lru", "none")
 EMPTY = -1  # content of a column or aside slot without a chunk
@@ -112,7 +112,7 @@ class Window:
     ) -> None:
         capacity = np.asarray(capacities, np.int64)  # [heads]
         if policy not in WINDOW_POLICIES:
-            raise ConfigError(f"unknown window policy {policy!r}; there are: {', '.join(WINDOW_POLICIES)}")
+            raise ConfigError(unknown_name("window policy", policy, WINDOW_POLICIES))
         if num_columns < 1 or capacity.ndim != 1 or ((capacity < num_columns) & (capacity != 0)).any():
             raise ConfigError(f"a window of {num_columns} positions requires capacities of at least as many, or of 0")
         if policy == "none" and (capacity > num_columns).any():

@@ -5,7 +5,7 @@ To add an eviction policy, add a module to this package and an entry to `POLICIE
 
 from __future__ import annotations
 
-from ..errors import ConfigError
+from ..errors import ConfigError, unknown_name
 from .policy import LFU, LRU, AttentionGuided, EvictionPolicy, ImportanceGuided
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
@@ -23,5 +23,5 @@ def make_policy(name: str) -> EvictionPolicy:
         ConfigError: there is no policy of that name.
     """
     if name not in POLICIES:
-        raise ConfigError(f"unknown eviction policy {name!r}; there are: {', '.join(POLICIES)}")
+        raise ConfigError(unknown_name("eviction policy", name, POLICIES))
     return POLICIES[name]()
