@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..operations.windows import WindowFindings
 
 
-_ONLY = {
+_MEASUREMENTS_OF_OPTION = {
     **dict.fromkeys(("passages", "tokens", "warm"), ("",)),
     "repeats": ("", "--prefix"),
     **dict.fromkeys(("text", "methods", "length", "plot"), ("--quality",)),
 }
-"""Options that apply to some of the measurements only. The measurement of passages has no option of its own, so it is
-""."""
+"""Options that apply to some measurements only, with the options that request these measurements. The measurement of
+passages is the default: no option requests it, which is written as ""."""
 
 
 def calibrate(
@@ -102,8 +102,8 @@ def calibrate(
     """
     parse_bytes(memory, "--memory")
     lengths = _lengths(prefix)
-    asked = {"--prefix": bool(lengths), "--quality": quality is not None}
-    _check_together(context, [name for name in asked if asked[name]])
+    measurements = {"--prefix": bool(lengths), "--quality": quality is not None}
+    _check_together(context, [name for name in measurements if measurements[name]])
     if quality is not None and not text:
         raise Refused("--quality measures the loss on your own text: pass it with --text FILE")
     plt = plotting() if plot is not None else None
@@ -115,20 +115,23 @@ def calibrate(
     key = read_key_file(key_file)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        loaded = load_model(model, dtype, device)
-        with KVStore(store, host_memory=memory, key=key) as opened:
+        torch_model = load_model(model, dtype, device)
+        with KVStore(store, host_memory=memory, key=key) as kv_store:
             if quality is not None:
                 prompts = _prompts(model, text or [], length)
-                findings = opened.calibrate_quality(loaded, prompts, methods=methods.split(","), progress=not as_json)
+                findings = kv_store.calibrate_quality(
+                    torch_model, prompts, methods=methods.split(","), progress=not as_json
+                )
                 if plot is not None:
                     _draw_losses(plt, plot, findings, quality)
                 return _show_losses(findings, quality, as_json)
             if lengths:
                 return _show_prefixes(
-                    opened.calibrate_prefix(loaded, tokens=lengths, repeats=repeats, progress=not as_json), as_json
+                    kv_store.calibrate_prefix(torch_model, tokens=lengths, repeats=repeats, progress=not as_json),
+                    as_json,
                 )
-            found = opened.calibrate(
-                loaded, passages=passages, tokens=tokens, repeats=repeats, cold=not warm, progress=not as_json
+            calibration = kv_store.calibrate(
+                torch_model, passages=passages, tokens=tokens, repeats=repeats, cold=not warm, progress=not as_json
             )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Refused(
@@ -136,28 +139,28 @@ def calibrate(
             "fewer --passages, fewer --tokens, or a smaller --dtype"
         ) from error
     if as_json:
-        return print_json(found.as_dict())
+        return print_json(calibration.as_dict())
     table = figures("share recomputed", "time to first token", "", right=("share recomputed", "time to first token"))
-    for ratio, seconds in sorted(found.seconds.items()):
+    for ratio, seconds in sorted(calibration.seconds.items()):
         notes = {0.0: "full reuse", 1.0: "full recompute"}.get(ratio, "")
-        table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f} ms", "selected" if ratio == found.ratio else notes)
+        table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f} ms", "selected" if ratio == calibration.ratio else notes)
     table.show()
     print(
-        f"saved for this model and device, with prompts of {found.tokens} tokens: {found.ratio:.3f} (computing and "
-        f"loading take equally long at {found.balanced:.3f})"
+        f"saved for this model and device, with prompts of {calibration.tokens} tokens: {calibration.ratio:.3f} "
+        f"(computing and loading take equally long at {calibration.balanced:.3f})"
     )
 
 
-def _check_together(context: typer.Context, asked: list[str]) -> None:
+def _check_together(context: typer.Context, requested: list[str]) -> None:
     """Raise Refused if two measurements are requested, or an option does not apply to the requested one."""
-    if len(asked) > 1:
-        raise Refused(f"{' and '.join(asked)} cannot be combined; run one measurement after the other")
-    what = asked[0] if asked else ""
-    for name, measurements in _ONLY.items():
+    if len(requested) > 1:
+        raise Refused(f"{' and '.join(requested)} cannot be combined; run one measurement after the other")
+    measurement = requested[0] if requested else ""
+    for name, measurements in _MEASUREMENTS_OF_OPTION.items():
         source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT" and what not in measurements:
-            when = f"without {what}" if "" in measurements else f"with {' or '.join(measurements)}"
-            raise Refused(f"--{name} can only be used {when}")
+        if source is not None and source.name != "DEFAULT" and measurement not in measurements:
+            condition = f"without {measurement}" if "" in measurements else f"with {' or '.join(measurements)}"
+            raise Refused(f"--{name} can only be used {condition}")
 
 
 def _lengths(prefix: str) -> list[int]:
@@ -171,38 +174,54 @@ def _prompts(model: str, texts: list[Path], length: int) -> list[list[int]]:
     """Return texts as prompts of `length` tokens. Raises Refused if there is none."""
     from transformers import AutoTokenizer
 
-    tokenizer, found = AutoTokenizer.from_pretrained(model), []
+    tokenizer, prompts = AutoTokenizer.from_pretrained(model), []
     for path in texts:
         ids = tokenizer(read_text(path), verbose=False)["input_ids"]
-        found += [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
-    if not found:
+        prompts += [ids[begin : begin + length] for begin in range(0, len(ids) - length + 1, length)]
+    if not prompts:
         raise Refused(f"no text has {length} tokens; pass longer texts, or a smaller --length")
-    return found
+    return prompts
 
 
-def _show_losses(found: list[QualityFinding], quality: float, as_json: bool) -> None:
+def _show_losses(findings: list[QualityFinding], quality: float, as_json: bool) -> None:
     if as_json:
-        return print_json([one.as_dict() | {"keeps": one.keeps(quality)} for one in found])
+        return print_json([finding.as_dict() | {"keeps": finding.keeps(quality)} for finding in findings])
     numbers = ("budget", "loss, nats", "same token", "KV loaded", "index", "first token")
     table = figures("method", *numbers, f"within {quality:g}", right=numbers)
-    for one in found:
-        shown = [f"{one.agreement:.0%}", f"{one.brought:.1%}", f"{one.index:.1%}", f"{1e3 * one.seconds:.0f} ms"]
-        table.add_row(one.method, f"{one.budget:.0%}", f"{one.loss:.2g}", *shown, "yes" if one.keeps(quality) else "")
+    for finding in findings:
+        cells = [
+            f"{finding.agreement:.0%}",
+            f"{finding.brought:.1%}",
+            f"{finding.index:.1%}",
+            f"{1e3 * finding.seconds:.0f} ms",
+        ]
+        table.add_row(
+            finding.method,
+            f"{finding.budget:.0%}",
+            f"{finding.loss:.2g}",
+            *cells,
+            "yes" if finding.keeps(quality) else "",
+        )
     table.show()
-    keeping = [one for one in found if one.keeps(quality)]
-    if not keeping:
+    within_target = [finding for finding in findings if finding.keeps(quality)]
+    if not within_target:
         print(f"saved for this model; no budget has a loss of at most {quality:g}, so quality={quality:g} loads all KV")
         return
-    best = min(keeping, key=lambda one: one.brought)
+    best = min(within_target, key=lambda finding: finding.brought)
     print(f"saved for this model; {best.method} loads the fewest bytes, with a budget of {best.budget:g}")
 
 
-def _draw_losses(plt: Any, path: Path, found: list[QualityFinding], quality: float) -> None:
+def _draw_losses(plt: Any, path: Path, findings: list[QualityFinding], quality: float) -> None:
     """Draw the loss of each method over the bytes that it reads."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for method in dict.fromkeys(one.method for one in found):
-        mine = [one for one in found if one.method == method]
-        axes.plot([100 * one.brought for one in mine], [one.loss for one in mine], marker="o", label=method)
+    for method in dict.fromkeys(finding.method for finding in findings):
+        findings_of_method = [finding for finding in findings if finding.method == method]
+        axes.plot(
+            [100 * finding.brought for finding in findings_of_method],
+            [finding.loss for finding in findings_of_method],
+            marker="o",
+            label=method,
+        )
     axes.axhline(quality, color="grey", linestyle=":", label=f"target: {quality:g}")
     axes.set(xlabel="KV loaded for the first token, %", ylabel="KL divergence, nats", yscale="log")
     axes.legend()
@@ -210,18 +229,18 @@ def _draw_losses(plt: Any, path: Path, found: list[QualityFinding], quality: flo
     plt.close(figure)
 
 
-def _show_prefixes(found: list[PrefixCosts], as_json: bool) -> None:
+def _show_prefixes(costs_by_length: list[PrefixCosts], as_json: bool) -> None:
     if as_json:
-        return print_json([one.as_dict() for one in found])
-    tiers = sorted({tier for one in found for tier in one.restore})
+        return print_json([costs.as_dict() for costs in costs_by_length])
+    tiers = sorted({tier for costs in costs_by_length for tier in costs.restore})
     columns = ["computed", *(f"from {tier}" for tier in tiers)]
     table = figures("prefix", *columns, "", right=("prefix", *columns))
-    for one in found:
-        shares = {tier: one.loading(tier) / max(one.loading(tier) + one.compute, 1e-12) for tier in tiers}
+    for costs in costs_by_length:
+        shares = {tier: costs.loading(tier) / max(costs.loading(tier) + costs.compute, 1e-12) for tier in tiers}
         parts = [f"{share:.0%} computed, the rest from {tier}" for tier, share in shares.items() if share > 0.05]
-        times = [one.compute, *(one.restore.get(tier) for tier in tiers)]
-        shown = ["" if seconds is None else f"{1e3 * seconds * one.tokens:.0f} ms" for seconds in times]
-        table.add_row(f"{one.tokens:,}", *shown, "about " + "; ".join(parts) if parts else "")
+        times = [costs.compute, *(costs.restore.get(tier) for tier in tiers)]
+        cells = ["" if seconds is None else f"{1e3 * seconds * costs.tokens:.0f} ms" for seconds in times]
+        table.add_row(f"{costs.tokens:,}", *cells, "about " + "; ".join(parts) if parts else "")
     table.show()
     print("saved for this model and device; use Exact(recompute=0, decline=False) to restore all tokens anyway")
 
@@ -231,12 +250,12 @@ def load_model(name: str, dtype: str, device: str) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
-    known = getattr(torch, dtype, None)
-    if dtype != "auto" and not (isinstance(known, torch.dtype) and known.is_floating_point):
+    torch_dtype = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
         raise Refused(f"--dtype {dtype} is invalid; use auto, float32, bfloat16 or float16")
     try:
-        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        return loaded.to(device).eval()
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        return model.to(device).eval()
     except (torch.OutOfMemoryError, MemoryError, TieredCacheError):
         raise
     except Exception as error:  # errors of the hub, of files and of model code have no common base class
@@ -300,52 +319,54 @@ def profile(
     from ..selection.window_sizes import uniform_sizes
     from ..store.cipher import read_key_file
 
-    key, chooses = read_key_file(key_file), make_method(method)
-    if not isinstance(chooses, KVDrive):
+    key, kv_drive = read_key_file(key_file), make_method(method)
+    if not isinstance(kv_drive, KVDrive):
         raise Refused(
             f"--method {method} has no windows; use kv_drive, with the settings that differ from its defaults"
         )
-    written = [read_text(path) for path in text]
+    texts = [read_text(path) for path in text]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        loaded = load_model(model, dtype, device)
+        torch_model = load_model(model, dtype, device)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        ids = [tokenizer(one, verbose=False)["input_ids"][: tokens + steps] for one in written]
-        with KVStore(store, host_memory=memory, key=key, policy=chooses.policy) as opened:
-            found = opened.profile_windows(loaded, ids, method=chooses, steps=steps, progress=not as_json)
+        ids = [tokenizer(content, verbose=False)["input_ids"][: tokens + steps] for content in texts]
+        with KVStore(store, host_memory=memory, key=key, policy=kv_drive.policy) as kv_store:
+            findings = kv_store.profile_windows(torch_model, ids, method=kv_drive, steps=steps, progress=not as_json)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Refused(
             f"{model} and contexts of {tokens} tokens do not fit into the memory of this {device}; use fewer "
             "--tokens, or a smaller --dtype"
         ) from error
-    window = found.quickest if chooses.window == "auto" else chooses.window_multiple
+    window = findings.quickest if kv_drive.window == "auto" else kv_drive.window_multiple
     assert window is not None
-    sizes, uniform = found.chosen(window), found.chosen(window, uniform_sizes)
-    shares = found.hit_rate(sizes), found.hit_rate(uniform)
+    sizes, uniform = findings.chosen(window), findings.chosen(window, uniform_sizes)
+    shares = findings.hit_rate(sizes), findings.hit_rate(uniform)
     if plot is not None:
-        _draw(plt, plot, found, sizes)
+        _draw(plt, plot, findings, sizes)
     if as_json:
-        own = {"method": chooses.profile_name, "window": window, "window_sizes": sizes.tolist()}
-        return print_json(own | {"hit_rate": shares[0], "uniform_hit_rate": shares[1]} | found.as_dict())
+        summary = {"method": kv_drive.profile_name, "window": window, "window_sizes": sizes.tolist()}
+        return print_json(summary | {"hit_rate": shares[0], "uniform_hit_rate": shares[1]} | findings.as_dict())
     heads = [f"head {head}" for head in range(sizes.shape[1])]
     table = figures("layer", *heads, right=("layer", *heads))
-    for layer, of_heads in zip(found.layers, sizes.tolist(), strict=True):
-        table.add_row(str(layer), *(f"×{size}" for size in of_heads))
+    for layer, sizes_of_layer in zip(findings.layers, sizes.tolist(), strict=True):
+        table.add_row(str(layer), *(f"×{size}" for size in sizes_of_layer))
     table.show()
     print(
-        f"saved for this model and {chooses.index}, budget {chooses.budget:g}, chunks of {chooses.chunk_tokens} "
+        f"saved for this model and {kv_drive.index}, budget {kv_drive.budget:g}, chunks of {kv_drive.chunk_tokens} "
         f"tokens: with the memory of windows ×{window:g}, these sizes have a hit rate of {shares[0]:.1%}, and one "
         f"size for all heads (×{uniform.flat[0]}) {shares[1]:.1%}; a token took "
-        + ", ".join(f"{took * 1e3:.1f} ms at ×{size}" for size, took in zip(found.sizes, found.seconds, strict=True))
+        + ", ".join(
+            f"{seconds * 1e3:.1f} ms at ×{size}" for size, seconds in zip(findings.sizes, findings.seconds, strict=True)
+        )
     )
 
 
-def _draw(plt: Any, path: Path, found: WindowFindings, sizes: np.ndarray) -> None:
+def _draw(plt: Any, path: Path, findings: WindowFindings, sizes: np.ndarray) -> None:
     layers, heads = sizes.shape
     figure, axes = plt.subplots(figsize=(2.5 + 0.35 * heads, 1.5 + 0.25 * layers), layout="constrained")
-    image = axes.imshow(sizes, vmin=found.sizes[0], vmax=found.sizes[-1], aspect="auto", cmap="viridis")
+    image = axes.imshow(sizes, vmin=findings.sizes[0], vmax=findings.sizes[-1], aspect="auto", cmap="viridis")
     axes.set(xlabel="KV head", ylabel="layer", xticks=range(heads), yticks=range(layers), title="window")
-    axes.set_yticklabels(map(str, found.layers))
-    figure.colorbar(image, ticks=found.sizes, format="×%d")
+    axes.set_yticklabels(map(str, findings.layers))
+    figure.colorbar(image, ticks=findings.sizes, format="×%d")
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -62,15 +62,15 @@ class Contents:
             "encrypted": bool(row.key),
         }
 
-    def one(self, name: str) -> SegmentRow:
+    def row_of(self, name: str) -> SegmentRow:
         """Return the only segment with an id that begins with `name`. Raises Refused if there is not exactly one."""
-        found = [row for row in self.rows if row.id.startswith(name)] if name else []
-        if len(found) != 1:
+        matching_rows = [row for row in self.rows if row.id.startswith(name)] if name else []
+        if len(matching_rows) != 1:
             raise Refused(
-                f"{len(found) or 'no'} segments have an id that begins with {name!r}; `hf-tiered-cache ls` lists all "
-                "segments"
+                f"{len(matching_rows) or 'no'} segments have an id that begins with {name!r}; "
+                "`hf-tiered-cache ls` lists all segments"
             )
-        return found[0]
+        return matching_rows[0]
 
     def of_model(self, name: str) -> list[SegmentRow]:
         """Return the segments of the model with this name, or with a fingerprint that begins with it.
@@ -78,20 +78,22 @@ class Contents:
         Raises:
             Refused: No model matches, or several fingerprints do.
         """
-        mine = {print_ for print_ in self.fingerprints() if self.models.get(print_, {}).get("name") == name}
-        if not mine and name:
-            mine = {print_ for print_ in self.fingerprints() if print_.startswith(name)}
-            if len(mine) > 1:
+        matching = {
+            fingerprint for fingerprint in self.fingerprints() if self.models.get(fingerprint, {}).get("name") == name
+        }
+        if not matching and name:
+            matching = {fingerprint for fingerprint in self.fingerprints() if fingerprint.startswith(name)}
+            if len(matching) > 1:
                 raise Refused(
-                    f"{len(mine)} models have a fingerprint that begins with {name!r}; `hf-tiered-cache ls` lists all "
-                    "models"
+                    f"{len(matching)} models have a fingerprint that begins with {name!r}; "
+                    "`hf-tiered-cache ls` lists all models"
                 )
-        if not mine:
+        if not matching:
             raise Refused(
                 f"no model has the name {name!r}, or a fingerprint that begins with it; `hf-tiered-cache ls` lists "
                 "all models"
             )
-        return [row for row in self.rows if row.fingerprint in mine]
+        return [row for row in self.rows if row.fingerprint in matching]
 
     def fingerprints(self) -> list[str]:
         """Return the fingerprints of the models; the most recently used one comes last."""
@@ -105,11 +107,11 @@ def contents_of(path: Path) -> Contents:
     headers.
     """
     with files_of(path) as files:
-        found = _catalogued(files)
-    if found is None:
-        with open_store(path) as opened:
-            return contents_of_open(opened)
-    return found
+        contents = _catalogued(files)
+    if contents is None:
+        with open_store(path) as store:
+            return contents_of_open(store)
+    return contents
 
 
 def contents_of_open(store: KVStore) -> Contents:

@@ -52,32 +52,34 @@ def conversations(
         raise Refused("--dry-run can only be used with rm")
     contents = contents_of(store)
     with files_of(store) as files:
-        found = Conversations(files).listed(contents.rows)
+        infos = Conversations(files).listed(contents.rows)
     if not action:
-        return print_json([info.as_dict() for info in found]) if as_json else _list(found)
+        return print_json([info.as_dict() for info in infos]) if as_json else _list(infos)
     if ids is None or len(ids) != 1:
         raise Refused("show takes one conversation; use show ID")
-    chosen = [info for info in found if info.id == ids[0]]
-    if not chosen:
+    matching_infos = [info for info in infos if info.id == ids[0]]
+    if not matching_infos:
         raise Refused(
             f"conversation {ids[0]!r} does not exist; `hf-tiered-cache conversations {store}` lists all conversations"
         )
-    return print_json(chosen[0].as_dict()) if as_json else _show(chosen[0], contents.rows)
+    return print_json(matching_infos[0].as_dict()) if as_json else _show(matching_infos[0], contents.rows)
 
 
-def _list(found: list[ConversationInfo]) -> None:
-    notes = [_notes(info) for info in found]
-    fold = ("notes",) if any(notes) else ()
-    words, right = ("conversation", "model", "method"), ("turns", "tokens", "size", "last used")
-    table = figures(*words, *right, *fold, right=right, fold=(*words, *fold))
-    for info, note in zip(found, notes, strict=True):
-        named = printable(info.id), model_name(info.model, info.fingerprint), printable(info.method)
+def _list(infos: list[ConversationInfo]) -> None:
+    notes = [_notes(info) for info in infos]
+    note_columns = ("notes",) if any(notes) else ()
+    text_columns, number_columns = ("conversation", "model", "method"), ("turns", "tokens", "size", "last used")
+    table = figures(
+        *text_columns, *number_columns, *note_columns, right=number_columns, fold=(*text_columns, *note_columns)
+    )
+    for info, note in zip(infos, notes, strict=True):
+        names = printable(info.id), model_name(info.model, info.fingerprint), printable(info.method)
         cells = f"{info.turns:,}", f"{info.tokens_there:,}", format_bytes(info.bytes), ago(info.used)
-        table.add_row(*named, *cells, *[note] * len(fold))
-    if found:
+        table.add_row(*names, *cells, *[note] * len(note_columns))
+    if infos:
         table.show()
         print()
-    print(f"total: {count(len(found), 'conversation')}, {sum(info.tokens_there for info in found):,} tokens")
+    print(f"total: {count(len(infos), 'conversation')}, {sum(info.tokens_there for info in infos):,} tokens")
 
 
 def _notes(info: ConversationInfo) -> str:
@@ -104,22 +106,22 @@ def _show(info: ConversationInfo, rows: list[SegmentRow]) -> None:
     table.add_row("notes", _notes(info) or "none")
     table.show()
     print()
-    there, letters = {row.id: row for row in rows}, unique_length(row.id for row in rows)
+    rows_by_id, id_length = {row.id: row for row in rows}, unique_length(row.id for row in rows)
     segments = figures("segment", "tokens", "from", "size", "notes", right=("tokens", "from", "size"))
     for name in info.segments:
-        if (row := there.get(name)) is None:
-            segments.add_row(name[:letters], "", "", "", "evicted")
+        if (row := rows_by_id.get(name)) is None:
+            segments.add_row(name[:id_length], "", "", "", "evicted")
         else:
-            segments.add_row(name[:letters], f"{row.tokens:,}", f"{row.position:,}", format_bytes(row.nbytes), "")
+            segments.add_row(name[:id_length], f"{row.tokens:,}", f"{row.position:,}", format_bytes(row.nbytes), "")
     segments.show()
 
 
 def _remove(store: Path, ids: list[str], dry_run: bool, as_json: bool) -> None:
     from ..kvstore import storage_of
 
-    with open_store(store) as opened:
-        storage = storage_of(opened)
-        contents, rows = contents_of_open(opened), storage.segments_of_conversations(ids)
+    with open_store(store) as kv_store:
+        storage = storage_of(kv_store)
+        contents, rows = contents_of_open(kv_store), storage.segments_of_conversations(ids)
         if not as_json:
             show_removed(contents, rows)
         if not dry_run:
@@ -127,5 +129,5 @@ def _remove(store: Path, ids: list[str], dry_run: bool, as_json: bool) -> None:
     nbytes = sum(row.nbytes for row in rows)
     if as_json:
         return print_json({"removed": ids, "segments": [row.id for row in rows], "bytes": nbytes, "dry_run": dry_run})
-    what = f"{count(len(ids), 'conversation')}, {count(len(rows), 'segment')}, {format_bytes(nbytes)}"
-    print(f"{'would delete' if dry_run else 'deleted'} {what}")
+    summary = f"{count(len(ids), 'conversation')}, {count(len(rows), 'segment')}, {format_bytes(nbytes)}"
+    print(f"{'would delete' if dry_run else 'deleted'} {summary}")

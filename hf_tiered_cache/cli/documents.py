@@ -54,34 +54,38 @@ def documents(
     contents = contents_of(store)
     if not action:
         with files_of(store) as files:
-            found = Documents(files).listed(contents.rows)
-        return print_json([info.as_dict() for info in found]) if as_json else _list(found)
+            infos = Documents(files).listed(contents.rows)
+        return print_json([info.as_dict() for info in infos]) if as_json else _list(infos)
     if labels is None or len(labels) != 1:
         raise Refused("show takes one document; use show LABEL")
     with files_of(store) as files:
-        chosen = Documents(files).listed(contents.rows, labels[0])
-    if not chosen:
+        infos = Documents(files).listed(contents.rows, labels[0])
+    if not infos:
         raise Refused(f"document {labels[0]!r} does not exist; `hf-tiered-cache documents {store}` lists all documents")
     if as_json:
-        return print_json([info.as_dict() for info in chosen])
-    for info in chosen:
+        return print_json([info.as_dict() for info in infos])
+    for info in infos:
         _show(info, contents.rows)
 
 
-def _list(found: list[DocumentInfo]) -> None:
-    notes = [_notes(info) for info in found]
-    fold = ("notes",) if any(notes) else ()
-    words, right = ("document", "model"), ("passages", "tokens", "size", "changed")
-    table = figures(*words, *right, *fold, right=right, fold=(*words, *fold))
-    for info, note in zip(found, notes, strict=True):
+def _list(infos: list[DocumentInfo]) -> None:
+    notes = [_notes(info) for info in infos]
+    note_columns = ("notes",) if any(notes) else ()
+    text_columns, number_columns = ("document", "model"), ("passages", "tokens", "size", "changed")
+    table = figures(
+        *text_columns, *number_columns, *note_columns, right=number_columns, fold=(*text_columns, *note_columns)
+    )
+    for info, note in zip(infos, notes, strict=True):
         cells = f"{info.passages:,}", f"{info.tokens_there:,}", format_bytes(info.bytes), ago(info.changed)
-        table.add_row(printable(info.label), model_name(info.model, info.fingerprint), *cells, *[note] * len(fold))
-    if found:
+        table.add_row(
+            printable(info.label), model_name(info.model, info.fingerprint), *cells, *[note] * len(note_columns)
+        )
+    if infos:
         table.show()
         print()
-    passages = sum(info.passages for info in found)
-    tokens = sum(info.tokens_there for info in found)
-    print(f"total: {count(len(found), 'document')}, {count(passages, 'passage')}, {tokens:,} tokens")
+    passages = sum(info.passages for info in infos)
+    tokens = sum(info.tokens_there for info in infos)
+    print(f"total: {count(len(infos), 'document')}, {count(passages, 'passage')}, {tokens:,} tokens")
 
 
 def _notes(info: DocumentInfo) -> str:
@@ -109,11 +113,11 @@ def _show(info: DocumentInfo, rows: list[SegmentRow]) -> None:
     table.add_row("notes", _notes(info) or "none")
     table.show()
     print()
-    there, letters = {row.id: row for row in rows}, unique_length(row.id for row in rows)
+    rows_by_id, id_length = {row.id: row for row in rows}, unique_length(row.id for row in rows)
     segments = figures("segment", "tokens", "size", "last used", "uses", right=("tokens", "size", "last used", "uses"))
     for name in info.segments:
-        row = there[name]
-        segments.add_row(name[:letters], f"{row.tokens:,}", format_bytes(row.nbytes), ago(row.used), f"{row.uses:,}")
+        row = rows_by_id[name]
+        segments.add_row(name[:id_length], f"{row.tokens:,}", format_bytes(row.nbytes), ago(row.used), f"{row.uses:,}")
     segments.show()
 
 
@@ -121,16 +125,16 @@ def _remove(store: Path, labels: list[str], dry_run: bool, as_json: bool) -> Non
     from ..kvstore import storage_of
     from ..operations.documents import remove_documents, segments_of_documents
 
-    with open_store(store) as opened:
-        storage = storage_of(opened)
-        contents, rows = contents_of_open(opened), segments_of_documents(storage, labels)
+    with open_store(store) as kv_store:
+        storage = storage_of(kv_store)
+        contents, rows = contents_of_open(kv_store), segments_of_documents(storage, labels)
         if not as_json:
             show_removed(contents, rows)
         if not dry_run:
             remove_documents(storage, labels)
     nbytes = sum(row.nbytes for row in rows)
     if as_json:
-        said = {"removed": labels, "segments": [row.id for row in rows], "bytes": nbytes, "dry_run": dry_run}
-        return print_json(said)
-    what = f"{count(len(labels), 'document')}, {count(len(rows), 'segment')}, {format_bytes(nbytes)}"
-    print(f"{'would delete' if dry_run else 'deleted'} {what}")
+        document = {"removed": labels, "segments": [row.id for row in rows], "bytes": nbytes, "dry_run": dry_run}
+        return print_json(document)
+    summary = f"{count(len(labels), 'document')}, {count(len(rows), 'segment')}, {format_bytes(nbytes)}"
+    print(f"{'would delete' if dry_run else 'deleted'} {summary}")

@@ -30,29 +30,29 @@ def ls(store: StorePath, as_json: AsJson = False) -> None:
     contents = contents_of(store)
     if as_json:
         return print_json([contents.describe(row) for row in contents.rows])
-    prints = contents.fingerprints()
-    letters = unique_length(prints)
-    id_letters = unique_length(row.id for row in contents.rows)
-    for fingerprint in prints:
-        mine = [row for row in contents.rows if row.fingerprint == fingerprint]
-        print(f"{_name(contents, fingerprint)}, fingerprint {fingerprint[:letters]}")
-        _show_rows(contents, mine, id_letters)
+    fingerprints = contents.fingerprints()
+    print_length = unique_length(fingerprints)
+    id_length = unique_length(row.id for row in contents.rows)
+    for fingerprint in fingerprints:
+        rows = [row for row in contents.rows if row.fingerprint == fingerprint]
+        print(f"{_name(contents, fingerprint)}, fingerprint {fingerprint[:print_length]}")
+        _show_rows(contents, rows, id_length)
         print()
     total = f"total: {_totals(contents.rows)}"
-    print(total if len(prints) < 2 else f"{total}, {count(len(prints), 'model')}")
+    print(total if len(fingerprints) < 2 else f"{total}, {count(len(fingerprints), 'model')}")
 
 
-def _show_rows(contents: Contents, rows: list[SegmentRow], letters: int) -> None:
-    words = {
+def _show_rows(contents: Contents, rows: list[SegmentRow], id_length: int) -> None:
+    text_columns = {
         "label": [printable(row.label) for row in rows],
         "notes": [", ".join(_notes(contents.describe(row))) for row in rows],
     }
-    words = {heading: texts for heading, texts in words.items() if any(texts)}
-    right = ("tokens", "from", "size", "last used", "uses")
-    table = figures("segment", *right, *words, right=right, fold=tuple(words))
+    text_columns = {heading: texts for heading, texts in text_columns.items() if any(texts)}
+    number_columns = ("tokens", "from", "size", "last used", "uses")
+    table = figures("segment", *number_columns, *text_columns, right=number_columns, fold=tuple(text_columns))
     for number, row in enumerate(rows):
         cells = (f"{row.tokens:,}", f"{row.position:,}", format_bytes(row.nbytes), ago(row.used), f"{row.uses:,}")
-        table.add_row(row.id[:letters], *cells, *(texts[number] for texts in words.values()))
+        table.add_row(row.id[:id_length], *cells, *(texts[number] for texts in text_columns.values()))
     table.show()
     if len(contents.fingerprints()) > 1:
         print(_totals(rows))
@@ -64,18 +64,18 @@ def _totals(rows: list[SegmentRow]) -> str:
 
 
 def _name(contents: Contents, fingerprint: str) -> str:
-    known = contents.models.get(fingerprint, {})
-    details = [printable(known[key]) for key in ("class", "dtype") if known.get(key)]
-    name = printable(known.get("name") or "unnamed model")
+    model = contents.models.get(fingerprint, {})
+    details = [printable(model[key]) for key in ("class", "dtype") if model.get(key)]
+    name = printable(model.get("name") or "unnamed model")
     return f"{name} ({', '.join(details)})" if details else name
 
 
-def _notes(described: dict[str, Any]) -> list[str]:
-    notes = [note for note in ("pinned", "encrypted", "expired") if described[note]]
-    if described["provenance"] != EXACT:
-        notes.append(described["provenance"])
-    if described["usable_tokens"] < described["tokens"]:
-        notes.append(f"damaged: {described['usable_tokens']:,} tokens usable")
+def _notes(description: dict[str, Any]) -> list[str]:
+    notes = [note for note in ("pinned", "encrypted", "expired") if description[note]]
+    if description["provenance"] != EXACT:
+        notes.append(description["provenance"])
+    if description["usable_tokens"] < description["tokens"]:
+        notes.append(f"damaged: {description['usable_tokens']:,} tokens usable")
     return notes
 
 
@@ -92,18 +92,18 @@ def stat(
     """
     contents = contents_of(store)
     if segment:
-        return _show_segment(store, contents, contents.one(segment), as_json)
-    described = [contents.describe(row) for row in contents.rows]
+        return _show_segment(store, contents, contents.row_of(segment), as_json)
+    descriptions = [contents.describe(row) for row in contents.rows]
     summary = {
         "path": str(store),
-        "segments": len(described),
-        "tokens": sum(one["tokens"] for one in described),
-        "disk_bytes": sum(one["bytes"] + sum(one["sidecars"].values()) for one in described),
-        "pinned": sum(one["pinned"] for one in described),
-        "encrypted": sum(one["encrypted"] for one in described),
-        "expired": sum(one["expired"] for one in described),
-        "damaged": sum(one["usable_tokens"] < one["tokens"] for one in described),
-        "last_used": max((one["used"] for one in described), default=None),
+        "segments": len(descriptions),
+        "tokens": sum(description["tokens"] for description in descriptions),
+        "disk_bytes": sum(description["bytes"] + sum(description["sidecars"].values()) for description in descriptions),
+        "pinned": sum(description["pinned"] for description in descriptions),
+        "encrypted": sum(description["encrypted"] for description in descriptions),
+        "expired": sum(description["expired"] for description in descriptions),
+        "damaged": sum(description["usable_tokens"] < description["tokens"] for description in descriptions),
+        "last_used": max((description["used"] for description in descriptions), default=None),
     }
     if as_json:
         return print_json(
@@ -129,7 +129,7 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     from ..store.segment import read_head
 
     header = read_head(partial(head_of_file, store / "segments" / f"{row.id}.kv")).header
-    shape, described = header.shape, contents.describe(row)
+    shape, description = header.shape, contents.describe(row)
     if as_json:
         block_groups = [
             {
@@ -142,11 +142,14 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
             }
             for block_group in shape.block_groups
         ]
-        places = {name: {"offset": one.offset, "bytes": one.nbytes} for name, one in sections(header).items()}
+        section_ranges = {
+            name: {"offset": section_range.offset, "bytes": section_range.nbytes}
+            for name, section_range in sections(header).items()
+        }
         return print_json(
-            described
+            description
             | {"parent": header.parent.hex(), "geometry": asdict(shape.geometry), "layout": shape.layout.to_json()}
-            | {"block_groups": block_groups, "sections": places}
+            | {"block_groups": block_groups, "sections": section_ranges}
         )
     table = facts()
     table.add_row("segment", row.id)
@@ -161,15 +164,15 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     table.add_row("tokens", f"{row.tokens:,}, starting at token {row.position:,}")
     table.add_row("parent hash", header.parent.hex())
     table.add_row("on disk", f"{format_bytes(row.nbytes)} ({row.nbytes:,} bytes)")
-    for kind, nbytes in described["sidecars"].items():
+    for kind, nbytes in description["sidecars"].items():
         table.add_row("sidecar", f"{printable(kind)}, {format_bytes(nbytes)} ({nbytes:,} bytes)")
     table.add_row("created", date(row.created))
     table.add_row("last used", f"{ago(row.used)}, {count(row.uses, 'use')}")
     table.add_row("expires", "never" if row.expires is None else date(row.expires))
     if header.seal is not None:
         table.add_row("encrypted", f"{CIPHER}, key {header.seal.key_id}")
-    table.add_row("notes", ", ".join(_notes(described)) or "none")
-    table.add_row("layout", _cut(shape))
+    table.add_row("notes", ", ".join(_notes(description)) or "none")
+    table.add_row("layout", _geometry(shape))
     table.add_row("layers", "; ".join(_layers(shape)))
     table.show()
     print()
@@ -179,16 +182,18 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     for block_group in shape.block_groups:
         size = format_bytes(block_group.block_bytes)
         blocks = str(shape.chunks_in(block_group))
-        groups_table.add_row(str(block_group.index), _ranges(block_group.layers), _held(block_group), blocks, size)
+        groups_table.add_row(
+            str(block_group.index), _ranges(block_group.layers), _contents_of_group(block_group), blocks, size
+        )
     groups_table.show()
     print()
-    places_table = figures("section", "offset", "size", right=("offset", "size"))
+    sections_table = figures("section", "offset", "size", right=("offset", "size"))
     for name, section in sections(header).items():
-        places_table.add_row(name, f"{section.offset:,}", format_bytes(section.nbytes))
-    places_table.show()
+        sections_table.add_row(name, f"{section.offset:,}", format_bytes(section.nbytes))
+    sections_table.show()
 
 
-def _held(block_group: BlockGroup) -> str:
+def _contents_of_group(block_group: BlockGroup) -> str:
     """Return the tensors and heads of a KV cache group, such as "keys and values, heads 0-1"."""
     tensors = " and ".join(
         f"{name}s" for name in ("key", "value") if any(part.tensor == name for part in block_group.parts)
@@ -198,29 +203,29 @@ def _held(block_group: BlockGroup) -> str:
     return f"{kind}{tensors}, heads {_ranges(sorted(heads))}"
 
 
-def _cut(shape: SegmentShape) -> str:
+def _geometry(shape: SegmentShape) -> str:
     from ..store.codecs import RAW
 
     geometry = shape.geometry
     heads = "all heads" if geometry.heads_per_block is None else count(geometry.heads_per_block, "head")
-    said = [
+    parts = [
         f"blocks of {count(geometry.chunk_tokens, 'token')} × {count(geometry.layers_per_block, 'layer')} × {heads}",
         "keys and values in separate blocks" if geometry.split_kv else "keys and values in the same block",
     ]
     if geometry.solo_layers:
-        said.append(f"the first {count(geometry.solo_layers, 'layer')} in separate blocks")
+        parts.append(f"the first {count(geometry.solo_layers, 'layer')} in separate blocks")
     if geometry.index is not None:
         heads = "all heads" if geometry.index.heads is None else count(geometry.index.heads, "head")
-        said.append(f"key index for every {count(geometry.index.every, 'layer')}, {heads}")
+        parts.append(f"key index for every {count(geometry.index.every, 'layer')}, {heads}")
     if geometry.pairs:
-        said.append(f"merged layers: {', '.join(f'{first} with {second}' for first, second in geometry.pairs)}")
+        parts.append(f"merged layers: {', '.join(f'{first} with {second}' for first, second in geometry.pairs)}")
     if geometry.codec != RAW:
-        said.append(f"codec {geometry.codec}")
+        parts.append(f"codec {geometry.codec}")
     if shape.tables is not None and not geometry.pairs:
-        said.append("reordered tokens")
+        parts.append("reordered tokens")
     if not shape.whole:
-        said.append("some groups hold only a part of the tokens")
-    return ", ".join(said)
+        parts.append("some groups hold only a part of the tokens")
+    return ", ".join(parts)
 
 
 def _layers(shape: SegmentShape) -> list[str]:
@@ -228,19 +233,19 @@ def _layers(shape: SegmentShape) -> list[str]:
     kinds: dict[LayerKV | None, list[int]] = {}
     for number, kind in enumerate(shape.layout.layers):
         kinds.setdefault(kind, []).append(number)
-    said = [f"{_ranges(numbers)}: {_kind(kind)}" for kind, numbers in kinds.items()]
-    return [*said, str(shape.layout.dtype).removeprefix("torch.")]
+    descriptions = [f"{_ranges(numbers)}: {_kind(kind)}" for kind, numbers in kinds.items()]
+    return [*descriptions, str(shape.layout.dtype).removeprefix("torch.")]
 
 
 def _kind(layer: LayerKV | None) -> str:
     if layer is None:
         return "no KV"
-    said = f"keys {layer.key_heads} × {layer.key_dim}, values {layer.value_heads} × {layer.value_dim}"
+    description = f"keys {layer.key_heads} × {layer.key_dim}, values {layer.value_heads} × {layer.value_dim}"
     if layer.window:
-        said += f", sliding window of {layer.window:,} tokens"
+        description += f", sliding window of {layer.window:,} tokens"
     if layer.rotated:
-        said += f", {layer.rotated}s stored before rotation"
-    return said if layer.position_independent else f"{said}, usable at their original positions only"
+        description += f", {layer.rotated}s stored before rotation"
+    return description if layer.position_independent else f"{description}, usable at their original positions only"
 
 
 def _ranges(numbers: tuple[int, ...] | list[int]) -> str:

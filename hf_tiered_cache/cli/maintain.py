@@ -26,23 +26,23 @@ def verify(
     The exit status is 1 if damaged files remain. Otherwise it is 2 if encrypted segments were not checked, because
     --key-file is missing or holds another key.
     """
-    with open_store(store, key_file=key_file) as opened:
-        report = opened.verify(progress=not as_json, repair=repair)
+    with open_store(store, key_file=key_file) as kv_store:
+        report = kv_store.verify(progress=not as_json, repair=repair)
     if as_json:
         print_json(report.as_dict())
     else:
         verdict = f"{len(report.bad)} damaged" if report.bad else "no damage found"
-        read = f"{count(report.segments, 'segment')}, {count(report.blocks, 'block')}"
+        amount = f"{count(report.segments, 'segment')}, {count(report.blocks, 'block')}"
         sidecars = f", {count(report.sidecars, 'sidecar')}" if report.sidecars else ""
-        print(f"{read}{sidecars}, {format_bytes(report.nbytes)}: {verdict}")
+        print(f"{amount}{sidecars}, {format_bytes(report.nbytes)}: {verdict}")
         for segment, reason in report.bad.items():
             print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
         _show_unknown(report.unknown)
         if not report.ok and not repair:
             print(f"run `hf-tiered-cache verify {store} --repair` to remove them")
     if report.ok and report.unread:
-        given = "no --key-file was given" if key_file is None else "they are encrypted with another key"
-        raise Refused(f"{count(report.unread, 'segment')} could not be checked: {given}")
+        reason = "no --key-file was given" if key_file is None else "they are encrypted with another key"
+        raise Refused(f"{count(report.unread, 'segment')} could not be checked: {reason}")
     if report.ok and report.newer:
         segments = count(report.newer, "segment")
         raise Refused(f"{segments} could not be checked: a newer version, or a package with their codec, is needed")
@@ -67,12 +67,12 @@ def gc(
     """
     if quota is not None:
         parse_bytes(quota, "--quota")
-    with open_store(store, disk_quota=quota) as opened:
-        report = opened.gc(dry_run=True)
+    with open_store(store, disk_quota=quota) as kv_store:
+        report = kv_store.gc(dry_run=True)
         if not as_json:
             for path, reason in report.deleted.items():
                 print(f"{printable(path)}: {reason}", flush=True)
-        report = report if dry_run else opened.gc()
+        report = report if dry_run else kv_store.gc()
     if as_json:
         return print_json(report.as_dict())
     _show_unknown(report.unknown)
@@ -106,29 +106,29 @@ def rm(
 
     if bool(segments) + (model is not None) + everything != 1:
         raise Refused("specify one of: ids of segments, --model, or --all")
-    with open_store(store) as opened:
-        contents = contents_of_open(opened)
+    with open_store(store) as kv_store:
+        contents = contents_of_open(kv_store)
         if everything:
-            chosen = contents.rows
+            rows = contents.rows
         elif model is not None:
-            chosen = contents.of_model(model)
+            rows = contents.of_model(model)
         else:
-            chosen = list({row.id: row for row in map(contents.one, segments or ())}.values())
-        nbytes = sum(row.nbytes + sum(contents.sidecars.get(row.id, {}).values()) for row in chosen)
-        what = f"{count(len(chosen), 'segment')}, {format_bytes(nbytes)}"
-        continuing = storage_of(opened).disk.continuing(chosen)
+            rows = list({row.id: row for row in map(contents.row_of, segments or ())}.values())
+        nbytes = sum(row.nbytes + sum(contents.sidecars.get(row.id, {}).values()) for row in rows)
+        summary = f"{count(len(rows), 'segment')}, {format_bytes(nbytes)}"
+        continuations = storage_of(kv_store).disk.continuing(rows)
         if not as_json:
-            show_removed(contents, chosen)
-            if continuing:
-                print(f"cannot be restored without {'it' if len(chosen) == 1 else 'them'}:")
-                show_removed(contents, continuing)
-        if everything and chosen and not (yes or dry_run) and not confirm(f"Delete all segments of {store} ({what})?"):
+            show_removed(contents, rows)
+            if continuations:
+                print(f"cannot be restored without {'it' if len(rows) == 1 else 'them'}:")
+                show_removed(contents, continuations)
+        if everything and rows and not (yes or dry_run) and not confirm(f"Delete all segments of {store} ({summary})?"):
             raise Refused("nothing was deleted")
-        removed = 0 if dry_run else opened.remove([row.id for row in chosen])
+        removed = 0 if dry_run else kv_store.remove([row.id for row in rows])
     if as_json:
-        ids = {"ids": [row.id for row in chosen], "continuing": [row.id for row in continuing]}
+        ids = {"ids": [row.id for row in rows], "continuing": [row.id for row in continuations]}
         return print_json({"removed": removed, "bytes": nbytes} | ids | {"dry_run": dry_run})
-    print(f"{'would delete' if dry_run else 'deleted'} {what}")
+    print(f"{'would delete' if dry_run else 'deleted'} {summary}")
 
 
 def _show_unknown(paths: list[str]) -> None:

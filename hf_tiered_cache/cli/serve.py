@@ -116,20 +116,20 @@ def serve(
     from ..methods import make_method
     from ..store.cipher import read_key_file
 
-    chosen = make_method(method)
+    parsed_method = make_method(method)
     with KVStore(
         store,
         host_memory=host_memory,
         device_memory=device_memory,
         disk_quota=disk_quota,
-        policy=chosen.policy,
+        policy=parsed_method.policy,
         key=read_key_file(key_file),
         codec=codec,
-    ) as opened:
+    ) as kv_store:
         run(
             model,
-            opened,
-            chosen,
+            kv_store,
+            parsed_method,
             host=host,
             port=port,
             log_level=log_level.value,
