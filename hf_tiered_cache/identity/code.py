@@ -106,35 +106,35 @@ class CodeDescription(Description):
         self.has_user_code = False
         """True if a described function is user code."""
         self._names: set[str] = set()  # names that user code refers to
-        self._held: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
+        self._held_modules: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
         self._depth = 0  # depth of calls within foreign packages
 
-    def add_code(self, where: str, value: types.FunctionType | type) -> None:
+    def add_code(self, location: str, value: types.FunctionType | type) -> None:
         """Queue a function or class, which `finish` describes."""
-        self._later.append((where, value, self._depth))
+        self._later.append((location, value, self._depth))
 
-    def add_namespace(self, where: str, module: types.ModuleType) -> None:
+    def add_namespace(self, location: str, module: types.ModuleType) -> None:
         """Queue a Python module that an object holds; `finish` describes the members that user code may refer to."""
-        self._held[id(module)] = where, module
+        self._held_modules[id(module)] = location, module
 
     def finish(self) -> None:
         """Describe the queued functions, classes and modules. Call this after all values are added."""
         names = -1
         while self._later or len(self._names) > names:
             while self._later:
-                where, value, self._depth = self._later.popleft()
+                location, value, self._depth = self._later.popleft()
                 if isinstance(value, type):
-                    self._describe_class(where, value)
+                    self._describe_class(location, value)
                 else:
-                    self._describe_function(where, value)
+                    self._describe_function(location, value)
             names = len(self._names)
-            for where, module in list(self._held.values()):
-                self._add_modules(where, [module], frozenset(self._names), USER)
+            for location, module in list(self._held_modules.values()):
+                self._add_modules(location, [module], frozenset(self._names), USER)
         self._depth = 0
 
     # --- functions
 
-    def _describe_function(self, where: str, function: types.FunctionType) -> None:
+    def _describe_function(self, location: str, function: types.FunctionType) -> None:
         code, origin = function.__code__, origin_of(function)
         self.watch.function(function)
         self.words.append(f"def {function.__qualname__} {code_digest(code)}")
@@ -142,12 +142,12 @@ class CodeDescription(Description):
         if origin == INSTALLED:
             self.words.append(file_digest(code.co_filename))
         for value in function.__defaults__ or ():
-            self._refer(where, value, origin)
+            self._refer(location, value, origin)
         keywords = function.__kwdefaults__ or {}
         for name, value in keywords.items():
             self.watch.item(keywords, name)
             self.words.append(name)
-            self._refer(where, value, origin)
+            self._refer(location, value, origin)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.watch.cell(cell)
             try:
@@ -155,7 +155,7 @@ class CodeDescription(Description):
             except ValueError:
                 self.words.append(f"{name} unset")
                 continue
-            self._refer(f"{where} ({name})", content, origin)
+            self._refer(f"{location} ({name})", content, origin)
         if origin in ("torch", INSTALLED) and not (function.__name__ == "forward" and origin == "torch"):
             self._depth += 1  # `forward` of a torch module only passes on what it holds
         elif origin == USER:
@@ -165,32 +165,43 @@ class CodeDescription(Description):
             if origin == USER:
                 names |= text_names(code)  # for example arguments of `getattr`
                 self._names |= names
-                self._add_imports(where, code, function.__globals__, names)
-            self._add_globals(where, function.__globals__, names, origin)
+                self._add_imports(location, code, function.__globals__, names)
+            self._add_globals(location, function.__globals__, names, origin)
 
-    def _add_globals(self, where: str, namespace: dict[str, Any], names: frozenset[str], origin: str) -> None:
+    def _add_globals(self, location: str, namespace: dict[str, Any], names: frozenset[str], origin: str) -> None:
         """Describe the globals among `names`, including members of modules that are globals."""
         for name in sorted(names):
             if name in namespace:
-                self._add_global(where, namespace, name, origin)
+                self._add_global(location, namespace, name, origin)
             elif name in builtins.__dict__:
                 if origin == USER and name in _DYNAMIC:
-                    raise Undescribable(f"{where}, which calls {name}(),")
+                    raise Undescribable(f"{location}, which calls {name}(),")
                 self.watch.item(namespace, name)
-                self._add_global(where, builtins.__dict__, name, PYTHON)
-        found = [namespace.get(name) for name in sorted(names)]
-        self._add_modules(where, [module for module in found if isinstance(module, types.ModuleType)], names, origin)
+                self._add_global(location, builtins.__dict__, name, PYTHON)
+        values = [namespace.get(name) for name in sorted(names)]
+        self._add_modules(
+            location, [module for module in values if isinstance(module, types.ModuleType)], names, origin
+        )
 
-    def _add_imports(self, where: str, code: types.CodeType, namespace: dict[str, Any], names: frozenset[str]) -> None:
+    def _add_imports(
+        self, location: str, code: types.CodeType, namespace: dict[str, Any], names: frozenset[str]
+    ) -> None:
         """Describe what user code refers to in modules that it imports within functions."""
         for name in sorted(imported_names(code)):
-            full = next((each for each in (name, f"{namespace.get('__package__')}.{name}") if each in sys.modules), "")
-            self.watch.item(sys.modules, full or name)
-            if not full:
-                raise Undescribable(f"{where}, which imports {name},")
-            self._add_modules(where, [sys.modules[full]], names, USER)
+            module_name = next(
+                (
+                    candidate
+                    for candidate in (name, f"{namespace.get('__package__')}.{name}")
+                    if candidate in sys.modules
+                ),
+                "",
+            )
+            self.watch.item(sys.modules, module_name or name)
+            if not module_name:
+                raise Undescribable(f"{location}, which imports {name},")
+            self._add_modules(location, [sys.modules[module_name]], names, USER)
 
-    def _add_modules(self, where: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
+    def _add_modules(self, location: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
         """Describe the members among `names` of Python modules and their submodules."""
         visited: set[int] = set()
         while modules:
@@ -198,15 +209,15 @@ class CodeDescription(Description):
             if id(module) in visited:
                 continue
             visited.add(id(module))
-            own = origin if origin == USER else _origin_of_module(module)
+            module_origin = origin if origin == USER else _origin_of_module(module)
             for name in sorted(names & module.__dict__.keys()):
                 value = module.__dict__[name]
                 if not isinstance(value, types.ModuleType):
-                    self._add_global(f"{where}, module {module.__name__}", module.__dict__, name, own)
+                    self._add_global(f"{location}, module {module.__name__}", module.__dict__, name, module_origin)
                 elif origin == USER or value.__name__ in _LOADED:
                     modules.append(value)
 
-    def _add_global(self, where: str, namespace: dict[str, Any], name: str, origin: str) -> None:
+    def _add_global(self, location: str, namespace: dict[str, Any], name: str, origin: str) -> None:
         self.watch.item(namespace, name)
         key = id(namespace), name, origin == USER
         if key not in self._globals:
@@ -218,16 +229,16 @@ class CodeDescription(Description):
             opaque = origin != USER and _is_opaque(value, type(value))
             if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
                 raise Undescribable(f"the global {name} of {namespace.get('__name__')}, which was replaced,")
-            self._refer(f"{where}, global {name}", value, origin)
+            self._refer(f"{location}, global {name}", value, origin)
 
-    def _refer(self, where: str, value: Any, origin: str) -> None:
+    def _refer(self, location: str, value: Any, origin: str) -> None:
         """Describe a value that code of the given origin refers to."""
         if origin == USER:
-            self.add(where, value)
+            self.add(location, value)
         else:
-            self._add_static(where, value, 0)
+            self._add_static(location, value, 0)
 
-    def _add_static(self, where: str, value: Any, depth: int) -> None:
+    def _add_static(self, location: str, value: Any, depth: int) -> None:
         """Describe a value of a package: functions, classes and plain values in full, other objects by their type.
 
         A user's object that replaces such a value is described in full.
@@ -238,45 +249,45 @@ class CodeDescription(Description):
         elif kind is tuple:
             self.words.append(f"tuple of {len(value)}")
             for item in value if len(value) <= _STATIC_ITEMS and depth < 2 else ():
-                self._add_static(where, item, depth + 1)
+                self._add_static(location, item, depth + 1)
         elif kind is dict:  # a table that grows as modules are loaded; its functions must not change
             self.words.append("dict")
             for key, item in list(value.items())[:_STATIC_ITEMS]:
                 if callable(item) and isinstance(key, str):
                     self.watch.item(value, key)
                     if self._statics.setdefault((id(value), key), (value, item))[1] is not item:
-                        raise Undescribable(f"{where}, in which {key!r} was replaced,")
+                        raise Undescribable(f"{location}, in which {key!r} was replaced,")
         elif _is_opaque(value, kind):
             self.words.append(f"some {kind.__qualname__}")
         else:
-            self.add(where, value)
+            self.add(location, value)
 
     # --- classes
 
-    def _describe_class(self, where: str, kind: type) -> None:
+    def _describe_class(self, location: str, kind: type) -> None:
         if origin_of_class(kind) != USER:  # of a package: calls of its constructors are not followed
             self._depth = LEAF
         constructed = not issubclass(kind, BaseException | enum.Enum | nn.Module | torch.Tensor)
-        self.add_members(where, kind, _CONSTRUCTORS | {"__call__"} if constructed else frozenset(), special=False)
+        self.add_members(location, kind, _CONSTRUCTORS | {"__call__"} if constructed else frozenset(), special=False)
 
-    def add_members(self, where: str, kind: type, names: frozenset[str], special: bool = True) -> None:
+    def add_members(self, location: str, kind: type, names: frozenset[str], special: bool = True) -> None:
         """Describe the members of a class with the given names, and the members that their code refers to.
 
         All members of a class in user code are described.
 
         Args:
-            where: see `add`.
+            location: see `add`.
             kind: the class.
             names: names of members.
             special: whether to describe special methods, too, since no name refers to them.
         """
-        done = self._members.get(kind)
-        if done is not None and names <= done and not (special and kind not in self._with_special):
+        described = self._members.get(kind)
+        if described is not None and names <= described and not (special and kind not in self._with_special):
             return
         bases = [base for base in kind.__mro__ if base.__flags__ & HEAP_TYPE]
         pending = set(names)
-        if done is None:
-            done = self._members[kind] = set()
+        if described is None:
+            described = self._members[kind] = set()
             self.words.append(" ".join(f"{base.__module__}.{base.__qualname__}" for base in bases))
             for base in bases:
                 self.watch.size(base.__dict__)
@@ -285,9 +296,9 @@ class CodeDescription(Description):
         if special and kind not in self._with_special:
             self._with_special.add(kind)
             pending |= {name for base in bases for name in base.__dict__ if _is_special(name)}
-        pending -= done | _NO_MEMBER
+        pending -= described | _NO_MEMBER
         while pending:
-            done |= pending
+            described |= pending
             referenced: set[str] = set()
             for base in bases:
                 origin = origin_of_class(base)
@@ -295,35 +306,35 @@ class CodeDescription(Description):
                     self.watch.member(base, name)
                     self.words.append(f"{base.__qualname__}.{name}")
                     member = base.__dict__[name]
-                    self._refer(f"{where}.{name}", member, origin)
+                    self._refer(f"{location}.{name}", member, origin)
                     for function in _functions_of(member, []):
                         referenced |= referenced_names(function.__code__)
-            pending = referenced - done - _NO_MEMBER
+            pending = referenced - described - _NO_MEMBER
 
 
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__") and name not in _UNCALLED
 
 
-def _functions_of(member: Any, found: list[types.FunctionType]) -> list[types.FunctionType]:
-    """Append the functions that a class member runs, including decorated ones, to `found`, and return it."""
+def _functions_of(member: Any, functions: list[types.FunctionType]) -> list[types.FunctionType]:
+    """Append the functions that a class member runs, including decorated ones, to `functions`, and return it."""
     if isinstance(member, Replacement):
-        _functions_of(member.original, found)
+        _functions_of(member.original, functions)
     elif isinstance(member, property):
-        _functions_of(member.fget, found)
-        _functions_of(member.fset, found)
+        _functions_of(member.fget, functions)
+        _functions_of(member.fset, functions)
     elif isinstance(member, (staticmethod, classmethod, types.MethodType)):
-        _functions_of(member.__func__, found)
+        _functions_of(member.__func__, functions)
     elif isinstance(member, (functools.partial, functools.partialmethod, functools.cached_property)):
-        _functions_of(member.func, found)
+        _functions_of(member.func, functions)
     elif isinstance(member, functools._lru_cache_wrapper):
-        found += cached_functions(member)
-    elif isinstance(member, types.FunctionType) and member not in found:
-        found.append(member)
+        functions += cached_functions(member)
+    elif isinstance(member, types.FunctionType) and member not in functions:
+        functions.append(member)
         for cell in member.__closure__ or ():
             with suppress(ValueError):  # the cell is empty
-                _functions_of(cell.cell_contents, found)
-    return found
+                _functions_of(cell.cell_contents, functions)
+    return functions
 
 
 def _origin_of_module(module: types.ModuleType) -> str:

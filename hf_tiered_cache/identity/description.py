@@ -70,22 +70,22 @@ class Description(ABC):
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {} if tensors is None else tensors
         self.words: list[str] = []
         self._seen: dict[int, tuple[int, Any]] = {}
-        self._open: set[int] = set()  # containers that are being described
+        self._open_containers: set[int] = set()  # containers that are being described
         self._parts = 0
 
     # --- values
 
-    def add(self, where: str, value: Any) -> None:
+    def add(self, location: str, value: Any) -> None:
         """Describe a value.
 
         Args:
-            where: path of the value in the model, for tensor names and error messages.
+            location: path of the value in the model, for tensor names and error messages.
             value: any object.
 
         Raises:
             Undescribable: the value, or something that it computes with, cannot be described.
         """
-        value = self.original(where, value)
+        value = self.original(location, value)
         kind = type(value)
         if kind in PLAIN or isinstance(value, PLAIN_TORCH):
             self.words.append(repr(value))
@@ -94,11 +94,11 @@ class Description(ABC):
                 f"{value.dtype.str} {value.tobytes().hex()}" if isinstance(value, np.generic) else str(value)
             )
         elif kind in _SEQUENCES or kind in _MAPPINGS:
-            self._add_container(where, value, kind)
+            self._add_container(location, value, kind)
         elif self.number(value):
-            self._add_new(where, value, kind)
+            self._add_new(location, value, kind)
 
-    def original(self, where: str, value: Any) -> Any:
+    def original(self, location: str, value: Any) -> Any:
         """Return the object that a value replaces and is computationally equivalent to, or the value itself."""
         while isinstance(value, Replacement):
             value = value.original
@@ -106,43 +106,43 @@ class Description(ABC):
 
     def number(self, value: Any) -> bool:
         """Assign a number to a new value and return True; describe a known value by its number and return False."""
-        number, _ = self._seen.setdefault(id(value), (new := len(self._seen), value))
-        if number != new:
+        number, _ = self._seen.setdefault(id(value), (next_number := len(self._seen), value))
+        if number != next_number:
             self.words.append(f"#{number}")
-        return number == new
+        return number == next_number
 
-    def _add_new(self, where: str, value: Any, kind: type) -> None:
+    def _add_new(self, location: str, value: Any, kind: type) -> None:
         if isinstance(value, torch.Tensor):
-            self.add_tensor(where, value)
+            self.add_tensor(location, value)
         elif isinstance(value, np.ndarray):
-            self._add_array(where, value)
+            self._add_array(location, value)
         elif isinstance(value, nn.Module):
-            self.add_module(where, value)
+            self.add_module(location, value)
         elif isinstance(value, PreTrainedConfig):
-            self.add_config(where, value)
+            self.add_config(location, value)
         elif isinstance(value, (type, types.FunctionType)):
             self.words.append(f"{type(value).__name__} {value.__qualname__}")
-            self.add_code(where, value)
+            self.add_code(location, value)
         elif isinstance(value, types.ModuleType):
             self.words.append(f"module {value.__name__}")
-            self.add_namespace(where, value)
+            self.add_namespace(location, value)
         else:
-            self._add_object(where, value, kind)
+            self._add_object(location, value, kind)
 
-    def _add_object(self, where: str, value: Any, kind: type) -> None:
+    def _add_object(self, location: str, value: Any, kind: type) -> None:
         if isinstance(value, enum.Enum):
             self.words.append(f"{kind.__qualname__}.{value.name}")
             self.watch.item(value.__dict__, "_value_")
-            self.add(where, value._value_)
+            self.add(location, value._value_)
         elif isinstance(value, types.MethodType):
             self.words.append("method")
-            self.add(where, value.__func__)
-            self.add(where, value.__self__)
+            self.add(location, value.__func__)
+            self.add(location, value.__self__)
         elif isinstance(value, functools.partial):
             self.words.append("partial")
             for name in ("func", "args", "keywords"):
                 self.watch.slot(value, name)
-                self.add(where, getattr(value, name))
+                self.add(location, getattr(value, name))
         elif isinstance(value, BUILTIN):
             owner = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
             self.words.append(f"builtin {getattr(owner, '__name__', owner)}.{value.__qualname__}")
@@ -151,74 +151,74 @@ class Description(ABC):
                 ("PyCapsule", "pybind")
             )
             if bound is not None and not native:
-                self.add(where, bound)
+                self.add(location, bound)
         elif isinstance(value, property):
             self.words.append("property")
             for accessor in (value.fget, value.fset):
-                self.add(where, accessor)
+                self.add(location, accessor)
         elif isinstance(value, (staticmethod, classmethod)):
             self.words.append(kind.__name__)
-            self.add(where, value.__func__)
+            self.add(location, value.__func__)
         elif isinstance(value, functools._lru_cache_wrapper):
             self.words.append("lru_cache")
-            self._add_items(where, cached_functions(value), list)
+            self._add_items(location, cached_functions(value), list)
         elif isinstance(value, weakref.ref):
             self.words.append("weakref")
-            self.add(where, value())
+            self.add(location, value())
         elif isinstance(value, types.SimpleNamespace):
             self.words.append("namespace")
-            self._add_state(where, value, vars(value))
+            self._add_state(location, value, vars(value))
         elif isinstance(value, re.Pattern):
             self.words.append(f"pattern {value.pattern!r} {value.flags}")
         elif isinstance(value, torch.jit.ScriptFunction):
             self.words.append(f"script {value.code}")
         elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             if str(value).partition(".")[0] not in ("aten", "prims", "prim"):
-                raise Undescribable(f"{where}, the operator {value},")
+                raise Undescribable(f"{location}, the operator {value},")
             self.words.append(f"operator {value}")
         elif kind is torch.ScriptObject:  # packed weights; the module saves them as tensors
             self.words.append(f"script object {value._type().name()}")
         elif isinstance(value, _INERT):
             self.words.append(kind.__qualname__)
         else:
-            self._add_instance(where, value, kind)
+            self._add_instance(location, value, kind)
 
-    def _add_instance(self, where: str, value: Any, kind: type) -> None:
+    def _add_instance(self, location: str, value: Any, kind: type) -> None:
         """Describe an instance of a Python class: its class and its complete state."""
         try:
             state = state_of(value)
         except TypeError:
-            raise Undescribable(f"{where}, a {kind.__qualname__},") from None
+            raise Undescribable(f"{location}, a {kind.__qualname__},") from None
         self.watch.type_of(value)
-        self.add(where, kind)
-        self.add_members(where, kind, frozenset())
-        self._add_items(where, state.values, tuple)
+        self.add(location, kind)
+        self.add_members(location, kind, frozenset())
+        self._add_items(location, state.values, tuple)
         if state.attributes is not None:
-            self._add_state(where, value, state.attributes)
+            self._add_state(location, value, state.attributes)
         for name, item in state.slots.items():
             self.watch.slot(value, name)
             self.words.append(name)
-            self.add(f"{where}.{name}", item)
+            self.add(f"{location}.{name}", item)
         if state.base is not None:
-            self._add_container(where, value, state.base)
+            self._add_container(location, value, state.base)
 
-    def _add_state(self, where: str, value: Any, state: dict[str, Any]) -> None:
+    def _add_state(self, location: str, value: Any, state: dict[str, Any]) -> None:
         self.watch.state_of(value)
         for name in sorted(state):
             self.watch.item(value.__dict__, name)
             self.words.append(name)
-            self.add(f"{where}.{name}", state[name])
+            self.add(f"{location}.{name}", state[name])
 
-    def _add_container(self, where: str, value: Any, kind: type) -> None:
+    def _add_container(self, location: str, value: Any, kind: type) -> None:
         """Describe a container at each occurrence, because sharing of containers may differ between processes."""
         self._parts += 1
-        if id(value) in self._open or self._parts > _MOST_PARTS:
-            raise Undescribable(f"{where}, which is recursive or nested too deeply,")
-        self._open.add(id(value))
-        (self._add_items if kind in _SEQUENCES else self._add_mapping)(where, value, kind)
-        self._open.remove(id(value))
+        if id(value) in self._open_containers or self._parts > _MOST_PARTS:
+            raise Undescribable(f"{location}, which is recursive or nested too deeply,")
+        self._open_containers.add(id(value))
+        (self._add_items if kind in _SEQUENCES else self._add_mapping)(location, value, kind)
+        self._open_containers.remove(id(value))
 
-    def _add_items(self, where: str, value: Any, kind: type) -> None:
+    def _add_items(self, location: str, value: Any, kind: type) -> None:
         self.words.append(f"{kind.__name__} of {len(value)}")
         if isinstance(value, deque):
             self.words.append(f"at most {value.maxlen}")
@@ -227,71 +227,71 @@ class Description(ABC):
         if isinstance(value, (set, frozenset)):
             value = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
         for number, item in enumerate(value):
-            self.add(f"{where}[{number}]", item)
+            self.add(f"{location}[{number}]", item)
 
-    def _add_mapping(self, where: str, value: Any, kind: type) -> None:
+    def _add_mapping(self, location: str, value: Any, kind: type) -> None:
         self.words.append(f"{kind.__name__} of {len(value)}")
         if isinstance(value, types.MappingProxyType):
             value = dict(value)
         self.watch.content(value)
         for key, item in dict.items(value):
             self.watch.item(value, key)
-            self.add(f"{where} key", key)
-            self.add(f"{where}[{key!r}]", item)
+            self.add(f"{location} key", key)
+            self.add(f"{location}[{key!r}]", item)
         if isinstance(value, collections.defaultdict):
             self.watch.slot(value, "default_factory")
-            self.add(where, value.default_factory)
+            self.add(location, value.default_factory)
 
     # --- tensors
 
-    def add_tensor(self, where: str, tensor: torch.Tensor) -> None:
+    def add_tensor(self, location: str, tensor: torch.Tensor) -> None:
         """Describe a tensor without its bytes. The user of `tensors` digests these."""
         kind, bits = type(tensor), tensor.is_neg() or tensor.is_conj()
         self.watch.type_of(tensor)
         if tensor.layout != torch.strided or tensor.device.type == "meta" or bits:
-            how = "negated or conjugated lazily" if bits else f"{tensor.layout} on {tensor.device.type}"
-            raise Undescribable(f"{where}, a tensor {how},")
-        self.tensors[id(tensor)] = where, tensor
+            state = "negated or conjugated lazily" if bits else f"{tensor.layout} on {tensor.device.type}"
+            raise Undescribable(f"{location}, a tensor {state},")
+        self.tensors[id(tensor)] = location, tensor
         self.words.append(f"tensor {tensor.dtype} {tuple(tensor.shape)}")
         if kind in (torch.Tensor, nn.Parameter, nn.Buffer):
             return
-        self.add(where, kind)
+        self.add(location, kind)
         if is_traceable_wrapper_subclass(tensor):
-            self.add(where, tensor.__tensor_flatten__()[1])
+            self.add(location, tensor.__tensor_flatten__()[1])
         for name, value in sorted(tensor.__dict__.items()):
             if not name.startswith("_"):
                 self.watch.item(tensor.__dict__, name)
                 self.words.append(name)
-                self.add(f"{where}.{name}", value)
+                self.add(f"{location}.{name}", value)
 
-    def _add_array(self, where: str, array: np.ndarray) -> None:
+    def _add_array(self, location: str, array: np.ndarray) -> None:
         try:
-            self.tensors[id(array)] = where, torch.from_numpy(array)
+            self.tensors[id(array)] = location, torch.from_numpy(array)
         except (TypeError, ValueError) as error:
-            raise Undescribable(f"{where}, an array of {array.dtype},") from error
+            raise Undescribable(f"{location}, an array of {array.dtype},") from error
         self.words.append(f"array {array.dtype.str} {array.shape} {array.strides}")
 
     # --- code, Python modules, PyTorch modules and configurations: see `CodeDescription` and `ModelDescription`
 
     @abstractmethod
-    def add_code(self, where: str, value: types.FunctionType | type) -> None:
+    def add_code(self, location: str, value: types.FunctionType | type) -> None:
         """Describe a function or a class."""
 
     @abstractmethod
-    def add_members(self, where: str, kind: type, names: frozenset[str]) -> None:
+    def add_members(self, location: str, kind: type, names: frozenset[str]) -> None:
         """Describe members of a class."""
 
     @abstractmethod
-    def add_namespace(self, where: str, module: types.ModuleType) -> None:
+    def add_namespace(self, location: str, module: types.ModuleType) -> None:
         """Describe a Python module that an object holds."""
 
-    def add_module(self, where: str, module: nn.Module) -> None:
+    def add_module(self, location: str, module: nn.Module) -> None:
         """Reject a PyTorch module. Only `ModelDescription` describes modules."""
-        raise Undescribable(f"{where}, a module,")
+        raise Undescribable(f"{location}, a module,")
 
-    def add_config(self, where: str, config: PreTrainedConfig) -> None:
+    def add_config(self, location: str, config: PreTrainedConfig) -> None:
         """Reject a configuration. Only `ModelDescription` describes configurations."""
-        raise Undescribable(f"{where}, a configuration,")
+        raise Undescribable(f"{location}, a configuration,")
 
 
 def cached_functions(wrapper: Any) -> list[types.FunctionType]:

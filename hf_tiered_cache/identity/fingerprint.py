@@ -80,7 +80,7 @@ class Fingerprinter:
         """
         if not self._unsteady:
             self._watch()
-        if self._weights.moved():
+        if self._weights.has_moved():
             self._weights = WeightDigests(self._description.named_tensors)
             self._identities.clear()
         elif self._weights.changed(reread=closely):
@@ -176,12 +176,12 @@ def fingerprint(model: PreTrainedModel) -> str:
     return Fingerprinter(model)()
 
 
-def differing_facts(mine: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+def differing_facts(facts: Mapping[str, str], other_facts: Mapping[str, str]) -> list[str]:
     """Return the names of the facts in which two models differ.
 
     Facts that depend on other facts are omitted if one of the latter differs.
     """
-    differing = [fact for fact in mine if fact != "name" and others.get(fact, "") != mine[fact]]
+    differing = [fact for fact in facts if fact != "name" and other_facts.get(fact, "") != facts[fact]]
     return [fact for fact in differing if fact not in _FOLLOWING or not _LEADING.intersection(differing)]
 
 
@@ -196,12 +196,12 @@ def looks_ahead(model: PreTrainedModel) -> bool:
 
 def devices(model: PreTrainedModel) -> str:
     """Return the device types that the model computes on, sorted, even if accelerate offloads its weights."""
-    kinds = {tensor.device.type for tensor in model.parameters()}
+    types = {tensor.device.type for tensor in model.parameters()}
     for module in model.modules():
-        where = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
-        if where is not None:
-            kinds.add("cuda" if isinstance(where, int) else torch.device(where).type)
-    return " ".join(sorted(kinds - {"meta"})) or "cpu"
+        device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
+        if device is not None:
+            types.add("cuda" if isinstance(device, int) else torch.device(device).type)
+    return " ".join(sorted(types - {"meta"})) or "cpu"
 
 
 def trains(module: nn.Module) -> bool:

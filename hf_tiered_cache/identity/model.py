@@ -103,7 +103,7 @@ class ModelDescription(CodeDescription):
             self._depth = 0
         self._guard(self.add, "", model)
         self._guard(self.add, "the configuration", self._text)
-        self._guard(lambda where: self.finish(), "the code of the model")
+        self._guard(lambda location: self.finish(), "the code of the model")
         self._check_order(model)
 
     def _guard(self, describe: Callable[..., None], *arguments: Any) -> None:
@@ -123,39 +123,39 @@ class ModelDescription(CodeDescription):
         except Exception as error:  # user code that raises, or infinite nesting
             problem = f"{arguments[0] or 'the model'}, which raised {type(error).__name__} when it was inspected,"
         self.problem = self.problem or problem
-        self._open.clear()
+        self._open_containers.clear()
 
     # --- modules
 
-    def original(self, where: str, value: Any) -> Any:
+    def original(self, location: str, value: Any) -> Any:
         """Return the object that a value replaces, such as a compiled module, or one wrapped by inactive adapters."""
-        value = super().original(where, value)
+        value = super().original(location, value)
         if type(value) is OptimizedModule:  # passes with a tiered cache run uncompiled
             self.watch.type_of(value)
             self.watch.item(value._modules, "_orig_mod")
-            return self.original(where, value._modules["_orig_mod"])
+            return self.original(location, value._modules["_orig_mod"])
         if isinstance(value, nn.Module) and is_tuner(value) and not (active_adapters(value) or merged_adapters(value)):
             self.tuned.append(value)
             self.watch.type_of(value)
             self.watch.item(value._modules, "base_layer")
-            self._add_runners(where, value)
-            self._check_class(f"the code of {where}", type(value), _CALLED)
-            return self.original(where, value._modules["base_layer"])
+            self._add_runners(location, value)
+            self._check_class(f"the code of {location}", type(value), _CALLED)
+            return self.original(location, value._modules["base_layer"])
         return value
 
-    def add_module(self, where: str, module: nn.Module) -> None:
+    def add_module(self, location: str, module: nn.Module) -> None:
         """Describe a module: its class, state, hooks and submodules."""
         kind = type(module)
         idle, self._idle = self._idle, _NONE
         self.watch.type_of(module)
         self.watch.state_of(module)
-        self._add_runners(where or kind.__name__, module)
+        self._add_runners(location or kind.__name__, module)
         if is_tuner(module):
             self.tuned.append(module)
         self.words.append(f"{kind.__module__}.{kind.__qualname__}")
-        self._guard(self.add_members, where or kind.__name__, kind, _CALLED)
+        self._guard(self.add_members, location or kind.__name__, kind, _CALLED)
         inner_idle = _idle_adapters(module) if is_tuner(module) else _NONE
-        self._add_attributes(where, module, inner_idle)
+        self._add_attributes(location, module, inner_idle)
         for parts in (module._parameters, module._buffers, module._modules):
             self.watch.content(parts)  # including the order, which matters for a list of modules
             for name, part in parts.items():
@@ -163,7 +163,7 @@ class ModelDescription(CodeDescription):
                     continue
                 self.watch.item(parts, name)
                 self.words.append(name)
-                path = f"{where}.{name}" if where else name
+                path = f"{location}.{name}" if location else name
                 if isinstance(part, nn.Module):
                     self._idle = _NONE if name == "base_layer" else inner_idle
                     self.add(path, part)
@@ -171,19 +171,19 @@ class ModelDescription(CodeDescription):
                 elif part is not None:
                     self._guard(self._add_part, path, part, module)
 
-    def _add_part(self, where: str, part: torch.Tensor, module: nn.Module) -> None:
+    def _add_part(self, location: str, part: torch.Tensor, module: nn.Module) -> None:
         """Describe a parameter or buffer. Parts of the output head, which makes no KV, are described by type only."""
         if module is self._head:
             self.words.append(type(part).__name__)
         elif part.device.type == "meta":
             self.number(part)
-            offloaded = _offloaded(where, module, where.rpartition(".")[2])
+            offloaded = _offloaded(location, module, location.rpartition(".")[2])
             self.words.append(f"tensor {offloaded.dtype} {tuple(offloaded.shape)}")
-            self.tensors[id(part)] = where, offloaded
+            self.tensors[id(part)] = location, offloaded
         else:
-            self.add(where, part)
+            self.add(location, part)
 
-    def _add_attributes(self, where: str, module: nn.Module, idle: frozenset[str]) -> None:
+    def _add_attributes(self, location: str, module: nn.Module, idle: frozenset[str]) -> None:
         """Describe the attributes of a module, without entries for the inactive adapters `idle`."""
         kind, state = type(module), module.__dict__
         for name in sorted(state.keys() - _INTERNAL):
@@ -199,15 +199,15 @@ class ModelDescription(CodeDescription):
             if type(value) is dict and not idle.isdisjoint(value):
                 self.watch.content(value)
                 value = {key: item for key, item in value.items() if key not in idle}
-            self._guard(self.add, f"the attribute {where}.{name}" if where else f"the attribute {name}", value)
+            self._guard(self.add, f"the attribute {location}.{name}" if location else f"the attribute {name}", value)
         if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # packed and scaled weights of int8 layers
             saved: dict[str, Any] = {}
             module._save_to_state_dict(saved, "", True)
-            own = {id(part) for part in (*module._parameters.values(), *module._buffers.values())}
+            own_ids = {id(part) for part in (*module._parameters.values(), *module._buffers.values())}
             for name, tensor in _flat(saved):
-                if id(tensor) not in own:
+                if id(tensor) not in own_ids:
                     self.words.append(name)
-                    self.add_tensor(f"{where}.{name}", tensor)
+                    self.add_tensor(f"{location}.{name}", tensor)
 
     def _is_unrelated(self, module: nn.Module, name: str) -> bool:
         """Return whether an attribute is described elsewhere, or belongs to a package and affects no KV."""
@@ -219,7 +219,7 @@ class ModelDescription(CodeDescription):
             return True
         return isinstance(module, PreTrainedModel) and name.startswith("_")
 
-    def add_config(self, where: str, config: PreTrainedConfig) -> None:
+    def add_config(self, location: str, config: PreTrainedConfig) -> None:
         """Describe a configuration, without settings that affect no KV."""
         self.watch.type_of(config)
         self.watch.state_of(config)
@@ -232,7 +232,7 @@ class ModelDescription(CodeDescription):
                 self._guard(self._add_attention, value)
             elif not name.startswith("_"):
                 self.words.append(name)
-                self.add(f"{where}.{name}", value)
+                self.add(f"{location}.{name}", value)
 
     def _add_attention(self, name: Any) -> None:
         """Describe the attention function called `name` and its mask function."""
@@ -250,30 +250,30 @@ class ModelDescription(CodeDescription):
 
     # --- hooks and methods
 
-    def _add_runners(self, where: str, module: nn.Module) -> None:
+    def _add_runners(self, location: str, module: nn.Module) -> None:
         """Watch and describe the hooks of a module and the replacements of its methods."""
         for name in _WATCHED & module.__dict__.keys():  # an added attribute changes the size of the dictionary
             self.watch.item(module.__dict__, name)
         for name in _HOOKS:
-            self._add_hooks(where, module.__dict__[name])
+            self._add_hooks(location, module.__dict__[name])
         for name in _METHODS:
-            self._add_method(where, module, name)
+            self._add_method(location, module, name)
 
-    def _add_hooks(self, where: str, hooks: dict[int, Callable[..., Any]]) -> None:
+    def _add_hooks(self, location: str, hooks: dict[int, Callable[..., Any]]) -> None:
         self.watch.size(hooks)
         for key, hook in hooks.items():
             self.watch.item(hooks, key)
             home = _home(hook)
             if home not in TRUSTED:
-                self.problem = self.problem or f"a hook on {where}"
+                self.problem = self.problem or f"a hook on {location}"
             elif isinstance(getattr(hook, "__self__", None), ModuleTracker):
                 continue  # tracks the current module only
             elif home in _OBSERVERS:
-                self._check(f"a hook on {where}", hook)
+                self._check(f"a hook on {location}", hook)
             elif home != _OURS:
-                self._guard(self.add, f"a hook on {where}", hook)
+                self._guard(self.add, f"a hook on {location}", hook)
 
-    def _add_method(self, where: str, module: nn.Module, name: str) -> None:
+    def _add_method(self, location: str, module: nn.Module, name: str) -> None:
         """Check the replacements of a method: by this library, by `torch.compile`, or by accelerate with its hook."""
         method: Any = module.__dict__.get(name)
         while method is not None:
@@ -283,60 +283,60 @@ class ModelDescription(CodeDescription):
                 self._watch_closure(method)
                 method = compiled
             elif _is_accelerates(method, module):
-                self._check_hook(where, module.__dict__.get("_hf_hook"))
+                self._check_hook(location, module.__dict__.get("_hf_hook"))
                 method = module.__dict__.get("_old_forward")
             elif isinstance(method, types.MethodType) and method.__self__ is module and _is_member(method, module):
                 return
             elif _is_trusted(method) and _home(method) != "accelerate":
-                self._guard(self.add, f"the replaced {name} of {where}", method)
+                self._guard(self.add, f"the replaced {name} of {location}", method)
                 return
             else:
-                self.problem = self.problem or f"the replaced {name} of {where}"
+                self.problem = self.problem or f"the replaced {name} of {location}"
                 return
 
     def _watch_closure(self, function: types.FunctionType) -> None:
         for cell in function.__closure__ or ():
             self.watch.cell(cell)
 
-    def _check_hook(self, where: str, hook: Any) -> None:
+    def _check_hook(self, location: str, hook: Any) -> None:
         """Watch an accelerate hook without a description, since it only moves tensors. Other hooks are a problem."""
         if hook is None or origin_of_class(type(hook)) not in TRUSTED:
-            self.problem = self.problem or f"the accelerate hook of {where}"
+            self.problem = self.problem or f"the accelerate hook of {location}"
             return
         self.watch.type_of(hook)
         for name in ("pre_forward", "post_forward"):
             self.watch.item(hook.__dict__, name)
             if name in hook.__dict__:
-                self.problem = self.problem or f"the accelerate hook of {where}"
-        self._check_class(f"the accelerate hook of {where}", type(hook), frozenset({"pre_forward", "post_forward"}))
+                self.problem = self.problem or f"the accelerate hook of {location}"
+        self._check_class(f"the accelerate hook of {location}", type(hook), frozenset({"pre_forward", "post_forward"}))
         for inner in getattr(hook, "hooks", ()):
-            self._check_hook(where, inner)
+            self._check_hook(location, inner)
 
-    def _check(self, where: str, function: Any) -> None:
+    def _check(self, location: str, function: Any) -> None:
         """Watch a function without a description; record a problem if it runs user code."""
         aside = CodeDescription(watch=self.watch, statics=self._statics)
-        self._guard(aside.add, where, function)
-        self._guard(lambda where: aside.finish(), where)
+        self._guard(aside.add, location, function)
+        self._guard(lambda location: aside.finish(), location)
         if aside.has_user_code:
-            self.problem = self.problem or where
+            self.problem = self.problem or location
 
-    def _check_class(self, where: str, kind: type, names: frozenset[str]) -> None:
+    def _check_class(self, location: str, kind: type, names: frozenset[str]) -> None:
         """Watch members of a class without a description; record a problem if they run user code."""
         if kind not in self._checked:
             aside = CodeDescription(watch=self.watch, statics=self._statics)
-            self._guard(aside.add_members, where, kind, names)
-            self._guard(lambda where: aside.finish(), where)
+            self._guard(aside.add_members, location, kind, names)
+            self._guard(lambda location: aside.finish(), location)
             self._checked[kind] = aside.has_user_code
         if self._checked[kind]:
-            self.problem = self.problem or where
+            self.problem = self.problem or location
 
     def _check_order(self, model: PreTrainedModel) -> None:
         """Record a problem if layers run in an order other than their `layer_idx`, or share an index."""
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self._text.num_hidden_layers:
                 numbers = [_layer_number(layer) for layer in module]
-                known = [number for number in numbers if number is not None]
-                if known != sorted(set(known)):
+                indices = [number for number in numbers if number is not None]
+                if indices != sorted(set(indices)):
                     self.problem = self.problem or "the order of the layers, which differs from their `layer_idx`,"
 
 
@@ -345,8 +345,8 @@ _NONE: frozenset[str] = frozenset()
 
 
 def _layer_number(layer: nn.Module) -> int | None:
-    found = (part.__dict__.get("layer_idx") for part in layer.modules())
-    return next((number for number in found if isinstance(number, int)), None)
+    indices = (part.__dict__.get("layer_idx") for part in layer.modules())
+    return next((number for number in indices if isinstance(number, int)), None)
 
 
 def _idle_adapters(layer: Any) -> frozenset[str]:
@@ -402,7 +402,7 @@ def _flat(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _flat(value, f"{name}.{number}")
 
 
-def _offloaded(where: str, module: nn.Module, leaf: str) -> torch.Tensor:
+def _offloaded(location: str, module: nn.Module, leaf: str) -> torch.Tensor:
     """Return offloaded weights, which accelerate moves to the device for each pass.
 
     Raises:
@@ -414,5 +414,5 @@ def _offloaded(where: str, module: nn.Module, leaf: str) -> torch.Tensor:
         if weights is not None:
             return weights[leaf]
     raise UnsupportedModelError(
-        f"the weights of {where} are on the meta device, so the model cannot be identified; load the weights first"
+        f"the weights of {location} are on the meta device, so the model cannot be identified; load the weights first"
     )

@@ -61,10 +61,10 @@ def origin_of_class(kind: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def _origin_of_class(kind: Any) -> str:
     module = sys.modules.get(kind.__module__)
-    found: object = module
+    candidate: object = module
     for part in kind.__qualname__.split("."):
-        found = getattr(found, part, None)
-    if found is kind:
+        candidate = getattr(candidate, part, None)
+    if candidate is kind:
         file = getattr(module, "__file__", None)
         return PYTHON if file is None else origin_of_file(file)
     origins = {origin_of(member) for member in kind.__dict__.values() if isinstance(member, types.FunctionType)}
@@ -87,17 +87,17 @@ def referenced_names(code: types.CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=16384)
 def text_names(code: types.CodeType) -> frozenset[str]:
     """Return all string constants of a code object and its nested code objects that are valid identifiers."""
-    found = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
+    names = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
     nested = (text_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(found).union(*nested)
+    return frozenset(names).union(*nested)
 
 
 @functools.lru_cache(maxsize=16384)
 def imported_names(code: types.CodeType) -> frozenset[str]:
     """Return the names of the modules that a code object and its nested code objects import."""
-    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
+    names = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
     nested = (imported_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(found).union(*nested)
+    return frozenset(names).union(*nested)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -176,8 +176,8 @@ def _float32_matmuls() -> tuple[str, ...]:
         return torch.get_float32_matmul_precision(), str(cuda.allow_tf32)
     # The older names set both, and raise if a user has set these directly.
     cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a stub lacks it
-    both = (cuda.fp32_precision, cpu.fp32_precision)
-    return tuple("ieee" if how == "none" else how for how in both)
+    precisions = (cuda.fp32_precision, cpu.fp32_precision)
+    return tuple("ieee" if precision == "none" else precision for precision in precisions)
 
 
 def active_mode() -> str:

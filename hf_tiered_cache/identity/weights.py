@@ -96,9 +96,9 @@ class WeightDigests:
         self._watched: list[torch.Tensor] = []
         self._wrappers: list[torch.Tensor] = []  # subclasses that wrap other tensors
         self._copied: list[torch.Tensor] = []  # quantized: bytes are available as a copy only
-        given = list(tensors)
-        self._given, self._tensors = [name for name, _ in given], [tensor for _, tensor in given]
-        for name, tensor in given:
+        named_tensors = list(tensors)
+        self._tensor_names, self._tensors = [name for name, _ in named_tensors], [tensor for _, tensor in named_tensors]
+        for name, tensor in named_tensors:
             plain = plain_tensors(tensor)
             self.names.append(
                 " ".join((name, signature(tensor), *(signature(part) for part in plain if part is not tensor)))
@@ -126,11 +126,11 @@ class WeightDigests:
 
     def are_of(self, tensors: list[tuple[str, torch.Tensor]]) -> bool:
         """Return whether the digests are of exactly these tensors under these names."""
-        return [name for name, _ in tensors] == self._given and all(
-            mine is other for mine, (_, other) in zip(self._tensors, tensors, strict=True)
+        return [name for name, _ in tensors] == self._tensor_names and all(
+            tensor is candidate for tensor, (_, candidate) in zip(self._tensors, tensors, strict=True)
         )
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Return whether a tensor has other memory now, so that the digests are of unused memory."""
         return self._read_places() != self._places
 
@@ -142,9 +142,13 @@ class WeightDigests:
         """
         versions, changed = self._read_versions(), False
         if versions != self._versions:
-            written = {n for n, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new}
+            changed_numbers = {
+                number
+                for number, (previous, current) in enumerate(zip(self._versions, versions, strict=True))
+                if previous != current
+            }
             self._versions = versions
-            changed = self._read(written)
+            changed = self._update_digests(changed_numbers)
         if self._edited or (reread and True in [memory.edited() for memory in self._memories]):  # checks each memory
             changed |= self.refresh()
         return changed
@@ -171,13 +175,13 @@ class WeightDigests:
         """Read all weights again, and return whether they have changed."""
         self._read_at, self._edited = time.monotonic(), False
         self._versions = self._read_versions()
-        return self._read(range(len(self._watched)))
+        return self._update_digests(range(len(self._watched)))
 
-    def _read(self, tensors: Collection[int]) -> bool:
-        before = self.digest
+    def _update_digests(self, tensors: Collection[int]) -> bool:
+        previous_digest = self.digest
         for memory in self._memories:
             memory.read(tensors)
-        return self.digest != before
+        return self.digest != previous_digest
 
     def _read_versions(self) -> list[int]:
         try:
@@ -215,7 +219,9 @@ class HostMemory:
 
     def __init__(self, bytes: _Numbered) -> None:
         views = [(number, data.numpy().data) for number, data in bytes]
-        rows = [(n, view[at : at + ROW_BYTES]) for n, view in views for at in range(0, len(view), ROW_BYTES)]
+        rows = [
+            (n, view[offset : offset + ROW_BYTES]) for n, view in views for offset in range(0, len(view), ROW_BYTES)
+        ]
         self._tensors = np.array([number for number, _ in rows])  # tensor number of each row
         self._rows = [row for _, row in rows]
         self._windows = [view[:WINDOW_BYTES] for _, view in views]
@@ -258,27 +264,27 @@ class DeviceMemory:
         self._parts = [rows for _, rows in parts]
         self._windows = [data[:WINDOW_BYTES] for _, data in bytes]
         self._turns = itertools.cycle(list(_turns((rows.numel() for rows in self._parts), REREAD_BYTES_ON_DEVICE)))
-        self._kept = [torch.empty(0)] * len(parts)  # int64 [rows] for each part
-        self._found: torch.Tensor | None = None
+        self._part_digests = [torch.empty(0)] * len(parts)  # int64 [rows] for each part
+        self._edit_found: torch.Tensor | None = None
         self.read(self._tensors)
 
     def read(self, tensors: Collection[int]) -> None:
         for part in np.flatnonzero(np.isin(self._tensors, list(tensors))):
-            self._kept[part] = _lin64(self._parts[part])
-        self.digests = torch.cat(self._kept).cpu().numpy().view(np.uint64)
+            self._part_digests[part] = _lin64(self._parts[part])
+        self.digests = torch.cat(self._part_digests).cpu().numpy().view(np.uint64)
         self._beginnings = torch.cat(self._windows)
-        self._found = None
+        self._edit_found = None
 
     def edited(self) -> bool:
-        found = self._found is not None and bool(self._found)
-        differ = [torch.cat(self._windows) != self._beginnings]
-        differ += [_lin64(self._parts[part]) != self._kept[part] for part in next(self._turns)]
-        self._found = torch.cat(differ).any()
-        return found
+        edit_found = self._edit_found is not None and bool(self._edit_found)
+        differences = [torch.cat(self._windows) != self._beginnings]
+        differences += [_lin64(self._parts[part]) != self._part_digests[part] for part in next(self._turns)]
+        self._edit_found = torch.cat(differences).any()
+        return edit_found
 
     def unchanged(self) -> bool:
-        kept = torch.cat(self._kept)
-        return bool(torch.equal(torch.cat([_lin64(part) for part in self._parts]), kept))
+        digests = torch.cat(self._part_digests)
+        return bool(torch.equal(torch.cat([_lin64(part) for part in self._parts]), digests))
 
 
 def memory_of(device: torch.device) -> type[HostMemory] | type[DeviceMemory]:
@@ -286,27 +292,27 @@ def memory_of(device: torch.device) -> type[HostMemory] | type[DeviceMemory]:
     return HostMemory if device.type == "cpu" else DeviceMemory
 
 
-def _turns(sizes: Iterable[int], most: int) -> Iterator[list[int]]:
-    """Yield indices of adjacent parts that are read together: up to `most` bytes, or one larger part."""
+def _turns(sizes: Iterable[int], max_bytes: int) -> Iterator[list[int]]:
+    """Yield indices of adjacent parts that are read together: up to `max_bytes` bytes, or one larger part."""
     turn: list[int] = []
-    room = most
+    remaining_bytes = max_bytes
     for number, size in enumerate(sizes):
-        if turn and size > room:
+        if turn and size > remaining_bytes:
             yield turn
-            turn, room = [], most
+            turn, remaining_bytes = [], max_bytes
         turn.append(number)
-        room -= size
+        remaining_bytes -= size
     yield turn
 
 
 def _rows_of(data: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield views uint8 `[rows, bytes]` of uint8 `[n]`: complete rows, as many as one look reads, then the rest."""
-    rest = len(data) % ROW_BYTES
-    for rows in data[: len(data) - rest].split(REREAD_BYTES_ON_DEVICE):
+    remainder = len(data) % ROW_BYTES
+    for rows in data[: len(data) - remainder].split(REREAD_BYTES_ON_DEVICE):
         if len(rows):
             yield rows.view(-1, ROW_BYTES)
-    if rest:
-        yield data[-rest:].view(1, rest)
+    if remainder:
+        yield data[-remainder:].view(1, remainder)
 
 
 def _lin64(rows: torch.Tensor) -> torch.Tensor:
