@@ -185,8 +185,8 @@ class RequestStats:
     @property
     def read_amplification(self) -> float:
         """Bytes read from disk for attention, per byte that went into attention; 1.0 if nothing was read."""
-        read = self.bytes_read - self.bytes_identifying - self.bytes_guessed
-        return read / self.bytes_used if self.bytes_used else 1.0
+        attended_bytes = self.bytes_read - self.bytes_identifying - self.bytes_guessed
+        return attended_bytes / self.bytes_used if self.bytes_used else 1.0
 
     @property
     def tier(self) -> str:
@@ -195,8 +195,8 @@ class RequestStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures as a JSON-serializable dict, with each tier under its name."""
-        more = {"read_amplification": self.read_amplification, "tier": self.tier, "reason": self.reason}
-        return _by_tier(self) | more
+        derived = {"read_amplification": self.read_amplification, "tier": self.tier, "reason": self.reason}
+        return _by_tier(self) | derived
 
     def _tables(self) -> list[Table]:
         summary = Table(title="TieredCache", title_justify="left", show_header=False)
@@ -220,22 +220,24 @@ class RequestStats:
         if self.tokens_kept or self.tokens_dropped:
             rows.insert(2, ("tokens kept / dropped when a cache was continued", self.tokens_kept, self.tokens_dropped))
         if self.tokens_attended != self.tokens_restored:
-            read = (format_bytes(self.bytes_identifying), format_bytes(self.bytes_guessed))
+            byte_counts = (format_bytes(self.bytes_identifying), format_bytes(self.bytes_guessed))
             rows.insert(2, ("restored tokens attended to", self.tokens_attended))
-            rows.append(("scoring reads / mis-speculated reads", *read))
+            rows.append(("scoring reads / mis-speculated reads", *byte_counts))
         if self.passages:
-            found, tokens = (sum(getattr(each, name) for each in self.passages) for name in ("found", "tokens"))
-            rows.append(("passages / their tokens found / missed", len(self.passages), found, tokens - found))
-            cut = [each for each in self.passages if each.missed]
-            for each in cut[:_MOST_PASSAGES]:
-                what = f"passage at token {each.at}" + f" in row {each.row}" * bool(each.row)
-                rows.append((what, f"{each.found} of {each.tokens} tokens: {each.why}"))
-            if len(cut) > _MOST_PASSAGES:
-                rows.append(("other passages not found completely", len(cut) - _MOST_PASSAGES))
+            num_found, tokens = (
+                sum(getattr(passage, name) for passage in self.passages) for name in ("found", "tokens")
+            )
+            rows.append(("passages / their tokens found / missed", len(self.passages), num_found, tokens - num_found))
+            incomplete = [passage for passage in self.passages if passage.missed]
+            for passage in incomplete[:_MOST_PASSAGES]:
+                label = f"passage at token {passage.at}" + f" in row {passage.row}" * bool(passage.row)
+                rows.append((label, f"{passage.found} of {passage.tokens} tokens: {passage.why}"))
+            if len(incomplete) > _MOST_PASSAGES:
+                rows.append(("other passages not found completely", len(incomplete) - _MOST_PASSAGES))
         for name, *values in rows:
             summary.add_row(str(name), " / ".join(map(str, values)))
-        for reason, times in self.reasons.items():
-            summary.add_row("reason" if self.requests < 2 else f"reason, {times} of {self.requests} requests", reason)
+        for reason, count in self.reasons.items():
+            summary.add_row("reason" if self.requests < 2 else f"reason, {count} of {self.requests} requests", reason)
         tiers = Table()
         for heading in ("tier", "blocks", "bytes", "hits", "misses"):
             tiers.add_column(heading, justify="left" if heading == "tier" else "right")
@@ -268,7 +270,7 @@ class StatsCollector:
         self.total: StatsCollector | None = None
         """Collector that also counts everything counted here, for a sum over requests; or None."""
         self._lock = threading.Lock()
-        self._reads_under_way = 0
+        self._active_reads = 0
         self._reading_since = 0.0
         self._more_to_read = False
         self._idle_since: float | None = None  # set while no read is in progress and another one follows
@@ -293,34 +295,34 @@ class StatsCollector:
         with self._lock:
             self.stats.passages = passages
 
-    def looked_up(self, tier: str, found: int, missing: int, block_bytes: int) -> None:
+    def looked_up(self, tier: str, num_found: int, num_missing: int, block_bytes: int) -> None:
         """Count the blocks that were looked up in `tier`: those found, which it delivers, and those missing."""
         with self._lock:
             counts = self.stats.tiers[tier]
-            counts.hits += found
-            counts.misses += missing
-            counts.blocks += found
-            counts.bytes += found * block_bytes
+            counts.hits += num_found
+            counts.misses += num_missing
+            counts.blocks += num_found
+            counts.bytes += num_found * block_bytes
         if self.total is not None:
-            self.total.looked_up(tier, found, missing, block_bytes)
+            self.total.looked_up(tier, num_found, num_missing, block_bytes)
 
     def read_started(self) -> None:
         if self.total is not None:
             self.total.read_started()
         idle = 0.0
         with self._lock:
-            if self._reads_under_way == 0:
+            if self._active_reads == 0:
                 self._reading_since = time.perf_counter()
                 if self._idle_since is not None:
                     idle, self._idle_since = self._reading_since - self._idle_since, None
-            self._reads_under_way += 1
+            self._active_reads += 1
         if idle:
             self.add(load_idle_seconds=idle)
 
-    def expect_reads(self, more: bool) -> None:
+    def expect_reads(self, has_more: bool) -> None:
         """Note whether the current pass still has reads to start."""
         with self._lock:
-            self._more_to_read = more
+            self._more_to_read = has_more
 
     def forget_reads(self) -> None:
         """Note that the current pass has ended, and starts no more reads."""
@@ -333,8 +335,8 @@ class StatsCollector:
             self.total.read_done(nbytes)
         with self._lock:
             self.stats.bytes_read += nbytes
-            self._reads_under_way -= 1
-            if self._reads_under_way == 0:
+            self._active_reads -= 1
+            if self._active_reads == 0:
                 now = time.perf_counter()
                 self.stats.io_seconds += now - self._reading_since
                 self._idle_since = now if self._more_to_read else None

@@ -115,12 +115,12 @@ class HFTieredLM(HFLM):
 
     def _follow(self, continuation: Tokens, first: torch.Tensor, cache: TieredCache) -> tuple[float, bool]:
         """Return the log-likelihood of a continuation, and whether it is the most likely one."""
-        said = first  # [n, vocabulary]
+        log_probs = first  # [n, vocabulary]
         if len(continuation) > 1:
-            said = torch.cat([first, self._logprobs(continuation[:-1], cache.fork())])
-        wanted = torch.tensor(continuation, device=said.device)  # [n]
-        likelihood = said.gather(1, wanted.unsqueeze(1)).sum()
-        return float(likelihood), bool((said.argmax(-1) == wanted).all())
+            log_probs = torch.cat([first, self._logprobs(continuation[:-1], cache.fork())])
+        targets = torch.tensor(continuation, device=log_probs.device)  # [n]
+        likelihood = log_probs.gather(1, targets.unsqueeze(1)).sum()
+        return float(likelihood), bool((log_probs.argmax(-1) == targets).all())
 
     def _logprobs(self, tokens: Tokens, cache: TieredCache, keep: int = 0) -> torch.Tensor:
         """Return log-probabilities after each of the last `keep` tokens (0 for all), `[keep, vocabulary]`."""
@@ -142,9 +142,9 @@ class HFTieredLM(HFLM):
 
     def _split(self, context: list[int], continuation: list[int]) -> tuple[Tokens, Tokens]:
         """Split into context and continuation as `hf` does: the beginning of a request that is too long is cut off."""
-        whole = (context + continuation)[-(self.max_length + 1) :]
-        cut = len(whole) - len(continuation)
-        return tuple(whole[:cut]), tuple(continuation)
+        tokens = (context + continuation)[-(self.max_length + 1) :]
+        cut = len(tokens) - len(continuation)
+        return tuple(tokens[:cut]), tuple(continuation)
 
     def _share(self, contexts: Iterable[Tokens]) -> None:
         """Store the common prefixes of contexts that are adjacent in sorted order."""
@@ -171,9 +171,13 @@ def run(arguments: list[str]) -> None:
     Raises:
         ConfigError: A task is unknown, its data cannot be reached, or as in `HFTieredLM`.
     """
-    named = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
-    runs = arguments[:1] not in (["ls"], ["validate"])
-    sys.argv = ["lm_eval", *arguments, *(["--model", "hf-tiered"] if runs and not named else [])]  # for lm_eval
+    has_model = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
+    is_evaluation = arguments[:1] not in (["ls"], ["validate"])
+    sys.argv = [
+        "lm_eval",
+        *arguments,
+        *(["--model", "hf-tiered"] if is_evaluation and not has_model else []),
+    ]  # for lm_eval
     go_offline_without_hub()
     try:
         cli_evaluate()

@@ -48,7 +48,7 @@ _notices = Notices()
 
 NewCache = Callable[[PreTrainedModel], TieredCache]
 
-_asked: ContextVar[list[RequestStats]] = ContextVar("hf_tiered_cache_asked")
+_request_stats: ContextVar[list[RequestStats]] = ContextVar("hf_tiered_cache_request_stats")
 """Statistics of the caches that were created for the current HTTP request."""
 
 
@@ -94,23 +94,23 @@ class TieredGenerateManager(GenerateManager):
         Raises:
             HTTPException: The request exceeds the model's context, or has too many sequences.
         """
-        _bound(model, inputs, gen_config)
+        _limit_request(model, inputs, gen_config)
         configs = (gen_config, model.generation_config)
-        other = next((config.cache_implementation for config in configs if config.cache_implementation), None)
-        if gen_config.use_cache is False or other is not None:
-            why = ("use_cache", False) if other is None else ("cache_implementation", other)
-            _notices.warn(reasons.bypassed(*why), reasons.bypassed(*why))
+        implementation = next((config.cache_implementation for config in configs if config.cache_implementation), None)
+        if gen_config.use_cache is False or implementation is not None:
+            option = ("use_cache", False) if implementation is None else ("cache_implementation", implementation)
+            _notices.warn(reasons.bypassed(*option), reasons.bypassed(*option))
             return inputs
         try:
             cache = self._new_cache(model)
         except ConfigError as error:
             logger.warning("%s is served without the store: %s", model.name_or_path, error)
             return inputs
-        _asked.get([]).append(cache.stats)
+        _request_stats.get([]).append(cache.stats)
         return {**inputs, "past_key_values": cache}
 
 
-def _bound(model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig) -> None:
+def _limit_request(model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig) -> None:
     """Limit what one request computes, since requests wait for each other. See `TieredGenerateManager._with_cache`."""
     sequences = max(gen_config.num_beams or 1, gen_config.num_return_sequences or 1)
     if sequences > MAX_SEQUENCES:
@@ -152,7 +152,7 @@ class TieredModelManager(ModelManager):
     """
 
     def __init__(self, model: str | None, **options: Any) -> None:
-        self._only = model
+        self._single_model = model
         super().__init__(force_model=model, **options)
 
     def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
@@ -166,16 +166,16 @@ class TieredModelManager(ModelManager):
         return super().load_model_streaming(model_id_and_revision, gguf_file=gguf_file)
 
     def _check(self, model_id_and_revision: str, gguf_file: str | None) -> None:
-        if self._only is None:
+        if self._single_model is None:
             return
-        name, only_file = split_model_id(self._only)
+        name, only_file = split_model_id(self._single_model)
         if (model_id_and_revision, gguf_file) != (self.process_model_name(name), only_file):
-            raise HTTPException(400, f"this server serves only {self._only!r}; request that model")
+            raise HTTPException(400, f"this server serves only {self._single_model!r}; request that model")
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
-        if self._only is None:
+        if self._single_model is None:
             return ModelManager.get_gen_models(cache_dir)
-        return [{"id": self._only, "object": "model", "owned_by": "", "created": int(time.time())}]
+        return [{"id": self._single_model, "object": "model", "owned_by": "", "created": int(time.time())}]
 
 
 class _Handler(Protocol):
@@ -193,48 +193,48 @@ class ReportsCachedTokens:
         self.handler = handler
 
     async def handle_request(self, body: dict, request_id: str) -> Response:
-        asked: list[RequestStats] = []
-        _asked.set(asked)
-        more = body.get("chat_template_kwargs") or {}
-        if not isinstance(more, dict) or "chat_template" in more:  # a template can run code
+        request_stats: list[RequestStats] = []
+        _request_stats.set(request_stats)
+        template_options = body.get("chat_template_kwargs") or {}
+        if not isinstance(template_options, dict) or "chat_template" in template_options:  # a template can run code
             return JSONResponse(
                 error_body("chat_template_kwargs must be an object with options of the model's own chat template"),
                 400,
             )
         response = await self.handler.handle_request(body, request_id)
         if isinstance(response, StreamingResponse):
-            response.body_iterator = _events(response.body_iterator, asked)
-        elif asked and isinstance(response, JSONResponse):
-            response = JSONResponse(_with_cached_tokens(json.loads(bytes(response.body)), asked))
+            response.body_iterator = _events(response.body_iterator, request_stats)
+        elif request_stats and isinstance(response, JSONResponse):
+            response = JSONResponse(_with_cached_tokens(json.loads(bytes(response.body)), request_stats))
         return response
 
 
-async def _events(events: Any, asked: list[RequestStats]) -> AsyncIterator[str]:
+async def _events(events: Any, request_stats: list[RequestStats]) -> AsyncIterator[str]:
     """Yield server-sent events, with the number of cached tokens in the event that has `usage`."""
     try:
-        async for several in events:
-            lines = str(several).split("\n")
-            yield "\n".join(_event(line, asked) if '"usage":' in line else line for line in lines)
+        async for batch in events:
+            lines = str(batch).split("\n")
+            yield "\n".join(_event(line, request_stats) if '"usage":' in line else line for line in lines)
     finally:
         await events.aclose()
 
 
-def _event(line: str, asked: list[RequestStats]) -> str:
+def _event(line: str, request_stats: list[RequestStats]) -> str:
     field, _, data = line.partition(" ")
-    return f"{field} {json.dumps(_with_cached_tokens(json.loads(data), asked), ensure_ascii=False)}"
+    return f"{field} {json.dumps(_with_cached_tokens(json.loads(data), request_stats), ensure_ascii=False)}"
 
 
-def _with_cached_tokens(document: dict[str, Any], asked: list[RequestStats]) -> dict[str, Any]:
+def _with_cached_tokens(document: dict[str, Any], request_stats: list[RequestStats]) -> dict[str, Any]:
     """Add the number of cached tokens to a response or event, in the format of OpenAI's API."""
     usage = document.get("usage") or (document.get("response") or {}).get("usage")
     if usage:
         details = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
-        cached = sum(stats.tokens_restored for stats in asked)
+        cached = sum(stats.tokens_restored for stats in request_stats)
         usage[details] = (usage.get(details) or {}) | {"cached_tokens": cached}
     return document
 
 
-async def _not_understood(request: Request, error: Exception) -> Response:
+async def _answer_invalid_request(request: Request, error: Exception) -> Response:
     """Answer requests that fail on invalid values or missing packages, since handlers validate little beforehand."""
     reason = f"the request cannot be served: {type(error).__name__}: {error}"
     if "chat_template" in str(error):
@@ -268,10 +268,10 @@ def build_app(
     if SystemOneHandler is not None:
         handlers["systemone_handler"] = SystemOneHandler(models, state)
     app = build_server(models, **handlers, generation_state=state, enable_cors=enable_cors)
-    closed = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads the model
-    for kind in (AttributeError, ImportError, LookupError, TypeError, ValueError):
-        app.add_exception_handler(kind, _not_understood)
-    app.add_middleware(LimitedRequests, max_bytes=max_request_bytes, closed_paths=closed)
+    closed_paths = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads the model
+    for error_type in (AttributeError, ImportError, LookupError, TypeError, ValueError):
+        app.add_exception_handler(error_type, _answer_invalid_request)
+    app.add_middleware(LimitedRequests, max_bytes=max_request_bytes, closed_paths=closed_paths)
     return app
 
 
