@@ -121,7 +121,7 @@ def record(model: PreTrainedModel, arguments: argparse.Namespace, folder: Path) 
                 for (index, budget), records in found.items():
                     method = KVDrive(budget, index=index, window=_WIDE)
                     trace, entry_bytes = decode(
-                        storage_of(store), model, whole, method, steps, pool=pool, done=bar.update
+                        storage_of(store), model, whole, method, steps, pool=pool, on_token=bar.update
                     )
                     records.append(Recorded(trace.pools(), trace.num_columns, entry_bytes))
         halves.append(found)

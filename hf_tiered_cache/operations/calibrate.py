@@ -76,7 +76,7 @@ def calibrate(
     bar = tqdm(desc="calibrate", unit="ratio", disable=not progress)
     with torch.no_grad(), bar, _stored(storage, model, list(ids[: passages * tokens].split(tokens)), method):
 
-        def ask(ratio: float) -> float:
+        def run(ratio: float) -> float:
             cache = StoredCache.over(model, storage, replace(method, recompute=ratio), options)
             return _seconds(
                 lambda: inner(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), inner.device
@@ -84,36 +84,38 @@ def calibrate(
 
         times: dict[float, list[float]] = {}
 
-        def typical(ratio: float) -> float:
+        def median_seconds(ratio: float) -> float:
             return statistics.median(times[ratio])
 
-        def measured(ratio: float, rounds: int = repeats) -> float:
+        def measure(ratio: float, rounds: int = repeats) -> float:
             for _ in range(rounds):
                 if cold:
                     storage.residency.clear()
-                times.setdefault(ratio, []).append(ask(ratio))
+                times.setdefault(ratio, []).append(run(ratio))
             bar.update()
-            bar.set_postfix(ratio=f"{ratio:.2f}", seconds=f"{typical(ratio):.3f}")
-            return typical(ratio)
+            bar.set_postfix(ratio=f"{ratio:.2f}", seconds=f"{median_seconds(ratio):.3f}")
+            return median_seconds(ratio)
 
-        ask(0.5)  # warm-up: hooks, kernels, open files
-        reused, full = measured(0.0), measured(1.0)
-        one = statistics.median(
+        run(0.5)  # warm-up: hooks, kernels, open files
+        reused, full = measure(0.0), measure(1.0)
+        single_token_seconds = statistics.median(
             _seconds(lambda: inner(input_ids=prompt[:, :1], use_cache=False), inner.device) for _ in range(3)
         )
         layers = config.num_hidden_layers
-        compute, load = (max(whole - one, 1e-9) / (length * layers) for whole in (full, reused))
-        costs = Costs(compute, load, one / layers)
-        best = fastest_ratio(measured, costs.balanced, width=_WIDTH)
-        finals = sorted({LOWEST, 1.0 if full < typical(best) else best})
+        compute, load = (
+            max(pass_seconds - single_token_seconds, 1e-9) / (length * layers) for pass_seconds in (full, reused)
+        )
+        costs = Costs(compute, load, single_token_seconds / layers)
+        best = fastest_ratio(measure, costs.balanced, width=_WIDTH)
+        finals = sorted({LOWEST, 1.0 if full < median_seconds(best) else best})
         for _ in range(_FINALS * (len(finals) > 1)):  # alternate, so that temporary load affects both ratios
             for ratio in finals:
-                measured(ratio, 1)
-    seconds = {ratio: typical(ratio) for ratio in times}
+                measure(ratio, 1)
+    seconds = {ratio: median_seconds(ratio) for ratio in times}
     ratio = min(finals, key=seconds.__getitem__)
-    found = Calibration(ratio, seconds, costs, costs.balanced, length, cold)
-    keep(storage, Fingerprinter(inner)(), inner.device, found)
-    return found
+    calibration = Calibration(ratio, seconds, costs, costs.balanced, length, cold)
+    keep(storage, Fingerprinter(inner)(), inner.device, calibration)
+    return calibration
 
 
 def calibrate_prefix(
@@ -155,13 +157,13 @@ def calibrate_prefix(
             f"a prefix of {lengths[-1]} tokens exceeds the model's maximum number of positions; use fewer"
         )
     generator = torch.Generator().manual_seed(0)
-    found = []
+    costs = []
     with torch.no_grad(), tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress) as bar:
         for length in bar:
             ids = torch.randint(3, config.vocab_size, (length + suffix,), generator=generator)
-            found.append(_prefix_costs(storage, inner, ids, length, method, repeats))
-    keep_prefix_costs(storage, Fingerprinter(inner)(), inner.device, method.provenance, found)
-    return found
+            costs.append(_prefix_costs(storage, inner, ids, length, method, repeats))
+    keep_prefix_costs(storage, Fingerprinter(inner)(), inner.device, method.provenance, costs)
+    return costs
 
 
 def _prefix_costs(
@@ -169,36 +171,38 @@ def _prefix_costs(
 ) -> PrefixCosts:
     """Measure the costs of one prefix: the first `length` tokens of `ids`, int `[tokens]`."""
     prompt = ids.unsqueeze(0).to(model.device)
-    before = {row.id for row in storage.segments()}
+    earlier_ids = {row.id for row in storage.segments()}
     precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label="", tag="")
-    mine = [row.id for row in storage.segments() if row.id not in before]
+    new_ids = [row.id for row in storage.segments() if row.id not in earlier_ids]
 
-    def ask(restore: bool) -> tuple[float, RequestStats]:
+    def run(restore: bool) -> tuple[float, RequestStats]:
         """Run the prompt. Return the duration in seconds, and the request's statistics."""
         cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False))
-        took = _seconds(
+        seconds = _seconds(
             lambda: model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), model.device
         )
-        return took, cache.stats
+        return seconds, cache.stats
 
     try:
         times: dict[str, list[float]] = {}  # by the slowest tier that the request read from
-        reading: list[float] = []
-        ask(True)  # warm-up
+        read_seconds: list[float] = []
+        run(True)  # warm-up
         for _ in range(repeats):
-            storage.residency.forget(mine)  # the allocated buffers stay, as after other prompts
-            for took, stats in (ask(True), ask(True), ask(False)):
-                times.setdefault(stats.tier, []).append(took)
+            storage.residency.forget(new_ids)  # the allocated buffers stay, as after other prompts
+            for seconds, stats in (run(True), run(True), run(False)):
+                times.setdefault(stats.tier, []).append(seconds)
                 if stats.tier == TIERS[-1]:
-                    reading.append(stats.io_seconds)
-        alone = statistics.median(
+                    read_seconds.append(stats.io_seconds)
+        suffix_seconds = statistics.median(
             _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), model.device) for _ in range(repeats)
         )
     finally:
-        storage.remove(mine)
-    costs = {tier: max(statistics.median(taken) - alone, 0.0) / length for tier, taken in times.items()}
-    load = {TIERS[-1]: statistics.median(reading) / length} if reading else {}
-    return PrefixCosts(length, costs.pop("none"), costs, load, alone)
+        storage.remove(new_ids)
+    costs = {
+        tier: max(statistics.median(durations) - suffix_seconds, 0.0) / length for tier, durations in times.items()
+    }
+    load = {TIERS[-1]: statistics.median(read_seconds) / length} if read_seconds else {}
+    return PrefixCosts(length, costs.pop("none"), costs, load, suffix_seconds)
 
 
 @contextmanager
@@ -206,21 +210,23 @@ def _stored(
     storage: Storage, model: torch.nn.Module, passages: list[torch.Tensor], method: CacheTune
 ) -> Iterator[None]:
     """Keep passages in the store for the duration of the context."""
-    before, stored_as = {row.id for row in storage.segments()}, method.coded(storage.codec).passages
+    earlier_ids, provenance = {row.id for row in storage.segments()}, method.coded(storage.codec).passages
     precompute_passages(storage, model, passages, method=method, progress=False, pin=False, label="", tag="")
     try:
         yield
     finally:
-        storage.remove(row.id for row in storage.segments() if row.id not in before and row.provenance == stored_as)
+        storage.remove(
+            row.id for row in storage.segments() if row.id not in earlier_ids and row.provenance == provenance
+        )
 
 
 def _seconds(action: Callable[[], Any], device: torch.device) -> float:
-    def settle() -> None:
+    def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    settle()
+    synchronize()
     started = time.perf_counter()
     action()
-    settle()
+    synchronize()
     return time.perf_counter() - started

@@ -47,11 +47,11 @@ def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
     documents = storage.documents
     with storage.disk.backend.locked():
         records = [changed(documents.read(key), key, names, tokens, model) for key, names, tokens, model in entries]
-        own = {name for record in records for name in record.passages}
-        spared = [row.id for row in rows_of(storage, own)]
-        storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), spared)
-        documents.write(records, _there)
-        return _settle(storage, [record for record in records if record.leaving])
+        passage_names = {name for record in records for name in record.passages}
+        kept_ids = [row.id for row in rows_of(storage, passage_names)]
+        storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
+        documents.write(records, _no_reservation)
+        return _delete_replaced(storage, [record for record in records if record.leaving])
 
 
 def documents_of(storage: Storage, label: str | None) -> list[DocumentInfo]:
@@ -61,10 +61,10 @@ def documents_of(storage: Storage, label: str | None) -> list[DocumentInfo]:
 
 def find_documents(storage: Storage, labels: Collection[str]) -> list[DocumentRecord]:
     """Return the records of labels. Raise ConfigError if a label has none."""
-    found = [record for record in storage.documents.all() if record.label in labels]
-    if unknown := set(labels) - {record.label for record in found}:
+    records = [record for record in storage.documents.all() if record.label in labels]
+    if unknown := set(labels) - {record.label for record in records}:
         raise ConfigError(f"document {min(unknown)!r} does not exist; store.documents() lists all documents")
-    return found
+    return records
 
 
 def segments_of_documents(storage: Storage, labels: Collection[str]) -> list[SegmentRow]:
@@ -105,7 +105,7 @@ def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
         storage.disk.check_writable()
     with storage.disk.backend.locked():
         if not dry_run:
-            _settle(storage, [record for record in storage.documents.all() if record.leaving])
+            _delete_replaced(storage, [record for record in storage.documents.all() if record.leaving])
         return storage.documents.sweep(storage.segments(), dry_run)
 
 
@@ -113,25 +113,25 @@ def rows_of(storage: Storage, names: Collection[str]) -> list[SegmentRow]:
     """Return the segments of passages, given the names of the passages."""
     if not names:
         return []
-    there = by_passage(storage.segments())
-    return [row for name in sorted(names) for row in there.get(name, ())]
+    rows_by_passage = by_passage(storage.segments())
+    return [row for name in sorted(names) for row in rows_by_passage.get(name, ())]
 
 
-def _settle(storage: Storage, records: Sequence[DocumentRecord]) -> int:
+def _delete_replaced(storage: Storage, records: Sequence[DocumentRecord]) -> int:
     """Delete the replaced passages of these records, and update the records. Return the number of segments deleted."""
     if not records:
         return 0
     try:
-        only = storage.documents.only_of((), {name for record in records for name in record.leaving})
+        unshared_names = storage.documents.only_of((), {name for record in records for name in record.leaving})
     except (FormatError, OSError) as error:  # an unreadable record may name any passage
         storage.disk.warn("documents", f"replaced passages of documents could not be deleted yet: {error}")
         return 0
-    removed = storage.remove(row.id for row in rows_of(storage, only))
-    storage.documents.write([replace(record, leaving=()) for record in records], _there)
+    removed = storage.remove(row.id for row in rows_of(storage, unshared_names))
+    storage.documents.write([replace(record, leaving=()) for record in records], _no_reservation)
     return removed
 
 
 @contextmanager
-def _there(nbytes: int) -> Iterator[None]:
-    """Yield without reserving space: the caller has done so, or the record becomes smaller."""
+def _no_reservation(nbytes: int) -> Iterator[None]:
+    """Yield without reserving space, because the caller has reserved it, or the record becomes smaller."""
     yield

@@ -49,7 +49,7 @@ TEXT = (
     "possible in the nineteenth century.\n\n"
 )
 """Text that ends like a document, so that a passage begins as it does after another one."""
-_LEAST, _UNKNOWN = 16, 0.02
+_MIN_TOKENS, _MAX_UNKNOWN = 16, 0.02
 """Minimum number of tokens that a tokenizer must make of the text, and maximum share of unknown tokens."""
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -57,8 +57,8 @@ logger = logging.getLogger("hf_tiered_cache")
 def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first: int, tokens: int) -> torch.Tensor:
     """Return the lead text that this store keeps for a model, int64 `[n]`.
 
-    The first call makes it from the end of `TEXT`, with the tokenizer in the model's folder or local cache. If there is
-    none, or it does not know the language, the model generates a text.
+    The first call tokenizes the end of `TEXT` with the tokenizer in the model's folder or local cache. Without a
+    tokenizer, or if it does not know the language, the model generates a text.
 
     Args:
         storage: storage to keep the text in.
@@ -70,7 +70,7 @@ def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first:
     name = f"{fingerprint} lead {first} {tokens}"
     for record in records_of(storage, name):
         text = record.get("text")
-        if isinstance(text, list) and 0 < len(text) <= tokens and all(_is_id(attachment, one) for one in text):
+        if isinstance(text, list) and 0 < len(text) <= tokens and all(_is_id(attachment, token) for token in text):
             return torch.tensor(text)
     text = _tokenized(attachment)[-tokens:] or write(attachment, first, tokens)
     if storage.disk.backend.writable:
@@ -88,8 +88,8 @@ def _tokenized(attachment: Attachment) -> list[int]:
     except Exception as error:  # the folder may hold anything
         logger.debug("the model's tokenizer cannot be loaded: %r", error)
         return []
-    known = sum(one != tokenizer.unk_token_id and _is_id(attachment, one) for one in text)
-    return text if len(text) >= _LEAST and known >= (1 - _UNKNOWN) * len(text) else []
+    num_known = sum(token != tokenizer.unk_token_id and _is_id(attachment, token) for token in text)
+    return text if len(text) >= _MIN_TOKENS and num_known >= (1 - _MAX_UNKNOWN) * len(text) else []
 
 
 @torch.no_grad()
@@ -107,19 +107,23 @@ def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
     for _ in range(tokens):
         ids = torch.tensor([text[-1:]], device=attachment.device_of(0))  # [1, 1]
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        chances = logits.float().cpu().index_fill(0, special, -torch.inf).softmax(0)  # [vocabulary]
-        text.append(int(chances.multinomial(1, generator=generator)))
+        probabilities = logits.float().cpu().index_fill(0, special, -torch.inf).softmax(0)  # [vocabulary]
+        text.append(int(probabilities.multinomial(1, generator=generator)))
     return text[1:]
 
 
 def _special_tokens(attachment: Attachment) -> torch.Tensor:
     """Return the token ids that configurations have a name for, int64 `[n]`, such as those of BOS, EOS and images."""
-    model, found = attachment.model, set[int]()
+    model, token_ids = attachment.model, set[int]()
     for config in (attachment.config, model.config, getattr(model, "generation_config", None)):
         for name, value in vars(config).items() if config is not None else ():
             if name.endswith(("_token_id", "_token_index")):
-                found.update(one for one in (value if isinstance(value, list) else [value]) if _is_id(attachment, one))
-    return torch.tensor(sorted(found), dtype=torch.int64)
+                token_ids.update(
+                    token_id
+                    for token_id in (value if isinstance(value, list) else [value])
+                    if _is_id(attachment, token_id)
+                )
+    return torch.tensor(sorted(token_ids), dtype=torch.int64)
 
 
 def _is_id(attachment: Attachment, value: object) -> bool:
@@ -135,52 +139,52 @@ class PassageServing(Serving):
     Args:
         like: executor of a cache with a method for passages, which defines their ranking and geometry.
         labels: labels of the rows, for the headers of their segments; () for none.
-        observed_behind: length of a lead that replaces the method's. If given, nothing is stored; the result is in
+        ranking_lead: length of a lead that replaces the method's. If given, nothing is stored; the result is in
             `computed`.
     """
 
     method: Passages
 
-    def __init__(self, like: Serving, labels: Sequence[str], observed_behind: int | None) -> None:
+    def __init__(self, like: Serving, labels: Sequence[str], ranking_lead: int | None) -> None:
         super().__init__(like.attachment, like.store, like.method, like.options, like.collector)
         self.sink = self.method.sink_token(like.attachment.config)
-        first = self.sink if observed_behind is None else sink_token(like.attachment.config)
+        first = self.sink if ranking_lead is None else sink_token(like.attachment.config)
         self.lead = torch.tensor([[] if first is None else [first]], dtype=torch.int64)
         """Tokens before the passages, int64 `[1, n]`: the first token, and the lead text after `write_lead`."""
         self.computed: dict[int, list[KV]] = {}
         """Keys and values of each row, layer by layer, if nothing is stored."""
         self.scores: dict[int, Columns] = {}
         """Ranking of each row's tokens by name of the ranking, once the row is computed."""
-        self._labels, self._observed_behind = tuple(labels), observed_behind
+        self._labels, self._ranking_lead = tuple(labels), ranking_lead
 
     def write_lead(self, tokens: int) -> None:
         """Append the lead text for passages of `tokens` tokens, within the model's maximum position."""
-        wanted = self.method.lead if self._observed_behind is None else self._observed_behind
+        lead_tokens = self.method.lead if self._ranking_lead is None else self._ranking_lead
         identity = self.identify(closely=False)
-        if wanted > 1 and self.lead.shape[1] and not isinstance(identity, str):
-            written = kept_lead(self.store, self.attachment, identity.fingerprint, int(self.lead[0, 0]), wanted - 1)
+        if lead_tokens > 1 and self.lead.shape[1] and not isinstance(identity, str):
+            text = kept_lead(self.store, self.attachment, identity.fingerprint, int(self.lead[0, 0]), lead_tokens - 1)
             positions = getattr(self.attachment.config, "max_position_embeddings", None) or sys.maxsize
-            self.lead = torch.cat([self.lead, written[None]], dim=1)[:, : max(1, positions - tokens)]
+            self.lead = torch.cat([self.lead, text[None]], dim=1)[:, : max(1, positions - tokens)]
 
     def find(self, passages: Sequence[torch.Tensor]) -> list[SegmentRow | None]:
         """Return, for each passage, int `[tokens]`, the segment that stores all its whole hashes, or None."""
         identity, store = self.identify(closely=True), self.store
         if isinstance(identity, str):
             return [None] * len(passages)
-        chains, before = [], 0 if self.sink is None else self.method.lead
+        chains, lead_tokens = [], 0 if self.sink is None else self.method.lead
         for passage in passages:
-            regime = rope_regime(self.attachment.config, before + len(passage)) or ""
+            regime = rope_regime(self.attachment.config, lead_tokens + len(passage)) or ""
             hasher = store.passage_hasher(identity.fingerprint, self.method.passages, self.sink, regime)
             chains.append(b"".join(hasher.hashes(passage.numpy())))
         rows: dict[bytes, list[SegmentRow]] = {}
         for row in store.disk.find(list({chain[:HASH_BYTES]: None for chain in chains if chain})):
             rows.setdefault(row.first, []).append(row)
-        return [self._holding(rows.get(chain[:HASH_BYTES], ()), chain) for chain in chains]
+        return [self._find_segment(rows.get(chain[:HASH_BYTES], ()), chain) for chain in chains]
 
-    def _holding(self, rows: Iterable[SegmentRow], chain: bytes) -> SegmentRow | None:
+    def _find_segment(self, rows: Iterable[SegmentRow], chain: bytes) -> SegmentRow | None:
         """Return the shortest complete segment that begins with the prefix hashes `chain`, or None."""
-        found = [row for row in rows if row.chain[: row.valid_hashes * HASH_BYTES].startswith(chain)]
-        for row in sorted(found, key=lambda row: (len(row.chain), row.id)):
+        matching_rows = [row for row in rows if row.chain[: row.valid_hashes * HASH_BYTES].startswith(chain)]
+        for row in sorted(matching_rows, key=lambda row: (len(row.chain), row.id)):
             reader = self.store.found_passage(row)
             if reader is not None and reader.shape.whole:
                 return row
@@ -195,16 +199,24 @@ class PassageServing(Serving):
         """See `Serving`."""
         method, store = self.method, self.store
         hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
-        own = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
+        arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
         names = Names(identity.facts, self.options.label, self._labels)
-        if self._observed_behind is not None:
-            return _Observing(History(hasher, pads), *own, names=names, check=check).behind(
+        if self._ranking_lead is not None:
+            return _InMemoryRecorder(History(hasher, pads), *arguments, names=names, check=check).after_lead(
                 self.lead.shape[1], self.computed
             )
         history = History(hasher, [pad + self.lead.shape[1] for pad in pads])  # the lead is left out like padding
         rank: Rank | None = self._rank if method.ranks_alone else None
-        held = identity.weights_held
-        return Recorder(history, *own, rank=rank, collector=self.collector, names=names, check=check, weights_held=held)
+        weights_held = identity.weights_held
+        return Recorder(
+            history,
+            *arguments,
+            rank=rank,
+            collector=self.collector,
+            names=names,
+            check=check,
+            weights_held=weights_held,
+        )
 
     def _rank(self, row: int, layers: Iterable[KV]) -> np.ndarray:
         scores = self.method.rank(layers)
@@ -217,7 +229,7 @@ class PassageServing(Serving):
             return {}
         self.sequence.recorder.seal()
         segments = {row: self.sequence.recorder.segments(row) for row in range(self.sequence.history.rows)}
-        return {row: of_row[-1] for row, of_row in segments.items() if of_row}
+        return {row: ids[-1] for row, ids in segments.items() if ids}
 
 
 class PassageCache(StoredCache):
@@ -231,11 +243,11 @@ class PassageCache(StoredCache):
         tag: str,
         *,
         labels: Sequence[str] = (),
-        observed_behind: int | None = None,
+        ranking_lead: int | None = None,
     ) -> None:
         options = CacheOptions(restore=False, tag=tag, progress=False)
         super().__init__(*prepare(model, method), storage, method, options)
-        self.passage = self._serving = PassageServing(self._serving, labels, observed_behind)
+        self.passage = self._serving = PassageServing(self._serving, labels, ranking_lead)
 
     def compute(self, passages: torch.Tensor) -> None:
         """Compute passages, int `[rows, tokens]`, and queue them for storing, or keep them in `passage.computed`."""
@@ -247,16 +259,16 @@ class PassageCache(StoredCache):
         self.store_now()
 
 
-class _Observing(Recorder):
-    """Recorder that keeps KV computed after a lead in memory, instead of making segments of it."""
+class _InMemoryRecorder(Recorder):
+    """Recorder that keeps KV computed after a lead in memory, and creates no segments."""
 
-    def behind(self, columns: int, computed: dict[int, list[KV]]) -> Recorder:
+    def after_lead(self, lead_tokens: int, computed: dict[int, list[KV]]) -> Recorder:
         """Set the lead length and the dict for the KV after it, by row and layer. Return this recorder."""
-        self._before, self._computed_rows = columns, computed
+        self._lead_tokens, self._computed_rows = lead_tokens, computed
         return self
 
     def _take_unsealed(self) -> list[PendingSegment]:
-        start = max(0, self._before - self._first)
+        start = max(0, self._lead_tokens - self._first)
         tokens = whole_tokens(self._count - start)
         if not self._in_pass and tokens > 0:
             self._come_after()
@@ -273,7 +285,7 @@ def whole_tokens(tokens: int) -> int:
     return tokens // HASH_TOKENS * HASH_TOKENS
 
 
-def batches(items: Iterable[_T], lengths: Callable[[_T], tuple[int, ...]], most_tokens: int) -> list[list[_T]]:
+def batches(items: Iterable[_T], lengths: Callable[[_T], tuple[int, ...]], max_tokens: int) -> list[list[_T]]:
     """Group items of equal lengths into batches, longest first.
 
     Batches need no padding: passages are cut to whole hashes beforehand, so that many have the same length.
@@ -281,10 +293,10 @@ def batches(items: Iterable[_T], lengths: Callable[[_T], tuple[int, ...]], most_
     Args:
         items: items to group.
         lengths: function that returns the lengths of an item; the first is the number of tokens to compute.
-        most_tokens: maximum number of tokens per batch, unless a single item has more.
+        max_tokens: maximum number of tokens per batch, unless a single item has more.
     """
-    found: list[list[_T]] = []
-    for (tokens, *_), alike in groupby(sorted(items, key=lengths, reverse=True), lengths):
-        every, rows = list(alike), max(1, most_tokens // max(1, tokens))
-        found += [every[first : first + rows] for first in range(0, len(every), rows)]
-    return found
+    grouped: list[list[_T]] = []
+    for (tokens, *_), equal in groupby(sorted(items, key=lengths, reverse=True), lengths):
+        equal_items, rows = list(equal), max(1, max_tokens // max(1, tokens))
+        grouped += [equal_items[first : first + rows] for first in range(0, len(equal_items), rows)]
+    return grouped

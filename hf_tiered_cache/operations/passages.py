@@ -65,8 +65,8 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
         )
     storage.flush()
     rows = [row for row in storage.segments() if is_passage(row.provenance)]
-    wanted = {row.id for row in rows} if ids is None else set(ids)
-    bar = tqdm([row.id for row in rows if row.id in wanted], unit="passage", desc="rank", disable=not progress)
+    requested_ids = {row.id for row in rows} if ids is None else set(ids)
+    bar = tqdm([row.id for row in rows if row.id in requested_ids], unit="passage", desc="rank", disable=not progress)
     readers = (storage.disk.reader(name) for name in bar)
     return sum(rank_one(storage, method, reader) for reader in readers if reader is not None)
 
@@ -216,13 +216,13 @@ class _Call:
         """Return the labels with the passages that are stored for them now."""
         identity = self.like.identify(closely=False)
         facts = {} if isinstance(identity, str) else identity.facts
-        found = []
+        entries = []
         for label in self.labels:
-            mine = [passage for passage in self.passages if label in passage.labels and passage.row is not None]
-            names = tuple(dict.fromkeys(passage.name for passage in mine))
-            tokens = sum(passage.stored_tokens for passage in mine)
-            found.append(Entry(self.key(label), names, tokens, facts))
-        return found
+            passages = [passage for passage in self.passages if label in passage.labels and passage.row is not None]
+            names = tuple(dict.fromkeys(passage.name for passage in passages))
+            tokens = sum(passage.stored_tokens for passage in passages)
+            entries.append(Entry(self.key(label), names, tokens, facts))
+        return entries
 
 
 def precompute_passages(
@@ -240,14 +240,14 @@ def precompute_passages(
 ) -> PrecomputeReport:
     """See `KVStore.precompute(passages=True)`."""
     storage.check_open()
-    wanted_method = passages_method(method)
-    call = _Call(PassageCache(model, storage, wanted_method, tag), input_ids, labels)
+    reuse_method = passages_method(method)
+    call = _Call(PassageCache(model, storage, reuse_method, tag), input_ids, labels)
     call.find()
-    found = [passage for passage in call.stored if passage.row is not None]
+    stored_before = [passage for passage in call.stored if passage.row is not None]
     report = PrecomputeReport(
         len(call.passages),
         tokens=sum(passage.tokens for passage in call.passages),
-        restored=sum(passage.stored_tokens for passage in found),
+        restored=sum(passage.stored_tokens for passage in stored_before),
         too_short=len(call.passages) - len(call.stored),
     )
     if report.too_short:
@@ -255,8 +255,8 @@ def precompute_passages(
             "%d of %d passages have fewer than %d tokens, so they are not stored, but computed in each prompt",
             *(report.too_short, report.prompts, HASH_TOKENS),
         )
-    compute = partial(_compute, storage, model, wanted_method, label=label, tag=tag)
-    lengths = partial(_computed, wanted_method.lead)
+    compute = partial(_compute, storage, model, reuse_method, label=label, tag=tag)
+    lengths = partial(_computed_tokens, reuse_method.lead)
     with bar_over(report.tokens, progress) as bar:
         bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.is_stored))
         for batch in batches([p for p in call.stored if p.row is None], lengths, batch_tokens):
@@ -266,11 +266,11 @@ def precompute_passages(
     call.find()
     if pin:
         storage.pin({passage.row.id for passage in call.stored if passage.row is not None})
-    _rank(storage, model, wanted_method, call.stored, tag, progress, batch_tokens)
+    _rank(storage, model, reuse_method, call.stored, tag, progress, batch_tokens)
     report = replace(report, removed=enter_documents(storage, call.entries()))
     if call.labels:  # a found passage may have been deleted with another label in the meantime
         call.find()
-        for batch in batches([p for p in found if p.row is None], lengths, batch_tokens):
+        for batch in batches([p for p in stored_before if p.row is None], lengths, batch_tokens):
             report = replace(report, stored=report.stored + compute(batch))
     storage.flush()
     return report
@@ -305,18 +305,18 @@ def _rank(
     batch_tokens: int,
 ) -> None:
     """Rank stored passages that lack the method's ranking. Parts of a longer segment keep its ranking."""
-    wanted = [one for one in passages if _lacks_ranking(storage, method, one)]
+    unranked = [passage for passage in passages if _lacks_ranking(storage, method, passage)]
     if not method.ranks_in_context:
-        for passage in wanted:
+        for passage in unranked:
             rank_one(storage, method, passage.reader(storage))
         return
-    with bar_over(sum(passage.stored_tokens for passage in wanted), progress and bool(wanted), "rank") as bar:
-        for batch in batches(wanted, partial(_computed, method.ranked_behind), batch_tokens):
-            other = PassageCache(model, storage, method, tag, observed_behind=method.ranked_behind)
-            other.compute(torch.stack([passage.ids[: passage.stored_tokens] for passage in batch]))
+    with bar_over(sum(passage.stored_tokens for passage in unranked), progress and bool(unranked), "rank") as bar:
+        for batch in batches(unranked, partial(_computed_tokens, method.ranked_behind), batch_tokens):
+            cache = PassageCache(model, storage, method, tag, ranking_lead=method.ranked_behind)
+            cache.compute(torch.stack([passage.ids[: passage.stored_tokens] for passage in batch]))
             for row, passage in enumerate(batch):
-                if row in other.passage.computed:
-                    rank_one(storage, method, passage.reader(storage), other.passage.computed.pop(row))
+                if row in cache.passage.computed:
+                    rank_one(storage, method, passage.reader(storage), cache.passage.computed.pop(row))
             bar.update(sum(passage.stored_tokens for passage in batch))
 
 
@@ -324,11 +324,11 @@ def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> boo
     reader = passage.reader(storage)
     if not method.ranked_by or reader is None or reader.shape.tokens != passage.stored_tokens:
         return False
-    moves = reader.shape.layout.position_independent or not method.ranks_in_context
-    return moves and method.ranked_by not in storage.rankings.of(reader)
+    is_rankable = reader.shape.layout.position_independent or not method.ranks_in_context
+    return is_rankable and method.ranked_by not in storage.rankings.of(reader)
 
 
-def _computed(lead: int, passage: _Passage) -> tuple[int]:
+def _computed_tokens(lead: int, passage: _Passage) -> tuple[int]:
     """Return the number of tokens computed for a passage, lead included, as a tuple."""
     return (lead + len(passage.ids),)
 

@@ -1,4 +1,4 @@
-"""Filling a store ahead of time, and look-up and loading of what it holds of a prompt, without computing."""
+"""Precompute prompts into a store, look up how much of a prompt is stored, and load it into memory."""
 
 from __future__ import annotations
 
@@ -80,26 +80,32 @@ def precompute(
 ) -> PrecomputeReport:
     """See `KVStore.precompute`."""
     storage.check_open()
-    prompts, theirs = as_prompts(input_ids), make_method(method)
-    by = theirs  # with KV that other look-ups do not find
-    if not theirs.records_approximations:
-        by = Exact(geometry=theirs.geometry, codec=theirs.codec, recompute=0.0, decline=False)
-    filled: list[tuple[int, RequestStats]] = []
+    prompts, requested_method = as_prompts(input_ids), make_method(method)
+    storing_method = requested_method  # approximate KV has a provenance of its own
+    if not requested_method.records_approximations:
+        storing_method = Exact(
+            geometry=requested_method.geometry, codec=requested_method.codec, recompute=0.0, decline=False
+        )
+    results: list[tuple[int, RequestStats]] = []
     with bar_over(sum(map(len, prompts)), progress) as bar:
         for prompt in prompts:
-            cache = StoredCache.over(model, storage, by, CacheOptions(label=label, tag=tag))
+            cache = StoredCache.over(model, storage, storing_method, CacheOptions(label=label, tag=tag))
             fill(storage, cache, prompt, pin, _chunk_tokens(cache), bar.update)
-            filled.append((len(prompt), cache.stats))
-    storage.flush()  # a write that fails is taken back from the statistics
+            results.append((len(prompt), cache.stats))
+    storage.flush()  # a failed write is subtracted from the statistics
     report = PrecomputeReport(
         len(prompts),
-        sum(tokens for tokens, _ in filled),
-        sum(stats.tokens_restored for _, stats in filled),
-        sum(stats.tokens_stored for _, stats in filled),
+        sum(tokens for tokens, _ in results),
+        sum(stats.tokens_restored for _, stats in results),
+        sum(stats.tokens_stored for _, stats in results),
     )
-    if isinstance(theirs, BudgetMethod) and theirs.selects and theirs.selector().index is not None:
+    if (
+        isinstance(requested_method, BudgetMethod)
+        and requested_method.selects
+        and requested_method.selector().index is not None
+    ):
         for prompt in prompts:
-            _index(storage, model, theirs, prompt, tag)
+            _index(storage, model, requested_method, prompt, tag)
         storage.flush()
     return report
 
@@ -118,7 +124,7 @@ def fill(
     prompt: torch.Tensor,
     pin: bool,
     chunk_tokens: int | None = None,
-    done: Callable[[int], object] = lambda tokens: None,
+    on_progress: Callable[[int], object] = lambda tokens: None,
 ) -> None:
     """Compute a prompt, and store its new KV.
 
@@ -128,13 +134,13 @@ def fill(
         prompt: int `[tokens]`.
         pin: whether to protect the prompt's segments from eviction.
         chunk_tokens: number of tokens per pass; None for one pass.
-        done: function called after each pass with its number of tokens.
+        on_progress: function called after each pass with its number of tokens.
     """
     ids = prompt.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]; `model.device` is `meta` if offloaded
     with torch.no_grad():
         for chunk in ids.split(chunk_tokens or len(prompt), dim=1):
             cache.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            done(chunk.shape[1])
+            on_progress(chunk.shape[1])
     segments = cache.store_now()
     if pin:
         storage.writer.flush()
@@ -173,8 +179,8 @@ class Lookup:
         return asdict(self)
 
     def __str__(self) -> str:
-        where = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in self.bytes.items() if size)
-        return f"{self.stored} of {self.tokens} tokens stored" + (f": {where}" if where else f"; {self.reason}")
+        sizes = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in self.bytes.items() if size)
+        return f"{self.stored} of {self.tokens} tokens stored" + (f": {sizes}" if sizes else f"; {self.reason}")
 
 
 def lookup(storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str) -> Lookup:
@@ -196,14 +202,14 @@ def warm(
             # without a device budget, load blocks only to the host
             device = prompt.device_of(unit) if storage.residency.device_budget else torch.device("cpu")
             request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
-            lease = storage.residency.fetch([request], device, collector, ahead=True)
+            handle = storage.residency.fetch([request], device, collector, ahead=True)
             try:
-                lease.wait()
-                lease.confirm()
+                handle.wait()
+                handle.confirm()
             except Exception as error:  # an unreadable block counts as a miss of the next request
                 storage.disk.report(unit.reader.id, error)
             finally:
-                lease.release()
+                handle.release()
             bar.update(unit.nbytes)
     return prompt.describe()
 
@@ -225,8 +231,8 @@ class _Prompt:
         self.units: list[PlanUnit] = []
         if plan is not None:
             self._restored = plan.restored_tokens
-            every = replace(plan, budget_tokens=None)  # with a token budget, any block may be requested
-            self.units = units_of(every)
+            full_plan = replace(plan, budget_tokens=None)  # with a token budget, any block may be requested
+            self.units = units_of(full_plan)
 
     def device_of(self, unit: PlanUnit) -> torch.device:
         return self._attachment.device_of(unit.block_group.layers[0])

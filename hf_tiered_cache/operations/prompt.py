@@ -26,8 +26,8 @@ class Passage:
 
         To store them: `KVStore.precompute(model, [passage.ids(tokenizer), ...], passages=True)`.
         """
-        found = tokenizer(self.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return torch.tensor(found, dtype=torch.int64)
+        token_ids = tokenizer(self.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return torch.tensor(token_ids, dtype=torch.int64)
 
 
 Part = str | Passage
@@ -80,25 +80,25 @@ def build_prompt(
     """
     if isinstance(parts, str | Passage) or not parts:
         raise ConfigError("parts must be a list of texts and passages, or of chat messages")
-    talk = isinstance(parts[0], Mapping)
-    if chat_template or (chat_template is None and talk):
-        messages = parts if talk else [{"role": "user", "content": list(parts)}]
+    is_chat = isinstance(parts[0], Mapping)
+    if chat_template or (chat_template is None and is_chat):
+        messages = parts if is_chat else [{"role": "user", "content": list(parts)}]
         template = chat_template if isinstance(chat_template, str) else None
-        pieces = _templated(tokenizer, cast("Sequence[Mapping[str, Any]]", messages), template, options)
+        pieces = _apply_template(tokenizer, cast("Sequence[Mapping[str, Any]]", messages), template, options)
         ids = torch.empty(0, dtype=torch.int64)  # the template adds the special tokens
-    elif talk or options:
+    elif is_chat or options:
         raise ConfigError("messages and options require a chat template; leave chat_template at its default")
     else:
         pieces = list(_checked(parts))
-        ids = torch.tensor(_in_front(tokenizer), dtype=torch.int64)
+        ids = torch.tensor(_leading_tokens(tokenizer), dtype=torch.int64)
     spans = []
     for piece in _joined(pieces):
         if isinstance(piece, Passage):
-            new = piece.ids(tokenizer)
-            spans.append((len(ids), len(ids) + len(new)))
+            part_ids = piece.ids(tokenizer)
+            spans.append((len(ids), len(ids) + len(part_ids)))
         else:
-            new = torch.tensor(tokenizer(piece, add_special_tokens=False)["input_ids"], dtype=torch.int64)
-        ids = torch.cat([ids, new])
+            part_ids = torch.tensor(tokenizer(piece, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        ids = torch.cat([ids, part_ids])
     if not len(ids):
         raise ConfigError("the prompt has no tokens")
     return Prompt(ids.unsqueeze(0), tuple(spans))
@@ -126,16 +126,16 @@ def _joined(pieces: Sequence[Part]) -> Iterator[Part]:
         yield text
 
 
-def _in_front(tokenizer: Any) -> list[int]:
+def _leading_tokens(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer puts before a text."""
     text = "a"
-    alone = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found: list[int] = tokenizer(text)["input_ids"]
-    starts = range(len(found) - len(alone) + 1)
-    return next((found[:at] for at in starts if found[at : at + len(alone)] == alone), [])
+    text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    token_ids: list[int] = tokenizer(text)["input_ids"]
+    starts = range(len(token_ids) - len(text_ids) + 1)
+    return next((token_ids[:start] for start in starts if token_ids[start : start + len(text_ids)] == text_ids), [])
 
 
-def _templated(
+def _apply_template(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None, options: Mapping[str, Any]
 ) -> list[Part]:
     """Apply the template to messages, and return its text with the passages in place.
@@ -145,24 +145,24 @@ def _templated(
     if template is None and not tokenizer.chat_template:
         raise ConfigError("the tokenizer has no chat template; pass a Jinja template as chat_template=, or False")
     passages: list[Passage] = []
-    told = []
+    rendered = []
     for message in messages:
         content = message["content"]
-        whole = ""
+        rendered_text = ""
         for part in _checked([content] if isinstance(content, str) else content):
-            whole += part if isinstance(part, str) else _mark(len(passages))
+            rendered_text += part if isinstance(part, str) else _mark(len(passages))
             passages += [part] if isinstance(part, Passage) else []
-        told.append({**message, "content": whole})
+        rendered.append({**message, "content": rendered_text})
     settings = {"add_generation_prompt": True, **options, "tokenize": False, "chat_template": template}
-    text = str(tokenizer.apply_chat_template(told, **settings))
+    text = str(tokenizer.apply_chat_template(rendered, **settings))
     pieces: list[Part] = []
     for number, passage in enumerate(passages):
-        before, found, text = text.partition(_mark(number))
-        if not found or _mark(number) in text:
+        text_before, mark, text = text.partition(_mark(number))
+        if not mark or _mark(number) in text:
             raise ConfigError(
                 f"the chat template does not render passage {number} exactly once and in order; use another template"
             )
-        pieces += [before, passage]
+        pieces += [text_before, passage]
     return [*pieces, text]
 
 

@@ -50,8 +50,8 @@ def calibrate_quality(
 ) -> list[QualityFinding]:
     """Measure the quality loss of methods at several budgets, and store the findings for this model.
 
-    The last tokens of each text form its questions, and the others its prefix. Each question is 32 tokens longer than
-    the one before. The prediction after each question is compared with the prediction of full KV (KL divergence).
+    The last tokens of each text form its questions, and the other tokens are its prefix. Each question is 32 tokens
+    longer than the previous one. The prediction after each question is compared with that of full KV (KL divergence).
 
     Args:
         storage: Store that keeps the findings.
@@ -70,42 +70,45 @@ def calibrate_quality(
         ConfigError: A method has no budget, a budget is not in (0, 1), or a text is too short.
     """
     storage.check_open()
-    chosen: list[BudgetMethod] = []
+    budget_methods: list[BudgetMethod] = []
     for method in map(make_method, methods):
         if not isinstance(method, BudgetMethod):
             raise ConfigError(f"{describe_method(method)} has no budget to choose, unlike {', '.join(METHODS)}")
-        chosen.append(method.coded(storage.codec))
+        budget_methods.append(method.coded(storage.codec))
     if not budgets or not all(0 < budget < 1 for budget in budgets):
         raise ConfigError(f"budgets must be shares of a prefix above 0 and below 1, not {budgets!r}")
     prompts = as_prompts(input_ids)
-    asked = questions * QUESTION_TOKENS
+    question_tokens = questions * QUESTION_TOKENS
     shortest = min(map(len, prompts), default=0)
-    if questions < 1 or shortest < asked + _LEAST_PREFIX:
+    if questions < 1 or shortest < question_tokens + _LEAST_PREFIX:
         raise ConfigError(
-            f"a text of {shortest} tokens is too short: {questions} questions need its last {asked} tokens, after a "
-            f"prefix of at least {_LEAST_PREFIX}"
+            f"a text of {shortest} tokens is too short: {questions} questions need its last {question_tokens} tokens, "
+            f"after a prefix of at least {_LEAST_PREFIX}"
         )
-    settings = [replace(method, budget=budget, quality=None) for method in chosen for budget in sorted(budgets)]
+    settings = [replace(method, budget=budget, quality=None) for method in budget_methods for budget in sorted(budgets)]
     total = len(prompts) * questions * (1 + len(settings))
     findings = []
     with tqdm(total=total, desc="quality", unit="question", disable=not progress) as bar:
-        full = [one.log_probs for one in _answers(scratch, model, prompts, Exact(), questions, bar.update)]
+        full = [answer.log_probs for answer in _answers(scratch, model, prompts, Exact(), questions, bar.update)]
         for method in settings:
-            found = list(_answers(scratch, model, prompts, method, questions, bar.update))
+            answers = list(_answers(scratch, model, prompts, method, questions, bar.update))
             losses = [
-                float((known.exp() * (known - one.log_probs)).sum().clamp(min=0))
-                for known, one in zip(full, found, strict=True)
+                float((full_log_probs.exp() * (full_log_probs - answer.log_probs)).sum().clamp(min=0))
+                for full_log_probs, answer in zip(full, answers, strict=True)
             ]
-            same = [bool(known.argmax() == one.log_probs.argmax()) for known, one in zip(full, found, strict=True)]
+            agreements = [
+                bool(full_log_probs.argmax() == answer.log_probs.argmax())
+                for full_log_probs, answer in zip(full, answers, strict=True)
+            ]
             findings.append(
                 QualityFinding(
                     method=describe_method(method.as_measured),
                     budget=method.budget,
                     losses=[round(loss, 6) for loss in losses],
-                    agreement=sum(same) / len(same),
-                    brought=sum(one.brought for one in found) / len(found),
-                    index=max(one.indexed for one in found),
-                    seconds=sorted(one.seconds for one in found)[len(found) // 2],
+                    agreement=sum(agreements) / len(agreements),
+                    brought=sum(answer.brought for answer in answers) / len(answers),
+                    index=max(answer.indexed for answer in answers),
+                    seconds=sorted(answer.seconds for answer in answers)[len(answers) // 2],
                 )
             )
     keep_quality(storage, Fingerprinter(attach(model).model)(), findings)
@@ -134,9 +137,9 @@ def _answers(
     prompts: Sequence[torch.Tensor],
     method: Method,
     questions: int,
-    done: Callable[[], object],
+    on_answer: Callable[[], object],
 ) -> Iterator[_Answer]:
-    """Yield the predictions after all questions of all texts, with one method."""
+    """Yield the predictions of one method after all questions of all texts."""
     device = attach(model).device_of(0)
     with scratch(method) as storage:
         for ids in prompts:
@@ -155,7 +158,7 @@ def _answers(
                 yield _Answer(log_probs, brought, stats.index_bytes / kv, seconds)
                 del cache
                 storage.flush()  # the next question finds the token statistics stored, as in normal use
-                done()
+                on_answer()
 
 
 def _token_bytes(storage: Storage) -> int:

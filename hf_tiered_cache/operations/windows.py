@@ -67,13 +67,13 @@ def profile_windows(
             too short.
     """
     storage.check_open()
-    chooses = KVDrive() if method is None else make_method(method)
-    if not isinstance(chooses, KVDrive) or not chooses.selects:
-        raise ConfigError(f"window sizes are measured for KVDrive with a budget below 1, not for {chooses}")
-    if not sizes[0] <= (window := chooses.window_multiple) <= sizes[-1]:
+    kv_drive = KVDrive() if method is None else make_method(method)
+    if not isinstance(kv_drive, KVDrive) or not kv_drive.selects:
+        raise ConfigError(f"window sizes are measured for KVDrive with a budget below 1, not for {kv_drive}")
+    if not sizes[0] <= (window := kv_drive.window_multiple) <= sizes[-1]:
         raise ConfigError(f"windows of {sizes[0]} to {sizes[-1]} times the budget can be measured, not {window:g}")
     fingerprint = Fingerprinter(attach(model).model)()
-    chooses = replace(chooses.with_measured_budget(partial(quality_budget, storage, fingerprint)), quality=None)
+    kv_drive = replace(kv_drive.with_measured_budget(partial(quality_budget, storage, fingerprint)), quality=None)
     prompts = as_prompts(input_ids)
     shortest = min(map(len, prompts), default=0)
     if steps < 2 or shortest < steps + _LEAST_CONTEXT:
@@ -82,26 +82,26 @@ def profile_windows(
         storage,
         model,
         [ids[:-steps] for ids in prompts],
-        method=chooses,
+        method=kv_drive,
         progress=progress,
         pin=False,
         label="",
         tag="",
     )
-    widest = replace(chooses, window=sizes[-1], window_sizes="uniform")  # reads least, and selects the same
+    widest = replace(kv_drive, window=sizes[-1], window_sizes="uniform")  # reads least, and selects the same
     rates, columns = [], []
     timed = min(steps, _TIMED)
     total = steps * len(prompts) + timed * len(sizes) * _ROUNDS
     with tqdm(total=total, desc="profile", unit="tok", disable=not progress) as bar:
         for ids in prompts:
-            trace, entry_bytes = decode(storage, model, ids, widest, steps, done=bar.update)
+            trace, entry_bytes = decode(storage, model, ids, widest, steps, on_token=bar.update)
             pools, count = trace.pools(), trace.num_columns
-            found = measure(pools, count, 1, chooses.eviction, sizes, skip=1 + steps // 8)
-            rates.append(found.benefits / count)
+            window_rates = measure(pools, count, 1, kv_drive.eviction, sizes, skip=1 + steps // 8)
+            rates.append(window_rates.benefits / count)
             columns.append(count)
         longest = max(prompts, key=len)
         end = len(longest) - steps + timed
-        seconds = time_windows(storage, model, longest[:end], chooses, timed, sizes, done=bar.update)
+        seconds = time_windows(storage, model, longest[:end], kv_drive, timed, sizes, on_token=bar.update)
     mean = np.average(rates, axis=0, weights=columns)  # [layers, heads, sizes]
     findings = WindowFindings(
         layers=trace.layers,
@@ -112,7 +112,7 @@ def profile_windows(
         steps=steps * len(prompts),
         seconds=seconds,
     )
-    keep_windows(storage, fingerprint, chooses.profile_name, findings)
+    keep_windows(storage, fingerprint, kv_drive.profile_name, findings)
     return findings
 
 
@@ -124,7 +124,7 @@ def decode(
     steps: int,
     *,
     pool: float | None = None,
-    done: Callable[[], object] = lambda: None,
+    on_token: Callable[[], object] = lambda: None,
 ) -> tuple[Trace, int]:
     """Decode the last tokens of a text one by one after a stored context, and trace the candidates.
 
@@ -135,7 +135,7 @@ def decode(
         method: Method to trace.
         steps: Number of tokens to decode.
         pool: Number of ranked candidates per selected chunk; None for the default of `ByIndex`.
-        done: Called after each decoded token.
+        on_token: Called after each decoded token.
 
     Returns:
         The candidates of each step and layer, and the number of bytes of one selected entry, keys and values.
@@ -144,8 +144,8 @@ def decode(
         ConfigError: The context is not stored, or the budget covers all of it.
     """
     trace = Trace()
-    same = {field.name: getattr(method, field.name) for field in fields(KVDrive) if field.init}
-    traced = TracedKVDrive(**same, trace=trace, pool=pool)
+    settings = {field.name: getattr(method, field.name) for field in fields(KVDrive) if field.init}
+    traced = TracedKVDrive(**settings, trace=trace, pool=pool)
     cache = StoredCache.over(model, storage, traced, CacheOptions(record=False))
     row = ids.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]
     with torch.no_grad():
@@ -155,7 +155,7 @@ def decode(
             raise ConfigError(f"nothing was selected from a context of {len(ids) - steps} tokens: {reason}")
         for token in row[:, -steps:].split(1, dim=1):
             cache.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            done()
+            on_token()
     source = next(source for source in kv_sources(cache.layers) if source.index == trace.layers[0])
     assert source.keys is not None and source.values is not None
     token_bytes = (source.keys.shape[3] + source.values.shape[3]) * source.keys.element_size()
@@ -170,12 +170,12 @@ def time_windows(
     steps: int,
     sizes: Sequence[float],
     *,
-    done: Callable[[], object] = lambda: None,
+    on_token: Callable[[], object] = lambda: None,
 ) -> tuple[float, ...]:
     """Return the median seconds per decoded token with windows of each size.
 
-    Each size decodes the same tokens once per round. They have been decoded before, so memory already holds as many of
-    their blocks as fit, and no size finds more there than another.
+    Each size decodes the same tokens once per round. The tokens were decoded before, so that memory holds the same
+    blocks for each size.
 
     Args:
         storage: Store that holds the context.
@@ -184,9 +184,9 @@ def time_windows(
         method: Method to time.
         steps: Number of tokens to decode.
         sizes: Window sizes, the same for all heads.
-        done: Called after each decoded token.
+        on_token: Called after each decoded token.
     """
-    took: dict[float, list[float]] = {size: [] for size in sizes}
+    durations: dict[float, list[float]] = {size: [] for size in sizes}
     for number in range(_ROUNDS):
         for size in list(sizes)[:: -1 if number % 2 else 1]:
             uniform = replace(method, window=size, window_sizes="uniform")
@@ -198,9 +198,9 @@ def time_windows(
                     started = time.perf_counter()
                     logits = cache.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)[0]
                     logits.flatten()[0].item()  # synchronizes with the device
-                    took[size].append(time.perf_counter() - started)
-                    done()
-    return tuple(statistics.median(some) for some in took.values())
+                    durations[size].append(time.perf_counter() - started)
+                    on_token()
+    return tuple(statistics.median(seconds) for seconds in durations.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -363,7 +363,7 @@ def test_windows_are_timed_in_turns(model, windows, profiled, monkeypatch):
 
     monkeypatch.setattr(WindowDecodeSelector, "row", row)
     took = profiling.time_windows(
-        store._storage, model, prompt(464)[0, :432], METHOD, 16, (1, 2, 4), done=lambda: decoded.append(1)
+        store._storage, model, prompt(464)[0, :432], METHOD, 16, (1, 2, 4), on_token=lambda: decoded.append(1)
     )
     assert asked == [1, 2, 4, 4, 2, 1] and len(decoded) == 6 * 16 and min(took) > 0
 
