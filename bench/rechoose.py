@@ -29,7 +29,7 @@ from hf_tiered_cache.methods import ContiguousKV
 SUFFIX = 32
 AIM = 1.05
 WAYS: dict[str, dict[str, Any]] = {
-    "once": {"rechoose": False},
+    "once": {"reselect": False},
     "each token": {},
     "whatever it gains": {"gain": 0},
 }

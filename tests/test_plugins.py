@@ -216,7 +216,7 @@ class ByFaulty(BudgetMethod):
     """Selects by it."""
 
     make: object = None
-    rechoose: bool = False
+    reselect: bool = False
     tokens: object = None
     kinds: frozenset = PREFETCHED
 
@@ -362,7 +362,7 @@ def test_fewer_tokens_than_decoding_holds_are_refused(model, store):
         return np.arange(count - (len(counts) > model.config.num_hidden_layers))[None]
 
     with pytest.raises(ConfigError, match="selected 47 tokens, but 48 were requested"):
-        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=fewer, rechoose=True))
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=fewer, reselect=True))
 
 
 # --- the page for authors of plug-ins

@@ -91,7 +91,7 @@ def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids)
         for again in (False, True):
-            stats = asked(model, store, ids, replace(METHOD, rechoose=again, gain=0))[0]
+            stats = asked(model, store, ids, replace(METHOD, reselect=again, gain=0))[0]
             assert purposes(stats) == from_disk(stats)
             found[again] = stats.bytes_brought
     assert found[1] > found[0]

@@ -49,9 +49,9 @@ class ChunkMeanIndex(DecodeIndex):
     @classmethod
     def build(cls, keys: torch.Tensor, chunk_tokens: int = 8, outliers: int = 48) -> Self:
         parts = []
-        for some in head_slices(keys):
-            means = mean_keys(keys[some], chunk_tokens)
-            cut = cut_in_chunks(keys[some], chunk_tokens).float()
+        for heads in head_slices(keys):
+            means = mean_keys(keys[heads], chunk_tokens)
+            cut = cut_in_chunks(keys[heads], chunk_tokens).float()
             cosines = torch.cosine_similarity(cut, means[:, :, None], dim=-1).amin(2)  # [some, chunks]
             lowest = best_first(-cosines, min(outliers, means.shape[1]))
             parts.append((means.to(keys.dtype), lowest.int(), cosines.gather(1, lowest)))
@@ -67,12 +67,12 @@ class ChunkMeanIndex(DecodeIndex):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         firsts = accumulate((index.chunks for index in indexes), initial=0)
         outliers = side_by_side([index.outliers + first for index, first in zip(indexes, firsts, strict=False)]).long()
-        most = min(max(index.outliers.shape[1] for index in indexes), count // 4)
-        lowest = best_first(-side_by_side([index.cosines for index in indexes]), most)
+        num_outliers = min(max(index.outliers.shape[1] for index in indexes), count // 4)
+        lowest = best_first(-side_by_side([index.cosines for index in indexes]), num_outliers)
         always = outliers.gather(1, lowest)  # [kv_heads, outliers]
         absent = torch.zeros(len(always), sum(index.chunks for index in indexes), dtype=torch.bool, device=query.device)
         absent.scatter_(1, always, True)
         weights, _ = log_attention(query, [index.means for index in indexes], scaling, absent, group_max=True)
-        some = best_first(weights, count - most)
+        ranked = best_first(weights, count - num_outliers)
         first = torch.full_like(lowest, torch.inf, dtype=torch.float32)
-        return torch.cat([always, some], 1), torch.cat([first, weights.gather(1, some).exp_()], 1)
+        return torch.cat([always, ranked], 1), torch.cat([first, weights.gather(1, ranked).exp_()], 1)

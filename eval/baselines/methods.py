@@ -74,12 +74,12 @@ class H2O(BudgetMethod):
         budget: Share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
         quality: See `BudgetMethod`.
         policy: Eviction policy that it is compared under, "lru" or "lfu".
-        rechoose: Whether each decoded token reselects, for which the keys stay in memory. If not, one selection serves
+        reselect: Whether each decoded token reselects, for which the keys stay in memory. If not, one selection serves
             a prompt and its answer, as in the comparisons of ContiguousKV and IMPRESS.
     """
 
     geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))
-    rechoose: bool = False
+    reselect: bool = False
     policy: Literal["lru", "lfu"] = "lfu"
 
     def __post_init__(self) -> None:
@@ -116,6 +116,6 @@ class MiniCache(Krul):
     def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         kinds = idle.readers[0].shape.layout.layers
         full = [layer for layer, kind in enumerate(kinds) if kind is not None and not kind.window]
-        wanted = round(self.layers_shared * len(full) / 2)
+        num_pairs = round(self.layers_shared * len(full) / 2)
         deepest = list(zip(full[::-1][1::2], full[::-1][::2], strict=False))
-        return tuple(sorted(deepest[:wanted]))
+        return tuple(sorted(deepest[:num_pairs]))

@@ -200,7 +200,7 @@ class Serving:
         else:
             if isinstance(self.method, BudgetMethod):
                 for geometry in {reader.shape.geometry for reader in plan.readers}:
-                    if said := self.method.misfit(geometry):
+                    if said := self.method.geometry_warning(geometry):
                         self.store.disk.warn(said, said)
             only = partial(request.only, base=plan.base, pads=pads, suffix=plan.suffix is not None)
             kind = RestoringForward if plan.under_way is None else SettlingForward

@@ -208,7 +208,7 @@ class RestoringForward(ForwardPass):
                 IndexSidecars(store.disk, store.writer.later),
                 method.prefetches,
                 store.rewriter.importance if method.reorder else None,
-                method.rechoose,
+                method.reselect,
                 method.observed,
                 type(method).__name__,
             )

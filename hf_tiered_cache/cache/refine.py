@@ -82,7 +82,7 @@ class SettlingForward(RestoringForward):
         with self.collector.timing("select_seconds"):
             attention = None if self._attention is None else self._attention.result()
             (moved,) = to_host(self._moved)
-            chosen = self.method.go_on(self._deferred, layer, plan.computed[layer], moved, attention)
+            chosen = self.method.narrow(self._deferred, layer, plan.computed[layer], moved, attention)
         plan = replace(plan, computed=plan.computed[:first] + (chosen,) * (len(plan.computed) - first))
         self.plan = self.prefetch.plan = plan
         self._columns.clear()  # keyed by arrays of the old plan
@@ -97,7 +97,7 @@ class SettlingForward(RestoringForward):
         return layer in self._to_compare
 
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
-        self._moved = self.method.moved(stored, computed)
+        self._moved = self.method.kv_deviation(stored, computed)
         if self._peeking != layer:
             self._go_on(layer, first=layer + 1)
 

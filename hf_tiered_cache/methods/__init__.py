@@ -136,7 +136,7 @@ def make_method(method: Method | str | None) -> Method:
             advice = suggest(key, fields_by_name, f"its options are: {', '.join(fields_by_name)}")
             raise ConfigError(f"{name} has no option {key!r}{advice}")
         try:
-            settings[key] = _read(text, fields_by_name[key])
+            settings[key] = _parse_value(text, fields_by_name[key])
         except (KeyError, ValueError):
             kind_of_option = fields_by_name[key].type
             raise ConfigError(f"{key} of {name} must be of type {kind_of_option}, not {with_type(text)}") from None
@@ -151,7 +151,7 @@ def describe_method(method: Method) -> str:
     return ":".join([name, *(f"{option.name}={value}" for option, value in values if value != option.default)])
 
 
-def _read(text: str, option: Field) -> Any:
+def _parse_value(text: str, option: Field) -> Any:
     kind: Callable[[str], Any] = type(option.default)
     annotation = str(option.type)
     first = annotation.partition(" ")[0]

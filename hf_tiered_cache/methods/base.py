@@ -72,7 +72,7 @@ class Method(ABC):
         """Name of the way this method computes KV, stored with it. Exact look-ups find exact KV only."""
         return coded_provenance(EXACT, self.geometry.codec)
 
-    @cached_property  # asked at every token
+    @cached_property  # read at every decoded token
     def records_approximations(self) -> bool:
         """True if KV computed after approximate KV is stored, under a provenance that exact look-ups do not find."""
         return self.provenance != coded_provenance(EXACT, self.geometry.codec)

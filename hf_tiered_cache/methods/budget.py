@@ -48,7 +48,7 @@ class BudgetMethod(Method):
     reorder_every = 4
     """Number of prompts before the first reordering; the number doubles each time."""
 
-    rechoose = False
+    reselect = False
     """True if each decoded token reselects what it attends to. If not, the selection for the prompt is kept."""
 
     prefill_tokens = 0
@@ -93,7 +93,7 @@ class BudgetMethod(Method):
         """Return whether `tokens` computed prompt tokens attend to the whole prefix, of which the budget then stays."""
         return 0 < self.exact_from <= tokens
 
-    def misfit(self, geometry: Geometry) -> str:
+    def geometry_warning(self, geometry: Geometry) -> str:
         """Return why more is read of segments of a geometry than is attended to, and the remedy, or ""."""
         if not self.selects or replace(geometry, codec=self.geometry.codec) == self.geometry:
             return ""
@@ -136,7 +136,9 @@ class BudgetMethod(Method):
         return replace(self, budget=UNMEASURED_BUDGET if budget is None else budget)
 
 
-def check_share(name: str, of: str, share: float) -> None:
+def check_share(name: str, quantity: str, share: float) -> None:
     """Raise ConfigError if `share` is not a number above 0 and at most 1."""
     if not is_number(share) or not 0 < share <= 1:
-        raise ConfigError(f"{name} must be a share of {of}, a float above 0 and at most 1, not {with_type(share)}")
+        raise ConfigError(
+            f"{name} must be a share of {quantity}, a float above 0 and at most 1, not {with_type(share)}"
+        )

@@ -90,6 +90,6 @@ class CacheBlend(Passages):
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         return [np.empty(0, np.int64)] * len(passages)
 
-    def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
+    def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """See `Passages`. Only values are compared."""
         return (stored[1].float() - computed[1].float()).square().sum((1, 3))

@@ -92,21 +92,21 @@ class CacheTune(Passages):
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         if self.recompute != "auto":
             return self
-        found = ratio()
-        if found is None:
+        measured_ratio = ratio()
+        if measured_ratio is None:
             logger.warning(
                 'CacheTune(recompute="auto"): nothing was measured for this model on this device, so %s is used; run '
                 "`hf-tiered-cache calibrate`, or call KVStore.calibrate(model)",
                 LOWEST,
             )
-        return replace(self, recompute=LOWEST if found is None else found)
+        return replace(self, recompute=LOWEST if measured_ratio is None else measured_ratio)
 
     # --- tokens to compute
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
         """See `Passages`."""
-        at, (_, few) = self._narrow_at(layers), self._shares(layers)
-        return ((at, few),) if self.widen > 1 and 0 < self._share < 1 and at < layers else ()
+        layer, (_, share) = self._narrow_at(layers), self._shares(layers)
+        return ((layer, share),) if self.widen > 1 and 0 < self._share < 1 and layer < layers else ()
 
     def _narrow_at(self, layers: int) -> int:
         return min(_NARROW_AT, max(1, 3 * layers // 8)) if self.narrow_at is None else self.narrow_at
@@ -118,17 +118,17 @@ class CacheTune(Passages):
 
     def _shares(self, layers: int) -> tuple[float, float]:
         """Return the shares of tokens that are computed before `narrow_at`, and from there on."""
-        if (at := self._narrow_at(layers)) >= layers:
+        if (layer := self._narrow_at(layers)) >= layers:
             return self._share, self._share
-        return narrowed_shares(self._share, self.widen, at, layers)
+        return narrowed_shares(self._share, self.widen, layer, layers)
 
     def under_way(self, context: PlanContext) -> UnderWay | None:
         """See `Passages`."""
         under_way = super().under_way(context)
         if under_way is None:
             return None
-        most = _LONGEST_QUESTION if self.question is None else self.question
-        return replace(under_way, question_tokens=question_tokens(context, most))
+        max_tokens = _LONGEST_QUESTION if self.question is None else self.question
+        return replace(under_way, question_tokens=question_tokens(context, max_tokens))
 
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         if not passages:
@@ -138,16 +138,21 @@ class CacheTune(Passages):
         together = self.across and self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
         pools = [np.concatenate(importance)] if together else importance
         share = self._shares(len(passages[0].reader.shape.layout.layers))[0]
-        kept = np.concatenate([_least(pool, share) for pool in pools])
-        return [np.flatnonzero(part) for part in np.split(kept, np.cumsum([len(each) for each in importance[:-1]]))]
+        is_reused = np.concatenate([_least_important(pool, share) for pool in pools])
+        return [
+            np.flatnonzero(part) for part in np.split(is_reused, np.cumsum([len(scores) for scores in importance[:-1]]))
+        ]
 
-    def asked_for(self, attention: np.ndarray, mean: float) -> np.ndarray:
+    def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
         """See `Passages`."""
         return attention / max(mean, _SMALL) + self.floor
 
-    def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
+    def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """See `Passages`. The deviation is relative to the stored KV; keys and values count equally."""
-        keys, values = (_distance(old, new) for old, new in zip(stored, computed, strict=True))
+        keys, values = (
+            _distance(stored_tensor, computed_tensor)
+            for stored_tensor, computed_tensor in zip(stored, computed, strict=True)
+        )
         return (keys + values).sqrt()
 
 
@@ -157,11 +162,11 @@ _NARROW_AT = 6
 _SMALL = 1e-30
 
 
-def _least(importance: np.ndarray, share: float) -> np.ndarray:
+def _least_important(importance: np.ndarray, share: float) -> np.ndarray:
     """Return which tokens are not in the `share` of most important ones, bool `[tokens]`; the first tokens win ties."""
-    least = np.ones(len(importance), bool)
-    least[np.argsort(-importance, kind="stable")[: count_of(share, len(importance))]] = False
-    return least
+    is_least = np.ones(len(importance), bool)
+    is_least[np.argsort(-importance, kind="stable")[: count_of(share, len(importance))]] = False
+    return is_least
 
 
 def _distance(stored: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class ContiguousKV(BudgetMethod):
         probe_heads: Number of KV heads for `identify="probe_heads"`.
         solo_layers: Number of leading layers that each select for themselves, with their own blocks, before the periods
             begin. The paper's is 0.
-        rechoose: Whether each decoded token reselects by its own queries (ours). False is the paper's: the answer
+        reselect: Whether each decoded token reselects by its own queries (ours). False is the paper's: the answer
             attends to the selection of the prompt's suffix.
         gain: Share of a decoded token's attention, in [0, 1), by which a new selection must exceed the current one to
             replace it. A smaller gain is not worth the blocks to read. Ours is 0.05; 0 replaces it always.
@@ -73,7 +73,7 @@ class ContiguousKV(BudgetMethod):
     identify: Literal["index", "keys", "probe_heads"] = "index"
     probe_heads: int = 1
     solo_layers: int = 0
-    rechoose: bool = True
+    reselect: bool = True
     gain: float = 0.05
     queries: int = 8
     ahead: int = 0
@@ -92,16 +92,18 @@ class ContiguousKV(BudgetMethod):
                 "gain must be a share of a token's attention, a float of at least 0 and below 1, "
                 f"not {with_type(self.gain)}"
             )
-        for name, of, zero in (("queries", "tokens", "all"), ("ahead", "layers", "none")):
+        for name, unit, meaning_of_zero in (("queries", "tokens", "all"), ("ahead", "layers", "none")):
             value = getattr(self, name)
             if not is_count(value):
-                raise ConfigError(f"{name} must be a number of {of}, an int, or 0 for {zero}, not {with_type(value)}")
+                raise ConfigError(
+                    f"{name} must be a number of {unit}, an int, or 0 for {meaning_of_zero}, not {with_type(value)}"
+                )
         if self.per_head and self.identify == "probe_heads":
             raise ConfigError("probe heads select for all heads; also pass per_head=False")
         copies = KeyIndex(self.period, self._heads)  # also validates both
         index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
-        cut = Geometry(self.chunk_tokens, self._subperiod, heads, index=index, solo_layers=self.solo_layers)
-        object.__setattr__(self, "geometry", cut)
+        geometry = Geometry(self.chunk_tokens, self._subperiod, heads, index=index, solo_layers=self.solo_layers)
+        object.__setattr__(self, "geometry", geometry)
         super().__post_init__()
 
     @classmethod
@@ -109,7 +111,7 @@ class ContiguousKV(BudgetMethod):
         """Return the paper's settings: one selection per 8 layers, by all keys of the first, for prompt and answer."""
         published: dict[str, Any] = {
             "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "subperiod": 4, "identify": "keys",
-            "solo_layers": 0, "rechoose": False, "queries": 0, "ahead": 0,
+            "solo_layers": 0, "reselect": False, "queries": 0, "ahead": 0,
         }  # fmt: skip
         return cls(budget, **(published | settings))
 
@@ -126,7 +128,7 @@ class ContiguousKV(BudgetMethod):
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, self.chunk_tokens)
 
-    def misfit(self, geometry: Geometry) -> str:
+    def geometry_warning(self, geometry: Geometry) -> str:
         if self.identify == "index":
             geometry = replace(geometry, index=None)  # extra copies of keys do not matter
         if self.selects and self.period % self._subperiod:
@@ -135,7 +137,7 @@ class ContiguousKV(BudgetMethod):
                 f"subperiod={self._subperiod} does not divide period={self.period}, so blocks hold layers of two "
                 f"periods, and are read for each of them; pass subperiod={fitting}, and call store.relayout(method)"
             )
-        return super().misfit(geometry)
+        return super().geometry_warning(geometry)
 
     @property
     def prefetches(self) -> Collection[Prefetched]:

@@ -39,8 +39,8 @@ class Impress(BudgetMethod):
     policy = "importance"
 
     def __post_init__(self) -> None:
-        cut = Geometry(self.chunk_tokens, 1, self.probe_heads, split_kv=True)
-        object.__setattr__(self, "geometry", cut)
+        geometry = Geometry(self.chunk_tokens, 1, self.probe_heads, split_kv=True)
+        object.__setattr__(self, "geometry", geometry)
         super().__post_init__()
 
     def token_budget(self, prefix_tokens: int) -> int:

@@ -105,12 +105,12 @@ class Krul(PrefixMethod, ForConversation):
         front = idle.front(share_of_bytes(layout, geometry, self.retained))
         step = self.geometry.chunk_tokens
         stored_from = fronts(tokens_of(idle.readers), front, len(layout.layers), step=step)
-        stored_from = np.maximum(stored_from, lacking(idle.readers))
+        stored_from = np.maximum(stored_from, first_stored_tokens(idle.readers))
         if not geometry.pairs and not stored_from.any():
             return None
-        kept = stored_from.tolist()
-        how = self.retained, self.toward, idle.blocks_of, idle.admit
-        return merge_segments(idle.disk, idle.readers, geometry, kept, *how)
+        first_tokens = stored_from.tolist()
+        merge_options = self.retained, self.toward, idle.blocks_of, idle.admit
+        return merge_segments(idle.disk, idle.readers, geometry, first_tokens, *merge_options)
 
     def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """Return the layers that share from now on: the existing pairs, and those with the most similar attention."""
@@ -118,27 +118,29 @@ class Krul(PrefixMethod, ForConversation):
         if not self.layers_shared or attention is None or attention.missing:
             return shared
         gamma = self.gamma if self.gamma != "auto" else calibrated_gamma(idle.initial_recent, I_R_SHARE)
-        found = share_layers(attention, gamma, self.layers_shared, self.alike, shared)
-        if found.why_fewer:
-            logger.info("conversation %s: %s", self.conversation, found.why_fewer)
-        return found.pairs
+        sharing = share_layers(attention, gamma, self.layers_shared, self.alike, shared)
+        if sharing.why_fewer:
+            logger.info("conversation %s: %s", self.conversation, sharing.why_fewer)
+        return sharing.pairs
 
 
 def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> float:
     """Return the mean size of a token's KV, as a share of its unmerged size."""
     groups = block_groups(layout, geometry)
-    alone = {group.layers[0]: group.block_bytes for group in groups if not group.merged}
-    spared = sum(sum(alone[layer] for layer in group.layers) - group.block_bytes for group in groups if group.merged)
-    return 1 - (1 - retained) * spared / sum(alone.values())
+    block_bytes = {group.layers[0]: group.block_bytes for group in groups if not group.merged}
+    saved_bytes = sum(
+        sum(block_bytes[layer] for layer in group.layers) - group.block_bytes for group in groups if group.merged
+    )
+    return 1 - (1 - retained) * saved_bytes / sum(block_bytes.values())
 
 
-def lacking(readers: Sequence[SegmentReader]) -> np.ndarray:
+def first_stored_tokens(readers: Sequence[SegmentReader]) -> np.ndarray:
     """Return the first token from which on each layer of a chain is stored: int64 `[layers]`, non-increasing."""
-    found = np.zeros(len(readers[0].shape.layout.layers), np.int64)
+    first_stored = np.zeros(len(readers[0].shape.layout.layers), np.int64)
     for number, reader in enumerate(readers):
-        at = reader.header.position - readers[0].header.position
+        offset = reader.header.position - readers[0].header.position
         count = readers[number + 1].header.position - reader.header.position if number + 1 < len(readers) else None
-        missing = ~reader.shape.held[:, :count]  # [layers, tokens]; the next segment may begin inside this one
-        last = missing.shape[1] - missing[:, ::-1].argmax(1)
-        found = np.where(missing.any(1), at + last, found)
-    return np.maximum.accumulate(found[::-1])[::-1]
+        is_missing = ~reader.shape.held[:, :count]  # [layers, tokens]; the next segment may begin inside this one
+        last = is_missing.shape[1] - is_missing[:, ::-1].argmax(1)
+        first_stored = np.where(is_missing.any(1), offset + last, first_stored)
+    return np.maximum.accumulate(first_stored[::-1])[::-1]

@@ -68,7 +68,7 @@ class KVDrive(BudgetMethod):
     exact_from: int = 256
     observed: int = 64
 
-    rechoose = True
+    reselect = True
 
     def __post_init__(self) -> None:
         if self.chunk_tokens not in (1, 2, 4, 8, 16):
@@ -137,9 +137,9 @@ class KVDrive(BudgetMethod):
         by_head, size = self.window_sizes == "profiled", None if isinstance(self.window, str) else self.window
         if self.eviction == "none" or (size is not None and not by_head):
             return self
-        if (found := profiled(self.profile_name, size)) is None:
+        if (profile := profiled(self.profile_name, size)) is None:
             return self
-        return replace(self, window=found[0], window_sizes=found[1] if by_head else self.window_sizes)
+        return replace(self, window=profile[0], window_sizes=profile[1] if by_head else self.window_sizes)
 
     @property
     def _by_index(self) -> ByIndex:

@@ -126,33 +126,38 @@ class Passages(Method):
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
         """Return the layers at which stored and computed KV are compared, ascending, each with a share.
 
-        It is the share of the passages' tokens that is computed from there on. A method that compares defines `moved`.
+        The share is that of the passages' tokens that later layers compute. A method that compares KV defines
+        `kv_deviation`.
         """
         return ()
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
         """See `Method`."""
-        every, least = _columns_of_passages(context)
-        chosen = self._computed(context)
+        candidates, required = _candidate_and_required(context)
+        selected = self._selected_positions(context)
         narrowing = self.narrowing(context.layers)
-        wide = narrowing[0][0] + 1 if narrowing else context.layers
-        checked = min(self.check_layer, wide)
-        return (every,) * checked + (chosen,) * (wide - checked) + (least,) * (context.layers - wide)
+        first_narrow_layer = narrowing[0][0] + 1 if narrowing else context.layers
+        check_layer = min(self.check_layer, first_narrow_layer)
+        return (
+            (candidates,) * check_layer
+            + (selected,) * (first_narrow_layer - check_layer)
+            + (required,) * (context.layers - first_narrow_layer)
+        )
 
     def under_way(self, context: PlanContext) -> UnderWay | None:
         """Return the deferred parts of an inexact plan, or None if nothing is deferred."""
         narrowing = self.narrowing(context.layers)
-        every, least = _columns_of_passages(context)
-        if not narrowing or np.array_equal(every, least):
+        candidates, required = _candidate_and_required(context)
+        if not narrowing or np.array_equal(candidates, required):
             return None
-        return UnderWay(context, every, least, compare_layers=tuple(layer for layer, _ in narrowing))
+        return UnderWay(context, candidates, required, compare_layers=tuple(layer for layer, _ in narrowing))
 
-    def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
+    def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """Return the deviation of computed from stored KV, `[batch, heads, n, dim]` each: float32 `[batch, n]`."""
         raise TypeError(f"{type(self).__name__} compares nothing")
 
-    def go_on(
-        self, under_way: UnderWay, layer: int, columns: Columns, moved: np.ndarray, attention: ProbeAttention | None
+    def narrow(
+        self, under_way: UnderWay, layer: int, positions: Columns, deviation: np.ndarray, attention: ProbeAttention | None
     ) -> Columns:
         """Return the positions that are computed from one of the `compare_layers` on.
 
@@ -161,24 +166,26 @@ class Passages(Method):
         Args:
             under_way: Deferred plan.
             layer: Layer that compares.
-            columns: Positions computed so far, n per row.
-            moved: KV deviation of these positions, float `[rows, n]`; undefined where nothing is stored.
+            positions: Positions computed so far, n per row.
+            deviation: KV deviation of these positions, float `[rows, n]`; undefined where nothing is stored.
             attention: Attention of each row's query probe in the layers so far, or None if it is not available.
         """
-        share, chosen = dict(self.narrowing(under_way.context.layers))[layer], []
+        share, selected = dict(self.narrowing(under_way.context.layers))[layer], []
         for group in under_way.context.groups:
             row = group.rows[0]
-            mine, there = _reusable(under_way, group), of_row(columns, row)
-            asked = None if attention is None else attention[row]
-            found = np.isin(there, mine)
-            score = moved[row, repeats(columns, row) :][found]
-            if asked is not None and len(mine):
-                score = score * self.asked_for(asked[there[found]], asked[mine].mean())
-            most = np.argsort(-score, kind="stable")[: count_of(share, len(mine))]
-            chosen.append(np.union1d(of_row(under_way.least, row), there[found][most]))
-        return _of_rows(under_way.context, chosen)
+            reusable, row_positions = _reusable(under_way, group), of_row(positions, row)
+            probe_attention = None if attention is None else attention[row]
+            is_reusable = np.isin(row_positions, reusable)
+            score = deviation[row, repeats(positions, row) :][is_reusable]
+            if probe_attention is not None and len(reusable):
+                score = score * self.probe_weights(
+                    probe_attention[row_positions[is_reusable]], probe_attention[reusable].mean()
+                )
+            best = np.argsort(-score, kind="stable")[: count_of(share, len(reusable))]
+            selected.append(np.union1d(of_row(under_way.least, row), row_positions[is_reusable][best]))
+        return _of_rows(under_way.context, selected)
 
-    def asked_for(self, attention: np.ndarray, mean: float) -> np.ndarray:
+    def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
         """Return the factors by which the query probe's attention raises the importance of tokens.
 
         Args:
@@ -187,37 +194,37 @@ class Passages(Method):
         """
         return np.ones_like(attention)
 
-    def _computed(self, context: PlanContext) -> Columns:
+    def _selected_positions(self, context: PlanContext) -> Columns:
         """Return the positions of tokens that rows do not restore."""
         restored = []
         for group in context.groups:
-            mine, passages = _held(context, group), [piece for piece in group.pieces if not piece.exact]
+            is_restored, passages = _exact_mask(context, group), [piece for piece in group.pieces if not piece.exact]
             for piece, tokens in zip(passages, self.reused_tokens(passages), strict=True):
-                mine[_in_pass(_columns_of(context, group, piece)[tokens])] = True
-            restored.append(mine)
+                is_restored[_in_pass(_positions_of(context, group, piece)[tokens])] = True
+            restored.append(is_restored)
         return _not_restored(context, restored)
 
 
-def _columns_of_passages(context: PlanContext) -> tuple[Columns, Columns]:
+def _candidate_and_required(context: PlanContext) -> tuple[Columns, Columns]:
     """Return the positions that may be computed, which are all inexact ones, and those that must be."""
-    exact = [_held(context, group) for group in context.groups]
-    stored = [mine.copy() for mine in exact]
-    for group, mine in zip(context.groups, stored, strict=True):
+    exact = [_exact_mask(context, group) for group in context.groups]
+    stored_or_padding = [is_stored.copy() for is_stored in exact]
+    for group, is_stored in zip(context.groups, stored_or_padding, strict=True):
         for piece in group.pieces:
-            mine[_in_pass(_columns_of(context, group, piece))] = True
-    return _not_restored(context, exact), _not_restored(context, stored)
+            is_stored[_in_pass(_positions_of(context, group, piece))] = True
+    return _not_restored(context, exact), _not_restored(context, stored_or_padding)
 
 
-def question_tokens(context: PlanContext, most: int) -> tuple[int, ...]:
-    """Return the number of tokens of each row's query probe, at most `most`; () if no row has one.
+def question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:
+    """Return the number of tokens of each row's query probe, at most `max_tokens`; () if no row has one.
 
     The probe follows the last passage. A row without passages, or one that ends in a passage, has none.
     """
     counts = {row: 0 for group in context.groups for row in group.rows}
     for group in context.groups:
         if any(not piece.exact for piece in group.pieces):
-            end = max(_columns_of(context, group, piece)[-1] + 1 for piece in group.pieces)
-            counts |= dict.fromkeys(group.rows, int(min(context.columns - end, most)))
+            end = max(_positions_of(context, group, piece)[-1] + 1 for piece in group.pieces)
+            counts |= dict.fromkeys(group.rows, int(min(context.columns - end, max_tokens)))
     return tuple(counts[row] for row in sorted(counts)) if any(counts.values()) else ()
 
 
@@ -229,53 +236,57 @@ def _not_restored(context: PlanContext, restored: Sequence[np.ndarray]) -> Colum
     """
     if all(piece.exact for group in context.groups for piece in group.pieces):
         restored = [np.logical_and.reduce(restored)] * len(restored)
-    computed = [~mine for mine in restored]
-    for mine in computed:
-        mine[context.columns - context.must_compute :] = True
-    return _of_rows(context, [np.flatnonzero(mine) for mine in computed])
+    computed = [~mask for mask in restored]
+    for mask in computed:
+        mask[context.columns - context.must_compute :] = True
+    return _of_rows(context, [np.flatnonzero(mask) for mask in computed])
 
 
-def _of_rows(context: PlanContext, columns: Sequence[np.ndarray]) -> Columns:
+def _of_rows(context: PlanContext, positions: Sequence[np.ndarray]) -> Columns:
     """Return the positions of each group of rows, combined for all rows."""
-    rows = {row: mine for group, mine in zip(context.groups, columns, strict=True) for row in group.rows}
+    rows = {
+        row: group_positions
+        for group, group_positions in zip(context.groups, positions, strict=True)
+        for row in group.rows
+    }
     return side_by_side([rows[row] for row in sorted(rows)])
 
 
-def _held(context: PlanContext, group: RowGroup) -> np.ndarray:
+def _exact_mask(context: PlanContext, group: RowGroup) -> np.ndarray:
     """Return where a row needs no computation, bool `[columns]`: padding, and exact pieces."""
-    held = np.zeros(context.columns, bool)
-    held[: max(0, group.pad - context.base)] = True
+    is_restored = np.zeros(context.columns, bool)
+    is_restored[: max(0, group.pad - context.base)] = True
     for piece in group.pieces:
         if piece.exact:
-            held[_in_pass(_columns_of(context, group, piece))] = True
-    return held
+            is_restored[_in_pass(_positions_of(context, group, piece))] = True
+    return is_restored
 
 
-def _columns_of(context: PlanContext, group: RowGroup, piece: SegmentSlice) -> np.ndarray:
+def _positions_of(context: PlanContext, group: RowGroup, piece: SegmentSlice) -> np.ndarray:
     """Return the positions of a piece's tokens in the pass; negative for tokens that the cache already holds."""
     return np.arange(piece.count) + piece.at + group.pad - context.base
 
 
-def _in_pass(columns: np.ndarray) -> np.ndarray:
-    return columns[columns >= 0]
+def _in_pass(positions: np.ndarray) -> np.ndarray:
+    return positions[positions >= 0]
 
 
 def _reusable(under_way: UnderWay, group: RowGroup) -> np.ndarray:
     """Return the positions of a row's passages that can be restored, int64 ascending."""
     pieces = [piece for piece in group.pieces if not piece.exact]
-    columns = [_in_pass(_columns_of(under_way.context, group, piece)) for piece in pieces]
-    every, least = np.concatenate([np.empty(0, np.int64), *columns]), of_row(under_way.least, group.rows[0])
-    return np.setdiff1d(every, least, assume_unique=True)
+    positions = [_in_pass(_positions_of(under_way.context, group, piece)) for piece in pieces]
+    candidates, required = np.concatenate([np.empty(0, np.int64), *positions]), of_row(under_way.least, group.rows[0])
+    return np.setdiff1d(candidates, required, assume_unique=True)
 
 
 def importance_of(piece: SegmentSlice) -> np.ndarray:
     """Return how important it is to compute each token of a passage: float `[tokens]`."""
-    every, tables = piece.scores, piece.reader.shape.tables
-    if every is None:  # without the requested ranking: the order in which it was stored, one for all layers
+    scores, tables = piece.scores, piece.reader.shape.tables
+    if scores is None:  # without the requested ranking: the order in which it was stored, one for all layers
         if tables is None or not len(tables.slot_of_token):
             return -np.arange(piece.first, piece.first + piece.count, dtype=np.float64)
-        every = -tables.slot_of_token[0].astype(np.float64)
-    return every[piece.first : piece.first + piece.count]
+        scores = -tables.slot_of_token[0].astype(np.float64)
+    return scores[piece.first : piece.first + piece.count]
 
 
 def count_of(share: float, tokens: int) -> int:

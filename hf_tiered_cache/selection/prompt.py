@@ -56,7 +56,7 @@ class SelectiveRestore:
         sidecars: Stored indexes, for a selector that uses indexes.
         prefetches: Kinds of blocks to prefetch.
         importance: Records the attention of each token, if not None.
-        reselects: Whether each generated token reselects.
+        reselect: Whether each generated token reselects.
         observed: Number of last queries to select for, if queries attend to all restored tokens (`plan.streamed`).
         method: Name of the method, for messages.
     """
@@ -70,7 +70,7 @@ class SelectiveRestore:
         sidecars: IndexSidecars,
         prefetches: Collection[Prefetched],
         importance: TokenImportance | None,
-        reselects: bool,
+        reselect: bool,
         observed: int = 0,
         method: str = "",
     ) -> None:
@@ -78,7 +78,7 @@ class SelectiveRestore:
             raise ConfigError(f"prefetches may name {sorted(PREFETCHED)}, not {sorted(unknown)}")
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
-        self._prefetches, self._importance, self._reselects = prefetches, importance, reselects
+        self._prefetches, self._importance, self._reselects = prefetches, importance, reselect
         self.observed, self._method = observed, method
         restored = plan.suffix or 0
         self._probe_keys: dict[tuple[int, int], torch.Tensor] = {}  # scored keys, by period and index in _rows

@@ -30,7 +30,7 @@ def write_run(folder, rows):
 
 
 def test_running_text_is_compared_over_all_of_its_tokens(tmp_path):
-    far = {"full": (None, 0, 0), "h2o:rechoose=true@0.1": (0.1, 0.02, 2900), "h2o@0.1": (0.1, 0.08, 98)}
+    far = {"full": (None, 0, 0), "h2o:reselect=true@0.1": (0.1, 0.02, 2900), "h2o@0.1": (0.1, 0.08, 98)}
     rows = [
         row("text", name, budget, 0.5, answer_kl=kl, answer_top1=100 - 100 * kl, answered=read, brought=97)
         | {"metric": "perplexity"}
@@ -38,7 +38,7 @@ def test_running_text_is_compared_over_all_of_its_tokens(tmp_path):
     ]
     text = leaderboard.page([write_run(tmp_path / "real-text", rows)], tmp_path / "page.md")
     lines = [line.split(" | ")[:5] for line in text.splitlines() if line.startswith("| 10%")]
-    assert lines == [["| 10%", "`h2o:rechoose=true`", "98", "0.02", "2900.0"], ["| 10%", "`h2o`", "92", "0.08", "98.0"]]
+    assert lines == [["| 10%", "`h2o:reselect=true`", "98", "0.02", "2900.0"], ["| 10%", "`h2o`", "92", "0.08", "98.0"]]
 
 
 def test_methods_stand_at_each_share_the_nearest_to_full_kv_first(tmp_path):

@@ -20,7 +20,7 @@ from hf_tiered_cache import Exact, KVStore
 from hf_tiered_cache.methods import ContiguousKV, KVDrive
 
 PREFIX, NEW = 512, 5
-EACH_LAYER = ContiguousKV(0.25, chunk_tokens=16, rechoose=False, reorder=False)
+EACH_LAYER = ContiguousKV(0.25, chunk_tokens=16, reselect=False, reorder=False)
 HEAD_DIM, BYTES = 64, 4
 INDEX = (HEAD_DIM + BYTES) / (2 * HEAD_DIM * BYTES)  # a byte for each number of a key, and a scale
 
@@ -101,14 +101,14 @@ def test_single_tokens_read_more_than_their_budget(read, budget):
 
 
 def test_choosing_again_reads_at_each_token(read):
-    once, again = (read(replace(EACH_LAYER, rechoose=rechoose, gain=0, ahead_bytes=0)) for rechoose in (False, True))
+    once, again = (read(replace(EACH_LAYER, reselect=reselect, gain=0, ahead_bytes=0)) for reselect in (False, True))
     assert again.brought == once.brought == once.answered
     assert 0 == once.per_token < again.per_token < 25
     assert again.answered == pytest.approx(again.brought + (NEW - 1) * again.per_token)
 
 
 def test_choices_are_no_generated_tokens(read):
-    found = read(replace(EACH_LAYER, rechoose=True), choices=((11, 12), (13,)))
+    found = read(replace(EACH_LAYER, reselect=True), choices=((11, 12), (13,)))
     assert found.per_token is None
     assert found.answered == found.brought
 
@@ -135,7 +135,7 @@ def test_an_index_is_a_share_of_the_kv_without_padding(saved, tokenizer, tmp_pat
 @pytest.fixture(scope="module")
 def finished(saved, folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("run")
-    methods = "exact,contiguous_kv:identify=keys:reorder=false,contiguous_kv:rechoose=True:reorder=false,h2o,cache_tune"
+    methods = "exact,contiguous_kv:identify=keys:reorder=false,contiguous_kv:reselect=True:reorder=false,h2o,cache_tune"
     common = ("--model", saved, "--data", folder, "--limit", 2, "--device", "cpu", "--prefix-tokens", 400)
     result = run(
         *common, "--tasks", "reference_fact,reference_hop", "--methods", methods, "--budgets", "0.1,0.5", "--out", out
@@ -152,7 +152,7 @@ def test_predictions_and_metrics_tell_what_was_read(finished):
         found = json.loads((task / f"contiguous_kv-identify=keys-reorder=false@{budget}" / "metrics.json").read_text())
         assert 60 * budget < found["read"]["mean"] <= 100 * budget
         assert found["identified"]["mean"] > 0
-        again = json.loads((task / f"contiguous_kv-rechoose=True-reorder=false@{budget}" / "metrics.json").read_text())
+        again = json.loads((task / f"contiguous_kv-reselect=True-reorder=false@{budget}" / "metrics.json").read_text())
         assert again["identified"]["mean"] == 0 < again["index"]["mean"]
         h2o = json.loads((task / f"h2o@{budget}" / "metrics.json").read_text())
         assert h2o["read"]["mean"] > 100 * budget

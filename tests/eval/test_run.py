@@ -285,11 +285,11 @@ def test_all_budgets_of_a_method_store_a_prefix_once(saved, tmp_path, monkeypatc
 
 def test_running_text_is_followed_token_by_token(saved, folder, tmp_path):
     common = ("--model", saved, "--data", folder, "--limit", 2, "--tasks", "text", "--device", "cpu")
-    methods = "exact,contiguous_kv:budget=0.2:gain=0,contiguous_kv:budget=0.2:rechoose=False"
+    methods = "exact,contiguous_kv:budget=0.2:gain=0,contiguous_kv:budget=0.2:reselect=False"
     result = run(*common, "--methods", methods, "--out", tmp_path, "--prefix-tokens", 300)
     assert result.exit_code == 0, result.output
     found = {path.parent.name: lines(path) for path in tmp_path.glob("text/*/predictions.jsonl")}
-    names = ("full", "exact", "contiguous_kv-budget=0.2-gain=0", "contiguous_kv-budget=0.2-rechoose=False")
+    names = ("full", "exact", "contiguous_kv-budget=0.2-gain=0", "contiguous_kv-budget=0.2-reselect=False")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
     (_, examples), *_ = draw_examples([TASKS["text"]], Draw(Data(folder), 2, 42, 300, tokenizer)).items()
     for example, full, exact, each, once in zip(examples, *(found[name] for name in names), strict=True):

@@ -15,7 +15,7 @@ from hf_tiered_cache.methods import METHODS, Passages, make_method
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3}
 SETTINGS = [
-    "contiguous_kv:rechoose=True",
+    "contiguous_kv:reselect=True",
     "contiguous_kv:identify=keys",
     "impress:reorder=True",
     "cache_tune:check_layer=1:widen=1",

@@ -28,7 +28,7 @@ NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 PREFIX = 200
 METHOD = ContiguousKV(
-    budget=0.25, chunk_tokens=16, per_head=False, reorder=False, period=2, identify="keys", rechoose=False, queries=0
+    budget=0.25, chunk_tokens=16, per_head=False, reorder=False, period=2, identify="keys", reselect=False, queries=0
 )
 METHODS = {
     "contiguous_kv keys": METHOD,

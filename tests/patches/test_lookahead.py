@@ -24,7 +24,7 @@ LEAVING = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "out_proj", "fc2")
 
 
 def method(ahead):
-    return ContiguousKV(0.25, period=2, ahead=ahead, rechoose=False, per_head=False, reorder=False)
+    return ContiguousKV(0.25, period=2, ahead=ahead, reselect=False, per_head=False, reorder=False)
 
 
 @pytest.fixture(scope="module")

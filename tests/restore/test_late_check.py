@@ -149,8 +149,8 @@ def test_without_checks_the_same_damage_is_seen_by_nobody_and_spoils_the_answer(
 
 
 CHOOSING = {
-    "contiguous_kv index": ContiguousKV(0.25, chunk_tokens=16, rechoose=False),
-    "contiguous_kv keys": ContiguousKV(0.25, chunk_tokens=16, identify="keys", rechoose=False),
+    "contiguous_kv index": ContiguousKV(0.25, chunk_tokens=16, reselect=False),
+    "contiguous_kv keys": ContiguousKV(0.25, chunk_tokens=16, identify="keys", reselect=False),
     "contiguous_kv again": ContiguousKV(0.25, chunk_tokens=16, gain=0),
     "impress": Impress(0.25, probe_heads=2),
 }
@@ -182,7 +182,7 @@ def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, 
 
 
 def test_a_token_that_would_bring_a_damaged_block_keeps_what_was_chosen(model, tmp_path, monkeypatch):
-    method = ContiguousKV(0.25, period=2, subperiod=2, identify="index", rechoose=True, gain=0)
+    method = ContiguousKV(0.25, period=2, subperiod=2, identify="index", reselect=True, gain=0)
     stored(model, tmp_path, method)
     store, _ = with_device(monkeypatch, tmp_path)
     with store:

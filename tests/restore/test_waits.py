@@ -132,9 +132,9 @@ def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, reads):
     assert counted.reads_of_the_prompt < 16
 
 
-@pytest.mark.parametrize("rechoose", [False, True])
-def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, rechoose):
-    document, method = prompt(200), ContiguousKV(0.25, **BUDGET, rechoose=rechoose)
+@pytest.mark.parametrize("reselect", [False, True])
+def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, reselect):
+    document, method = prompt(200), ContiguousKV(0.25, **BUDGET, reselect=reselect)
     ids = torch.cat([document, prompt(24, seed=5)], dim=1)
     with KVStore(tmp_path, engine="posix") as store:
         store.precompute(model, document, method=method, progress=False)
@@ -142,7 +142,7 @@ def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, rechoose):
         few, many = (waits(model, store, ids, method, new) for new in (4, 6))
     assert few.found == many.found == {}
     assert few.reads_of_the_prompt == many.reads_of_the_prompt
-    assert many.read_down - few.read_down == 2 * 2 * rechoose  # two tokens, two periods
+    assert many.read_down - few.read_down == 2 * 2 * reselect  # two tokens, two periods
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hf_tiered_cache.store.geometry import in_groups
 
 PREFIX, NEW = 200, 8
 SHARED = {"per_head": False, "reorder": False, "solo_layers": 1}
-METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", rechoose=True, gain=0, **SHARED)
+METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", reselect=True, gain=0, **SHARED)
 PER_HEAD = {"per_head": True, "identify": "index", "period": 1, "solo_layers": 0}
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 
@@ -289,7 +289,7 @@ def test_a_whole_budget_chooses_nothing(model, store, chosen):
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_single_tokens_of_each_head_are_chosen_again(family, store):
-    model, ids, method = build(family), prompt(PREFIX), H2O(0.1, rechoose=True)
+    model, ids, method = build(family), prompt(PREFIX), H2O(0.1, reselect=True)
     store.precompute(model, ids, method=method, progress=False)
     _, once = ask(model, store, question(ids), H2O(0.1))
     before = [layer.keys[:, :, : layer._num_selected].clone() for layer in once.layers]

@@ -19,9 +19,9 @@ from hf_tiered_cache.selection.selectors import TopChunks
 from hf_tiered_cache.store.geometry import in_groups
 
 METHOD = ContiguousKV(
-    budget=0.75, mass=0.5, chunk_tokens=8, per_head=False, reorder=False, identify="keys", rechoose=False, queries=4
+    budget=0.75, mass=0.5, chunk_tokens=8, per_head=False, reorder=False, identify="keys", reselect=False, queries=4
 )
-AGAIN = replace(METHOD, rechoose=True, gain=0)
+AGAIN = replace(METHOD, reselect=True, gain=0)
 RESTORED, BOUGHT = 192, 144
 
 
@@ -89,12 +89,12 @@ def attends_to_what_was_chosen(model, method, store, chosen):
     periods = periods_of(cache)
     sizes: list[int] = []
     for step, logits in enumerate(ours.logits):
-        if step == 0 or method.rechoose:
+        if step == 0 or method.reselect:
             choices = [next(steps) for _ in periods]
             sizes = sizes or [len(tokens) for tokens in choices]
             assert sizes == [len(tokens) for tokens in choices]
         expected, own = attending_to(model, stored, by_layer(cache, choices), own, inputs, position)
-        tolerance = {"rtol": 0, "atol": 1e-4 if method.rechoose else 0}
+        tolerance = {"rtol": 0, "atol": 1e-4 if method.reselect else 0}
         torch.testing.assert_close(logits, expected, **tolerance)
         position += inputs.shape[1]
         inputs = ours.sequences[:, position : position + 1]
@@ -215,7 +215,7 @@ def test_rows_take_as_much_as_the_one_that_needs_most(model, store, chosen, meth
     assert cache.stats.tokens_restored == sum(restored) == 192 + 155 + 32
     periods, together = periods_of(cache), [tokens.copy() for tokens in chosen]
     sizes = np.array([len(tokens) for tokens in together]).reshape(-1, len(periods), 3)  # [choices, periods, rows]
-    assert len(sizes) == (NEW if method.rechoose else 1)
+    assert len(sizes) == (NEW if method.reselect else 1)
     assert (sizes == sizes[0]).all()
     widths = sizes[0].max(1)
     assert len(set(widths.tolist())) > 1 and widths.min() > 32
@@ -226,7 +226,7 @@ def test_rows_take_as_much_as_the_one_that_needs_most(model, store, chosen, meth
         stored, mine = kv_of(model, prefixes[row]), iter(together[row::3])
         own, inputs, position = nothing(stored), whole[:, tokens:], tokens
         for step, logits in enumerate(ours.logits):
-            if step == 0 or method.rechoose:
+            if step == 0 or method.reselect:
                 choices = [next(mine) for _ in periods]
             expected, own = attending_to(model, stored, by_layer(cache, choices), own, inputs, position)
             torch.testing.assert_close(logits[row : row + 1], expected, rtol=0, atol=1e-4)

@@ -32,7 +32,7 @@ class Partly(ContiguousKV):
 
 # layers 0 and 1 share a choice, 2 and 3, and 4 and 5; each layer has blocks of its own
 SHARED = {"per_head": False, "reorder": False}
-TWO = Partly(budget=0.25, period=2, subperiod=1, identify="keys", rechoose=False, **SHARED)
+TWO = Partly(budget=0.25, period=2, subperiod=1, identify="keys", reselect=False, **SHARED)
 NOW, AHEAD = False, True
 
 
@@ -155,7 +155,7 @@ def test_no_more_is_under_way_than_was_told(blocks, model, tmp_path, monkeypatch
 
 # --- choices that are made ahead, by predicted queries
 
-EACH = ContiguousKV(budget=0.25, ahead=2, rechoose=False, **SHARED)
+EACH = ContiguousKV(budget=0.25, ahead=2, reselect=False, **SHARED)
 
 
 def test_a_choice_made_ahead_has_its_blocks_on_their_way_layers_before(model, tmp_path, fetched):
@@ -230,7 +230,7 @@ def test_layers_ahead_are_counted(ahead):
 def test_the_papers_settings_are_one_name_away():
     paper = ContiguousKV.paper(0.1)
     assert (paper.budget, paper.chunk_tokens, paper.period, paper.subperiod) == (0.1, 16, 8, 4)
-    assert (paper.identify, paper.solo_layers, paper.rechoose, paper.ahead) == ("keys", 0, 0, 0)
+    assert (paper.identify, paper.solo_layers, paper.reselect, paper.ahead) == ("keys", 0, 0, 0)
     assert ContiguousKV.paper(period=4).period == 4
 
 
@@ -245,4 +245,4 @@ def test_a_papers_settings_have_a_name_in_text_too():
 @pytest.mark.parametrize(("period", "layers"), [(1, 1), (2, 2), (3, 3), (5, 1), (6, 3), (8, 4)])
 def test_a_block_holds_layers_of_one_period(period, layers):
     assert ContiguousKV(period=period).geometry.layers_per_block == layers
-    assert not ContiguousKV(period=period).misfit(ContiguousKV(period=period).geometry)
+    assert not ContiguousKV(period=period).geometry_warning(ContiguousKV(period=period).geometry)

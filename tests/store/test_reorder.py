@@ -584,7 +584,7 @@ def test_the_quota_holds_and_without_room_all_stays(model, tmp_path, room):
 
 def test_a_request_keeps_the_indexes_that_it_began_with(model, tmp_path, monkeypatch):
     """Its segment is laid out anew between two of its layers: no keys are read to make an index again."""
-    ids, method = prompt(400), ContiguousKV(0.25, rechoose=False)
+    ids, method = prompt(400), ContiguousKV(0.25, reselect=False)
     with KVStore(tmp_path, engine="posix", policy=method.policy) as store:
         fill(store, model, ids, method)
         for seed in (1, 2):
@@ -611,7 +611,7 @@ def test_a_request_keeps_the_indexes_that_it_began_with(model, tmp_path, monkeyp
 # --- for each head its own order
 
 
-PER_HEAD = ContiguousKV(0.25, rechoose=False)
+PER_HEAD = ContiguousKV(0.25, reselect=False)
 
 
 def chosen_of(monkeypatch):
@@ -704,7 +704,7 @@ def test_a_segment_that_is_laid_out_while_it_is_looked_up_is_restored(model, tmp
 
 def test_nothing_is_laid_out_under_a_cache_that_chooses(model, tmp_path):
     """As long as it may come back to its segment; one that is always in use is laid out when it is due again."""
-    ids, method = prompt(200), replace(PER_HEAD, rechoose=True)
+    ids, method = prompt(200), replace(PER_HEAD, reselect=True)
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, method)
         (plain,) = store.segments()
