@@ -81,8 +81,8 @@ class Data:
 
 
 def _local(folder: Path, name: str, split: str) -> Path | None:
-    found = (folder / name / f"{split}{suffix}" for suffix in _SUFFIXES)
-    return next((path for path in found if path.is_file()), None)
+    paths = (folder / name / f"{split}{suffix}" for suffix in _SUFFIXES)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _load(name: str, split: str, folder: Path | None) -> Any:

@@ -56,32 +56,32 @@ def encode(
     Raises:
         EvalError: choices or answer leave no room for a prompt, or the chat template changes the question.
     """
-    before, question = example.prefix, example.question
+    prefix_text, question = example.prefix, example.question
     templated = chat and task.chat and tokenizer.chat_template is not None
     if templated:
-        before, question = _templated(before, question, tokenizer)
+        prefix_text, question = _apply_chat_template(prefix_text, question, tokenizer)
     offsets = tokenizer.is_fast and not templated
-    encoded = tokenizer(before, add_special_tokens=not templated, return_offsets_mapping=offsets)
+    encoded = tokenizer(prefix_text, add_special_tokens=not templated, return_offsets_mapping=offsets)
     prefix = encoded["input_ids"]
     ranges = _ranges(example.segments, encoded["offset_mapping"]) if offsets else []
-    asked = tokenizer(question, add_special_tokens=False)["input_ids"]
+    question_ids = tokenizer(question, add_special_tokens=False)["input_ids"]
     choices = tuple(tuple(tokenizer(c, add_special_tokens=False)["input_ids"]) for c in example.choices)
     answer = tuple(tokenizer(example.answers[0], add_special_tokens=False)["input_ids"]) if example.answers else ()
     room = max_length - max(task.max_new_tokens, *(len(c) for c in choices), 1)
     if room < 16:
         raise EvalError(f"{task.name}: {max_length} tokens of context leave no room for a prompt")
-    if len(prefix) + len(asked) > room and task.keeps_passages and ranges:
-        prefix, ranges = shortened(prefix, ranges, room - len(asked))
-    if len(prefix) + len(asked) > room:
-        whole = prefix + asked
+    if len(prefix) + len(question_ids) > room and task.keeps_passages and ranges:
+        prefix, ranges = shortened(prefix, ranges, room - len(question_ids))
+    if len(prefix) + len(question_ids) > room:
+        prompt_ids = prefix + question_ids
         half = room // 2
-        keep = min(len(asked), room - half)
-        cut = len(whole) - room  # number of removed tokens, from index `half`
+        keep = min(len(question_ids), room - half)
+        cut = len(prompt_ids) - room  # number of removed tokens, from index `half`
         ranges = [(a, b) if b <= half else (a - cut, b - cut) for a, b in ranges if b <= half or a >= half + cut]
-        whole = whole[:half] + whole[len(whole) - (room - half) :]
-        prefix, asked = whole[: room - keep], whole[room - keep :]
+        prompt_ids = prompt_ids[:half] + prompt_ids[len(prompt_ids) - (room - half) :]
+        prefix, question_ids = prompt_ids[: room - keep], prompt_ids[room - keep :]
     passages = tuple(tuple(prefix[a:b]) for a, b in ranges[1:] if b <= len(prefix))
-    return Prompt(tuple(prefix), tuple(asked), choices, answer[: task.max_new_tokens], passages)
+    return Prompt(tuple(prefix), tuple(question_ids), choices, answer[: task.max_new_tokens], passages)
 
 
 def _ranges(segments: tuple[str, ...], offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -93,13 +93,13 @@ def _ranges(segments: tuple[str, ...], offsets: list[tuple[int, int]]) -> list[t
         segments: consecutive texts.
         offsets: half-open character range of each token in the joined text; empty for special tokens.
     """
-    found, end = [], 0
+    ranges, end = [], 0
     for segment in segments:
         begin, end = end, end + len(segment)
         inside = [i for i, (first, last) in enumerate(offsets) if begin <= first < last <= end]
         if inside:
-            found.append((inside[0], inside[-1] + 1))
-    return found
+            ranges.append((inside[0], inside[-1] + 1))
+    return ranges
 
 
 def shortened(tokens: list[int], ranges: list[tuple[int, int]], room: int) -> tuple[list[int], list[tuple[int, int]]]:
@@ -114,22 +114,22 @@ def shortened(tokens: list[int], ranges: list[tuple[int, int]], room: int) -> tu
         The remaining tokens, and the range of each kept segment in them. The number of segments is the largest with
         room for the first `_BEGINNING` tokens of each.
     """
-    kept = tokens[: ranges[0][0]]  # special tokens before the first segment
-    room -= len(kept)
+    remaining = tokens[: ranges[0][0]]  # special tokens before the first segment
+    room -= len(remaining)
     lengths = [b - a for a, b in ranges]
     count = bisect_right(range(len(lengths)), room, key=lambda n: sum(min(k, _BEGINNING) for k in lengths[: n + 1]))
-    longest = bisect_right(range(room + 1), room, key=lambda most: sum(min(k, most) for k in lengths[:count])) - 1
-    found = []
+    longest = bisect_right(range(room + 1), room, key=lambda limit: sum(min(k, limit) for k in lengths[:count])) - 1
+    new_ranges = []
     for a, b in ranges[:count]:
-        found.append((len(kept), len(kept) + min(b - a, longest)))
-        kept += tokens[a : min(b, a + longest)]
-    return kept, found
+        new_ranges.append((len(remaining), len(remaining) + min(b - a, longest)))
+        remaining += tokens[a : min(b, a + longest)]
+    return remaining, new_ranges
 
 
-def _templated(before: str, question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    message = [{"role": "user", "content": before + question}]
+def _apply_chat_template(prefix: str, question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    message = [{"role": "user", "content": prefix + question}]
     text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-    head, found, tail = text.rpartition(question.strip())
-    if not found:
+    head, separator, tail = text.rpartition(question.strip())
+    if not separator:
         raise EvalError("the chat template changes the question; run without --chat")
-    return head, found + tail
+    return head, separator + tail

@@ -126,10 +126,10 @@ def download(requirement: str, folder: Path) -> Path:
     """Download the wheel of a package into a folder and return its path. No code of the package is executed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15", "--dest", str(folder)]
-    done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
+    process = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        errors = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    if process.returncode or len(wheels) != 1:
+        errors = [line for line in process.stderr.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
         raise EvalError(f"pip cannot download {requirement}: {errors[-1].removeprefix('ERROR: ')}")
     return wheels[0]
 

@@ -21,12 +21,12 @@ _INTRODUCTION = """# Leaderboard
 Methods on pretrained models, best first at each share. `make eval-real DATA=folder` measures, `make leaderboard` writes
 this page.
 
-- *same token, %*: how often the first new token is full KV's; *KL, nats*: how far its distribution is from that; means
-  over the tasks. Intervals, plots, times and each task stand behind the link of a table.
-- *KV read, %*: of the KV of the stored prefix, what came for the first token, with what choices were made from; an
-  index that stays in memory stands apart. *computed, %*: of the tokens of stored passages, what was computed anew.
-- Of running text, these figures are means over 32 tokens that follow, fed one by one, and the KV read is all that came
-  for them, so methods that choose again at each token are compared with those that choose once.
+- *same token, %*: how often the first new token is the same as with full KV. *KL, nats*: divergence of its distribution
+  from that of full KV. Both are means over the tasks. The link of a table leads to intervals, plots and times.
+- *KV read, %*: share of the stored prefix's KV that was read for the first token, including what the selection was made
+  from. An index in memory has its own column. *computed, %*: share of the passages' stored tokens that was recomputed.
+- For running text, these figures are means over the next 32 tokens, which are fed one by one, and the KV read is the
+  total for these tokens. So methods that reselect for each token can be compared with those that select once.
 - Each method has its defaults, unless its name says otherwise; `.paper` has its paper's settings.
 """
 
@@ -47,11 +47,11 @@ def page(folders: list[Path], out: Path) -> str:
         rows = [row for row in mean_over(tasks) if row["budget"] is not None or row["variant"] == FULL]
         link = os.path.relpath(folder / "README.md", out.parent)
         weights = config.get("weights", {}).get("sha256", "")[:12]
-        examples = sum(some[0]["examples"] for some in tasks.values())
+        examples = sum(rows_of_task[0]["examples"] for rows_of_task in tasks.values())
         parts.append(
             f"## {Path(config['model']).name}: {', '.join(tasks)}\n\n"
             f"{config['dtype']}, weights {weights or 'of the hub'}, seed {config['seed']}, {examples} examples. "
-            f"[All of it]({link}).\n\n{_table(rows)}"
+            f"[All results]({link}).\n\n{_table(rows)}"
         )
     return "\n".join(parts)
 
@@ -59,17 +59,17 @@ def page(folders: list[Path], out: Path) -> str:
 def _table(rows: list[Row]) -> str:
     """Return a Markdown table, sorted by share, then by divergence."""
     scored = len({row["metric"] for row in rows}) == 1
-    same, far, came, heading = _figures_of(rows)
+    agreement, divergence, bytes_read, heading = _figures_of(rows)
     headings = ["share", "method", "same token, %", "KL, nats", heading]
     if any(_mean(row, "index") for row in rows):
         headings.append("index, %")
     if scored:
         headings.append(metric_label(rows[0]["metric"]))
     lines = [f"| {' | '.join(headings)} |", "| ---: | --- |" + " ---: |" * (len(headings) - 2)]
-    for row in sorted(rows, key=lambda row: (row["budget"] or 0, _mean(row, far) or 0)):
+    for row in sorted(rows, key=lambda row: (row["budget"] or 0, _mean(row, divergence) or 0)):
         share = "" if row["budget"] is None else f"{row['budget']:.0%}"
-        cells = [share, f"`{method_of(row)}`", _figure(row, same, ".0f"), _figure(row, far, ".2g")]
-        cells.append(_figure(row, came, ".1f"))
+        cells = [share, f"`{method_of(row)}`", _figure(row, agreement, ".0f"), _figure(row, divergence, ".2g")]
+        cells.append(_figure(row, bytes_read, ".1f"))
         if "index, %" in headings:
             cells.append(_figure(row, "index", ".1f"))
         if scored:
@@ -88,8 +88,8 @@ def _figures_of(rows: list[Row]) -> tuple[str, str, str, str]:
 
 
 def _mean(row: Row, name: str) -> float | None:
-    found: dict[str, Any] | None = row.get(name)
-    return None if found is None else float(found["mean"])
+    figure: dict[str, Any] | None = row.get(name)
+    return None if figure is None else float(figure["mean"])
 
 
 def _figure(row: Row, name: str, form: str) -> str:

@@ -21,7 +21,7 @@ _DODGE = 1.045
 """Factor between the x positions of neighbouring methods at the same share."""
 _IN_WORDS = {"qa_f1": "F1", "qa_f1_zh": "F1", "rouge_l": "ROUGE-L", "rouge_l_zh": "ROUGE-L"}
 _PANELS_A_ROW = 4
-_SHARE = "share attended to or computed anew"
+_SHARE = "share attended to or recomputed"
 _MEASURED = {
     "compute": "computed of what is stored, measured, %",
     "brought": "KV read for the first token, measured",
@@ -35,16 +35,16 @@ _LABELS = {"kl": "KL to full KV, nats", "top1": "first token as full KV's, %"}
 
 @dataclass(frozen=True)
 class Style:
-    """Appearance of a method in all plots of a report. `place` is its index among the `of` methods with shares."""
+    """Appearance of a method in all plots of a report: `place` is its index among `num_places` methods with shares."""
 
     color: str = "black"
     marker: str = "o"
     line: Any = "-"
     place: int = 0
-    of: int = 1
+    num_places: int = 1
 
-    def at(self, share: float) -> float:
-        return share * float(_DODGE ** (self.place - (self.of - 1) / 2))
+    def x_value(self, share: float) -> float:
+        return share * float(_DODGE ** (self.place - (self.num_places - 1) / 2))
 
 
 def method_of(row: Row) -> str:
@@ -74,9 +74,9 @@ def draw_task(task: str, rows: list[Row], styles: dict[str, Style]) -> Figure:
     figures = _figures(rows)
     figure = Figure(figsize=(4.3 * (len(figures) + 1), 4.4), layout="constrained")
     *panels, times = figure.subplots(1, len(figures) + 1)
-    for axes, up in zip(panels, figures, strict=True):
-        _against_share(axes, rows, up, styles)
-        axes.set_xlabel(_MEASURED.get(_measured(rows, up), _SHARE))
+    for axes, figure_name in zip(panels, figures, strict=True):
+        _against_share(axes, rows, figure_name, styles)
+        axes.set_xlabel(_MEASURED.get(_measured(rows, figure_name), _SHARE))
     _against_time(times, rows, styles)
     figure.suptitle(f"{task} ({rows[0]['examples']} examples)")
     _legend(figure, panels[0])
@@ -97,9 +97,9 @@ def draw_overview(tasks: dict[str, list[Row]], styles: dict[str, Style]) -> Figu
     for number, (name, rows) in enumerate(panels.items()):
         band, column = divmod(number, columns)
         panel = grid[high * band : high * (band + 1), column]
-        under = [_MEASURED.get(_measured(rows, up), _SHARE) for up in figures]
-        for place, (axes, up) in enumerate(zip(panel, figures, strict=True)):
-            _against_share(axes, rows, up, styles)
+        under = [_MEASURED.get(_measured(rows, figure_name), _SHARE) for figure_name in figures]
+        for place, (axes, figure_name) in enumerate(zip(panel, figures, strict=True)):
+            _against_share(axes, rows, figure_name, styles)
             if under[place] not in under[place + 1 :]:  # only below the lowest panel with this label
                 axes.set_xlabel(under[place], fontsize="small")
             if column and (place or rows[0]["metric"] == list(panels.values())[number - 1][0]["metric"]):
@@ -119,52 +119,55 @@ def draw_overview(tasks: dict[str, list[Row]], styles: dict[str, Style]) -> Figu
 
 def mean_over(tasks: dict[str, list[Row]]) -> list[Row]:
     """Return the mean over tasks of each variant that all tasks have. Intervals have zero width."""
-    found: dict[str, list[Row]] = {}
+    rows_by_variant: dict[str, list[Row]] = {}
     for rows in tasks.values():
         for row in rows:
-            found.setdefault(row["variant"], []).append(row)
+            rows_by_variant.setdefault(row["variant"], []).append(row)
     means = []
-    for of_each in found.values():
-        if len(of_each) == len(tasks):
-            mean = {name: of_each[0][name] for name in ("variant", "metric", "budget")}
+    for variant_rows in rows_by_variant.values():
+        if len(variant_rows) == len(tasks):
+            mean = {name: variant_rows[0][name] for name in ("variant", "metric", "budget")}
             for name in ("score", "top1", "kl", "answer_top1", "answer_kl", "answered", "index", *_MEASURED):
-                if all(row.get(name) for row in of_each):
-                    middle = fmean(row[name]["mean"] for row in of_each)
+                if all(row.get(name) for row in variant_rows):
+                    middle = fmean(row[name]["mean"] for row in variant_rows)
                     mean[name] = {"mean": middle, "low": middle, "high": middle}
             means.append(mean)
     return means
 
 
-def _against_share(axes: Axes, rows: list[Row], up: str, styles: dict[str, Style]) -> None:
+def _against_share(axes: Axes, rows: list[Row], figure_name: str, styles: dict[str, Style]) -> None:
     """Draw a curve of each method over its shares (or measured figures); a horizontal line for one without shares."""
-    measured, at = _measured(rows, up), list[float]()
-    for name, found in _by_method(rows, up, styles):
-        style, means = styles[name], [row[up]["mean"] for row in found]
-        if found[0]["budget"] is None:
+    measured, shares = _measured(rows, figure_name), list[float]()
+    for name, method_rows in _by_method(rows, figure_name, styles):
+        style, means = styles[name], [row[figure_name]["mean"] for row in method_rows]
+        if method_rows[0]["budget"] is None:
             width = 1.0 if name == FULL else 1.6
             axes.axhline(means[0], color=style.color, linestyle=style.line, linewidth=width, label=name, zorder=1)
             continue
-        across = [row[measured]["mean"] if measured else style.at(row["budget"]) for row in found]
+        x_values = [row[measured]["mean"] if measured else style.x_value(row["budget"]) for row in method_rows]
         if measured in ("brought", "answered"):
-            across = [percent / 100 for percent in across]
-        at += across if measured else [row["budget"] for row in found]
-        _curve(axes, across, means, _around(found, up), name, style)
+            x_values = [percent / 100 for percent in x_values]
+        shares += x_values if measured else [row["budget"] for row in method_rows]
+        _curve(axes, x_values, means, _errors(method_rows, figure_name), name, style)
     if measured == "compute":
         axes.set_xlim(left=0)
     else:
         axes.set_xscale("log")
-        low, high = min(at, default=1.0) / 1.35, max(at, default=1.0) * 1.35
-        ticks = [tick for tick in _TICKS if low <= tick <= high] if measured else sorted(set(at))
+        low, high = min(shares, default=1.0) / 1.35, max(shares, default=1.0) * 1.35
+        ticks = [tick for tick in _TICKS if low <= tick <= high] if measured else sorted(set(shares))
         axes.set_xticks(ticks, [f"{100 * tick:g} %" for tick in ticks])
         axes.set_xlim(low, high)
     axes.xaxis.set_minor_locator(NullLocator())
-    if up == "kl":
+    if figure_name == "kl":
         axes.set_yscale("symlog", linthresh=_LINEAR_BELOW)
-        axes.set_ylim(-_LINEAR_BELOW / 5, 2 * max([5 * _LINEAR_BELOW, *(row[up]["high"] for row in rows if up in row)]))
-        axes.set_ylabel(_LABELS[up])
-    elif up == "top1":
+        axes.set_ylim(
+            -_LINEAR_BELOW / 5,
+            2 * max([5 * _LINEAR_BELOW, *(row[figure_name]["high"] for row in rows if figure_name in row)]),
+        )
+        axes.set_ylabel(_LABELS[figure_name])
+    elif figure_name == "top1":
         axes.set_ylim(-4, 104)
-        axes.set_ylabel(_LABELS[up])
+        axes.set_ylabel(_LABELS[figure_name])
     else:
         _name_metric(axes, rows)
     _bare(axes)
@@ -175,20 +178,20 @@ def _figures(rows: list[Row]) -> tuple[str, ...]:
     return ("score", "top1", "kl") if _measured(rows, "top1") == "brought" else ("score", "kl")
 
 
-def _measured(rows: list[Row], up: str) -> str:
-    """Return the measured x-axis figure for `up` if all rows with a share have it, else ""."""
+def _measured(rows: list[Row], figure_name: str) -> str:
+    """Return the measured x-axis figure for `figure_name` if all rows with a share have it, else ""."""
     budgeted = [row for row in rows if row["budget"] is not None]
-    for name in ("compute", "answered" if up == "score" else "brought"):
+    for name in ("compute", "answered" if figure_name == "score" else "brought"):
         if budgeted and all(name in row for row in budgeted):
             return name
     return ""
 
 
 def _against_time(axes: Axes, rows: list[Row], styles: dict[str, Style]) -> None:
-    for name, found in _by_method(rows, "score", styles):
-        timed = [row for row in found if row.get("ttft")]
+    for name, method_rows in _by_method(rows, "score", styles):
+        timed = [row for row in method_rows if row.get("ttft")]
         milliseconds = [1e3 * row["ttft"]["mean"] for row in timed]
-        _curve(axes, milliseconds, [r["score"]["mean"] for r in timed], _around(timed, "score"), name, styles[name])
+        _curve(axes, milliseconds, [r["score"]["mean"] for r in timed], _errors(timed, "score"), name, styles[name])
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("time to first token, ms")
@@ -197,12 +200,12 @@ def _against_time(axes: Axes, rows: list[Row], styles: dict[str, Style]) -> None
 
 
 def _curve(
-    axes: Axes, across: list[float], up: list[float], around: list[list[float]], name: str, style: Style
+    axes: Axes, x_values: list[float], y_values: list[float], errors: list[list[float]], name: str, style: Style
 ) -> None:
     axes.errorbar(
-        across,
-        up,
-        around,
+        x_values,
+        y_values,
+        errors,
         color=style.color,
         marker=style.marker,
         markersize=6,
@@ -215,16 +218,16 @@ def _curve(
     )
 
 
-def _by_method(rows: list[Row], up: str, styles: dict[str, Style]) -> list[tuple[str, list[Row]]]:
-    """Return the rows of each method that have figure `up`, sorted by share."""
-    found = {
-        name: sorted((r for r in rows if method_of(r) == name and r.get(up)), key=lambda r: r["budget"] or 0)
+def _by_method(rows: list[Row], figure_name: str, styles: dict[str, Style]) -> list[tuple[str, list[Row]]]:
+    """Return the rows of each method that have figure `figure_name`, sorted by share."""
+    rows_by_method = {
+        name: sorted((r for r in rows if method_of(r) == name and r.get(figure_name)), key=lambda r: r["budget"] or 0)
         for name in styles
     }
-    return [(name, some) for name, some in found.items() if some]
+    return [(name, method_rows) for name, method_rows in rows_by_method.items() if method_rows]
 
 
-def _around(rows: list[Row], name: str) -> list[list[float]]:
+def _errors(rows: list[Row], name: str) -> list[list[float]]:
     """Return the distances from the mean to the ends of the interval, `[2, rows]`."""
     values = [row[name] for row in rows]
     return [[max(0.0, v["mean"] - v["low"]) for v in values], [max(0.0, v["high"] - v["mean"]) for v in values]]

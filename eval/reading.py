@@ -31,11 +31,11 @@ class Reading:
     index: float
 
 
-def reading_of(whole: int, kv: int, prompt: RequestStats, answered: RequestStats, tokens: int) -> Reading:
+def reading_of(prefix_bytes: int, kv: int, prompt: RequestStats, answered: RequestStats, tokens: int) -> Reading:
     """Convert byte counts of one request into percentages.
 
     Args:
-        whole: bytes of all blocks with KV of the prefix.
+        prefix_bytes: bytes of all blocks with KV of the prefix.
         kv: bytes of the KV of the prefix, without padding.
         prompt: statistics at the first new token.
         answered: statistics at the end of the answer.
@@ -43,7 +43,7 @@ def reading_of(whole: int, kv: int, prompt: RequestStats, answered: RequestStats
     """
 
     def share(nbytes: float) -> float:
-        return 100 * nbytes / whole
+        return 100 * nbytes / prefix_bytes
 
     brought, in_vain = prompt.bytes_brought, prompt.brought_identifying + prompt.brought_guessed
     return Reading(

@@ -48,12 +48,12 @@ _COLUMNS = (
     _Column("attended", "attended", ".1f"),
 )
 _READ = (
-    "`read`: of all KV of the stored prefix, in bytes of the blocks that it lies in, those that came for the first "
-    "token, from whichever tier, and held something that it attends to; `identified`: besides, those that choices were "
-    "made from alone; `guessed`: those that came for choices that fell otherwise; `a token`: all that came for each "
-    "token after the first. Where an index stays in memory, figures are of a request that finds it there: `index` is "
-    "what it takes. `attended`: of the restored tokens, those that layers "
-    "attended to, a mean over these. Plots go against all that came until what they show was there. "
+    "`read`: share of the stored prefix's KV, in bytes of its blocks, that was read for the first token from any tier "
+    "and that the token attends to. `identified`: the same for blocks that were used only to select. `guessed`: the "
+    "same for blocks that were prefetched for a selection that turned out differently. `a token`: all KV that was read "
+    "for each token after the first. `index`: size of the index in memory, if there is one; it was in memory before "
+    "the request. `attended`: number of restored tokens that layers attended to, mean over these layers. The x-axis of "
+    "plots is the share of all KV that was read for what they show. "
 )
 
 
@@ -67,13 +67,13 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise EvalError(f"{folder} holds no run of eval.run: it has no config.json") from None
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/*/metrics.json"))]
-    if not found and (folder / "metrics.json").exists():
-        found = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    if not found:
+    metrics = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/*/metrics.json"))]
+    if not metrics and (folder / "metrics.json").exists():
+        metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    if not metrics:
         raise EvalError(f"{folder} holds a run without metrics; let eval.run finish first")
     rows: dict[str, list[Row]] = {}
-    for row in found:
+    for row in metrics:
         rows.setdefault(row["task"], []).append(row)
     return config, rows
 
@@ -133,13 +133,13 @@ def main(folder: Annotated[Path, typer.Argument(help="The --out of eval.run.")])
     except EvalError as error:
         typer.echo(f"eval.report: {error}", err=True)
         raise typer.Exit(2) from None
-    every = [row for rows in tasks.values() for row in rows]
-    styles = styles_of(every)
+    all_rows = [row for rows in tasks.values() for row in rows]
+    styles = styles_of(all_rows)
     for task, rows in tasks.items():
         draw_task(task, rows, styles).savefig(folder / f"{task}.png")
     if len(tasks) > 1:
         draw_overview(tasks, styles).savefig(folder / "overview.png")
-    lines = ",\n".join(map(json.dumps, every))
+    lines = ",\n".join(map(json.dumps, all_rows))
     (folder / "metrics.json").write_text(f"[{lines}]\n", encoding="utf-8")
     (folder / "README.md").write_text(page(config, tasks), encoding="utf-8")
     typer.echo(f"{folder / 'README.md'}, and its plots")

@@ -102,27 +102,30 @@ def main(
     try:
         if not model:
             raise EvalError("no model is specified; pass --model (a name on the Hub, or a folder)")
-        found, variants = find_tasks(tasks), find_variants(methods, budgets, ratios)
+        selected_tasks, variants = find_tasks(tasks), find_variants(methods, budgets, ratios)
         if prompts is not None:
-            found = _with_prompts(found, prompts)
+            selected_tasks = _with_prompts(selected_tasks, prompts)
         if max_new_tokens is not None:
-            found = [replace(task, max_new_tokens=min(max_new_tokens, task.max_new_tokens)) for task in found]
+            selected_tasks = [
+                replace(task, max_new_tokens=min(max_new_tokens, task.max_new_tokens)) for task in selected_tasks
+            ]
         set_seed(seed)
         source = resolve(model)
         tokenizer, text_config = _load_tokenizer(source)
         limit_of_model: int = getattr(text_config, "max_position_embeddings", 4096)
         length = max_length or limit_of_model
         prefix_tokens = min(prefix_tokens, length * 3 // 4)
-        examples = draw_examples(found, Draw(Data(data), limit, seed, prefix_tokens, tokenizer))
+        examples = draw_examples(selected_tasks, Draw(Data(data), limit, seed, prefix_tokens, tokenizer))
         if half is not None:
-            examples = {task: some[half::2] for task, some in examples.items()}
-        for task, some in examples.items():
-            encode(some[0], task, tokenizer, length, chat)  # report encoding errors before any output is written
+            examples = {task: task_examples[half::2] for task, task_examples in examples.items()}
+        for task, task_examples in examples.items():
+            # report encoding errors before any output is written
+            encode(task_examples[0], task, tokenizer, length, chat)
         loaded = _load(source, dtype, device)  # load the model last, so that missing data is reported at once
         config = {
             "model": model,
             "weights": revision_of(model),
-            "tasks": [task.name for task in found],
+            "tasks": [task.name for task in selected_tasks],
             "variants": [variant.name for variant in variants],
             "limit": limit,
             "data": None if data is None else data.name,
@@ -152,10 +155,10 @@ def _load_tokenizer(name: str) -> tuple[Any, Any]:
 
 
 def _load(name: str, dtype: str, device: str) -> Any:
-    how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    options: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
     with _cannot_be_loaded(name):
-        wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **how)
+        torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, **options)
     if device != "auto":
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return model.eval()
@@ -175,9 +178,9 @@ def _with_prompts(tasks: list[Any], path: Path) -> list[Any]:
         templates = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise EvalError(f"{path} is not valid JSON: {error}") from error
-    bad = [name for name, text in templates.items() if text.count("{context}") != 1]
-    if bad:
-        raise EvalError(f"{path}: the template of {bad[0]} must contain {{context}} once")
+    invalid = [name for name, text in templates.items() if text.count("{context}") != 1]
+    if invalid:
+        raise EvalError(f"{path}: the template of {invalid[0]} must contain {{context}} once")
     return [
         replace(t, template=templates[t.split]) if isinstance(t, LongBench) and t.split in templates else t
         for t in tasks
@@ -192,9 +195,9 @@ def _begin(out: Path, config: dict[str, Any]) -> None:
     """
     path = out / "config.json"
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        may_change = {"tasks", "variants", "limit"} | {"weights"} - before.keys()  # older runs did not record them
-        changed = sorted(key for key in config.keys() - may_change if before.get(key) != config[key])
+        previous = json.loads(path.read_text(encoding="utf-8"))
+        may_change = {"tasks", "variants", "limit"} | {"weights"} - previous.keys()  # older runs did not record them
+        changed = sorted(key for key in config.keys() - may_change if previous.get(key) != config[key])
         if changed:
             raise EvalError(f"{out} holds a run with a different {', '.join(changed)}; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -264,8 +267,8 @@ def _in_lines(method: str) -> list[str]:
 def _figure(value: dict[str, float] | None, form: str, interval: bool = False) -> str:
     if value is None:
         return ""
-    around = f" ± {(value['high'] - value['low']) / 2:{form}}" if interval else ""
-    return f"{value['mean']:{form}}{around}"
+    interval_text = f" ± {(value['high'] - value['low']) / 2:{form}}" if interval else ""
+    return f"{value['mean']:{form}}{interval_text}"
 
 
 if __name__ == "__main__":

@@ -93,13 +93,13 @@ def find_variants(methods: str, budgets: str = "", ratios: str = "") -> list[Var
             method = make_method(name)
         except ConfigError as error:
             raise EvalError(str(error)) from error
-        known = {field.name for field in fields(method)}
-        option = next((o for o in shares if o in known and f"{o}=" not in name), None)
+        options = {field.name for field in fields(method)}
+        option = next((o for o in shares if o in options and f"{o}=" not in name), None)
         default: Any = None if option is None else getattr(method, option)
         if option is not None and (shares[option] or isinstance(default, float)):
             for share in shares[option] or [default]:
-                how: dict[str, Any] = {option: share}
-                variants.append(Variant(f"{name}@{share:g}", replace(method, **how), share))
+                setting: dict[str, Any] = {option: share}
+                variants.append(Variant(f"{name}@{share:g}", replace(method, **setting), share))
         else:
             variants.append(Variant(name, method))
     return variants
@@ -153,26 +153,26 @@ class Run:
     # --- answers
 
     def _answer(self, task: Task, examples: list[Example], bar: tqdm) -> None:
-        done = {variant.name: self._read(task, variant) for variant in self.variants}
-        wanted = [e for e in examples if any(e.id not in done[v.name] for v in self.variants)]
-        bar.update(len(self.variants) * (len(examples) - len(wanted)))
-        if not wanted:
+        finished = {variant.name: self._read_predictions(task, variant) for variant in self.variants}
+        unfinished = [e for e in examples if any(e.id not in finished[v.name] for v in self.variants)]
+        bar.update(len(self.variants) * (len(examples) - len(unfinished)))
+        if not unfinished:
             return
         metric = METRICS[task.metric]() if task.metric in METRICS else None
-        prompts = {e.id: encode(e, task, self.tokenizer, self.max_length, self.chat) for e in wanted}
+        prompts = {e.id: encode(e, task, self.tokenizer, self.max_length, self.chat) for e in unfinished}
         with Stores(self) as stores:
             for variant in self.variants:
                 stores.subject(variant).store_passages(chain(*(prompt.passages for prompt in prompts.values())))
-            for example in wanted:
+            for example in unfinished:
                 prompt = prompts[example.id]
                 full: Answer | None = None
                 for variant in self.variants:
-                    if variant.name == FULL or example.id not in done[variant.name]:
+                    if variant.name == FULL or example.id not in finished[variant.name]:
                         subject = stores.subject(variant)
                         subject.prepare(prompt.prefix, prompt.passages)
                         answer = subject.ask(prompt, task.max_new_tokens if task.generates else 0)
                         full = full or answer
-                        if example.id not in done[variant.name]:
+                        if example.id not in finished[variant.name]:
                             line = _line(task, variant, example, prompt, answer, full, metric)
                             self._append(task, variant, line)
                     bar.update()
@@ -180,7 +180,7 @@ class Run:
     def _folder(self, task: Task, variant: Variant) -> Path:
         return self.out / task.name / variant.folder
 
-    def _read(self, task: Task, variant: Variant) -> dict[str, dict[str, Any]]:
+    def _read_predictions(self, task: Task, variant: Variant) -> dict[str, dict[str, Any]]:
         """Read the predictions of a variant by example id. An incomplete last line is removed from the file."""
         path = self._folder(task, variant) / "predictions.jsonl"
         if not path.exists():
@@ -200,8 +200,8 @@ class Run:
     # --- figures
 
     def _metrics(self, task: Task, variant: Variant, examples: list[Example]) -> dict[str, Any]:
-        found = self._read(task, variant)
-        lines = [found[example.id] for example in examples]
+        records = self._read_predictions(task, variant)
+        lines = [records[example.id] for example in examples]
         result: dict[str, Any] = {"task": task.name, "variant": variant.name, "metric": task.metric}
         result |= {"budget": variant.budget, "examples": len(lines)}
         for name in _FIGURES:
@@ -229,14 +229,14 @@ class Stores:
 
     def subject(self, variant: Variant) -> Subject:
         if variant.name not in self._subjects:
-            run, store, method, own = self._run, None, variant.method, variant.folder.split("@")[0]
+            run, store, method, store_name = self._run, None, variant.method, variant.folder.split("@")[0]
             if method is not None:
-                name = method.passages.replace(" ", "-") if isinstance(method, Passages) else own
+                name = method.passages.replace(" ", "-") if isinstance(method, Passages) else store_name
                 if name not in self._stores:
                     path = run.stores / name
                     self._stores[name] = KVStore(path, host_memory=run.host_memory, policy=method.policy)
                 store = self._stores[name]
-            stored = self._stored.setdefault(own, set())
+            stored = self._stored.setdefault(store_name, set())
             self._subjects[variant.name] = Subject(run.model, run.tokenizer, store, method, stored)
         return self._subjects[variant.name]
 
@@ -255,18 +255,18 @@ def _line(
     text = answer.text
     if task.first_line:
         text = text.lstrip("\n").split("\n")[0]
-    said = example.choices[answer.choice] if answer.choice is not None else text
+    prediction = example.choices[answer.choice] if answer.choice is not None else text
     nll = None if answer.followed is None else -float(likelihoods(answer.followed, prompt.answer).mean())
     if metric is not None:
-        score = metric.score(said, list(example.answers), example)
+        score = metric.score(prediction, list(example.answers), example)
     else:  # metric is the perplexity of the reference answer
         score = None if nll is None else math.exp(nll)
     line = {
         "id": example.id,
-        "prediction": said,
+        "prediction": prediction,
         "answers": list(example.answers),
         "score": score,
-        "top1": _same(answer.first, full.first),
+        "top1": _agreement(answer.first, full.first),
         "kl": _divergence(answer.first, full.first),
         "nll": nll,
         "ttft": answer.ttft,
@@ -274,7 +274,7 @@ def _line(
     }
     if answer.followed is not None and full.followed is not None:
         line |= {
-            "answer_top1": _same(answer.followed, full.followed),
+            "answer_top1": _agreement(answer.followed, full.followed),
             "answer_kl": _divergence(answer.followed, full.followed),
         }
     if answer.stats is not None:
@@ -293,15 +293,15 @@ def _line(
     return line
 
 
-def _same(said: torch.Tensor, full: torch.Tensor) -> float:
+def _agreement(log_probs: torch.Tensor, full_log_probs: torch.Tensor) -> float:
     """Return the percentage of positions where the most likely token is that of full KV."""
-    return 100 * float((said.argmax(-1) == full.argmax(-1)).float().mean())
+    return 100 * float((log_probs.argmax(-1) == full_log_probs.argmax(-1)).float().mean())
 
 
-def _divergence(said: torch.Tensor, full: torch.Tensor) -> float:
-    """Return the mean KL divergence KL(full || said) of log-probabilities `[..., vocabulary]`, in nats."""
-    each = torch.nn.functional.kl_div(said, full, reduction="none", log_target=True).sum(-1)
-    return max(0.0, float(each.mean()))
+def _divergence(log_probs: torch.Tensor, full_log_probs: torch.Tensor) -> float:
+    """Return the mean KL divergence KL(full || method) of log-probabilities `[..., vocabulary]`, in nats."""
+    divergences = torch.nn.functional.kl_div(log_probs, full_log_probs, reduction="none", log_target=True).sum(-1)
+    return max(0.0, float(divergences.mean()))
 
 
 def draw_examples(tasks: list[Task], draw: Any) -> dict[Task, list[Example]]:
@@ -314,11 +314,11 @@ def draw_examples(tasks: list[Task], draw: Any) -> dict[Task, list[Example]]:
 
 
 def _checked(task: Task, draw: Any) -> Iterator[Example]:
-    seen: set[str] = set()
+    ids: set[str] = set()
     for example in task.examples(draw):
-        if example.id in seen:
+        if example.id in ids:
             raise EvalError(f"{task.name}: two examples are called {example.id!r}")
-        seen.add(example.id)
+        ids.add(example.id)
         yield example
-    if not seen:
+    if not ids:
         raise EvalError(f"{task.name}: the data gave no example")

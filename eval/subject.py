@@ -43,13 +43,13 @@ class Answer:
     reading: Reading | None = None
 
 
-def likelihoods(said: torch.Tensor, tokens: tuple[int, ...]) -> torch.Tensor:
+def likelihoods(log_probs: torch.Tensor, tokens: tuple[int, ...]) -> torch.Tensor:
     """Select the log-probabilities of `tokens`, `[n]`, from those of the vocabulary, `[n, vocabulary]`."""
-    return said.gather(1, torch.tensor(tokens).unsqueeze(1))[:, 0]
+    return log_probs.gather(1, torch.tensor(tokens).unsqueeze(1))[:, 0]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Prefill:
     """State after the prefill of a prompt: cache, ids `[1, tokens]`, and the first fields of an `Answer`."""
 
     cache: Cache
@@ -102,21 +102,21 @@ class Subject:
             max_new_tokens: number of tokens to generate. With 0, the reads of the reference answer are counted
                 instead.
         """
-        asked = self.start(prompt.whole)
+        prefill = self.start(prompt.whole)
         choice = followed = None
         text = ""
         if prompt.choices:
-            sums = [float(likelihoods(self._follow(asked, tokens), tokens).sum()) for tokens in prompt.choices]
+            sums = [float(likelihoods(self._follow(prefill, tokens), tokens).sum()) for tokens in prompt.choices]
             choice = max(range(len(sums)), key=sums.__getitem__)
         else:
             if prompt.answer:
-                followed = self._follow(asked, prompt.answer, keep=not max_new_tokens)
+                followed = self._follow(prefill, prompt.answer, keep=not max_new_tokens)
             if max_new_tokens:
-                text = self._generate(asked, max_new_tokens)
-        reading = self._reading(prompt, asked)
-        return Answer(asked.first, asked.ttft, choice, text, followed, asked.stats, reading)
+                text = self._generate(prefill, max_new_tokens)
+        reading = self._reading(prompt, prefill)
+        return Answer(prefill.first, prefill.ttft, choice, text, followed, prefill.stats, reading)
 
-    def start(self, prompt: tuple[int, ...]) -> Asked:
+    def start(self, prompt: tuple[int, ...]) -> Prefill:
         """Prefill the prompt and compute the log-probabilities of the first new token."""
         cache = self._cache()
         ids = torch.tensor([prompt], device=self.model.device)
@@ -125,51 +125,53 @@ class Subject:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         first = logits[0, -1].float().log_softmax(-1).cpu()
         ttft = time.perf_counter() - started
-        return Asked(cache, ids, first, ttft, copy.copy(cache.stats) if isinstance(cache, TieredCache) else None)
+        return Prefill(cache, ids, first, ttft, copy.copy(cache.stats) if isinstance(cache, TieredCache) else None)
 
-    def _follow(self, asked: Asked, tokens: tuple[int, ...], keep: bool = False) -> torch.Tensor:
+    def _follow(self, prefill: Prefill, tokens: tuple[int, ...], keep: bool = False) -> torch.Tensor:
         """Return the log-probabilities at each of `tokens`, fed one by one, float32 `[n, vocabulary]`.
 
         Args:
-            asked: prefilled prompt.
+            prefill: prefilled prompt.
             tokens: continuation of the prompt, at least one token.
             keep: whether the tokens, except the last one, remain in the cache.
         """
-        cache = asked.cache if keep or len(tokens) == 1 else copy.deepcopy(asked.cache)
-        said = [asked.first]
+        cache = prefill.cache if keep or len(tokens) == 1 else copy.deepcopy(prefill.cache)
+        log_probs = [prefill.first]
         for token in tokens[:-1]:
-            fed = torch.tensor([[token]], device=asked.ids.device)
+            fed = torch.tensor([[token]], device=prefill.ids.device)
             with torch.no_grad():
                 logits = self.model(input_ids=fed, past_key_values=cache, use_cache=True).logits
-            said.append(logits[0, -1].float().log_softmax(-1).cpu())
-        return torch.stack(said)
+            log_probs.append(logits[0, -1].float().log_softmax(-1).cpu())
+        return torch.stack(log_probs)
 
-    def _reading(self, prompt: Prompt, asked: Asked) -> Reading | None:
-        if self.store is None or asked.stats is None or isinstance(self.method, Passages):
+    def _reading(self, prompt: Prompt, prefill: Prefill) -> Reading | None:
+        if self.store is None or prefill.stats is None or isinstance(self.method, Passages):
             return None
-        assert isinstance(asked.cache, TieredCache)
+        assert isinstance(prefill.cache, TieredCache)
         stored = self.store.lookup(self.model, list(prompt.whole), method=self.method)
-        if not (whole := sum(stored.bytes.values())):
+        if not (prefix_bytes := sum(stored.bytes.values())):
             return None
-        layers: Any = asked.cache.layers
-        of_each = sum(t.nbytes // t.shape[2] for layer in layers for t in (layer.keys, layer.values))  # bytes per token
-        tokens = asked.cache.get_seq_length() - len(prompt.whole)
-        return reading_of(whole, of_each * stored.stored, asked.stats, asked.cache.stats, tokens)
+        layers: Any = prefill.cache.layers
+        token_bytes = sum(
+            t.nbytes // t.shape[2] for layer in layers for t in (layer.keys, layer.values)
+        )  # bytes per token
+        tokens = prefill.cache.get_seq_length() - len(prompt.whole)
+        return reading_of(prefix_bytes, token_bytes * stored.stored, prefill.stats, prefill.cache.stats, tokens)
 
     def _cache(self) -> Cache:
         if self.store is None:
             return DynamicCache(config=self.model.config)
         return TieredCache(self.model, self.store, method=self.method, record=False)
 
-    def _generate(self, asked: Asked, max_new_tokens: int) -> str:
-        token = asked.first.argmax().view(1, 1).to(asked.ids.device)
-        ids, start = torch.cat([asked.ids, token], dim=1), asked.ids.shape[1]
+    def _generate(self, prefill: Prefill, max_new_tokens: int) -> str:
+        token = prefill.first.argmax().view(1, 1).to(prefill.ids.device)
+        ids, start = torch.cat([prefill.ids, token], dim=1), prefill.ids.shape[1]
         if max_new_tokens > 1 and int(token) not in self._ends():
             generate: Any = self.model.generate
             ids = generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=asked.cache,
+                past_key_values=prefill.cache,
                 do_sample=False,
                 max_new_tokens=max_new_tokens - 1,
             )

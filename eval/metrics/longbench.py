@@ -65,6 +65,6 @@ class CodeSimilarity(ExampleMetric):
         return float(round(fuzz.ratio(first, answer)))
 
 
-def _share(prediction: str, wanted: str) -> float:
+def _share(prediction: str, answer: str) -> float:
     numbers = re.findall(r"\d+", prediction)
-    return 100 * numbers.count(wanted) / len(numbers) if numbers else 0.0
+    return 100 * numbers.count(answer) / len(numbers) if numbers else 0.0

@@ -23,8 +23,10 @@ class ChineseQaF1(ExampleMetric):
     about = "F1 over words, in percent"
 
     def compare(self, prediction: str, answer: str) -> float:
-        said, wanted = ([w for w in map(plain_chinese, chinese_words(text)) if w] for text in (prediction, answer))
-        return 100 * overlap_f1(said, wanted)
+        predicted_words, answer_words = (
+            [w for w in map(plain_chinese, chinese_words(text)) if w] for text in (prediction, answer)
+        )
+        return 100 * overlap_f1(predicted_words, answer_words)
 
 
 class ExactMatch(ExampleMetric):

@@ -40,7 +40,7 @@ def language_of(folder: Path) -> Language:
     return Language(tokenizer, np.array(text))
 
 
-class Asked:
+class ContextSession:
     """Context that is prefilled into the cache of a model.
 
     Args:
@@ -55,7 +55,7 @@ class Asked:
         self._cache = DynamicCache(config=model.config)
         self._pass(ids, None if mask is None else mask[None, None])
 
-    def answers(self, questions: Sequence[Question], seen: torch.Tensor | None = None) -> list[tuple[int, ...]]:
+    def answers(self, questions: Sequence[Question], visible: torch.Tensor | None = None) -> list[tuple[int, ...]]:
         """Ask questions one after another and return the answers, each as long as the right answer.
 
         Answers are decoded greedily. The answer to a `values` question is the set of most likely first tokens, as many
@@ -63,24 +63,24 @@ class Asked:
 
         Args:
             questions: questions in order; later ones attend to earlier questions and answers.
-            seen: bool `[self.tokens]`, context tokens that questions and answers attend to; None for all.
+            visible: bool `[self.tokens]`, context tokens that questions and answers attend to; None for all.
         """
-        found, last = list[tuple[int, ...]](), list[int]()
+        decoded_answers, last = list[tuple[int, ...]](), list[int]()
         for question in questions:
-            at_once = question.statements if question.kind == "values" else 1
-            wanted = at_once if question.kind == "values" else len(question.answer)
-            said, last = list[int](), [*last, *question.prompt]
-            while len(said) < wanted:
-                logits = self._pass(last, self._mask(len(last), seen)).logits[0, -1]
-                said += logits.topk(at_once).indices.tolist()
-                last = said[-1:]
-            found.append(tuple(said))
+            num_values = question.statements if question.kind == "values" else 1
+            answer_length = num_values if question.kind == "values" else len(question.answer)
+            decoded, last = list[int](), [*last, *question.prompt]
+            while len(decoded) < answer_length:
+                logits = self._pass(last, self._mask(len(last), visible)).logits[0, -1]
+                decoded += logits.topk(num_values).indices.tolist()
+                last = decoded[-1:]
+            decoded_answers.append(tuple(decoded))
         self.forget()
-        return found
+        return decoded_answers
 
-    def is_right(self, question: Question, seen: torch.Tensor | None = None) -> bool:
+    def is_right(self, question: Question, visible: torch.Tensor | None = None) -> bool:
         """Return whether the question, asked alone, is answered correctly."""
-        return question.is_answer(self.answers([question], seen)[0])
+        return question.is_answer(self.answers([question], visible)[0])
 
     def attention(self, ids: Sequence[int]) -> list[torch.Tensor]:
         """Return how `ids` after the context attend to the context, per layer `[heads, len(ids), self.tokens]`."""
@@ -94,12 +94,12 @@ class Asked:
         """Remove the tokens after the context from the cache."""
         self._cache.crop(self.tokens - self._cache.get_seq_length())
 
-    def _mask(self, new: int, seen: torch.Tensor | None) -> torch.Tensor | None:
-        if seen is None:
+    def _mask(self, num_new: int, visible: torch.Tensor | None) -> torch.Tensor | None:
+        if visible is None:
             return None
-        before = self._cache.get_seq_length()
-        mask = torch.ones(new, before + new, dtype=torch.bool).tril(before)
-        mask[:, : self.tokens] = seen
+        num_cached = self._cache.get_seq_length()
+        mask = torch.ones(num_new, num_cached + num_new, dtype=torch.bool).tril(num_cached)
+        mask[:, : self.tokens] = visible
         return mask[None, None]
 
     @torch.no_grad()

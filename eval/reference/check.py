@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..metrics import interval
-from .asking import Asked, language_of, load
+from .asking import ContextSession, language_of, load
 from .language import KINDS, LONG_KINDS, Context, Language, Question
 from .needles import NEEDLES
 
@@ -69,25 +69,25 @@ class Findings:
 
 
 def contexts(
-    language: Language, tokens: int, count: int, seed: int, known: Sequence[str] = KINDS
+    language: Language, tokens: int, count: int, seed: int, question_kinds: Sequence[str] = KINDS
 ) -> Iterator[tuple[Context, dict[str, Question]]]:
     """Yield `count` contexts, each with one question per kind, except "back", which needs no context."""
-    kinds = dict.fromkeys([kind for kind in known if kind != "back"], 1.0)
+    kinds = dict.fromkeys([kind for kind in question_kinds if kind != "back"], 1.0)
     for number in range(count):
         context = language.context(np.random.default_rng([seed, number]), tokens, 40, kinds, density=(0.3, 0.5))
-        asked = {question.kind: question for question in reversed(context.questions)}
-        yield context, {kind: asked[kind] for kind in kinds if kind in asked}
+        question_by_kind = {question.kind: question for question in reversed(context.questions)}
+        yield context, {kind: question_by_kind[kind] for kind in kinds if kind in question_by_kind}
 
 
 def questions(language: Language, tokens: int, count: int, seed: int) -> Iterator[tuple[Context, Question]]:
     """Yield up to `count` questions, each with its own context, cycling through the kinds."""
     kinds = [kind for kind in KINDS if kind != "back"]
-    for number, (context, asked) in enumerate(contexts(language, tokens, count, seed)):
-        if kinds[number % len(kinds)] in asked:
-            yield context, asked[kinds[number % len(kinds)]]
+    for number, (context, question_by_kind) in enumerate(contexts(language, tokens, count, seed)):
+        if kinds[number % len(kinds)] in question_by_kind:
+            yield context, question_by_kind[kinds[number % len(kinds)]]
 
 
-def apart(context: Context) -> torch.Tensor:
+def document_mask(context: Context) -> torch.Tensor:
     """Return the causal mask of separately encoded documents, bool `[tokens, tokens]`."""
     sizes = [len(document) for document in context.documents]
     documents = torch.tensor(np.repeat(np.arange(len(sizes)), sizes))
@@ -97,43 +97,50 @@ def apart(context: Context) -> torch.Tensor:
 def random_tenth(tokens: int, rng: np.random.Generator) -> torch.Tensor:
     """Select a random tenth of the complete chunks, as a mask, bool `[tokens]`."""
     chunks = tokens // CHUNK
-    kept = rng.choice(chunks, max(1, chunks // 10), replace=False)
-    return torch.from_numpy(np.isin(np.arange(tokens) // CHUNK, kept))
+    selected = rng.choice(chunks, max(1, chunks // 10), replace=False)
+    return torch.from_numpy(np.isin(np.arange(tokens) // CHUNK, selected))
 
 
-def overlaps(asked: Asked, ids: Sequence[int]) -> Iterator[tuple[str, float]]:
+def overlaps(session: ContextSession, ids: Sequence[int]) -> Iterator[tuple[str, float]]:
     """Yield overlaps of the most attended chunks, in percent, between layers and between the KV heads of a layer."""
-    chunks, kv_heads = asked.tokens // CHUNK, asked.model.config.num_key_value_heads
+    chunks, kv_heads = session.tokens // CHUNK, session.model.config.num_key_value_heads
     mass = [
         layer[..., : chunks * CHUNK].unflatten(-1, (chunks, CHUNK)).unflatten(0, (kv_heads, -1)).sum((1, 2, 4))
-        for layer in asked.attention(ids)
+        for layer in session.attention(ids)
     ]  # per layer [kv_heads, chunks]
     for share in (0.1, 0.25):
         count = max(1, int(share * chunks))
-        layers = [set(of_heads.sum(0).topk(count).indices.tolist()) for of_heads in mass]
+        layers = [set(head_mass.sum(0).topk(count).indices.tolist()) for head_mass in mass]
         for step, name in ((1, "neighbours"), (2, "periods of 2"), (4, "periods of 4")):
             for i in range(0, len(layers) - step, step):
                 yield f"{name}, {share:.0%}", 100 * len(layers[i] & layers[i + step]) / count
-        for of_heads in mass:
-            for a, b in combinations([set(one.topk(count).indices.tolist()) for one in of_heads], 2):
+        for head_mass in mass:
+            for a, b in combinations([set(mass_of_head.topk(count).indices.tolist()) for mass_of_head in head_mass], 2):
                 yield f"kv heads, {share:.0%}", 100 * len(a & b) / count
 
 
 def measure(
-    model: PreTrainedModel, language: Language, tokens: int, count: int, seed: int, known: Sequence[str] = KINDS
+    model: PreTrainedModel,
+    language: Language,
+    tokens: int,
+    count: int,
+    seed: int,
+    question_kinds: Sequence[str] = KINDS,
 ) -> Findings:
     """Measure answers and overlaps on `count` contexts of `tokens` tokens, with one question per kind for each."""
     findings, rng = Findings(), np.random.default_rng(seed)
-    for context, questions in tqdm(contexts(language, tokens, count, seed, known), total=count, unit="context"):
-        asked = Asked(model, context)
+    for context, questions in tqdm(
+        contexts(language, tokens, count, seed, question_kinds), total=count, unit="context"
+    ):
+        session = ContextSession(model, context)
         for kind, question in questions.items():
-            findings.add("full", kind, asked.is_right(question))
-            findings.add("random tenth", kind, asked.is_right(question, random_tenth(asked.tokens, rng)))
-            for name, percent in overlaps(asked, question.prompt):
+            findings.add("full", kind, session.is_right(question))
+            findings.add("random tenth", kind, session.is_right(question, random_tenth(session.tokens, rng)))
+            for name, percent in overlaps(session, question.prompt):
                 findings.overlaps.setdefault(name, []).append(percent)
-        asked = Asked(model, context, apart(context))
+        session = ContextSession(model, context, document_mask(context))
         for kind, question in questions.items():
-            findings.add("documents apart", kind, asked.is_right(question))
+            findings.add("documents apart", kind, session.is_right(question))
     return findings
 
 
@@ -141,14 +148,14 @@ def measure_needles(
     model: PreTrainedModel, language: Language, tokens: int, count: int, seed: int
 ) -> dict[str, list[float]]:
     """Return the scores (0 or 100) of each needle task in `count` contexts of `tokens` tokens."""
-    found: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
     for number, (name, needle) in enumerate(NEEDLES.items()):
-        for each in tqdm(range(count), desc=name, unit="context"):
-            context, questions = needle.draw(language, np.random.default_rng([seed, number, each]), tokens)
-            answers = Asked(model, context).answers(questions)
-            right = all(question.is_answer(said) for question, said in zip(questions, answers, strict=True))
-            found.setdefault(name, []).append(100.0 * right)
-    return found
+        for number_of_context in tqdm(range(count), desc=name, unit="context"):
+            context, questions = needle.draw(language, np.random.default_rng([seed, number, number_of_context]), tokens)
+            answers = ContextSession(model, context).answers(questions)
+            is_right = all(question.is_answer(answer) for question, answer in zip(questions, answers, strict=True))
+            scores.setdefault(name, []).append(100.0 * is_right)
+    return scores
 
 
 def show(console: Console, title: str, findings: Findings) -> None:

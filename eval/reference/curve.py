@@ -26,12 +26,14 @@ def draw_curve(curve: list[dict[str, Any]], path: Path) -> None:
         if not all(map(math.isnan, shares)):
             right_axes.plot(steps, shares, label=kind)
     right_axes.set(xlabel="step", ylabel="share of answer tokens that are right")
-    before, at_the_top = None, right_axes.get_xaxis_transform()
+    previous_length, at_the_top = None, right_axes.get_xaxis_transform()
     for point in curve:
-        if point["length"] != before:
-            before = point["length"]
+        if point["length"] != previous_length:
+            previous_length = point["length"]
             right_axes.axvline(point["step"], color="0.85", zorder=0)
-            right_axes.text(point["step"], 1, f" {before}", color="0.4", fontsize=7, rotation=90, transform=at_the_top)
+            right_axes.text(
+                point["step"], 1, f" {previous_length}", color="0.4", fontsize=7, rotation=90, transform=at_the_top
+            )
     losses_axes.legend()
     right_axes.legend()
     figure.savefig(path, dpi=100)

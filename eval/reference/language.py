@@ -37,7 +37,7 @@ WORDS = tuple(f"<w{c}.{i}>" for c in range(CATEGORIES) for i in range(WORDS_EACH
 LABELS = tuple(f"<l{i}>" for i in range(16))
 KINDS = ("fact", "alias", "hop", "shot", "back")
 LONG_KINDS = (*KINDS, "values", "track")
-LEAST, MOST = 2, 4
+MIN_VALUES, MAX_VALUES = 2, 4
 """Range of the number of values of a key, and of copies in a chain."""
 
 
@@ -82,9 +82,9 @@ class Question:
     statements: int = 1
     """Number of values of the key, or of copies in the chain that ends in the key."""
 
-    def is_answer(self, said: Sequence[int]) -> bool:
-        """Return whether `said` equals `answer`; for `values`, whether it is the set of first tokens of all values."""
-        return set(said) == set(self.answer[::2]) if self.kind == "values" else tuple(said) == self.answer
+    def is_answer(self, tokens: Sequence[int]) -> bool:
+        """Return whether `tokens` are the answer; for `values`, whether they are the first tokens of all values."""
+        return set(tokens) == set(self.answer[::2]) if self.kind == "values" else tuple(tokens) == self.answer
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Language:
         kinds: Mapping[str, float],
         density: tuple[float, float] = (0.3, 0.7),
         repeats: bool = False,
-        least: int = LEAST,
-        most: int = MOST,
+        min_values: int = MIN_VALUES,
+        max_values: int = MAX_VALUES,
     ) -> Context:
         """Draw documents with `tokens` tokens in total, and questions about them.
 
@@ -136,22 +136,25 @@ class Language:
             kinds: kinds of questions, with their relative frequencies.
             density: range of the share of tokens in statements.
             repeats: whether a question may be repeated, so that its answer can be copied from the first time.
-            least: minimum number of values of a key and of copies in a chain; at least 2.
-            most: maximum number of values of a key and of copies in a chain.
+            min_values: minimum number of values of a key and of copies in a chain; at least 2.
+            max_values: maximum number of values of a key and of copies in a chain.
         """
-        said = _Said(self, rng, int(tokens * rng.uniform(*density)), kinds, (least, most))
-        events = sorted(said.events, key=lambda event: event[0])
+        statements = _Statements(self, rng, int(tokens * rng.uniform(*density)), kinds, (min_values, max_values))
+        events = sorted(statements.events, key=lambda event: event[0])
         documents, is_text = self._write(rng, [(mark, list(ids)) for _, mark, ids in events], tokens)
         return Context(
-            documents, self._ask(rng, said, questions, kinds, repeats), is_text, self._meant(documents, said)
+            documents,
+            self._ask(rng, statements, questions, kinds, repeats),
+            is_text,
+            self._meant(documents, statements),
         )
 
-    def _meant(self, documents: tuple[tuple[int, ...], ...], said: _Said) -> np.ndarray:
+    def _meant(self, documents: tuple[tuple[int, ...], ...], statements: _Statements) -> np.ndarray:
         flat = [token for document in documents for token in document]
         meant = np.full(len(flat), -1)
-        for at, token in enumerate(flat[:-2]):
+        for position, token in enumerate(flat[:-2]):
             if token == self._mark["<copy>"]:
-                meant[at + 2] = said.stands_for[flat[at + 1]]
+                meant[position + 2] = statements.stands_for[flat[position + 1]]
         return meant
 
     def _write(
@@ -162,52 +165,54 @@ class Language:
         # only text comes between the two halves of an alias, whatever the gaps
         cuts = np.sort(rng.integers(0, room + 1, len(events)))
         gaps = np.diff([0, *cuts.tolist(), room])
-        at = int(rng.integers(0, max(1, len(self.text) - tokens)))
+        begin = int(rng.integers(0, max(1, len(self.text) - tokens)))
         documents, is_text = [[self._mark["<bos>"]]], [False]
         for (begins, ids), gap in zip([*events, (False, [])], gaps.tolist(), strict=True):
             if begins:
                 documents.append([self._mark["<doc>"]])
                 is_text.append(False)
-            documents[-1].extend(self.text.take(range(at, at + gap), mode="wrap").tolist())
+            documents[-1].extend(self.text.take(range(begin, begin + gap), mode="wrap").tolist())
             documents[-1].extend(ids)
             is_text += [True] * gap + [False] * len(ids)
-            at += gap
+            begin += gap
         return tuple(tuple(document) for document in documents), np.array(is_text)
 
     def _ask(
-        self, rng: np.random.Generator, said: _Said, count: int, kinds: Mapping[str, float], repeats: bool
+        self, rng: np.random.Generator, statements: _Statements, count: int, kinds: Mapping[str, float], repeats: bool
     ) -> tuple[Question, ...]:
-        mark, asked = self._mark, list[Question]()
-        left = {kind: rng.permutation(len(said.askable.get(kind, ()))).tolist() for kind in kinds if kind != "back"}
-        if "shot" in left:
-            left["shot"] *= 2  # each category twice, with other words
-        for some in left.values() if repeats else ():
-            some[:] = rng.choice(some, count).tolist() if some else []
-        while len(asked) < count:
-            names = [kind for kind in left if left[kind]]
-            if "back" in kinds and asked and asked[-1].kind not in ("shot", "values"):
+        mark, questions = self._mark, list[Question]()
+        remaining = {
+            kind: rng.permutation(len(statements.askable.get(kind, ()))).tolist() for kind in kinds if kind != "back"
+        }
+        if "shot" in remaining:
+            remaining["shot"] *= 2  # each category twice, with other words
+        for numbers in remaining.values() if repeats else ():
+            numbers[:] = rng.choice(numbers, count).tolist() if numbers else []
+        while len(questions) < count:
+            names = [kind for kind in remaining if remaining[kind]]
+            if "back" in kinds and questions and questions[-1].kind not in ("shot", "values"):
                 names.append("back")
-            if not any(left.values()):
+            if not any(remaining.values()):
                 break
             chances = np.array([kinds[kind] for kind in names])
             kind = rng.choice(names, p=chances / chances.sum())
             if kind == "back":
-                question = Question("back", (mark["<q>"], mark["<last>"]), asked[-1].answer)
+                question = Question("back", (mark["<q>"], mark["<last>"]), questions[-1].answer)
             elif kind == "shot":
-                category, label = said.askable["shot"][left["shot"].pop()]
+                category, label = statements.askable["shot"][remaining["shot"].pop()]
                 question = Question("shot", self.shot(rng, category), (label,))
             else:
-                key, answer, statements = said.askable[kind][left[kind].pop()]
-                question = Question(kind, (mark["<q>"], key), answer, statements)
-            asked.append(question)
-        return tuple(asked)
+                key, answer, num_statements = statements.askable[kind][remaining[kind].pop()]
+                question = Question(kind, (mark["<q>"], key), answer, num_statements)
+            questions.append(question)
+        return tuple(questions)
 
     def shot(self, rng: np.random.Generator, category: int) -> tuple[int, ...]:
         """Draw an example of a category, without its label."""
         return (self._mark["<ex>"], *rng.choice(self._words[category], 2).tolist())
 
 
-class _Said:
+class _Statements:
     """Statements as (time in [0, 1), begins a document, tokens), and the questions they allow."""
 
     def __init__(
@@ -241,10 +246,10 @@ class _Said:
                 kind = "fact"
             if kind in ("hop", "track"):
                 # copy each fact once, or the model guesses facts that are often copied
-                told, key, answer = facts.pop(rng.integers(len(facts)))
+                time_of_fact, key, answer = facts.pop(rng.integers(len(facts)))
                 for share in sorted([time, *rng.random(count - 1).tolist()]):
-                    before, key = key, keys.pop()
-                    self._add(told + (1 - told) * share, (mark["<copy>"], key, before))
+                    source_key, key = key, keys.pop()
+                    self._add(time_of_fact + (1 - time_of_fact) * share, (mark["<copy>"], key, source_key))
                     self.stands_for[key] = answer[0]
                 self._ask(kind, key, answer, count)
                 room -= 3 * count
@@ -278,10 +283,10 @@ class _Said:
         count = min(int(rng.integers(2, 5)), room // 8)
         categories = rng.permutation(CATEGORIES)[:count].tolist()
         labels = rng.permutation(language._labels)[:count].tolist()
-        used = 0
+        num_tokens = 0
         for category, label in zip(categories, labels, strict=True):
             for _ in range(int(rng.integers(2, max(3, room // (4 * count) + 1)))):
                 self._add(float(rng.random()), (*language.shot(rng, category), label))
-                used += 4
+                num_tokens += 4
             self.askable.setdefault("shot", []).append((category, label))
-        return used
+        return num_tokens

@@ -23,7 +23,7 @@ def build(size: Size, tokenizer: PreTrainedTokenizerBase, shared: Sequence[int])
         tokenizer: tokenizer of the model.
         shared: for each layer, the index of the first layer with the same weights.
     """
-    rest: dict[str, Any] = {"head_dim": size.head_dim}  # read by the model, but not a field of the class
+    extra_fields: dict[str, Any] = {"head_dim": size.head_dim}  # read by the model, but not a field of the class
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
@@ -38,7 +38,7 @@ def build(size: Size, tokenizer: PreTrainedTokenizerBase, shared: Sequence[int])
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-            **rest,
+            **extra_fields,
         )
     )
     layers = model.model.layers
@@ -64,8 +64,12 @@ def sharing(model: Qwen2ForCausalLM, depth: int | None = None) -> list[int]:
     """
     layers = [layer.state_dict() for layer in model.model.layers]
     shared = [
-        next(first for first in range(number + 1) if all(torch.equal(layers[first][name], own[name]) for name in own))
-        for number, own in enumerate(layers)
+        next(
+            first
+            for first in range(number + 1)
+            if all(torch.equal(layers[first][name], layer_state[name]) for name in layer_state)
+        )
+        for number, layer_state in enumerate(layers)
     ]
     if depth is None or depth == len(shared):
         return shared
@@ -95,28 +99,28 @@ def grown(base: Qwen2ForCausalLM, size: Size) -> dict[str, torch.Tensor]:
     config, head_dim = base.config, base.model.layers[0].self_attn.head_dim
     base_heads, base_kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     group, times, room = base_heads // base_kv_heads, size.kv_heads // base_kv_heads, size.heads // size.kv_heads
-    wanted, layers = (size.hidden, size.intermediate, size.head_dim), config.num_hidden_layers
-    if wanted != (config.hidden_size, config.intermediate_size, head_dim) or size.layers < layers:
+    widths, layers = (size.hidden, size.intermediate, size.head_dim), config.num_hidden_layers
+    if widths != (config.hidden_size, config.intermediate_size, head_dim) or size.layers < layers:
         raise ValueError("a model goes on with the width and head size that it has, and no fewer layers")
     if size.kv_heads % base_kv_heads or size.heads % size.kv_heads or times + room <= group:
         raise ValueError(
             f"{size.heads} heads on {size.kv_heads} KV heads cannot be made from {base_heads} on {base_kv_heads}"
         )
     heads, first = torch.empty(size.kv_heads, room, dtype=torch.long), torch.zeros(size.kv_heads, room)
-    seen = set[int]()
+    used_heads = set[int]()
     for place in range(room):
         for kv_head in range(size.kv_heads):
             head = kv_head // times * group + (kv_head % times + place) % group
             heads[kv_head, place] = head
-            first[kv_head, place] = head not in seen
-            seen.add(head)
-    before = base.state_dict()
-    state = {name: weight for name, weight in before.items() if ".layers." not in name}
-    for layer, same in enumerate(_deepened(layers, size.layers)):
-        begin = f"model.layers.{same}."
-        for name in before:
+            first[kv_head, place] = head not in used_heads
+            used_heads.add(head)
+    base_state = base.state_dict()
+    state = {name: weight for name, weight in base_state.items() if ".layers." not in name}
+    for layer, base_layer in enumerate(_deepened(layers, size.layers)):
+        begin = f"model.layers.{base_layer}."
+        for name in base_state:
             if name.startswith(begin):
-                state[f"model.layers.{layer}.{name.removeprefix(begin)}"] = before[name]
+                state[f"model.layers.{layer}.{name.removeprefix(begin)}"] = base_state[name]
     for name, weight in state.items():
         part = name.split(".")[-2]
         if part in ("k_proj", "v_proj"):
@@ -131,7 +135,7 @@ def grown(base: Qwen2ForCausalLM, size: Size) -> dict[str, torch.Tensor]:
 
 def lookup_layer(model: Qwen2ForCausalLM, language: Language, contexts: int = 24) -> int:
     """Return the layer, except the last, in which questions about facts attend most to the position of the answer."""
-    found = torch.zeros(len(model.model.layers) - 1)
+    attention = torch.zeros(len(model.model.layers) - 1)
     model.set_attn_implementation("eager")  # this implementation returns attention weights
     for number in range(contexts):
         context = language.context(np.random.default_rng([0, number]), 64, 4, {"fact": 1.0}, (0.8, 1.0))
@@ -140,7 +144,7 @@ def lookup_layer(model: Qwen2ForCausalLM, language: Language, contexts: int = 24
             ids = torch.tensor([[*flat, *question.prompt]], device=model.device)
             with torch.no_grad():
                 weights = model(input_ids=ids, use_cache=False, output_attentions=True).attentions
-            at = flat.index(question.answer[0])
-            found += torch.tensor([float(layer[0, :, -1, at].mean()) for layer in weights[:-1]])
+            answer_position = flat.index(question.answer[0])
+            attention += torch.tensor([float(layer[0, :, -1, answer_position].mean()) for layer in weights[:-1]])
     model.set_attn_implementation("sdpa")
-    return int(found.argmax())
+    return int(attention.argmax())

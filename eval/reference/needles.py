@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .language import MOST, Context, Language, Question
+from .language import MAX_VALUES, Context, Language, Question
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Needle:
 
     Args:
         kinds: kinds of statements.
-        asked: kind of question.
+        question_kind: kind of question.
         alone: whether the text contains only the requested statement; otherwise it contains as many statements as the
             language has words for.
         together: number of consecutive questions; all must be answered correctly.
@@ -23,7 +23,7 @@ class Needle:
     """
 
     kinds: tuple[str, ...]
-    asked: str
+    question_kind: str
     alone: bool = False
     together: int = 1
     statements: int = 1
@@ -36,7 +36,7 @@ class Needle:
             fitting = [
                 question
                 for question in context.questions
-                if question.kind == self.asked and question.statements == self.statements
+                if question.kind == self.question_kind and question.statements == self.statements
             ]
             if len(fitting) >= self.together:
                 return context, fitting[: self.together]
@@ -45,7 +45,7 @@ class Needle:
 NEEDLES = {
     "single": Needle(("fact",), "fact", alone=True),
     "multi-key": Needle(("fact",), "fact"),
-    "multi-value": Needle(("fact", "values"), "values", statements=MOST),
+    "multi-value": Needle(("fact", "values"), "values", statements=MAX_VALUES),
     "multi-query": Needle(("fact",), "fact", together=4),
-    "tracking": Needle(("fact", "track"), "track", statements=MOST),
+    "tracking": Needle(("fact", "track"), "track", statements=MAX_VALUES),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .language import KINDS, LEAST, LONG_KINDS, MOST
+from .language import KINDS, LONG_KINDS, MAX_VALUES, MIN_VALUES
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Stage:
     """Steps after which the next stage begins in any case; the rest is learned while the learning rates fall."""
     questions: int = 32
     """Maximum number of questions after each context."""
-    least: int = LEAST
-    most: int = MOST
+    min_values: int = MIN_VALUES
+    max_values: int = MAX_VALUES
     """Maximum number of values of a key and of copies in a chain; `least` is the minimum."""
     rates: tuple[float, float] = (1.0, 1.0)
     """Factors on the learning rates of the size, at the beginning of the stage and at `most_steps`.
@@ -66,10 +66,10 @@ class Size:
 
     def rate(self, stage: int, step: int) -> float:
         """Return the factor on the learning rates at a step of a stage, both counted from 0."""
-        now, last = self.stages[stage], stage == len(self.stages) - 1
-        begin, end = (now.rates[0], 0.0) if last else now.rates
-        done = min(1.0, step / (self.final_steps if last else now.most_steps))
-        return end + (begin - end) * 0.5 * (1 + math.cos(math.pi * done))
+        current, last = self.stages[stage], stage == len(self.stages) - 1
+        begin, end = (current.rates[0], 0.0) if last else current.rates
+        progress = min(1.0, step / (self.final_steps if last else current.most_steps))
+        return end + (begin - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 _GROWING = (
@@ -95,17 +95,17 @@ _SETTLING = (
 )
 _CHAINS = (
     # add one link per stage, without other kinds: with all kinds, even chains of two are not learned in 400 steps
-    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=320, questions=12, most=2),
-    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=290, questions=12, most=3),
+    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=320, questions=12, max_values=2),
+    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=290, questions=12, max_values=3),
     Stage(96, ("fact", "track"), (0.8, 1.0), 0.02, most_steps=490, questions=12),
     # values also need their own stage
     Stage(96, ("fact", "values"), (0.7, 1.0), 0.0, most_steps=140, questions=12),
     Stage(96, ("fact", "values", "track"), (0.7, 1.0), 0.02, most_steps=450, questions=12, rates=(1.0, 0.7)),
     Stage(192, LONG_KINDS, (0.5, 1.0), 0.03, most_steps=400, questions=24, rates=(1.0, 0.5)),
     Stage(384, LONG_KINDS, (0.3, 0.9), 0.03, most_steps=220, questions=28, rates=(0.8, 0.4)),
-    Stage(1024, LONG_KINDS, (0.1, 0.7), 0.05, most_steps=270, questions=48, least=3, rates=(0.8, 0.4)),
+    Stage(1024, LONG_KINDS, (0.1, 0.7), 0.05, most_steps=270, questions=48, min_values=3, rates=(0.8, 0.4)),
     Stage(2048, LONG_KINDS, (0.05, 0.65), 0.05, most_steps=120, questions=64, rates=(0.6, 0.4)),
-    Stage(4608, LONG_KINDS, (0.03, 0.65), 0.1, questions=72, least=3, rates=(0.65, 0.0)),
+    Stage(4608, LONG_KINDS, (0.03, 0.65), 0.1, questions=72, min_values=3, rates=(0.65, 0.0)),
 )
 SIZES = {
     "xs": Size(128, 4, 2, 384, 8, (*_GROWING, Stage(640, KINDS))),

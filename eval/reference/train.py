@@ -101,18 +101,18 @@ class Training:
         model: Any = build(self.size, self.tokenizer, self.progress.shared)
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").train()
         inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-        known = {id(p) for p in inner}
-        rest = [p for p in model.parameters() if id(p) not in known]
+        matrix_ids = {id(p) for p in inner}
+        other_parameters = [p for p in model.parameters() if id(p) not in matrix_ids]
         self.optimizers = [
             torch.optim.Muon(inner, lr=self.size.matrix_rate, weight_decay=0.0),
-            torch.optim.AdamW(rest, lr=self.size.other_rate, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(other_parameters, lr=self.size.other_rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self._rates = [self.size.matrix_rate, self.size.other_rate]
 
     def _share(self) -> None:
         """Copy the layer that looks up facts to all later layers except the last, and share its weights among them."""
         first, last = lookup_layer(self.model, self.language), self.size.layers - 1
-        before = self.model.state_dict()
+        previous_state = self.model.state_dict()
         self.progress.shared = [min(layer, first) if layer < last else last for layer in range(last + 1)]
         self._begin()
         state = self.model.state_dict()
@@ -120,7 +120,7 @@ class Training:
             part = name.split(".")
             if "layers" in part:
                 part[2] = str(self.progress.shared[int(part[2])])
-            state[name] = before[".".join(part)]
+            state[name] = previous_state[".".join(part)]
         self.model.load_state_dict(state)
 
     def run(self, minutes: float) -> bool:
@@ -137,14 +137,14 @@ class Training:
         return True
 
     def _step(self, bar: tqdm) -> None:
-        now, size = self.progress, self.size
-        stage, started = size.stages[now.stage], time.monotonic()
-        last = now.stage == len(size.stages) - 1
-        scale = size.rate(now.stage, now.in_stage)
+        progress, size = self.progress, self.size
+        stage, started = size.stages[progress.stage], time.monotonic()
+        last = progress.stage == len(size.stages) - 1
+        scale = size.rate(progress.stage, progress.in_stage)
         for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = rate * scale * min(1.0, (now.step + 1) / 100)
-        rng = np.random.default_rng([self.seed, now.step])  # the same data after a restart
+                group["lr"] = rate * scale * min(1.0, (progress.step + 1) / 100)
+        rng = np.random.default_rng([self.seed, progress.step])  # the same data after a restart
         batch = draw(self.language, rng, stage, max(1, size.tokens_per_step // stage.length))
         answers, text, shares = losses(self.model, batch)
         (answers + stage.text_weight * text if stage.text_weight else answers).backward()
@@ -153,23 +153,23 @@ class Training:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         for kind, share in shares.items():
-            now.shares[kind] = 0.95 * now.shares.get(kind, share) + 0.05 * share
-        now.step, now.in_stage = now.step + 1, now.in_stage + 1
-        now.seconds += time.monotonic() - started
-        if now.step % 50 == 0:
-            now.curve.append(
-                {"step": now.step, "length": stage.length, "answers": float(answers), "text": float(text)}
-                | {"seconds": round(now.seconds), "right": {k: round(v, 3) for k, v in now.shares.items()}}
+            progress.shares[kind] = 0.95 * progress.shares.get(kind, share) + 0.05 * share
+        progress.step, progress.in_stage = progress.step + 1, progress.in_stage + 1
+        progress.seconds += time.monotonic() - started
+        if progress.step % 50 == 0:
+            progress.curve.append(
+                {"step": progress.step, "length": stage.length, "answers": float(answers), "text": float(text)}
+                | {"seconds": round(progress.seconds), "right": {k: round(v, 3) for k, v in progress.shares.items()}}
             )
             bar.set_postfix(
-                length=stage.length, text=f"{float(text):.2f}", **{k: f"{v:.2f}" for k, v in now.shares.items()}
+                length=stage.length, text=f"{float(text):.2f}", **{k: f"{v:.2f}" for k, v in progress.shares.items()}
             )
         bar.update()
-        learned = all(now.shares.get(kind, 0) >= size.learned for kind in stage.kinds)
-        done = (learned and now.in_stage >= stage.least_steps) or now.in_stage >= stage.most_steps
-        if now.in_stage >= size.final_steps if last else done:
-            now.stage, now.in_stage, now.shares = now.stage + 1, 0, {}
-            if now.stage == size.shares_from and not size.continues:
+        learned = all(progress.shares.get(kind, 0) >= size.learned for kind in stage.kinds)
+        is_finished = (learned and progress.in_stage >= stage.least_steps) or progress.in_stage >= stage.most_steps
+        if progress.in_stage >= size.final_steps if last else is_finished:
+            progress.stage, progress.in_stage, progress.shares = progress.stage + 1, 0, {}
+            if progress.stage == size.shares_from and not size.continues:
                 self._share()
 
     def _save(self) -> None:

@@ -60,11 +60,11 @@ class Draw:
         """Count the tokens of a text."""
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def rng(self, *what: object) -> random.Random:
-        """Return a random generator that is seeded by the seed and `what`, so it is the same in every run."""
-        return random.Random(":".join(map(str, (self.seed, *what))))
+    def rng(self, *parts: object) -> random.Random:
+        """Return a random generator that is seeded by the seed and `parts`, so it is the same in every run."""
+        return random.Random(":".join(map(str, (self.seed, *parts))))
 
-    def some(self, rows: int) -> range:
+    def indices(self, rows: int) -> range:
         """Return the indices of the rows to use."""
         return range(rows if self.limit is None else min(rows, self.limit))
 

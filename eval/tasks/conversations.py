@@ -19,10 +19,10 @@ _TURN_TOKENS = 128
 class LastTurn(Task):
     """LongBench task with the last `_TURN_TOKENS` tokens of the context moved to the question."""
 
-    of: LongBench
+    task: LongBench
 
     def examples(self, draw: Draw) -> Iterator[Example]:
-        for example in self.of.examples(draw):
+        for example in self.task.examples(draw):
             prefix = example.prefix
             cut = _cut(prefix, _TURN_TOKENS, draw)
             yield replace(example, segments=(prefix[:cut],), question=prefix[cut:] + example.question)
@@ -47,19 +47,19 @@ class ShareGpt(Task):
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         rows = draw.data.rows("sharegpt", "train", ("conversations",))
-        found = 0
+        num_examples = 0
         for index in range(len(rows)):
             turns = rows[index]["conversations"]
             while turns and turns[-1]["from"] != "gpt":
                 turns = turns[:-1]
             if len(turns) < 4 or draw.count("".join(t["value"] for t in turns[:-2])) > draw.prefix_tokens:
                 continue
-            said = tuple(f"{'User' if t['from'] == 'human' else 'Assistant'}: {t['value']}\n" for t in turns[:-1])
+            texts = tuple(f"{'User' if t['from'] == 'human' else 'Assistant'}: {t['value']}\n" for t in turns[:-1])
             yield Example(
-                f"train-{index}", said[:-1], f"{said[-1]}Assistant:", answers=(f" {turns[-1]['value'].strip()}",)
+                f"train-{index}", texts[:-1], f"{texts[-1]}Assistant:", answers=(f" {turns[-1]['value'].strip()}",)
             )
-            found += 1
-            if found == draw.limit:
+            num_examples += 1
+            if num_examples == draw.limit:
                 return
 
 
@@ -71,7 +71,7 @@ CONVERSATIONS: tuple[Task, ...] = (
             metric=task.metric,
             max_new_tokens=task.max_new_tokens,
             first_line=task.first_line,
-            of=task,
+            task=task,
         )
         for task in LONGBENCH
     ),

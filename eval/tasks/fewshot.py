@@ -51,13 +51,13 @@ class FewShot(Task):
     def examples(self, draw: Draw) -> Iterator[Example]:
         train = draw.data.rows(self.dataset, self.train, self.columns)
         test = draw.data.rows(self.dataset, self.test, self.columns)
-        asked, demonstrating = list(range(len(test))), list(range(len(train)))
+        test_indices, train_indices = list(range(len(test))), list(range(len(train)))
         if self.train == self.test:
-            asked, demonstrating = asked[::5], [i for i in demonstrating if i % 5]
-        draw.rng(self.name, "order").shuffle(asked)
-        prefixes = [self._demonstrations(draw, train, demonstrating, number) for number in range(self.prefixes)]
+            test_indices, train_indices = test_indices[::5], [i for i in train_indices if i % 5]
+        draw.rng(self.name, "order").shuffle(test_indices)
+        prefixes = [self._demonstrations(draw, train, train_indices, number) for number in range(self.prefixes)]
         reuse = draw.rng(self.name, "reuse")
-        for index in (asked[i] for i in draw.some(len(asked))):
+        for index in (test_indices[i] for i in draw.indices(len(test_indices))):
             item = self.render(test[index])
             number = round(reuse.gauss((self.prefixes - 1) / 2, self.prefixes / 6))
             segments = prefixes[min(max(number, 0), self.prefixes - 1)]
@@ -74,13 +74,13 @@ class FewShot(Task):
                 piles.setdefault(item.label, []).append(item)
             turns = itertools.zip_longest(*(piles[label] for label in sorted(piles)))
             items = [item for turn in turns for item in turn if item is not None]
-        chosen: list[str] = []
+        demonstrations: list[str] = []
         room = draw.prefix_tokens
         for item in items[: self.shots]:
             text = f"{item.question}{item.choices[item.label]}\n\n"
             room -= draw.count(text)
             if room < 0:
                 break
-            chosen.append(text)
-        rng.shuffle(chosen)
-        return tuple(chosen)
+            demonstrations.append(text)
+        rng.shuffle(demonstrations)
+        return tuple(demonstrations)

@@ -30,17 +30,17 @@ class LongBench(Task):
     template: str
 
     def examples(self, draw: Draw) -> Iterator[Example]:
-        before, after = self.template.split("{context}")
+        text_before, text_after = self.template.split("{context}")
         rows = draw.data.rows("longbench", self.split, _COLUMNS)
-        for index in draw.some(len(rows)):
+        for index in draw.indices(len(rows)):
             row = rows[index]
-            context, question = row["context"], after.replace("{input}", row["input"])
+            context, question = row["context"], text_after.replace("{input}", row["input"])
             if not question:  # code completion: the last lines are the question
                 lines = context.splitlines(keepends=True)
                 context, question = "".join(lines[:-_LINES]), "".join(lines[-_LINES:])
             yield Example(
                 id=row.get("_id") or f"{self.split}-{index}",
-                segments=(before + context,),
+                segments=(text_before + context,),
                 question=question,
                 answers=tuple(row["answers"]),
                 labels=tuple(row["all_classes"] or ()),

@@ -42,7 +42,7 @@ class Rag(Task):
     def examples(self, draw: Draw) -> Iterator[Example]:
         split = next((s for s in self.splits if draw.data.has(self.dataset, s)), self.splits[0])
         rows = draw.data.rows(self.dataset, split, self.columns)
-        for index in draw.some(len(rows)):
+        for index in draw.indices(len(rows)):
             row = rows[index]
             texts = (
                 f"{title}\n{text.strip()}\n\n" if title else f"{text.strip()}\n\n" for title, text in self.passages(row)
@@ -50,7 +50,7 @@ class Rag(Task):
             yield Example(f"{split}-{index}", (self.instruction, *texts), self.question(row), answers=self.answers(row))
 
 
-def _asked(row: dict[str, Any]) -> str:
+def _question(row: dict[str, Any]) -> str:
     return f"Question: {row['question'].strip()}\nAnswer:"
 
 
@@ -77,7 +77,7 @@ class Dialogues(Task):
         columns = ("dialogue", "summary")
         solved = draw.data.rows("samsum", "train", columns)
         rows = draw.data.rows("samsum", "test", columns)
-        for index in draw.some(len(rows)):
+        for index in draw.indices(len(rows)):
             rng, room, segments = draw.rng(self.name, index), draw.prefix_tokens, []
             for number in rng.sample(range(len(solved)), min(self.shown, len(solved))):
                 text = f"{_dialogue(solved[number])} {solved[number]['summary'].strip()}\n\n"
@@ -105,7 +105,7 @@ RAG: tuple[Task, ...] = (
         splits=("validation", "train"),
         columns=("paragraphs", "question", "answer", "answer_aliases"),
         passages=lambda row: [(p["title"], p["paragraph_text"]) for p in row["paragraphs"]],
-        question=_asked,
+        question=_question,
         answers=lambda row: (row["answer"], *row["answer_aliases"]),
     ),
     Rag(
@@ -117,7 +117,7 @@ RAG: tuple[Task, ...] = (
         splits=("validation_cacheblend",),
         columns=("ctxs", "question", "answers"),
         passages=lambda row: [(p["title"], p["text"]) for p in row["ctxs"]],
-        question=_asked,
+        question=_question,
         answers=lambda row: tuple(row["answers"]),
     ),
     Rag(
@@ -129,7 +129,7 @@ RAG: tuple[Task, ...] = (
         splits=("validation_lciteeval",),
         columns=("docs", "question", "answer"),
         passages=lambda row: [("", p["text"]) for p in row["docs"]],
-        question=_asked,
+        question=_question,
         answers=lambda row: (row["answer"],),
     ),
     Rag(
@@ -141,7 +141,7 @@ RAG: tuple[Task, ...] = (
         splits=("validation",),
         columns=("context", "question", "answer"),
         passages=_with_sentences,
-        question=_asked,
+        question=_question,
         answers=lambda row: (row["answer"],),
     ),
     Rag(

@@ -19,13 +19,13 @@ def _language(draw: Draw) -> Language:
     return Language(draw.tokenizer, np.array(text))
 
 
-def _example(name: str, tokenizer: PreTrainedTokenizerBase, context: Context, asked: Question) -> Example:
+def _example(name: str, tokenizer: PreTrainedTokenizerBase, context: Context, question: Question) -> Example:
     documents = (context.documents[0][1:], *context.documents[1:])  # encoding adds <bos>
     return Example(
         name,
         tuple(str(tokenizer.decode(list(document))) for document in documents),
-        str(tokenizer.decode(list(asked.prompt))),
-        answers=(str(tokenizer.decode(list(asked.answer))),),
+        str(tokenizer.decode(list(question.prompt))),
+        answers=(str(tokenizer.decode(list(question.answer))),),
     )
 
 
@@ -42,16 +42,16 @@ class Reference(Task):
     def examples(self, draw: Draw) -> Iterator[Example]:
         language = _language(draw)
         kinds = {kind: 1.0 for kind in KINDS if kind != "back"}
-        found = number = 0
-        while found < (500 if draw.limit is None else draw.limit):
+        num_examples = number = 0
+        while num_examples < (500 if draw.limit is None else draw.limit):
             rng = np.random.default_rng([draw.seed, number])
             number += 1
             context = language.context(rng, draw.prefix_tokens, 40, kinds, density=(0.3, 0.5))
-            asked = next((question for question in context.questions if question.kind == self.kind), None)
-            if asked is None:
+            question = next((question for question in context.questions if question.kind == self.kind), None)
+            if question is None:
                 continue
-            found += 1
-            yield _example(str(number), draw.tokenizer, context, asked)
+            num_examples += 1
+            yield _example(str(number), draw.tokenizer, context, question)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ class ReferenceNeedle(Task):
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         language = _language(draw)
-        for number in draw.some(500):
+        for number in draw.indices(500):
             rng = np.random.default_rng([draw.seed, number])
-            context, (asked,) = NEEDLES[self.needle].draw(language, rng, draw.prefix_tokens)
-            yield _example(str(number), draw.tokenizer, context, asked)
+            context, (question,) = NEEDLES[self.needle].draw(language, rng, draw.prefix_tokens)
+            yield _example(str(number), draw.tokenizer, context, question)
 
 
 REFERENCE = tuple(

@@ -17,12 +17,13 @@ class Squad(Task):
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         rows = draw.data.rows("squad_v2", "validation", ("title", "context", "question", "answers"))
-        prefixes = [found for article in _articles(rows).values() for found in _parts(article, draw)]
-        asked = [(number, row) for number, part in enumerate(prefixes) for row in part if row["answers"]["text"]]
-        draw.rng(self.name, "order").shuffle(asked)
-        for number, row in (asked[i] for i in draw.some(len(asked))):
+        prefixes = [part for article in _articles(rows).values() for part in _parts(article, draw)]
+        questions = [(number, row) for number, part in enumerate(prefixes) for row in part if row["answers"]["text"]]
+        draw.rng(self.name, "order").shuffle(questions)
+        for number, row in (questions[i] for i in draw.indices(len(questions))):
             paragraphs = tuple(
-                f"{text.strip()}\n\n" for text in dict.fromkeys(each["context"] for each in prefixes[number])
+                f"{text.strip()}\n\n"
+                for text in dict.fromkeys(question_row["context"] for question_row in prefixes[number])
             )
             question = f"Question: {row['question'].strip()}\nAnswer:"
             answers = tuple(dict.fromkeys(row["answers"]["text"]))
@@ -31,10 +32,10 @@ class Squad(Task):
 
 def _articles(rows: Any) -> dict[str, list[dict[str, Any]]]:
     """Return the questions of each article, in the order of its paragraphs."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    articles: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["title"], []).append(row)
-    return found
+        articles.setdefault(row["title"], []).append(row)
+    return articles
 
 
 def _parts(article: list[dict[str, Any]], draw: Draw) -> Iterator[list[dict[str, Any]]]:

@@ -17,17 +17,17 @@ class Text(Task):
     """Passage of a book: the first sentences are the prefix, the next ones the question, the last ones the answer."""
 
     def examples(self, draw: Draw) -> Iterator[Example]:
-        found = sentences(draw.data)
-        lengths = [draw.count(f"{sentence} ") for sentence in found]
-        for number in draw.some(500):
-            at = draw.rng(self.name, number).randrange(len(found))
+        texts = sentences(draw.data)
+        lengths = [draw.count(f"{sentence} ") for sentence in texts]
+        for number in draw.indices(500):
+            index = draw.rng(self.name, number).randrange(len(texts))
             parts = []
             for tokens in (draw.prefix_tokens, _QUESTION_TOKENS, _ANSWER_TOKENS):
-                start, room = at, tokens
+                start, room = index, tokens
                 while room > 0:
-                    room -= lengths[at % len(found)]
-                    at += 1
-                parts.append("".join(f"{found[i % len(found)]} " for i in range(start, at)))
+                    room -= lengths[index % len(texts)]
+                    index += 1
+                parts.append("".join(f"{texts[i % len(texts)]} " for i in range(start, index)))
             yield Example(str(number), (parts[0],), parts[1], answers=(parts[2],))
 
 

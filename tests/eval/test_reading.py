@@ -192,7 +192,7 @@ def test_the_page_has_a_column_of_what_was_read(finished):
         assert read["exact"] == "100.0"
         assert read["full"] == read["cache_tune@0.15"] == ""
         assert float(read["h2o@0.1"]) > 10
-    assert "`read`: of all KV of the stored prefix" in page
+    assert "`read`: share of the stored prefix's KV" in page
 
 
 def table(text):
@@ -229,7 +229,7 @@ def test_plots_go_against_shares_where_it_is_not_known_of_all():
     rows = [row("sst2", "a@0.1", 0.1, 30), measured("sst2", "b@0.1", 0.1, 4, 8)]
     figure = draw_task("sst2", rows, styles_of(rows))
     assert len(figure.axes) == 3
-    assert figure.axes[0].get_xlabel() == "share attended to or computed anew"
+    assert figure.axes[0].get_xlabel() == "share attended to or recomputed"
 
 
 def test_an_overview_has_answers_and_first_tokens():

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from eval.reference import train
-from eval.reference.asking import Asked, language_of, load
+from eval.reference.asking import ContextSession, language_of, load
 from eval.reference.batches import draw, losses
 from eval.reference.check import BARS, random_tenth
-from eval.reference.language import LONG_KINDS, MOST, Language
+from eval.reference.language import LONG_KINDS, MAX_VALUES, Language
 from eval.reference.model import build, grown, sharing, unshared
 from eval.reference.needles import NEEDLES
 from eval.reference.recipes import SIZES, Size, Stage
@@ -172,10 +172,10 @@ def test_all_values_of_a_key_are_learned_from(tokenizer, language):
         said = batch.ids[row, : at - 2].tolist()
         values = [said[i + 1] for i, token in enumerate(said[:-1]) if token == key and said[i + 1] in firsts]
         assert sorted([batch.targets[row, at].item(), *others]) == sorted(values)
-        assert 1 < len(values) == len(set(values)) <= MOST
+        assert 1 < len(values) == len(set(values)) <= MAX_VALUES
         assert batch.kind[row, at] == LONG_KINDS.index("values")
-    few = draw(language, np.random.default_rng(0), Stage(256, LONG_KINDS, (0.9, 1.0), most=2), 8)
-    assert (batch.also >= 0).sum(2).max() == MOST - 1
+    few = draw(language, np.random.default_rng(0), Stage(256, LONG_KINDS, (0.9, 1.0), max_values=2), 8)
+    assert (batch.also >= 0).sum(2).max() == MAX_VALUES - 1
     assert (few.also >= 0).sum(2).max() == 1
 
 
@@ -216,18 +216,20 @@ def test_values_are_learned_when_nothing_else_is_likelier(tokenizer, language):
 
 
 def test_chains_and_values_are_as_many_as_are_asked_for(tokenizer, language):
-    for least, most in ((2, 2), (2, MOST), (3, 3), (3, MOST)):
+    for least, most in ((2, 2), (2, MAX_VALUES), (3, 3), (3, MAX_VALUES)):
         counts = set()
         for seed in range(10):
             kinds = {"fact": 1.0, "values": 1.0, "track": 1.0}
-            context = language.context(np.random.default_rng(seed), 400, 40, kinds, (0.8, 0.9), least=least, most=most)
+            context = language.context(
+                np.random.default_rng(seed), 400, 40, kinds, (0.8, 0.9), min_values=least, max_values=most
+            )
             counts |= {question.statements for question in context.questions if question.kind != "fact"}
         assert counts == set(range(least, most + 1))
 
 
 def test_asking_behind_a_context_is_asking_with_it(xs, context):
     """Greedy answers behind stored KV are those of whole passes."""
-    asked = Asked(xs, context)
+    asked = ContextSession(xs, context)
     for question in context.questions[:6]:
         ids = [*flat(context), *question.prompt]
         (said,) = asked.answers([question])
@@ -279,12 +281,12 @@ def test_needles_are_what_they_are_called(tokenizer, language, name):
         assert statements == 1 if name == "single" else statements > 50
         if name == "multi-value":
             told = [at for at, word in enumerate(words) if word == "<is>" and words[at + 1] == asked]
-            assert len(told) == MOST
+            assert len(told) == MAX_VALUES
         if name == "tracking":
             copied, links = {words[i + 1]: words[i + 2] for i, word in enumerate(words) if word == "<copy>"}, 0
             while asked in copied:
                 asked, links = copied[asked], links + 1
-            assert links == MOST
+            assert links == MAX_VALUES
 
 
 def test_yarn_reaches_the_model():
@@ -306,7 +308,7 @@ def test_the_shipped_model_answers_at_2048_tokens():
     kinds, right = ("fact", "alias", "hop", "shot"), []
     for seed in range(3):
         context = language.context(np.random.default_rng([9, seed]), 2048, 40, dict.fromkeys(kinds, 1.0), (0.3, 0.5))
-        asked = Asked(model, context)
+        asked = ContextSession(model, context)
         for kind in kinds:
             right += [asked.is_right(question) for question in context.questions if question.kind == kind][:3]
     assert len(right) == 36

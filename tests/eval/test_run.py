@@ -411,7 +411,7 @@ def test_curves_that_coincide_look_different_and_axes_name_the_metric():
     }
     styles = styles_of([row for rows in tasks.values() for row in rows])
     assert len({(s.color, s.marker) for s in styles.values()}) == len(styles)
-    assert len({s.at(0.1) for name, s in styles.items() if name != "full"}) == len(METHODS)
+    assert len({s.x_value(0.1) for name, s in styles.items() if name != "full"}) == len(METHODS)
     figure = draw_overview(tasks, styles)
     scores, means = figure.axes[0], figure.axes[2]
     assert scores.get_ylabel() == "accuracy, %"

@@ -27,18 +27,18 @@ class CommonWords(Task):
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         names = words(draw.data)
-        most = len(names) - self.common
-        for number, size in _sizes(draw, lambda k, n: self._text(draw.rng(self.name, k), names, n)[0], most):
+        max_words = len(names) - self.common
+        for number, size in _sizes(draw, lambda k, n: self._text(draw.rng(self.name, k), names, n)[0], max_words):
             text, answers = self._text(draw.rng(self.name, number), names, size)
             question = f"\n\nWhich {self.common} words are there most often?\nAnswer:"
             yield Example(str(number), (text,), question, answers=answers)
 
     def _text(self, rng: random.Random, names: Sequence[str], size: int) -> tuple[str, tuple[str, ...]]:
-        chosen = rng.sample(names, self.common + size)
-        common = chosen[: self.common]
-        listed = common * self.often + chosen[self.common :] * self.seldom
-        rng.shuffle(listed)
-        lines = " ".join(f"{number}. {word}" for number, word in enumerate(listed, start=1))
+        sample = rng.sample(names, self.common + size)
+        common = sample[: self.common]
+        numbered_words = common * self.often + sample[self.common :] * self.seldom
+        rng.shuffle(numbered_words)
+        lines = " ".join(f"{number}. {word}" for number, word in enumerate(numbered_words, start=1))
         return f"Here is a numbered list of words.\n\n{lines}", tuple(common)
 
 
@@ -48,37 +48,37 @@ class FrequentWords(Task):
 
     Args:
         alpha: parameter of the distribution.
-        asked: number of the most frequent words to ask for.
+        num_requested: number of the most frequent words to ask for.
     """
 
     alpha: float = 2.0
-    asked: int = 3
+    num_requested: int = 3
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         for number, size in _sizes(draw, lambda k, n: self._text(draw.rng(self.name, k), n)[0], 100_000):
             text, answers = self._text(draw.rng(self.name, number), size)
-            question = f"\n\nWhich {self.asked} coded words are there most often? Dots do not count.\nAnswer:"
+            question = f"\n\nWhich {self.num_requested} coded words are there most often? Dots do not count.\nAnswer:"
             yield Example(str(number), (text,), question, answers=answers)
 
     def _text(self, rng: random.Random, size: int) -> tuple[str, tuple[str, ...]]:
-        kinds = max(self.asked + 1, min(1000, size))
+        kinds = max(self.num_requested + 1, min(1000, size))
         names: dict[str, None] = {}
         while len(names) < kinds:
             names["".join(rng.choices(string.ascii_lowercase, k=6))] = None
         shares = [(rank + 1) ** -self.alpha for rank in range(kinds)]
         counts = [max(1, round(size * share / sum(shares))) for share in shares]
-        for rank in range(self.asked - 1, -1, -1):  # no ties among the words to ask for
+        for rank in range(self.num_requested - 1, -1, -1):  # no ties among the words to ask for
             counts[rank] = max(counts[rank], counts[rank + 1] + 1)
-        listed = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
-        listed += ["..."] * (len(listed) // 10)
-        rng.shuffle(listed)
-        return f"Here is a text of coded words.\n\n{' '.join(listed)}", tuple(list(names)[: self.asked])
+        coded_words = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+        coded_words += ["..."] * (len(coded_words) // 10)
+        rng.shuffle(coded_words)
+        return f"Here is a text of coded words.\n\n{' '.join(coded_words)}", tuple(list(names)[: self.num_requested])
 
 
-def _sizes(draw: Draw, make: Callable[[int, int], str], most: int) -> Iterator[tuple[int, int]]:
+def _sizes(draw: Draw, make: Callable[[int, int], str], max_size: int) -> Iterator[tuple[int, int]]:
     """Yield the number of each example and a size that fits: that of example 0, reduced if the text is too long."""
-    first = fitting(draw, lambda n: make(0, n), most)
-    for number in draw.some(500):
+    first = fitting(draw, lambda n: make(0, n), max_size)
+    for number in draw.indices(500):
         size = first
         while draw.count(make(number, size)) > draw.prefix_tokens and size > 1:
             size -= max(1, size // 50)

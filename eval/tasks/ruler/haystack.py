@@ -27,26 +27,26 @@ def filling(draw: Draw, items: Iterable[str], beside: str) -> list[str]:
     Raises:
         EvalError: no item fits.
     """
-    room, taken = draw.prefix_tokens - draw.count(beside), []
+    room, fitting_items = draw.prefix_tokens - draw.count(beside), []
     for item in items:
         room -= draw.count(f" {item}")
         if room < 0:
             break
-        taken.append(item)
-    if not taken:
+        fitting_items.append(item)
+    if not fitting_items:
         raise EvalError(f"{draw.prefix_tokens} tokens are too few for this task; raise --prefix-tokens")
-    return taken
+    return fitting_items
 
 
-def fitting(draw: Draw, make: Callable[[int], str], most: int) -> int:
-    """Return the largest size up to `most` for which `make(size)` has at most `draw.prefix_tokens` tokens.
+def fitting(draw: Draw, make: Callable[[int], str], max_size: int) -> int:
+    """Return the largest size up to `max_size` for which `make(size)` has at most `draw.prefix_tokens` tokens.
 
     Raises:
         EvalError: size 1 does not fit.
     """
     low, high = 1, 1
-    while high < most and draw.count(make(high)) <= draw.prefix_tokens:
-        low, high = high, min(most, 2 * high)
+    while high < max_size and draw.count(make(high)) <= draw.prefix_tokens:
+        low, high = high, min(max_size, 2 * high)
     while low < high:
         middle = (low + high + 1) // 2
         if draw.count(make(middle)) <= draw.prefix_tokens:
@@ -69,24 +69,24 @@ def sentences(data: Data) -> tuple[str, ...]:
 
 @lru_cache(maxsize=2)
 def _cut(texts: tuple[str, ...]) -> tuple[str, ...]:
-    whole = " ".join(" ".join(text.split()) for text in texts)
-    return tuple(s for s in re.split(r"(?<=[.!?]) ", whole) if s)
+    joined = " ".join(" ".join(text.split()) for text in texts)
+    return tuple(s for s in re.split(r"(?<=[.!?]) ", joined) if s)
 
 
 def words(data: Data) -> tuple[str, ...]:
     """Return sorted lower-case words, from the word lists in `data` if available, else from `sentences`."""
     if data.folder is not None and data.has("ruler", "words"):
-        found = {row["word"].lower() for row in data.rows("ruler", "words", ("word",))}
+        candidates = {row["word"].lower() for row in data.rows("ruler", "words", ("word",))}
     else:
-        found = set(re.findall(r"[a-z]{4,12}", " ".join(sentences(data))))
-    return tuple(sorted(word for word in found if word.isalpha() and word.isascii()))
+        candidates = set(re.findall(r"[a-z]{4,12}", " ".join(sentences(data))))
+    return tuple(sorted(word for word in candidates if word.isalpha() and word.isascii()))
 
 
 def scattered(hay: Sequence[str], needles: Sequence[str], rng: random.Random) -> list[str]:
     """Insert needles at random positions of the haystack, in the given order."""
     places = sorted(rng.randrange(len(hay) + 1) for _ in needles)
-    result, at = [], 0
+    result, previous = [], 0
     for place, needle in zip(places, needles, strict=True):
-        result += [*hay[at:place], needle]
-        at = place
-    return [*result, *hay[at:]]
+        result += [*hay[previous:place], needle]
+        previous = place
+    return [*result, *hay[previous:]]

@@ -23,30 +23,30 @@ class Needles(Task):
         hay: "noise" for repeated sentences, "essay" for text of books, "needles" for the values of other keys.
         keys: number of hidden keys.
         values: number of values of each key.
-        asked: number of keys to ask for.
+        num_requested: number of keys to ask for.
         uuids: "key" or "value" or both, to use UUIDs for them instead of words and numbers.
     """
 
     hay: Literal["noise", "essay", "needles"]
     keys: int = 1
     values: int = 1
-    asked: int = 1
+    num_requested: int = 1
     uuids: tuple[str, ...] = ()
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         names, essay = words(draw.data), sentences(draw.data)
-        for number in draw.some(500):
+        for number in draw.indices(500):
             rng = draw.rng(self.name, number)
             pairs = {self._key(rng, names): [self._value(rng) for _ in range(self.values)] for _ in range(self.keys)}
             needles = [_needle(key, value) for key, values in pairs.items() for value in values]
             rng.shuffle(needles)
             hay = filling(draw, self._hay(rng, names, essay), " ".join([_INTRODUCTION, *needles]))
-            asked = rng.sample(sorted(pairs), self.asked)
+            requested_keys = rng.sample(sorted(pairs), self.num_requested)
             yield Example(
                 str(number),
                 (_INTRODUCTION + " ".join(scattered(hay, needles, rng)),),
-                f"\n\nWhat are all the secret values of {' and '.join(asked)}?\nAnswer:",
-                answers=tuple(value for key in asked for value in pairs[key]),
+                f"\n\nWhat are all the secret values of {' and '.join(requested_keys)}?\nAnswer:",
+                answers=tuple(value for key in requested_keys for value in pairs[key]),
             )
 
     def _hay(self, rng: random.Random, names: Sequence[str], essay: Sequence[str]) -> Iterator[str]:
@@ -74,8 +74,8 @@ def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _task(name: str, about: str, **how: Any) -> Needles:
-    return Needles(name=f"ruler_{name}", about=f"{about} (RULER)", metric="string_match", max_new_tokens=128, **how)
+def _task(name: str, about: str, **options: Any) -> Needles:
+    return Needles(name=f"ruler_{name}", about=f"{about} (RULER)", metric="string_match", max_new_tokens=128, **options)
 
 
 NEEDLES = (
@@ -86,5 +86,5 @@ NEEDLES = (
     _task("niah_multikey_2", "a number among nothing but numbers", hay="needles"),
     _task("niah_multikey_3", "an identifier among nothing but such", hay="needles", uuids=("key", "value")),
     _task("niah_multivalue", "all four numbers of one key", hay="essay", values=4),
-    _task("niah_multiquery", "the numbers of four keys", hay="essay", keys=4, asked=4),
+    _task("niah_multiquery", "the numbers of four keys", hay="essay", keys=4, num_requested=4),
 )

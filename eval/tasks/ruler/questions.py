@@ -20,23 +20,23 @@ class Questions(Task):
     Args:
         dataset: name of the data set.
         columns: required columns.
-        read: function that converts the rows.
+        convert: function that converts the rows.
     """
 
     dataset: str
     columns: tuple[str, ...]
-    read: Read
+    convert: Read
 
     def examples(self, draw: Draw) -> Iterator[Example]:
-        asked, passages = self.read(draw.data.rows(self.dataset, "validation", self.columns))
-        draw.rng(self.name, "order").shuffle(asked)
-        for number in draw.some(min(500, len(asked))):
-            question, answers, own = asked[number]
+        questions, passages = self.convert(draw.data.rows(self.dataset, "validation", self.columns))
+        draw.rng(self.name, "order").shuffle(questions)
+        for number in draw.indices(min(500, len(questions))):
+            question, answers, own_passages = questions[number]
             rng = draw.rng(self.name, number)
-            others = [p for p in rng.sample(passages, len(passages)) if p not in own]
-            beside = "".join(_document(100, passage) for passage in own)
-            fit = filling(draw, (_document(100, passage) for passage in others), beside)
-            shown = [*own, *others[: len(fit)]]
+            other_passages = [p for p in rng.sample(passages, len(passages)) if p not in own_passages]
+            own_text = "".join(_document(100, passage) for passage in own_passages)
+            fit = filling(draw, (_document(100, passage) for passage in other_passages), own_text)
+            shown = [*own_passages, *other_passages[: len(fit)]]
             rng.shuffle(shown)
             documents = tuple(_document(i, text) for i, text in enumerate(shown, start=1))
             yield Example(str(number), documents, f"Question: {question}\nAnswer:", answers=answers)
@@ -47,23 +47,23 @@ def _document(number: int, text: str) -> str:
 
 
 def _squad(rows: Any) -> tuple[list, list[str]]:
-    asked = [
+    questions = [
         (row["question"], tuple(dict.fromkeys(row["answers"]["text"])), (row["context"],))
         for row in rows
         if row["answers"]["text"]
     ]
-    return asked, sorted({row["context"] for row in rows})
+    return questions, sorted({row["context"] for row in rows})
 
 
 def _hotpot(rows: Any) -> tuple[list, list[str]]:
-    asked, passages = [], list[str]()
+    questions, passages = [], list[str]()
     for row in rows:
         context = row["context"]
         texts = {t: f"{t}\n{''.join(s)}" for t, s in zip(context["title"], context["sentences"], strict=True)}
-        own = tuple(texts[t] for t in dict.fromkeys(row["supporting_facts"]["title"]) if t in texts)
-        asked.append((row["question"], (row["answer"],), own))
+        own_passages = tuple(texts[t] for t in dict.fromkeys(row["supporting_facts"]["title"]) if t in texts)
+        questions.append((row["question"], (row["answer"],), own_passages))
         passages += texts.values()
-    return asked, sorted(set(passages))
+    return questions, sorted(set(passages))
 
 
 QUESTIONS = (
@@ -74,7 +74,7 @@ QUESTIONS = (
         max_new_tokens=32,
         dataset="squad_v2",
         columns=("question", "answers", "context"),
-        read=_squad,
+        convert=_squad,
     ),
     Questions(
         name="ruler_qa_2",
@@ -83,6 +83,6 @@ QUESTIONS = (
         max_new_tokens=32,
         dataset="hotpotqa",
         columns=("question", "answer", "context", "supporting_facts"),
-        read=_hotpot,
+        convert=_hotpot,
     ),
 )

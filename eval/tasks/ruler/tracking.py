@@ -24,7 +24,7 @@ class Tracking(Task):
     hops: int = 4
 
     def examples(self, draw: Draw) -> Iterator[Example]:
-        for number in draw.some(500):
+        for number in draw.indices(500):
             rng = draw.rng(self.name, number)
             names: set[str] = set()
             while len(names) <= self.hops:
