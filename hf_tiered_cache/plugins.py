@@ -52,8 +52,8 @@ class Registry(Mapping[str, Part], Generic[Part]):
 
     def name_of(self, part: object) -> str | None:
         """Return the name of a part, or None. Loads no plug-in."""
-        for name, known in self._parts.items():
-            if known is part:
+        for name, registered in self._parts.items():
+            if registered is part:
                 return name
         address = f"{getattr(part, '__module__', '')}:{getattr(part, '__qualname__', '')}"
         return next((name for name, entry in self._installed.items() if entry.value == address), None)
@@ -79,14 +79,14 @@ class Registry(Mapping[str, Part], Generic[Part]):
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:
         """Entry points of installed packages, by name."""
-        found: dict[str, EntryPoint] = {}
+        entries: dict[str, EntryPoint] = {}
         for entry in entry_points(group=self._group):
-            if not entry.name.isidentifier() or entry.name in self._built_in or entry.name in found:
+            if not entry.name.isidentifier() or entry.name in self._built_in or entry.name in entries:
                 reason = "the name is taken" if entry.name.isidentifier() else "a name has letters, digits, underscores"
                 logger.warning("the %s %s of %s is ignored: %s", self._kind, entry.name, _package(entry), reason)
             else:
-                found[entry.name] = entry
-        return found
+                entries[entry.name] = entry
+        return entries
 
     def _load(self, entry: EntryPoint) -> Part:
         try:
