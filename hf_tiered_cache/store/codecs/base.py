@@ -49,6 +49,8 @@ def checked_encode(codec: Codec, tensor: torch.Tensor) -> tuple[torch.Tensor, ..
         ConfigError: The codec returned fields of other dtypes or shapes than its `fields` says.
     """
     encoded = codec.encode(tensor)
+    if codec.lossless:  # only `Raw` is: plug-ins cannot be
+        return encoded
     if not isinstance(encoded, tuple):
         raise ConfigError(f"{codec.name}.encode returns {type(encoded).__name__}, not a tuple of tensors")
     leading = tensor.shape[:-1]
@@ -68,6 +70,8 @@ def checked_decode(codec: Codec, fields: tuple[torch.Tensor, ...], dtype: torch.
         ConfigError: The codec returned another dtype or shape.
     """
     decoded = codec.decode(fields, dtype)
+    if codec.lossless:  # a check would take longer than `Raw`
+        return decoded
     expected = (*fields[0].shape[:-1], dim)
     if decoded.shape != expected or decoded.dtype != dtype:
         raise ConfigError(
