@@ -157,7 +157,12 @@ class Passages(Method):
         raise TypeError(f"{type(self).__name__} compares nothing")
 
     def narrow(
-        self, under_way: UnderWay, layer: int, positions: Columns, deviation: np.ndarray, attention: ProbeAttention | None
+        self,
+        under_way: UnderWay,
+        layer: int,
+        positions: Columns,
+        deviation: np.ndarray,
+        attention: ProbeAttention | None,
     ) -> Columns:
         """Return the positions that are computed from one of the `compare_layers` on.
 
