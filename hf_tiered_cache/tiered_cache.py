@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any, overload
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -139,28 +138,6 @@ class TieredCache(StoredCache):
                 raise
             logger.warning("the conversation was not suspended: %s", closed)  # the first exception is propagated
 
-    @torch.compiler.disable
-    def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """See `StoredCache`."""
-        conversation, serving = self._serving.conversation, self._serving
-        if conversation is None:
-            return super().run(attachment, forward, kwargs)
-        begins, empty, ids = serving.untold, not self.get_seq_length(), kwargs.get("input_ids")
-        if begins or empty:  # an answer in progress is finished even if another cache took over
-            conversation.claim()
-        if empty and isinstance(ids, torch.Tensor):
-            _check_one(ids)
-        output = super().run(attachment, forward, kwargs)
-        conversation.turns += begins and not serving.untold
-        return output
-
-    def continue_with(self, input_ids: torch.Tensor, copies: int = 1) -> None:
-        """See `StoredCache`."""
-        if self._serving.conversation is not None:
-            self._serving.conversation.claim()
-            _check_one(input_ids)
-        super().continue_with(input_ids, copies)
-
     def _fresh(self) -> TieredCache:
         return TieredCache(self.model, self._store, method=self.method, **asdict(self._serving.options))
 
@@ -169,15 +146,6 @@ class TieredCache(StoredCache):
         named = "" if self.conversation is None else f", conversation={self.conversation!r}"
         method, tokens = type(self.method).__name__, self.get_seq_length()
         return f"TieredCache({model}, {self.store!r}, {method}, {tokens} tokens{named})"
-
-
-def _check_one(ids: torch.Tensor) -> None:
-    """Raise ConfigError if the rows of a batch, int `[rows, n]`, differ, so that they are several conversations."""
-    if ids.ndim == 2 and len(ids) > 1 and not bool((ids == ids[:1]).all()):
-        raise ConfigError(
-            f"a cache with a conversation continues one prompt, not a batch of {len(ids)}; create a TieredCache with "
-            "its own conversation id for each prompt, and call generate() for each"
-        )
 
 
 class TieredSession:

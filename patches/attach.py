@@ -93,8 +93,8 @@ class Attachment:
         """Number of layers when the model was attached."""
         self._devices: list[torch.device] = []
         self.kept_tables = rope.TableCache()
-        """Rotary tables shared by all passes of the model in its current state."""
-        self._tables_of = ""
+        """Rotary tables shared by all sequences that began with the model in its latest state."""
+        self._fingerprint = ""  # of that state
         self._tables = rotary.watch_tables(model)
         for module, handle in self._tables:
             pickle_without(module, without_hook(handle))
@@ -111,10 +111,11 @@ class Attachment:
                 type(model).__name__,
             )
 
-    def keep_tables_of(self, fingerprint: str) -> None:
-        """Discard rotary tables that were made under another fingerprint of the model."""
-        if fingerprint != self._tables_of:
-            self.kept_tables, self._tables_of = rope.TableCache(), fingerprint
+    def tables_of(self, fingerprint: str) -> rope.TableCache:
+        """Return the rotary tables of the model under a fingerprint, and discard those of another one."""
+        if fingerprint != self._fingerprint:
+            self.kept_tables, self._fingerprint = rope.TableCache(), fingerprint
+        return self.kept_tables
 
     def refresh(self) -> None:
         """Examine the model again immediately: its methods, and every byte of its weights."""

@@ -144,7 +144,8 @@ def attend(
         if isinstance(attended, torch.Tensor):
             return attended.transpose(1, 2).contiguous(), None
         key, value = attended
-    attention_mask = _crop_mask(attention_mask, key)
+    if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
+        attention_mask = attention_mask[..., -key.shape[2] :]  # a layer that holds fewer positions lacks the first ones
     if scope.fronts and (prefix_length := scope.fronts[module.layer_idx]):
         # the recomputed prefix sees only itself: no prompt-sized mask, and no computation of hidden weights
         mask = scope.front_mask(module.layer_idx, query.device)
@@ -164,8 +165,19 @@ def _attend(
     attention_mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `attend`."""
-    if _repeats_needlessly(module, query, key, attention_mask, kwargs):
+    """Compute the attention of some queries. See `attend`.
+
+    The model's own function repeats keys and values for each query head, although the kernel can share them. On the
+    CPU, the kernel gives the same bits either way. On CUDA, with a mask, it falls back to plain arithmetic.
+    """
+    if (
+        query.device.type == "cpu"
+        and attention_mask is not None
+        and query.shape[2] > 1
+        and getattr(module, "num_key_value_groups", 1) > 1
+        and query.shape[1] != key.shape[1]
+        and kwargs.get("position_bias") is None
+    ):
         output = torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
@@ -179,32 +191,9 @@ def _attend(
     return base(module, query, key, value, attention_mask, **kwargs)
 
 
-def _crop_mask(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask of a layer's own positions: a layer that holds fewer than others lacks the first ones."""
-    columns = key.shape[2]
-    return mask if mask is None or mask.shape[-1] <= columns else mask[..., -columns:]
-
-
 def _is_unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
     """Return whether attention depends only on queries, keys, and what a mask hides."""
     return (mask is None or mask.dtype == torch.bool) and kwargs.get("position_bias") is None
-
-
-def _repeats_needlessly(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
-) -> bool:
-    """Return whether the base would repeat keys and values for each query head although the kernel can share them.
-
-    On the CPU, the kernel gives the same bits either way. On CUDA, with a mask, it falls back to plain arithmetic.
-    """
-    return (
-        query.device.type == "cpu"
-        and mask is not None
-        and query.shape[2] > 1
-        and getattr(module, "num_key_value_groups", 1) > 1
-        and query.shape[1] != key.shape[1]
-        and kwargs.get("position_bias") is None
-    )
 
 
 _PATCHES = (

@@ -20,7 +20,7 @@ from transformers import Cache
 
 from .layers import has_no_side_effects, with_copied_states
 from .rope import RotaryTap
-from .scope import QueryObserver, Scope, current, entered
+from .scope import QueryObserver, Scope, current, enter, leave_to
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -106,13 +106,16 @@ class LookAhead:
             return None
         args, kwargs = _without_cache(args, kwargs)
         recorder = _QueryRecorder()
+        token = enter(Scope(self._scope.cache, RotaryTap(), observer=recorder))
         try:
-            with torch.no_grad(), entered(Scope(self._scope.cache, RotaryTap(), observer=recorder)):
+            with torch.no_grad():
                 module.forward(*args, **kwargs)
         except _AttentionReached:
             return recorder.prediction
         except Exception as error:
             logger.info("the queries of layer %d cannot be predicted: %s: %s", layer, type(error).__name__, error)
+        finally:
+            leave_to(token)
         return None
 
 

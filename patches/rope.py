@@ -40,6 +40,11 @@ class Call:
         place = self.places[name]
         return self.args[place] if place < len(self.args) else self.kwargs[name]
 
+    def arguments(self, *names: str) -> list[Any]:
+        """Return the arguments with these names."""
+        args, kwargs, places = self.args, self.kwargs, self.places
+        return [args[place] if (place := places[name]) < len(args) else kwargs[name] for name in names]
+
     def repeat(self, **changed: Any) -> Any:
         """Repeat the call with some arguments changed."""
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -179,12 +184,13 @@ class RotaryTap:
         call, self.last = self.last, None
         if call is None:
             return PreRopeKV(keys, values, position_independent=self.rotates)
-        self.rotates, unrotated, rotated = True, call["k"], call.rotated
-        call.table = self._table_with(call["cos"], call["sin"])
+        self.rotates, rotated = True, call.rotated
+        unrotated, cos, sin = call.arguments("k", "cos", "sin")
+        call.table = self._table_with(cos, sin)
         if call.table is None or rotated.data_ptr() == unrotated.data_ptr():
             return PreRopeKV(keys, values, position_independent=False)  # unknown tables, or rotated in place
         dims = unrotated.shape[-1]
-        if _same(keys, rotated):
+        if keys is rotated or _same(keys, rotated):
             return PreRopeKV(unrotated, values, "key", dims, True, call)
         if _same(values, rotated):  # MLA keeps latents as keys and rotated parts as values
             return PreRopeKV(keys, unrotated, "value", dims, True, call)
@@ -262,7 +268,7 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or (a.shape == b.shape and a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
+    return a.shape == b.shape and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
 def _begins_with(keys: torch.Tensor, rotated: torch.Tensor) -> bool:

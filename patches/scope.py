@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -118,18 +117,14 @@ current: Callable[[], Scope | None] = _current.get
 function."""
 
 
+enter: Callable[[Scope], Token[Scope | None]] = _current.set
+"""Function that makes a scope the current one, and returns a token for `leave_to`."""
+leave_to: Callable[[Token[Scope | None]], None] = _current.reset
+"""Function that makes the scope before `enter` the current one again."""
+
+
 def leave(cache: object) -> None:
     """Clear this thread's scope if it belongs to `cache`, for example after an interrupted pass."""
     scope = _current.get()
     if scope is not None and scope.cache is cache:
         _current.set(None)
-
-
-@contextmanager
-def entered(scope: Scope) -> Iterator[Scope]:
-    """Make `scope` the current one, within this context."""
-    token = _current.set(scope)
-    try:
-        yield scope
-    finally:
-        _current.reset(token)

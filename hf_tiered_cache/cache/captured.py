@@ -26,6 +26,12 @@ class LayerBuffer:
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append KV. A slice that keeps a larger storage alive (as of fused projections) is copied."""
+        for tensors, tensor in ((self.keys, keys), (self.values, values)):
+            is_slice = tensor.untyped_storage().nbytes() > 2 * tensor.nbytes
+            tensors.append(tensor.clone() if is_slice else tensor)
+
 
 def packer(
     shape: SegmentShape,
@@ -85,13 +91,6 @@ def tokens_from(tensors: list[torch.Tensor], row: int, heads: slice, start: int,
     mine = [t[row, heads] for t in tensors]
     whole = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
     return whole[:, start : start + count]
-
-
-def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy if it is a slice that keeps a larger storage alive (as of fused projections)."""
-    if tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.itemsize:
-        return tensor.clone()
-    return tensor
 
 
 def last_columns(tensors: list[torch.Tensor], columns: int) -> torch.Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from .. import reasons
-from ..errors import ConversationInUseError, StoreClosedError, StoreError
+from ..errors import ConfigError, ConversationInUseError, StoreClosedError, StoreError
 from ..identity import Identity, differing_facts
 from ..methods import Method, describe_method
 from ..store.catalogue import SegmentRow
@@ -44,6 +46,28 @@ class Conversation:
         """
         if not self._ownership.held and self._storage.usable:
             self._take(over=False)
+
+    def begin_pass(self, is_prompt: bool, is_empty: bool, ids: torch.Tensor | None) -> None:
+        """Claim the conversation for a pass, unless the pass continues an answer.
+
+        An answer in progress is finished even if another cache took over.
+
+        Args:
+            is_prompt: whether a prompt begins.
+            is_empty: whether the cache holds nothing yet.
+            ids: token ids of the pass, int `[rows, columns]`, or None.
+
+        Raises:
+            ConfigError: the rows of the first pass differ, so that they are several conversations.
+            ConversationInUseError: see `claim`.
+        """
+        if is_prompt or is_empty:
+            self.claim()
+        if is_empty and ids is not None and ids.ndim == 2 and len(ids) > 1 and not bool((ids == ids[:1]).all()):
+            raise ConfigError(
+                f"a cache with a conversation continues one prompt, not a batch of {len(ids)}; create a TieredCache "
+                "with its own conversation id for each prompt, and call generate() for each"
+            )
 
     def _take(self, over: bool) -> None:
         self._ownership.take(over)

@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import Cache
 
 from .. import reasons
 from ..errors import CacheMismatchError, LayerOrderError, LostKVError, RestoreError
 from ..identity import Fingerprinter, Identity, rope_regime
-from ..layers import kv_sources
+from ..layers import LayeredCache
 from ..methods import BudgetMethod, ForConversation, KVDrive, Method, Passages
 from ..patches.attach import Attachment
 from ..patches.scope import leave
@@ -32,8 +31,8 @@ from .forward_pass import ForwardPass, RestoringForward
 from .prefill import can_be_cut, in_pieces
 from .recorder import Names, Recorder
 from .refine import SettlingForward
-from .request import DecodingCheck, Request, count_tokens, parse_request, placeholder_tokens
-from .sequence import SequenceState, asks_for_all
+from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
+from .sequence import SequenceState
 from .spot_check import RestoredRun
 from .storage import Storage
 from .suitability import cannot_observe
@@ -98,23 +97,42 @@ class Serving:
 
     # --- one pass
 
-    def run(self, cache: Cache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run one forward pass of the model; `kwargs` holds all its arguments by name."""
+        conversation, is_prompt = self.conversation, self.untold
+        if conversation is not None:
+            conversation.begin_pass(is_prompt, not cache.get_seq_length(), kwargs.get("input_ids"))
         with torch.no_grad():  # stored KV has no gradient
             admitted = self.admit(cache, kwargs)
-            if admitted is not None:
-                return self._run_understood(cache, *admitted, forward)
-            output = self._run(
-                cache, ForwardPass(cache, cache.layers, self.attachment, self.collector), forward, kwargs
-            )
-            self.collector.add(tokens_computed=count_tokens(kwargs))
-            if self.untold:
-                self._tell(self.bypass)
-            return output
+            if admitted is None:
+                output = self._run_without_store(cache, forward, kwargs)
+            elif admitted[0].columns == 1 and not is_prompt:
+                output = self._decode(cache, *admitted, forward)
+            else:
+                output = self._prefill(cache, *admitted, forward)
+        if conversation is not None:
+            conversation.turns += is_prompt and not self.untold
+        return output
 
-    def _run_understood(
-        self, cache: Cache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
+    def _run_without_store(self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        output = self._run(cache, ForwardPass(cache, self.attachment, self.collector), forward, kwargs)
+        self.collector.add(tokens_computed=count_tokens(kwargs))
+        if self.untold:
+            self._tell(self.bypass)
+        return output
+
+    def _decode(
+        self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> Any:
+        """Run a pass of one token, which looks up nothing."""
+        output = self._run(cache, self._forward_pass(cache, request, sequence, None), forward, request.kwargs)
+        self._commit(cache, request, sequence, None)
+        return output
+
+    def _prefill(
+        self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
+    ) -> Any:
+        """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans = self._why_not_looked_for(request, sequence), _REPLANS
         if not reason and can_be_cut(request, sequence):
             plan = self.plan(request, sequence)
@@ -134,7 +152,6 @@ class Serving:
                 replans = replans - 1 if self.store.usable else 0
             except LayerOrderError:
                 reason = reasons.LAYER_ORDER
-        otherwise = "" if plan is None else sequence.why_otherwise(plan)
         if replans < _REPLANS:
             reason = reasons.DAMAGED
         elif plan is None and (self.untold or reason == reasons.LAYER_ORDER):
@@ -142,22 +159,15 @@ class Serving:
         else:
             reason = ""
         self.store.note_uses()
-        kept = sequence.history.tokens_in(sequence.columns)
-        if cache.get_seq_length() == sequence.columns + request.columns:
-            self._run_plain(sequence.commit(request, plan, self.collector))
-        else:
-            sequence.recorder.abandon()
-            self.collector.add(tokens_computed=request.ids.numel())
-            self._run_plain(reasons.OTHER_TOKENS)
-        for why in (otherwise, sequence.missed):
+        self._commit(cache, request, sequence, plan)
+        for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.missed):
             self._explain_once(why)
         if self.untold:
-            self.collector.add(tokens_kept=kept)
-            self._tell(self.bypass or reason)
+            self._tell(self.bypass or reason, sequence.history.tokens_in(request.base))
         return output
 
     def _run_piece(
-        self, cache: Cache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, found: int
+        self, cache: LayeredCache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, found: int
     ) -> int:
         """Compute, store and release a piece of a prompt.
 
@@ -177,50 +187,64 @@ class Serving:
             plan = self.plan(piece, sequence)
             return max(0, min(0 if plan is None else plan.suffix or 0, found - HASH_TOKENS))
         sequence.store_piece(piece, plan, self.collector)
-        for source in kv_sources(cache.layers):
+        for source in cache.kv_sources:
             source.reset()
         return before
 
     def _run_planned(
-        self, cache: Cache, request: Request, sequence: SequenceState, plan: Plan | None, forward: Callable[..., Any]
+        self,
+        cache: LayeredCache,
+        request: Request,
+        sequence: SequenceState,
+        plan: Plan | None,
+        forward: Callable[..., Any],
     ) -> tuple[Any, Plan | None]:
         """Run the model on what the plan computes.
 
         Returns:
             The output of the model, and the plan as it was followed.
         """
-        recorder = sequence.recorder
-        knows = plan is None or plan.exact or sequence.method.records_approximations
-        records = recorder.enabled and knows
-        first = sequence.columns + (0 if plan is None else plan.restored_until)
-        own = cache, cache.layers, self.attachment, self.collector, recorder if records else None, first
-        pads, kwargs = sequence.history.pads, request.kwargs
-        if plan is None:
-            forward_pass = ForwardPass(*own)
-        else:
-            if isinstance(self.method, BudgetMethod):
-                for geometry in {reader.shape.geometry for reader in plan.readers}:
-                    if said := self.method.geometry_warning(geometry):
-                        self.store.disk.warn(said, said)
-            only = partial(request.only, base=plan.base, pads=pads, suffix=plan.suffix is not None)
-            kind = RestoringForward if plan.under_way is None else SettlingForward
-            forward_pass = kind(*own, plan=plan, store=self.store, method=self.method, only=only)
-        if self.observer is not None:
-            forward_pass.watch(self.observer, sequence.columns + request.columns, pads)
+        forward_pass = self._forward_pass(cache, request, sequence, plan)
+        if plan is None or not isinstance(forward_pass, RestoringForward):
+            return self._run(cache, forward_pass, forward, request.kwargs), None
         began = time.perf_counter()
+        kwargs = request.only(plan.computed[0], plan.suffix is not None)
         output = self._run(cache, forward_pass, forward, kwargs)
-        if not isinstance(forward_pass, RestoringForward):
-            return output, plan
         self.restored = RestoredRun.of(forward_pass.plan, began)
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
             self._explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
 
-    def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    def _forward_pass(
+        self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None
+    ) -> ForwardPass:
+        """Create the forward pass that follows a plan, or that computes all tokens if there is no plan."""
+        recorder: Recorder | None = sequence.recorder
+        if not sequence.recorder.enabled or not (plan is None or plan.exact or sequence.method.records_approximations):
+            recorder = None
+        first = request.base + (0 if plan is None else plan.restored_until)
+        common = cache, self.attachment, self.collector, sequence.tables, recorder, first
+        if plan is None:
+            forward_pass = ForwardPass(*common)
+        else:
+            if isinstance(self.method, BudgetMethod):
+                for geometry in {reader.shape.geometry for reader in plan.readers}:
+                    if warning := self.method.geometry_warning(geometry):
+                        self.store.disk.warn(warning, warning)
+            kind = RestoringForward if plan.under_way is None else SettlingForward
+            forward_pass = kind(*common, plan=plan, store=self.store, method=self.method)
+        if self.observer is not None:
+            forward_pass.watch(self.observer, request.base + request.columns, sequence.history.pads)
+        return forward_pass
+
+    def _run(
+        self, cache: LayeredCache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a pass, and undo it if it fails."""
-        sources = forward_pass.kv_sources
+        sources = cache.kv_sources
         for source in sources:
-            source.settle()
+            if source.decode_selector is not None:
+                source.offload()
         snapshots = [source.snapshot() for source in sources]
         self.forward_pass = forward_pass
         try:
@@ -244,11 +268,22 @@ class Serving:
         finally:
             forward_pass.observer = self.forward_pass = None
 
+    def _commit(self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None) -> None:
+        """Record a completed pass, if the model has appended the request's tokens and no others."""
+        if cache.get_seq_length() == request.base + request.columns:
+            reason = sequence.commit(request, plan, self.collector)
+        else:
+            sequence.recorder.abandon()
+            self.collector.add(tokens_computed=request.ids.numel())
+            reason = reasons.OTHER_TOKENS
+        if reason:
+            self._run_plain(reason)
+
     def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
         """Return the plan of a pass, or None if it restores nothing."""
         return sequence.plan(request, self.collector)
 
-    def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
+    def look_up(self, cache: LayeredCache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """Return what an empty cache would restore of a prompt.
 
         Args:
@@ -272,7 +307,7 @@ class Serving:
 
     # --- before a pass
 
-    def admit(self, cache: Cache, kwargs: dict[str, Any]) -> tuple[Request, SequenceState] | None:
+    def admit(self, cache: LayeredCache, kwargs: dict[str, Any]) -> tuple[Request, SequenceState] | None:
         """Return the request of a pass and its sequence, or None if the pass runs without the store.
 
         That is the case if its KV can be neither stored nor restored.
@@ -304,7 +339,6 @@ class Serving:
         if fingerprinter.rows_have_adapters():
             return reasons.ROW_ADAPTERS
         identity = fingerprinter.look(self.options.tag, closely)
-        attachment.keep_tables_of(identity.fingerprint)
         if identity.training:
             return reasons.TRAINING
         if identity.looks_ahead:
@@ -314,11 +348,11 @@ class Serving:
         return reasons.nameless(identity.problem) if identity.problem else identity
 
     def _understand(
-        self, cache: Cache, kwargs: dict[str, Any], identity: Identity
+        self, cache: LayeredCache, kwargs: dict[str, Any], identity: Identity
     ) -> tuple[Request, SequenceState] | str:
         """Return the request and the sequence that it begins or continues, or the reason why there is none."""
         sequence, columns = self.sequence, cache.get_seq_length()
-        if columns != (0 if sequence is None else sequence.columns):
+        if columns != (0 if sequence is None else sequence.history.columns):
             return reasons.FILLED_ELSEWHERE
         pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.check)
         request = parse_request(kwargs, columns, pads, self._placeholders, check)
@@ -336,9 +370,9 @@ class Serving:
             return reasons.MODEL_CHANGED
         return request, sequence
 
-    def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
+    def _new_sequence(self, cache: LayeredCache, request: Request, identity: Identity, regime: str) -> SequenceState:
         """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
-        store, attachment, check, layers = self.store, self.attachment, DecodingCheck(), cache.layers
+        store, attachment, check = self.store, self.attachment, DecodingCheck()
         method, fingerprint = self.method, identity.fingerprint
         if isinstance(method, Passages):
             device, tokens = attachment.model.device, request.columns
@@ -351,21 +385,30 @@ class Serving:
                 warn_of_loss(store, fingerprint, method)
         self.method = method
         recorder = self.new_recorder(identity, regime, request.pads, check)
-        segments, selects = self.options.segments, any(source.selects for source in kv_sources(layers))
         return SequenceState(
-            store, method, attachment.config, identity, regime, recorder, check, segments, len(layers), selects
+            store,
+            method,
+            attachment.config,
+            identity,
+            regime,
+            recorder,
+            check,
+            attachment.tables_of(fingerprint),
+            self.options.segments,
+            layers=len(cache.layers),
+            selects=any(source.selects for source in cache.kv_sources),
         )
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
         """Create the recorder for a sequence with the given left padding."""
-        method, store = self.method, self.store
+        method, store, provenance = self.method, self.store, self.method.provenance
         return Recorder(
-            History(store.hasher(identity.fingerprint, method.provenance, regime), pads),
+            History(store.hasher(identity.fingerprint, provenance, regime), pads),
             identity.fingerprint,
             method.geometry,
             store.submit,
             store.ttl,
-            method.provenance,
+            provenance,
             self.options.record,
             collector=self.collector,
             names=Names(identity.facts, self.options.label),
@@ -373,7 +416,7 @@ class Serving:
             weights_held=identity.weights_held,
         )
 
-    def follow(self, cache: Cache, sequence: SequenceState) -> None:
+    def follow(self, cache: LayeredCache, sequence: SequenceState) -> None:
         """Attach a sequence to the cache. Its computed KV is stored even after the cache is garbage collected."""
         self.sequence = sequence
         if self.options.record:
@@ -408,7 +451,7 @@ class Serving:
         self.sequence.recorder.seal()
         return self.sequence.recorder.segments(0)
 
-    def dropped_columns(self, cache: Cache, prompt: torch.Tensor) -> int:
+    def dropped_columns(self, cache: LayeredCache, prompt: torch.Tensor) -> int:
         """Return how many of the cached positions a prompt, int `[rows, columns]`, does not share.
 
         If that is not known, return at least the number of all cached positions.
@@ -458,18 +501,16 @@ class Serving:
     # --- reporting
 
     def _run_plain(self, reason: str) -> None:
-        """Run later passes without the store if there is a reason."""
-        if not reason:
-            return
+        """Run later passes without the store."""
         self.bypass = reason
         if self.sequence is not None:
             self.sequence.recorder.seal()
             self.sequence, self.ended = None, self.sequence
 
-    def _tell(self, reason: str) -> None:
+    def _tell(self, reason: str, tokens_kept: int = 0) -> None:
         """Count a prompt after its first pass, and report the result."""
         self.untold = False
-        self.collector.add(requests=1)
+        self.collector.add(requests=1, tokens_kept=tokens_kept)
         if reason:
             self._explain(reason)
         stats = self.collector.stats

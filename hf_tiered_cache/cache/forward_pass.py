@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from ..errors import LayerOrderError, UnsupportedModelError
-from ..layers import LayerTensors, kv_sources
+from ..layers import LayeredCache, LayerTensors
 from ..methods import BudgetMethod, Method
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
 from ..patches.layers import decoder_layers, dropping
 from ..patches.lookahead import LookAhead, PredictedQuery
-from ..patches.rope import PreRopeKV, RotaryTap
-from ..patches.scope import Attended, AttentionCall, Scope, entered
+from ..patches.rope import RotaryTap, TableCache
+from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
 from ..restore.fetch import Fetcher
 from ..restore.observe import CacheObserver, ComputedColumns, PassObserver
 from ..restore.plan import Plan
@@ -45,9 +45,9 @@ class ForwardPass(Scope):
 
     Args:
         cache: cache that the pass belongs to.
-        sources: layers of the cache.
         attachment: attachment of the model.
         collector: collector of the request's statistics.
+        tables: rotary tables shared by the passes of the model in its current state, or None.
         recorder: recorder of the computed KV, or None.
         first: first position of the sequence that is computed.
     """
@@ -56,37 +56,34 @@ class ForwardPass(Scope):
 
     def __init__(
         self,
-        cache: object,
-        sources: Sequence[Any],
+        cache: LayeredCache,
         attachment: Attachment,
         collector: StatsCollector,
+        tables: TableCache | None = None,
         recorder: Recorder | None = None,
         first: int = 0,
     ) -> None:
-        super().__init__(cache, RotaryTap(attachment.kept_tables))
+        super().__init__(cache, RotaryTap() if tables is None else RotaryTap(tables))
         self._first = first
         self._stack = ExitStack()
-        self.sources, self.attachment, self.recorder = sources, attachment, recorder
-        self.collector = collector
+        self.layers, self.kv_sources = cache.layers, cache.kv_sources
+        self.attachment, self.collector, self.recorder = attachment, collector, recorder
         self.assemble_seconds = 0.0
         """Seconds that this thread spent on restored and selected KV, including waiting for it."""
         self._decode_selection: DecodeSelection | None = None
-        self.kv_sources = kv_sources(sources)
-        self.selects = any(source.reselects for source in self.kv_sources)
+        self.selects = any(source.decode_selector is not None for source in self.kv_sources)
         self._captures = recorder is not None or self.selects
+        self._recorded: int | None = None  # number of last computed positions that are recorded; None for all
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's `forward` with these arguments."""
         with self._stack as stack:
             stack.callback(self._count)
             self._begin(stack)
-            stack.enter_context(self.attachment.running_eagerly())
-            stack.enter_context(entered(self))
-            return self._compute(forward, kwargs)
-
-    def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Run the model within the scope of the pass."""
-        return forward(**kwargs)
+            if self.attachment.compiled:
+                stack.enter_context(self.attachment.running_eagerly())
+            stack.callback(leave_to, enter(self))
+            return forward(**kwargs)
 
     def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
         """Let an observer see the queries of the pass.
@@ -122,7 +119,7 @@ class ForwardPass(Scope):
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return those to attend to."""
-        source = self.sources[layer]
+        source = self.layers[layer]
         if not self._captures:
             return source.update(keys, values)
         pre_rope = self.tap.take(keys, values)
@@ -131,18 +128,17 @@ class ForwardPass(Scope):
         how = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
         kind = _layer_kv(key_heads, key_dim, value_heads, value_dim, source.window, *how)
         if self.recorder is not None:
-            self.recorder.catch(layer, kind, *self._recorded(pre_rope))
+            recorded = pre_rope.keys, pre_rope.values
+            if self._recorded is not None:
+                recorded = recorded[0][:, :, -self._recorded :], recorded[1][:, :, -self._recorded :]
+            self.recorder.catch(layer, kind, *recorded)
         return source.append(kind, pre_rope, keys, values)
-
-    def _recorded(self, pre_rope: PreRopeKV) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of the recorded positions, `[batch, heads, n, dim]` each."""
-        return pre_rope.keys, pre_rope.values
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """See `Scope`. The cache layer decides."""
         started = time.perf_counter()
         try:
-            attended: Attended = self.sources[layer].attend(self, call)
+            attended: Attended = self.layers[layer].attend(self, call)
             return attended
         finally:
             self.assemble_seconds += time.perf_counter() - started
@@ -159,31 +155,30 @@ class RestoringForward(ForwardPass):
     """Forward pass that follows a plan (see `RestoringPass`).
 
     Args:
-        cache, sources, attachment, collector, recorder, first: see `ForwardPass`.
+        cache, attachment, collector, tables, recorder, first: see `ForwardPass`.
         plan: positions to compute and segments to restore.
         store: storage that holds the blocks.
         method: method that made the plan.
-        only: function that returns the forward arguments for computing only the given positions.
     """
 
     def __init__(
         self,
-        cache: object,
-        sources: Sequence[Any],
+        cache: LayeredCache,
         attachment: Attachment,
         collector: StatsCollector,
+        tables: TableCache | None,
         recorder: Recorder | None,
         first: int,
         *,
         plan: Plan,
         store: Storage,
         method: Method,
-        only: Callable[[np.ndarray], dict[str, Any]],
     ) -> None:
-        super().__init__(cache, sources, attachment, collector, recorder, first)
-        self.plan, self.method, self._only = plan, method, only
+        super().__init__(cache, attachment, collector, tables, recorder, first)
+        self.plan, self.method = plan, method
         self._ascends, self._last_layer = plan.under_way is None, -1  # a deferred plan may run layers twice
         self._captures = True
+        self._recorded = None if plan.suffix is not None else plan.columns - plan.restored_until
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._parked: int | None = None
@@ -311,15 +306,9 @@ class RestoringForward(ForwardPass):
         finally:
             self.assemble_seconds += time.perf_counter() - started
 
-    def _recorded(self, pre_rope: PreRopeKV) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.plan.suffix is not None:
-            return super()._recorded(pre_rope)
-        count = self.plan.columns - self.plan.restored_until
-        return pre_rope.keys[:, :, -count:], pre_rope.values[:, :, -count:]
-
     def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
         """See `Scope`."""
-        window, front = self.sources[layer].window, self.fronts[layer]
+        window, front = self.layers[layer].window, self.fronts[layer]
         if not window or front <= window:
             return None
         key = window, device
@@ -328,9 +317,6 @@ class RestoringForward(ForwardPass):
             distance = columns.unsqueeze(1) - columns
             self._front_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, columns]
         return self._front_masks[key][None, None, :front, :front]
-
-    def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        return super()._compute(forward, self._only(self.plan.computed[0]))
 
     # --- called by sources (see `RestoringPass`)
 

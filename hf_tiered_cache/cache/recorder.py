@@ -23,7 +23,7 @@ from ..store.interrupts import Step
 from ..store.shape import SegmentShape, TokenTables
 from ..store.writer import KeptOnDevice, PendingSegment, Writer
 from ..tiers.streams import CopyStream, Event, copy_stream
-from .captured import LayerBuffer, compact, cut_end, last_columns, packer, tokens_from
+from .captured import LayerBuffer, cut_end, last_columns, packer, tokens_from
 from .request import DecodingCheck
 
 Rank = Callable[[int, Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray]
@@ -132,9 +132,10 @@ class Recorder:
         self._first = 0  # position of the first captured token
         self._count = 0  # number of captured positions
         self._revocable = 0  # number of positions at the end that the next crop may remove
-        self._sealed = [0] * history.rows  # number of prefix hashes of each row in segments
-        self._found = [0] * history.rows  # number of them that the last lookup found stored
-        self._ancestors: list[tuple[str, ...]] = [()] * history.rows
+        rows = len(history.pads)
+        self._sealed = [0] * rows  # number of prefix hashes of each row in segments
+        self._found = [0] * rows  # number of them that the last lookup found stored
+        self._ancestors: list[tuple[str, ...]] = [()] * rows
         self._catching = False
         self._in_pass = False
         self._left = False  # whether the cache was garbage collected
@@ -164,22 +165,24 @@ class Recorder:
         """Capture a layer's computed keys and values, unrotated, `[batch, heads, n, dim]` each."""
         if not self._catching:
             return
-        caught = self._layers.get(layer)
-        if caught is None:
-            caught = self._layers[layer] = LayerBuffer(kind, keys.device)
-        if caught.kind != kind or keys.dtype != values.dtype:  # a segment has one layout per layer
+        buffer = self._layers.get(layer)
+        if buffer is None:
+            buffer = self._layers[layer] = LayerBuffer(kind, keys.device)
+        if buffer.kind != kind or keys.dtype != values.dtype:  # a segment has one layout per layer
             self._catching = False
             return
-        caught.keys.append(compact(keys))
-        caught.values.append(compact(values))
+        buffer.append(keys, values)
 
-    def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> None:
+    def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> int:
         """Finish a pass, and append its tokens to the history.
 
         Args:
             ids: Tokens that the pass added to the cache, int `[rows, columns]`.
             computed: Number of positions at the end that the pass computed.
             revocable: Number of positions at the end that the next crop may remove.
+
+        Returns:
+            Number of captured positions that no segment holds yet.
         """
         with self._lock, self._step:
             self.history.append(ids)
@@ -190,6 +193,7 @@ class Recorder:
                 self._first = self.history.columns
             self._in_pass = self._catching = False
             self._mark()
+            return self._count
 
     def abandon(self) -> None:
         """Discard what a failed pass has captured."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..layers import LayerTensors
+from ..layers import LayeredCache, LayerTensors
 from ..methods import Method, Passages
 from ..passages.recompute import ProbeAttentionSum
 from ..patches.attach import Attachment
@@ -37,9 +37,9 @@ class SettlingForward(RestoringForward):
     method: Passages
 
     def __init__(
-        self, cache: object, sources: Any, attachment: Attachment, *others: Any, plan: Plan, method: Method, **more: Any
+        self, cache: LayeredCache, attachment: Attachment, *others: Any, plan: Plan, method: Method, **more: Any
     ) -> None:
-        super().__init__(cache, sources, attachment, *others, plan=plan, method=method, **more)
+        super().__init__(cache, attachment, *others, plan=plan, method=method, **more)
         assert plan.under_way is not None and isinstance(method, Passages)
         self._deferred = plan.under_way
         self.selects = can_select(attachment.config) and shows_queries(attachment.model)  # `attend` runs
@@ -54,7 +54,7 @@ class SettlingForward(RestoringForward):
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """See `ForwardPass`."""
-        if self._attention is not None and not self.sources[layer].window:
+        if self._attention is not None and not self.layers[layer].window:
             with self.collector.timing("select_seconds"):
                 self._attention.note(call)
         if self._peeking == layer:

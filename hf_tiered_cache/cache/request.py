@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,9 @@ class Request:
 
     Args:
         kwargs: All arguments of `forward` by name.
+        ids: Token ids, int `[rows, columns]`.
+        base: Number of positions that the cache holds already.
+        columns: Number of positions that the pass adds.
         pads: Left padding of each row, in positions.
         revocable: Number of positions at the end that `generate` may remove (candidates of assisted decoding).
         must_compute: Number of positions at the end to compute: their outputs are requested, or an image precedes them.
@@ -45,17 +48,13 @@ class Request:
     """
 
     kwargs: dict[str, Any]
+    ids: torch.Tensor
+    base: int
+    columns: int
     pads: list[int]
     revocable: int
     must_compute: int
     text: int
-    ids: torch.Tensor = field(init=False)
-    """Token ids, int `[rows, columns]`."""
-    columns: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", self.kwargs["input_ids"])
-        object.__setattr__(self, "columns", self.ids.shape[1])
 
     def beginning(self, columns: int) -> Request:
         """Return a request for the first `columns` positions of the prompt, with the last logits only."""
@@ -63,25 +62,24 @@ class Request:
         for name in (*_PER_TOKEN, "attention_mask"):
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][..., :columns]
-        return Request(kwargs, self.pads, 0, 1, columns)
+        ids = kwargs["input_ids"]
+        return replace(self, kwargs=kwargs, ids=ids, columns=columns, revocable=0, must_compute=1, text=columns)
 
-    def only(self, columns: np.ndarray, base: int, pads: list[int], suffix: bool) -> dict[str, Any]:
+    def only(self, columns: np.ndarray, suffix: bool) -> dict[str, Any]:
         """Return the arguments for computing only some of the positions.
 
         Args:
             columns: Positions to compute, the same in every row or separate for each (see `Columns`).
-            base: Number of positions that the cache holds already.
-            pads: Left padding of each row.
             suffix: Whether every layer computes exactly these positions, and they include all after the first.
         """
         kwargs = dict(self.kwargs)
         if not suffix:  # for a suffix, the model derives positions and length itself
-            device = self.ids.device
+            device, stop = self.ids.device, self.base + self.columns
             if kwargs.get("position_ids") is None:
-                positions = torch.arange(base, base + self.columns) - torch.tensor(pads).unsqueeze(1)
+                positions = torch.arange(self.base, stop) - torch.tensor(self.pads).unsqueeze(1)
                 kwargs["position_ids"] = positions.clamp(min=0).to(device)  # [rows, columns]
             if kwargs.get("attention_mask") is None:
-                kwargs["attention_mask"] = torch.ones(len(pads), base + self.columns, dtype=torch.int64, device=device)
+                kwargs["attention_mask"] = torch.ones(len(self.pads), stop, dtype=torch.int64, device=device)
         alike = columns.ndim == 1 and len(columns) == self.columns - columns[0]  # all from the first one on
         index = slice(int(columns[0]), None) if alike else to_device(columns, self.ids.device)
         for name in _PER_TOKEN:
@@ -185,18 +183,23 @@ def parse_request(
     if check is not None and pads is not None and columns == 1:
         if odd := check.add(kwargs, base, pads):
             return odd
-        found = pads
     else:
-        read = _padding(kwargs.get("attention_mask"), ids, base)
-        if read is None or (pads is not None and read != pads):
+        padding = _padding(kwargs.get("attention_mask"), ids, base)
+        if padding is None or (pads is not None and padding != pads):
             return ODD_MASK
-        found = read
-        if not _counts_on(kwargs.get("position_ids"), base, found, columns, text):
+        pads = padding
+        if not _counts_on(kwargs.get("position_ids"), base, pads, columns, text):
             return ODD_POSITIONS
     keep = kwargs.get("logits_to_keep", 0)
     known = isinstance(keep, int) and keep > 0
     must_compute = max(min(keep, columns) if known else columns, columns - text)
-    return Request(kwargs, found, keep - 1 if known else 0, must_compute, text)
+    return Request(kwargs, ids, base, columns, pads, keep - 1 if known else 0, must_compute, text)
+
+
+def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
+    """Return whether a pass requests outputs that need every token to be computed."""
+    outputs = ((kwargs.get(name), name) for name in ("output_hidden_states", "output_attentions"))
+    return any(getattr(config, name, False) if value is None else value for value, name in outputs)
 
 
 def placeholder_tokens(config: PreTrainedConfig) -> frozenset[int]:

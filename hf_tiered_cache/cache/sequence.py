@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from ..identity import Identity, rope_regime
 from ..methods import BudgetMethod, Method, Passages
 from ..passages.finder import PassageFinder
 from ..passages.report import PassageReport
+from ..patches.rope import TableCache
 from ..restore.plan import Plan
 from ..restore.planner import make_plan
 from ..stats import StatsCollector
@@ -51,6 +51,7 @@ class SequenceState:
         regime: Regime of its RoPE frequencies.
         recorder: Recorder of computed KV, which holds the history of the tokens.
         check: Check of masks and positions while decoding.
+        tables: Rotary tables of the model at the first pass.
         segments: Tokens at which passages may begin, or None for any.
         layers: Number of layers of the model.
         selects: Whether a cache layer can attend to a part of what is restored.
@@ -65,12 +66,14 @@ class SequenceState:
         regime: str,
         recorder: Recorder,
         check: DecodingCheck,
+        tables: TableCache,
         segments: tuple[int, ...] | None,
         layers: int,
         selects: bool,
     ) -> None:
         self.store, self.method, self.config = store, method, config
         self.identity, self.regime, self.recorder, self.check = identity, regime, recorder, check
+        self.tables = tables
         self.history = recorder.history
         """History of the tokens."""
         self._segments, self._layers, self._selects = segments, layers, selects
@@ -179,35 +182,29 @@ class SequenceState:
         """
         self.missed = ""
         rows, columns = request.ids.shape
-        restored = plan.restored_tokens if plan is not None else 0
-        padding = sum(max(0, pad - self.columns) for pad in self.history.pads)
-        attended = round(plan.attended_tokens) if plan is not None else 0
-        if plan is not None and plan.budget_tokens is not None and not plan.streamed:
-            assert isinstance(self.method, BudgetMethod)
-            if self.method.reorder:
-                self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
-        before, self.stored_in_pieces = min(self.stored_in_pieces, restored), 0
-        collector.add(
-            tokens_restored=restored - before,
-            tokens_recomputed=0 if plan is None else round(plan.recomputed_tokens),
-            tokens_computed=rows * columns - padding - restored,
-            tokens_attended=attended - min(before, attended),
-        )
+        tokens = rows * columns - sum(max(0, pad - request.base) for pad in self.history.pads)
         approximations = self.method.records_approximations
-        if plan is not None and not (plan.exact or approximations):
-            self.recorder.enabled = False
-        computed = columns if plan is None else columns - plan.restored_until
+        if plan is None:
+            computed = columns
+            collector.add(tokens_computed=tokens)
+        else:
+            computed = columns - plan.restored_until
+            self._count_restored(plan, tokens, collector)
+            exact = plan.exact
+            self.approximate |= plan.budget_tokens is not None or not (exact or approximations)
+            if not (exact or approximations):
+                self.recorder.enabled = False
+        self.stored_in_pieces = 0
         ids, self._asked = request.ids if self._asked is None else self._asked, None  # avoids a second device copy
-        self.recorder.end(ids, computed, request.revocable)
+        unsealed = self.recorder.end(ids, computed, request.revocable)
         if self.tells_passages and columns > 1:
             self._tell_passages(plan, collector)
         if request.text < columns:
             self.recorder.crop(columns - request.text)
             return reasons.IMAGES
-        self.approximate |= plan is not None and (plan.budget_tokens is not None or not (plan.exact or approximations))
         prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
         least = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
-        if self.recorder.unsealed >= (HASH_TOKENS if self.approximate and not approximations else least):
+        if unsealed >= (HASH_TOKENS if self.approximate and not approximations else least):
             try:
                 self.recorder.seal()
             except StoreClosedError as error:  # the request itself continues
@@ -216,6 +213,21 @@ class SequenceState:
         if self.approximate and not approximations:
             self.recorder.enabled = False
         return ""
+
+    def _count_restored(self, plan: Plan, tokens: int, collector: StatsCollector) -> None:
+        """Count the tokens of a pass that followed a plan, in all rows and without padding."""
+        if plan.budget_tokens is not None and not plan.streamed:
+            assert isinstance(self.method, BudgetMethod)
+            if self.method.reorder:
+                self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
+        restored, attended = plan.restored_tokens, round(plan.attended_tokens)
+        before = min(self.stored_in_pieces, restored)
+        collector.add(
+            tokens_restored=restored - before,
+            tokens_recomputed=round(plan.recomputed_tokens),
+            tokens_computed=tokens - restored,
+            tokens_attended=attended - min(before, attended),
+        )
 
     def _tell_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
         """Report what became of the passages so far."""
@@ -287,9 +299,3 @@ def passage_finder(
         return store.rankings.of(reader).get(ranked_by) if ranked_by else None
 
     return PassageFinder(hashers, sink, store.find_parts, store.found_passage, begins, scores)
-
-
-def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
-    """Return whether a pass requests outputs that need every token to be computed."""
-    asked = ((kwargs.get(name), name) for name in ("output_hidden_states", "output_attentions"))
-    return any(getattr(config, name, False) if said is None else said for said, name in asked)

@@ -43,6 +43,8 @@ class StoredCache(Cache, ServedCache):
         self, attachment: Attachment, layers: list[Any], storage: Storage, method: Method, options: CacheOptions
     ) -> None:
         super().__init__(layers=layers)
+        self.kv_sources = kv_sources(layers)
+        """Layers that hold KV of their own."""
         self._generates = False  # whether `generate()` is running
         storage.note_policy(method)
         self._serving = Serving(attachment, storage, method.coded(storage.codec), options, StatsCollector())
@@ -155,8 +157,11 @@ class StoredCache(Cache, ServedCache):
 
         Raises:
             CacheMismatchError: The cache is strict, and holds other tokens.
+            ConfigError, ConversationInUseError: See `Conversation.begin_pass`.
         """
         serving, self._generates = self._serving, True
+        if serving.conversation is not None:
+            serving.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)
         dropped = serving.dropped_columns(self, input_ids.repeat_interleave(copies, dim=0))
         if not dropped:
             return
@@ -186,8 +191,11 @@ class StoredCache(Cache, ServedCache):
                 pass.
         """
         columns, first = super().get_mask_sizes(query_length, layer_idx)
-        layer, scope, asks = self.layers[layer_idx], current(), can_select(self._serving.attachment.config)
-        if not isinstance(layer, SelectedSource) or (asks and scope is not None and scope.cache is self):
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, SelectedSource):
+            return columns, first
+        scope, asks = current(), can_select(self._serving.attachment.config)
+        if asks and scope is not None and scope.cache is self:
             return columns, first  # the registered attention function crops the mask
         spared = {source.spared for source in self.layers if isinstance(source, SelectedSource)}
         if len(spared) == 1:
@@ -241,11 +249,12 @@ class StoredCache(Cache, ServedCache):
         mine, twin = self._serving, self._fresh()
         twin.count_into(mine.collector.total)
         twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
+        twin.kv_sources = kv_sources(twin.layers)
         twin._serving.bypass, twin._serving.untold = mine.bypass, mine.untold
         if mine.sequence is not None:
             twin._serving.follow(twin, mine.sequence.fork(twin._serving.collector))
         if mine.observer is not None:
-            twin._serving.observer = mine.observer.fork(kv_sources(twin.layers))
+            twin._serving.observer = mine.observer.fork(twin.kv_sources)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -103,7 +103,7 @@ class Fingerprinter:
 
     def rows_have_adapters(self) -> bool:
         """Return whether the current pass selects adapters by row."""
-        return rows_have_adapters(self.tuned)
+        return bool(self.tuned) and rows_have_adapters(self.tuned)
 
     @property
     def tuned(self) -> list[Any]:
@@ -113,7 +113,7 @@ class Fingerprinter:
     def _watch(self) -> None:
         """Describe the model again if a watched object was replaced or the adapter state changed."""
         watch = self._description.watch
-        if watch.holds() and adapter_state(self.tuned) == self._adapters:
+        if watch.holds() and (not self.tuned or adapter_state(self.tuned) == self._adapters):
             self._changes = 0
             return
         name, words = watch.changed_name(), self._description.words

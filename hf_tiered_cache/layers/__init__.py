@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -17,6 +17,7 @@ __all__ = [
     "DenseSource",
     "KVSource",
     "LayerTensors",
+    "LayeredCache",
     "RestoringPass",
     "SelectedSource",
     "SlidingSource",
@@ -57,6 +58,21 @@ def sources_for(model: PreTrainedModel, full: Callable[[int], DenseSource]) -> l
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(_stateful(name, 0, "a recurrent state"))
     return layers
+
+
+class LayeredCache(Protocol):
+    """Cache with layers as `sources_for` creates them."""
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """Layers, one per model layer."""
+
+    @property
+    def kv_sources(self) -> list[DenseSource]:
+        """Layers that hold KV of their own."""
+
+    def get_seq_length(self) -> int:
+        """Return the number of cached positions."""
 
 
 def kv_sources(layers: Sequence[Any]) -> list[DenseSource]:

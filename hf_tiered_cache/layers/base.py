@@ -92,8 +92,11 @@ class KVSource(Protocol):
     window: int
     """Sliding window in tokens; 0 for full attention."""
 
-    def settle(self) -> None:
-        """Prepare for a pass, before it announces anything. May compact or offload cached KV."""
+    decode_selector: DecodeSelector | None
+    """Decode selection of a layer that reselects in later passes, or None."""
+
+    def offload(self) -> None:
+        """Offload older computed KV, if the layer reselects. Called before a pass, which has announced nothing yet."""
 
     def begin_pass(self, restoring: RestoringPass) -> None:
         """Begin a pass that restores, so that masks match what the layer is going to hold."""

@@ -75,11 +75,23 @@ class KVBuffer:
         begin, self._stop = self._stop, self._stop + count
         return keys.narrow(2, begin, count), values.narrow(2, begin, count)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values, `[batch, heads, n, dim]`, and return views of all that are held."""
+        keys, values = self.extend(key_states, value_states, key_states.shape[2])
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        return self._views()
+
     def _reallocate(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        held = self.held
-        keys, values = _moved(self.keys, like_keys, held, count), _moved(self.values, like_values, held, count)
+        held = self._stop - self._start
+        before = (None, None) if self._keys is None else self._views()
+        keys, values = (
+            _moved(tensor, like, held, count) for tensor, like in zip(before, (like_keys, like_values), strict=True)
+        )
         # one atomic update, so that a Ctrl-C cannot leave one without the other
         self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=held, _shared=False)
         return keys, values

@@ -11,6 +11,7 @@ from ..errors import RestoreError
 from ..patches.rope import PreRopeKV, picked
 from ..patches.scope import Attended, AttentionCall
 from ..restore.prefetch import restore_layer
+from ..selection.selected import DecodeSelector
 from ..store.geometry import LayerKV
 from .base import Pass, RestoringPass
 from .buffer import KVBuffer
@@ -29,11 +30,8 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     _pass: RestoringPass | None
     selects = False
     """True if the layer's queries may select the tokens they attend to."""
-
-    @property
-    def reselects(self) -> bool:
-        """True if the layer reselects in later passes."""
-        return False
+    decode_selector: DecodeSelector | None = None
+    """Decode selection of a layer that reselects in later passes, or None."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -48,14 +46,15 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         if plan.suffix is not None:
             self._restored = plan.suffix
         else:
-            self._scattered, self._skipped = plan.columns, max(0, plan.first_kept(self.window))
+            self._scattered = plan.columns
+            self._skipped = max(0, plan.first_kept(self.window)) if self.window else 0
 
     def end_pass(self) -> None:
         """See `KVSource`."""
         self._pass = None
         self._announced()
 
-    def settle(self) -> None:
+    def offload(self) -> None:
         """See `KVSource`."""
 
     def _announced(self) -> None:
@@ -90,9 +89,11 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
-        first = max(0, plan.first_kept(self.window))
-        before, filled = self.snapshot(), restoring.take_filled(self.index)
+        first = max(0, plan.first_kept(self.window)) if self.window else 0
+        before = None if plan.under_way is None else self.snapshot()
+        filled = None if plan.under_way is None else restoring.take_filled(self.index)
         if filled is None:
+            self._announced()
             keys, values = self.extend(key_states, value_states, plan.columns, first)
             rotate_ = partial(restoring.tap.rotate_, pre_rope)
             dtype = pre_rope.keys.dtype
@@ -111,35 +112,17 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 whole[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
-        if restoring.compares(self.index):
+        if plan.under_way is not None and restoring.compares(self.index):
             stored = picked(keys, columns, 2), picked(values, columns, 2)
             restoring.compare(self.index, stored, (key_states, value_states))
         for whole, computed in ((keys, key_states), (values, value_states)):
             _put(whole, columns, computed)
-        if restoring.may_fill(self.index, self.snapshot()):
+        if before is not None and restoring.may_fill(self.index, self.snapshot()):
             self.rollback(before)
             return keys, values
         return self._visible(None)
 
     # --- transformers' interface of a cache layer
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values, `[batch, heads, n, dim]`, and return all that the new queries may see."""
-        count = key_states.shape[2]
-        keys, values = super().extend(key_states, value_states, count)
-        keys.copy_(key_states)
-        values.copy_(value_states)
-        return self._visible(count)
-
-    def extend(
-        self, like_keys: torch.Tensor, like_values: torch.Tensor, columns: int, first: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KVBuffer`. Used in a pass that restores."""
-        views = super().extend(like_keys, like_values, columns, first)
-        self._announced()
-        return views
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: buffers are allocated for the first positions."""
@@ -153,8 +136,8 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         """Return the KV that the last `queries` positions see, as sized by `get_mask_sizes`; None if scattered."""
         return self._views()
 
-    def get_seq_length(self) -> int:
-        return self.columns + self._restored
+    def get_seq_length(self) -> int:  # called several times per pass
+        return self._first + self._stop - self._start + self._restored
 
     def get_max_length(self) -> int:
         return -1
@@ -164,7 +147,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             return self._scattered - self._skipped, self.columns + self._skipped
         if self._scattered:
             return self.held + self._scattered, self._first
-        return self.get_seq_length() + query_length - self._first, self._first
+        return self._stop - self._start + self._restored + query_length, self._first
 
     # --- cache operations of generate()
 
@@ -229,6 +212,13 @@ class SlidingSource(DenseSource):
     def activate_past_recording(self) -> None:
         """Keep all positions until the next `crop`, which may remove tokens (assisted decoding)."""
         self.record_past = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values, `[batch, heads, n, dim]`, and return all that the new queries may see."""
+        super().update(key_states, value_states)
+        return self._visible(key_states.shape[2])
 
     def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._views()

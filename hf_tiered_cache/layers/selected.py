@@ -41,14 +41,9 @@ class SelectedSource(DenseSource):
         """Unused budget: mask width minus positions held."""
         self.padding = 0
         """Largest left padding of a row at the selection, in positions; the mask may begin after it."""
-        self._decode_selector: DecodeSelector | None = None  # for reselection
+        self.decode_selector = None
         self._rows: Sequence[Any] = []  # last selection of each row
         self._pre_rope: PreRopeKV | None = None  # of the current pass
-
-    @property
-    def reselects(self) -> bool:
-        """See `DenseSource`."""
-        return self._decode_selector is not None
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
@@ -92,8 +87,8 @@ class SelectedSource(DenseSource):
         """See `KVSource`."""
         restoring, (query, keys, values, _, scaling) = self._pass, call
         if restoring is None:
-            if self._decode_selector is not None and self._pre_rope is not None:
-                self._reselect(self._decode_selector, self._pre_rope, forward_pass, query, scaling)
+            if self.decode_selector is not None and self._pre_rope is not None:
+                self._reselect(self.decode_selector, self._pre_rope, forward_pass, query, scaling)
             return keys, values
         if restoring.plan.budget_tokens is None:
             return keys, values
@@ -120,6 +115,7 @@ class SelectedSource(DenseSource):
         self.spared = plan.num_selected - self._num_selected
         self.padding = max(group.pad for group in plan.groups)
         all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped + self.spared)
+        self._announced()
         if selection is not None:
             chosen = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
             selection.fill(self.index, *chosen, rotate_)
@@ -128,7 +124,7 @@ class SelectedSource(DenseSource):
         all_keys[:, :, self._num_selected :] = keys
         all_values[:, :, self._num_selected :] = values
         if selection is not None and (reselection := selection.decode_selector(self.index, keys.shape[0])) is not None:
-            self._decode_selector, self._rows = reselection
+            self.decode_selector, self._rows = reselection
         return self._visible(keys.shape[2]) if output is None else output
 
     def _reselect(
@@ -149,16 +145,16 @@ class SelectedSource(DenseSource):
             if not decode_selector.may_stay:
                 raise LostKVError(error.segment, str(error)) from error
             logger.warning("%s; the current selection is kept from now on", error)
-            self._decode_selector = None
+            self.decode_selector = None
 
-    def settle(self) -> None:
-        """See `KVSource`. Offloads older computed positions, which are then selected like restored ones."""
-        if self._decode_selector is None:
+    def offload(self) -> None:
+        """See `KVSource`. Offloaded positions are then selected like restored ones."""
+        if self.decode_selector is None:
             return
         first = self._num_selected
-        if count := self._decode_selector.num_to_offload(self._rows, self.held - first):
+        if count := self.decode_selector.num_to_offload(self._rows, self.held - first):
             keys, values = (held[:, :, first : first + count] for held in self._views())
-            rows = self._decode_selector.offload(self._rows, keys, values)
+            rows = self.decode_selector.offload(self._rows, keys, values)
             # one atomic update, so that a Ctrl-C cannot leave positions held twice or not at all
             self.__dict__.update(self._without(first, count), _rows=rows)
 
@@ -173,7 +169,7 @@ class SelectedSource(DenseSource):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `DenseSource`."""
         super().batch_select_indices(indices)
-        if self._decode_selector is not None:
+        if self.decode_selector is not None:
             self._rows = _forked([self._rows[row] for row in indices.tolist()])
 
     def _take_back(self, columns: int) -> None:
@@ -195,7 +191,7 @@ class SelectedSource(DenseSource):
         """See `KVBuffer`. Keeps later selections and their buffers, because these overwrote positions in place."""
         now = self.__dict__.copy()
         super().rollback(snapshot)
-        if self._decode_selector is not None:
+        if self.decode_selector is not None:
             held = self.held
             self.__dict__.update({name: now[name] for name in ("_keys", "_values", "_start", "_shared", "_rows")})
             self._stop = self._start + held

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoTokenizer, Cache, DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from ..cache.calibrations import keep_records, records_of
 from ..cache.executor import CacheOptions, Serving
@@ -25,6 +25,7 @@ from ..cache.sequence import SequenceState
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache, prepare
 from ..identity import Identity, rope_regime
+from ..layers import LayeredCache
 from ..methods import Passages
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, Columns
@@ -190,7 +191,7 @@ class PassageServing(Serving):
                 return row
         return None
 
-    def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
+    def _new_sequence(self, cache: LayeredCache, request: Request, identity: Identity, regime: str) -> SequenceState:
         sequence = super()._new_sequence(cache, request, identity, regime)
         sequence.tells_passages = False  # a passage is not searched for other passages
         return sequence
