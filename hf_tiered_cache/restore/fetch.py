@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from ..tiers.handles import BlockHandle, BlockRequest, FetchedBlocks
 from ..tiers.residency import Residency
 from ..tiers.slabs import Blocks
 
+_no_chunks = partial(np.empty, 0, np.int64)
+_NO_BLOCKS = Blocks.none()
+
 
 @dataclass(eq=False)
 class FetchUnit:
@@ -25,15 +29,17 @@ class FetchUnit:
     block_group: BlockGroup
     identifies: bool = False
     """True if a selection reads keys from these blocks."""
-    held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    held: np.ndarray = field(default_factory=_no_chunks)
     """int64, ascending: chunks that have arrived or are being fetched."""
-    attended: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    attended: np.ndarray = field(default_factory=_no_chunks)
     """int64, ascending: chunks requested for attention."""
     leased: list[FetchedBlocks] = field(default_factory=list)
     leases: list[BlockHandle] = field(default_factory=list)
     used: dict[int, list[Sequence[np.ndarray]]] = field(default_factory=dict)
     """For each layer, the sets of segment tokens that attention uses, as passed to `use`."""
-    _joined: tuple[int, Blocks] = (0, Blocks.none())
+    from_disk: bool = False
+    """True if any block was read from disk for this unit."""
+    _joined: tuple[int, Blocks] = (0, _NO_BLOCKS)
 
     def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
         """Return the chunks that hold `tokens`, ascending."""
@@ -47,14 +53,11 @@ class FetchUnit:
     @property
     def blocks(self) -> Blocks:
         """Blocks that have arrived; call `Fetcher.wait_for` before."""
+        if len(self.leased) == 1:
+            return self.leased[0].arrived
         if self._joined[0] != len(self.leased):
             self._joined = len(self.leased), Blocks.join([leased.arrived for leased in self.leased])
         return self._joined[1]
-
-    @property
-    def from_disk(self) -> bool:
-        """True if any block was read from disk for this unit."""
-        return any(len(leased.from_disk) for leased in self.leased)
 
     def use(self, layers: Iterable[int], sets: Sequence[np.ndarray]) -> None:
         """Record that `layers` attend to tokens, int64 `[n]` per set: one set for all heads, or one for each."""
@@ -147,6 +150,7 @@ class Fetcher:
             for (unit, _), leased in zip(batch, lease.fetched, strict=True):
                 unit.leases.append(lease)
                 unit.leased.append(leased)
+                unit.from_disk |= len(leased.from_disk) > 0
                 unit.held = np.union1d(unit.held, leased.chunks) if len(unit.held) else leased.chunks
 
     def _bounded(self, unit: FetchUnit, chunks: np.ndarray) -> np.ndarray:
@@ -205,8 +209,8 @@ class Fetcher:
             in_vain["brought_identifying" if unit.identifies else "brought_guessed"] += (
                 max(0, held - len(unit.attended)) * size
             )
-            read = np.concatenate([np.empty(0, np.int64), *(leased.from_disk for leased in unit.leased)])
-            if len(read):
+            if unit.from_disk:
+                read = np.concatenate([leased.from_disk for leased in unit.leased])
                 rest = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * size
                 what_for = "bytes_identifying" if unit.identifies else "bytes_guessed"
                 self.collector.add(bytes_used=unit.bytes_used(read), **{what_for: rest})
@@ -215,7 +219,7 @@ class Fetcher:
                 self._let_go(lease)
             unit.leases.clear()
             unit.leased.clear()
-            unit._joined = 0, Blocks.none()  # releases the memory
+            unit.from_disk, unit._joined = False, (0, _NO_BLOCKS)  # releases the memory
         if brought:
             self.collector.add(bytes_brought=brought, **in_vain)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,7 @@ class Gather:
 
     def __init__(self, shape: SegmentShape, block_group: BlockGroup) -> None:
         self._shape, self._block_group = shape, block_group
+        self._codec, self._dtype = shape.codec_of(block_group), shape.layout.dtype
         self._runs: list[_Run] = []
         self._added: list[tuple[Blocks, np.ndarray, np.ndarray, int]] = []
         self._picked: list[_Picked] | None = None
@@ -69,7 +70,8 @@ class Gather:
         """
         if not len(tokens):
             return
-        chunk_tokens, slots = shape.geometry.chunk_tokens, shape.slot_of_token(self._block_group, tokens)
+        chunk_tokens = shape.geometry.chunk_tokens
+        slots = tokens if shape.tables is None else shape.slot_of_token(self._block_group, tokens)
         if head < 0 and _is_run(slots) and _is_run(columns):
             low, high = int(slots[0]), int(slots[-1]) + 1
             ends = low // chunk_tokens, (high - 1) // chunk_tokens + 1
@@ -103,14 +105,16 @@ class Gather:
         for picked in self._picked:
             views = self._views(picked.slab, part, len(some))  # [slots, heads, chunk_tokens, field's dim] each
             if picked.head is None:
-                values = self._decode(part, (view.transpose(0, 1)[:, picked.slot, picked.inside] for view in views))
+                fields = tuple(view.transpose(0, 1)[:, picked.slot, picked.inside] for view in views)
+                values = checked_decode(self._codec, fields, self._dtype, part.dim)
                 if isinstance(picked.column, slice):  # [heads, n, dim]
                     some[:, picked.column] = values
                 else:
                     some.index_copy_(1, picked.column, values)
             else:
                 head = picked.head - part.first_head
-                values = self._decode(part, (view[picked.slot, head, picked.inside] for view in views))  # [n, dim]
+                fields = tuple(view[picked.slot, head, picked.inside] for view in views)
+                values = checked_decode(self._codec, fields, self._dtype, part.dim)  # [n, dim]
                 some[head, picked.column] = values
 
     def _copy_run(self, run: _Run, part: Part, target: torch.Tensor) -> None:
@@ -123,22 +127,18 @@ class Gather:
             if whole:
                 count = whole * chunk
                 columns = target[:, column : column + count].unflatten(1, (whole, chunk))
-                columns.copy_(self._decode(part, (view[index : index + whole].transpose(0, 1) for view in views)))
+                fields = tuple(view[index : index + whole].transpose(0, 1) for view in views)
             else:
                 count = min(chunk - inside, stop - at)
                 columns = target[:, column : column + count]
-                columns.copy_(self._decode(part, (view[index, :, inside : inside + count] for view in views)))
+                fields = tuple(view[index, :, inside : inside + count] for view in views)
+            columns.copy_(checked_decode(self._codec, fields, self._dtype, part.dim))
             at, column = at + count, column + count
 
-    def _views(self, memory: torch.Tensor, part: Part, heads: int) -> list[torch.Tensor]:
+    def _views(self, memory: torch.Tensor, part: Part, heads: int) -> tuple[torch.Tensor, ...]:
         """Return views of the fields of a part, limited to its first `heads` heads."""
         views = self._shape.field_views(memory, part)
-        return list(views) if heads == part.heads else [view[:, :heads] for view in views]
-
-    def _decode(self, part: Part, fields: Iterable[torch.Tensor]) -> torch.Tensor:
-        return checked_decode(
-            self._shape.codec_of(self._block_group), tuple(fields), self._shape.layout.dtype, part.dim
-        )
+        return views if heads == part.heads else tuple(view[:, :heads] for view in views)
 
     def _pick(self) -> Iterator[_Picked]:
         """Yield the scattered tokens that were added, grouped by slab."""

@@ -42,10 +42,9 @@ class PrefixHasher:
         """
         prefix_hash = self.root if parent is None else parent
         data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-        step = HASH_TOKENS * 4
-        result = []
-        for start in range(0, len(data) - step + 1, step):
-            prefix_hash = self._hash(prefix_hash + data[start : start + step])
+        step, key, blake2b, result = HASH_TOKENS * 4, self._key, hashlib.blake2b, []
+        for start in range(0, len(data) - step + 1, step):  # `_hash` inlined: there may be thousands
+            prefix_hash = blake2b(prefix_hash + data[start : start + step], digest_size=HASH_BYTES, key=key).digest()
             result.append(prefix_hash)
         return result
 

@@ -175,14 +175,14 @@ class Plan:
         for layer, columns in enumerate(self.computed):
             if columns is before:
                 continue
-            for mine, its in row_by_row(columns, columns if before is None else before):
-                if not len(mine) or mine[-1] != self.columns - 1 or mine[0] < 0 or (np.diff(mine) <= 0).any():
+            for row, superset in row_by_row(columns, columns if before is None else before):
+                if not len(row) or row[-1] != self.columns - 1 or row[0] < 0 or (np.diff(row) <= 0).any():
                     raise ValueError(f"layer {layer} must compute ascending positions that end with the last one")
-                if not np.isin(mine, its).all():
+                if superset is not row and not np.isin(row, superset).all():
                     raise ValueError(f"layer {layer} computes positions that layer {layer - 1} does not")
             before = columns
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """True if the results of this plan equal those of computing everything."""
         return (self.budget_tokens is None or self.streamed) and all(
@@ -249,7 +249,8 @@ class Plan:
             return np.empty(0, np.int64)
         layers = block_group.layers if layer is None else (layer,)
         tokens = self._needed_tokens(block_group.window, layers, group, piece)
-        return piece.reader.shape.held_by(block_group, tokens)
+        shape = piece.reader.shape
+        return tokens if shape.tables is None else shape.held_by(block_group, tokens)
 
     def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
         """Return the tokens of `piece`, counted in its segment, not computed by one of `layers` of this window."""
@@ -278,7 +279,7 @@ class Plan:
     def check_held(self, group: RowGroup, piece: SegmentSlice) -> None:
         """Raise ValueError if a layer neither computes a token of `piece` nor has it in the segment."""
         shape = piece.reader.shape
-        if shape.whole:
+        if shape.tables is None or shape.whole:
             return
         for layer, kind in enumerate(shape.layout.layers):
             if kind is None or (self.budget_tokens is not None and not kind.window):
@@ -287,7 +288,7 @@ class Plan:
             if not shape.held[layer][needed].all():
                 raise ValueError(f"segment {piece.reader.id} lacks tokens of layer {layer} that the plan restores")
 
-    @property
+    @cached_property
     def num_selected(self) -> int:
         """Maximum number of restored positions that layers with full attention hold; all if they do not select."""
         return (self.suffix or 0) if self.budget_tokens is None else self.budget_tokens
@@ -297,7 +298,7 @@ class Plan:
         """Number of restored positions that exceed the budget."""
         return (self.suffix or 0) - self.num_selected
 
-    @property
+    @cached_property
     def restored_tokens(self) -> int:
         """Number of restored tokens in all rows: those not computed by the last layer, and recomputed prefixes."""
         least = np.arange(self.restored_until, self.columns) if self.fronts else self.computed[-1]
@@ -309,6 +310,8 @@ class Plan:
     def recomputed_tokens(self) -> float:
         """Number of restored tokens that a layer computes nevertheless (mean over the layers)."""
         layers = len(self.computed)
+        if self.suffix is not None:
+            return 0.0
         if self.fronts:
             return sum(len(group.rows) for group in self.groups) * sum(self.fronts) / layers
         counts = {id(columns): self._tokens_in(columns) for columns in self.computed}

@@ -27,8 +27,14 @@ class PlanUnit(FetchUnit):
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        every = [tokens for _, _, tokens in self.pieces]
-        return self.chunks_of(every[0] if len(every) == 1 else np.unique(np.concatenate(every)))
+        tokens = [tokens for _, _, tokens in self.pieces]
+        distinct = tokens[0] if len(tokens) == 1 else np.unique(np.concatenate(tokens))
+        return self.reader.shape.chunks_of(self.block_group, distinct)
+
+    @cached_property
+    def last_ahead(self) -> int:
+        """Layer after which the blocks no longer count as fetched ahead."""
+        return self.block_group.layers[0 if self.block_group.merged else -1]
 
     @cached_property
     def nbytes(self) -> int:
@@ -114,9 +120,10 @@ class Prefetch:
         units = self._by_layer.get(layer, [])
         over = [unit for unit in units if unit.block_group.layers[-1] == layer]
         # blocks that wait for the second layer of a merged pair do not limit the prefetch
-        self._under_way -= sum(unit.nbytes for unit in units if _last_ahead(unit.block_group) == layer)
+        self._under_way -= sum(unit.nbytes for unit in units if unit.last_ahead == layer)
         for unit in over:
-            self._note_use(unit)
+            if unit.from_disk:
+                self._note_use(unit)
             for group, _, _ in unit.pieces:
                 self._gathers.pop((id(unit.block_group), group.rows[0]), None)
         self.fetcher.finish(over)
@@ -124,7 +131,7 @@ class Prefetch:
 
     def _note_use(self, unit: PlanUnit) -> None:
         alike = self.plan.suffix is not None
-        for group, piece, tokens in unit.pieces if unit.from_disk else ():
+        for group, piece, tokens in unit.pieces:
             if alike:
                 unit.use(unit.block_group.layers, [tokens])
                 continue
@@ -133,6 +140,8 @@ class Prefetch:
 
     def _issue(self) -> None:
         """Start to fetch what the current layer needs, and more within the bound; one unit ahead whatever its size."""
+        if not self._waiting:
+            return
         due: list[PlanUnit] = []
         while self._waiting and self._may_start(self._waiting[-1]):
             unit = self._waiting.pop()
@@ -148,11 +157,6 @@ class Prefetch:
             return True
         ahead = self._furthest > self._layer
         return bool(self._ahead_bytes) and (not ahead or self._under_way + unit.nbytes <= self._ahead_bytes)
-
-
-def _last_ahead(block_group: BlockGroup) -> int:
-    """Return the layer after which the blocks of a KV cache group no longer count as fetched ahead."""
-    return block_group.layers[0 if block_group.merged else -1]
 
 
 def units_of(plan: Plan) -> list[PlanUnit]:
@@ -216,8 +220,9 @@ def restore_layer(
         if begin < end and kind.rotated:
             rotated = keys if kind.rotated == "key" else values
             rotate_(rotated[one : one + 1, :, begin:end], begin + first_column + plan.base - group.pad)
-        for tensor in (keys, values):
-            share_row(tensor, group.rows, begin, end)
+        if begin or len(group.rows) > 1:
+            for tensor in (keys, values):
+                share_row(tensor, group.rows, begin, end)
     prefetch.done(layer)
 
 

@@ -193,7 +193,11 @@ class SegmentShape:
 
     def codec_of(self, group: BlockGroup) -> Codec:
         """Return the codec between tensors and the bytes of a KV cache group's blocks."""
-        return (merged_codec if group.merged else make_codec)(self.geometry.codec)
+        return merged_codec(self.geometry.codec) if group.merged else self._codec
+
+    @cached_property
+    def _codec(self) -> Codec:
+        return make_codec(self.geometry.codec)
 
     # --- blocks
 
