@@ -6,7 +6,6 @@ length, and ratios and costs are interpolated between measured lengths.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ConfigError, FormatError
+from ..errors import ConfigError
 from ..methods import BudgetMethod, describe_method
 from ..passages.recompute import Costs
 from ..selection.by_index import WindowSizes
 from ..selection.window_sizes import WindowProfile, best_sizes
 from ..stats import TIERS
-from ..store.kinds import CALIBRATIONS, CALIBRATIONS_NAME, encode_record
 from .storage import Storage
 
 _SUSPENDED = 64
@@ -331,9 +329,11 @@ def prefix_costs(
     They hold for this model, device, I/O engine and provenance (codec). Tiers that were not measured are left out.
     Beyond the longest measured prefix, the compute cost grows linearly.
     """
-    found = records_of(storage, _prefix_name(storage, fingerprint, device, provenance))
+    records = records_of(storage, _prefix_name(storage, fingerprint, device, provenance))
+    if not records:
+        return None
     try:
-        known = [PrefixCosts(**one) for one in found]
+        known = [PrefixCosts(**record) for record in records]
         compute = _between(tokens, {one.tokens: one.compute for one in known})
         restore, load = (
             _by_tier(tokens, {one.tokens: costs for one, costs in zip(known, some, strict=True)})
@@ -381,19 +381,9 @@ def _describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _read(storage: Storage) -> dict[str, list[dict[str, Any]]]:
-    """Return all saved records by name; {} if there are none, or the file is damaged."""
-    try:
-        found = json.loads(storage.records.read(CALIBRATIONS, CALIBRATIONS_NAME))
-        sound = all(isinstance(one, dict) for some in found.values() for one in some)
-    except (OSError, FormatError, ValueError, AttributeError, TypeError):  # none yet, or damaged
-        sound = False
-    return found if sound else {}  # as if nothing had been measured
-
-
 def records_of(storage: Storage, name: str) -> list[dict[str, Any]]:
     """Return the records that are saved under a name."""
-    return _read(storage).get(name, [])
+    return storage.calibrations.read().get(name, [])
 
 
 def keep(storage: Storage, fingerprint: str, device: torch.device, found: Calibration) -> None:
@@ -415,4 +405,4 @@ def keep_records(storage: Storage, name: str, found: list[dict[str, Any]]) -> No
     """Save records under a name, and replace earlier ones. Suspended conversations write to this file, too."""
     storage.disk.check_writable()
     with storage.disk.backend.locked():
-        storage.records.write(CALIBRATIONS, CALIBRATIONS_NAME, encode_record(_read(storage) | {name: found}))
+        storage.calibrations.write(name, found)

@@ -40,11 +40,15 @@ def decided(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tupl
     lacks = bool(least_fronts(plan).any()) and plan.suffix is not None
     if plan.suffix is None or not (decline or recompute or lacks):
         return plan, ""
+    costs = costs_of(sequence, attachment, plan.base + plan.suffix)
+    if recompute == "auto" and costs is None:
+        recompute = 0.0
+        if not lacks:
+            return plan, ""
     may_have_fronts = _may_have_fronts(plan, sequence, attachment)
     if lacks and not may_have_fronts:
         return None, reasons.NO_FRONT
-    costs = costs_of(sequence, attachment, plan.base + plan.suffix)
-    if not may_have_fronts or (recompute == "auto" and costs is None):
+    if not may_have_fronts:
         recompute = 0.0
     settled = settle(plan, recompute, decline, costs, store.residency, attachment.device_of, flat)
     return settled, "" if settled is not None else reasons.SLOWER

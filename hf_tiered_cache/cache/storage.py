@@ -33,6 +33,7 @@ from ..store.cipher import Hidden
 from ..store.conversations import ConversationInfo, ConversationRecord, Conversations, conversation_name
 from ..store.disk import SegmentStore
 from ..store.documents import Documents
+from ..store.records import Calibrations
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..store.writer import PendingSegment, Writer
@@ -84,6 +85,7 @@ class Storage:
         self.disk, self.place, self.residency = disk, disk.place, residency
         self.records = disk.backend.records
         self.conversations, self.documents = Conversations(self.records), Documents(self.records)
+        self.calibrations = Calibrations(self.records)
         self.policy, self.codec, self.ttl = policy, codec, ttl
         self.spot_checks = SpotChecks(spot_checks)
         self._secret = secret

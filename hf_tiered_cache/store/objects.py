@@ -13,7 +13,7 @@ import errno
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -280,6 +280,10 @@ class ObjectRecords:
 
     def names(self, kind: FileKind) -> list[str]:
         return sorted(filter(kind.names.fullmatch, self._backend.list_objects(kind.folder)))
+
+    def version(self, kind: FileKind, name: str) -> Hashable:
+        stored = self._backend.find_object(_object_name(kind, name))
+        return None if stored is None else stored.version
 
     def read(self, kind: FileKind, name: str) -> bytes:
         path = _object_name(kind, name)

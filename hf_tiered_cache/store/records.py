@@ -6,13 +6,13 @@ They are kept by the store's backend, as everything else is. Losing a record cos
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import FormatError, NewerFormatError
-from .kinds import FileKind
+from .kinds import CALIBRATIONS, CALIBRATIONS_NAME, FileKind, encode_record
 
 Room = Callable[[int], AbstractContextManager[object]]
 """Context manager that reserves the given number of bytes until a file takes them."""
@@ -28,6 +28,9 @@ class RecordFiles(Protocol):
 
     def names(self, kind: FileKind) -> list[str]:
         """Return the sorted names of all files of a kind. Raises OSError."""
+
+    def version(self, kind: FileKind, name: str) -> Hashable:
+        """Return an identifier that changes with the content of a file, or None if there is none. Raises OSError."""
 
     def read(self, kind: FileKind, name: str) -> bytes:
         """Return the content of a file. Raises FormatError if it is too large, OSError if it cannot be read."""
@@ -143,6 +146,44 @@ class Records(Generic[R]):
             return True
         except FormatError:
             return False
+
+
+class Calibrations:
+    """Records of a store's calibrations, all in one file. It is parsed again only when it was replaced.
+
+    Args:
+        files: small files of the store.
+    """
+
+    def __init__(self, files: RecordFiles) -> None:
+        self._files = files
+        self._version: Hashable = None
+        self._records: dict[str, list[dict[str, Any]]] = {}
+
+    def read(self) -> dict[str, list[dict[str, Any]]]:
+        """Return all records by name; {} if there are none, or the file is damaged. They must not be changed."""
+        try:
+            version = self._files.version(CALIBRATIONS, CALIBRATIONS_NAME)
+        except OSError:
+            return {}
+        if version is None:
+            return {}
+        if version != self._version:
+            self._version, self._records = version, self._parse()
+        return self._records
+
+    def write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
+        """Write records under a name, in place of earlier ones. The caller holds the store's lock. Raises OSError."""
+        content = encode_record(self.read() | {name: list(records)})
+        self._files.write(CALIBRATIONS, CALIBRATIONS_NAME, content)
+
+    def _parse(self) -> dict[str, list[dict[str, Any]]]:
+        try:
+            records = json.loads(self._files.read(CALIBRATIONS, CALIBRATIONS_NAME))
+            is_sound = all(isinstance(record, dict) for named in records.values() for record in named)
+        except (OSError, FormatError, ValueError, AttributeError, TypeError):  # deleted meanwhile, or damaged
+            is_sound = False
+        return records if is_sound else {}  # as if nothing had been measured
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def test_the_fastest_ratio_is_kept_and_taken(store, monkeypatch):
     assert cache.method.recompute == found.ratio
     _, fixed = ask(model, store, PROMPT, CacheTune(recompute=found.ratio))
     assert cache.stats.tokens_computed == fixed.stats.tokens_computed
-    assert calibrated_ratio(store, "another", torch.device("cpu"), 136) is None
+    assert calibrated_ratio(storage_of(store), "another", torch.device("cpu"), 136) is None
 
 
 def test_where_loading_is_too_slow_all_is_computed(store, monkeypatch):
