@@ -82,17 +82,17 @@ class TieredCache(StoredCache):
         label: str = "",
         tag: str = "",
     ) -> None:
-        chosen = make_method(method)
+        parsed_method = make_method(method)
         if conversation is not None:
             name = conversation_name(conversation)  # also validates it
-            if isinstance(chosen, ForConversation):
-                chosen = chosen.for_conversation(name)
-        attachment, layers = prepare(model, chosen)
-        self._store = open_store(store, chosen, attachment.extras)
+            if isinstance(parsed_method, ForConversation):
+                parsed_method = parsed_method.for_conversation(name)
+        attachment, layers = prepare(model, parsed_method)
+        self._store = open_store(store, parsed_method, attachment.extras)
         begins = None if segments is None else tuple(segments)
         options = CacheOptions(restore, record, begins, strict, progress, label, tag)
         storage = storage_of(self._store)
-        super().__init__(attachment, layers, storage, chosen, options)
+        super().__init__(attachment, layers, storage, parsed_method, options)
         if conversation is not None:
             self._serving.conversation = Conversation(storage, conversation)
 

@@ -213,22 +213,26 @@ def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> 
     """
     name, quality = describe_method(method.as_measured), method.quality
     assert quality is not None
-    found = [one for one in _qualities(storage, fingerprint) if one.method == name]
-    if not found:
+    findings = [finding for finding in _qualities(storage, fingerprint) if finding.method == name]
+    if not findings:
         storage.disk.warn(
             f"quality of {name}",
             f"the loss of {name} was not measured for this model, so quality={quality:g} uses a budget of 0.5; call "
             "store.calibrate_quality(model, texts)",
         )
         return None
-    return min((one.budget for one in found if one.keeps(quality)), default=1.0)
+    return min((finding.budget for finding in findings if finding.keeps(quality)), default=1.0)
 
 
 def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> None:
     """Warn once if the smallest measured budget that is not below the method's loses much on this model."""
     name = describe_method(method.as_measured)
-    known = [one for one in _qualities(storage, fingerprint) if one.method == name and one.budget >= method.budget]
-    least = min(known, key=lambda one: one.budget, default=None)
+    findings = [
+        finding
+        for finding in _qualities(storage, fingerprint)
+        if finding.method == name and finding.budget >= method.budget
+    ]
+    least = min(findings, key=lambda finding: finding.budget, default=None)
     if least is not None and least.loss > _MUCH:
         storage.disk.warn(
             f"loss of {name} {method.budget}",
@@ -237,16 +241,18 @@ def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> No
         )
 
 
-def keep_quality(storage: Storage, fingerprint: str, found: list[QualityFinding]) -> None:
+def keep_quality(storage: Storage, fingerprint: str, findings: list[QualityFinding]) -> None:
     """Save findings, and replace earlier ones of the same methods."""
-    new = {one.method for one in found}
-    others = [one for one in _qualities(storage, fingerprint) if one.method not in new]
-    keep_records(storage, _quality_name(fingerprint), [one.as_dict() for one in (*others, *found)])
+    measured_methods = {finding.method for finding in findings}
+    earlier_findings = [
+        finding for finding in _qualities(storage, fingerprint) if finding.method not in measured_methods
+    ]
+    keep_records(storage, _quality_name(fingerprint), [finding.as_dict() for finding in (*earlier_findings, *findings)])
 
 
 def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
     try:
-        return [QualityFinding(**one) for one in records_of(storage, _quality_name(fingerprint))]
+        return [QualityFinding(**record) for record in records_of(storage, _quality_name(fingerprint))]
     except TypeError:  # damaged
         return []
 
@@ -271,19 +277,19 @@ def profiled_windows(
         range.
     """
     try:
-        (found,) = (WindowFindings(**one) for one in records_of(storage, _windows_name(fingerprint, name)))
-        window = found.quickest if window is None else window
-        if window is None or not found.sizes[0] <= window <= found.sizes[-1]:
+        (findings,) = (WindowFindings(**record) for record in records_of(storage, _windows_name(fingerprint, name)))
+        window = findings.quickest if window is None else window
+        if window is None or not findings.sizes[0] <= window <= findings.sizes[-1]:
             return None
-        sizes = dict(zip(found.layers, found.chosen(window).tolist(), strict=True))
+        sizes = dict(zip(findings.layers, findings.chosen(window).tolist(), strict=True))
     except (TypeError, ValueError, IndexError, ConfigError):  # none yet, or damaged
         return None
     return window, tuple(tuple(sizes.get(layer, ())) for layer in range(max(sizes) + 1))
 
 
-def keep_windows(storage: Storage, fingerprint: str, name: str, found: WindowFindings) -> None:
+def keep_windows(storage: Storage, fingerprint: str, name: str, findings: WindowFindings) -> None:
     """Save findings, and replace earlier ones of the same model and name."""
-    keep_records(storage, _windows_name(fingerprint, name), [found.as_dict()])
+    keep_records(storage, _windows_name(fingerprint, name), [findings.as_dict()])
 
 
 def _windows_name(fingerprint: str, name: str) -> str:
@@ -306,19 +312,19 @@ def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) 
     """
     name = f"initial recent {fingerprint}"
     try:
-        before = [np.array(one["shares"], float) for one in records_of(storage, name)]
+        before = [np.array(record["shares"], float) for record in records_of(storage, name)]
     except (KeyError, TypeError, ValueError):  # damaged
         before = []
-    found = [*(each for each in before if each.shape == shares.shape), shares][-_SUSPENDED:]
+    latest = [*(layer_shares for layer_shares in before if layer_shares.shape == shares.shape), shares][-_SUSPENDED:]
     if storage.disk.backend.writable:
-        keep_records(storage, name, [{"shares": each.round(4).tolist()} for each in found])
-    return found
+        keep_records(storage, name, [{"shares": layer_shares.round(4).tolist()} for layer_shares in latest])
+    return latest
 
 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
     """Return the ratio of `calibrate` for this model and device, interpolated to `tokens`, or None."""
-    found = records_of(storage, f"{fingerprint} {_describe(device)}")
-    return _between(tokens, {one["tokens"]: one["ratio"] for one in found if one.keys() >= _KEPT})
+    records = records_of(storage, f"{fingerprint} {_describe(device)}")
+    return _between(tokens, {record["tokens"]: record["ratio"] for record in records if record.keys() >= _KEPT})
 
 
 def prefix_costs(
@@ -333,44 +339,50 @@ def prefix_costs(
     if not records:
         return None
     try:
-        known = [PrefixCosts(**record) for record in records]
-        compute = _between(tokens, {one.tokens: one.compute for one in known})
+        measured = [PrefixCosts(**record) for record in records]
+        compute = _between(tokens, {measurement.tokens: measurement.compute for measurement in measured})
         restore, load = (
-            _by_tier(tokens, {one.tokens: costs for one, costs in zip(known, some, strict=True)})
-            for some in ([one.restore for one in known], [one.load for one in known])
+            _by_tier(
+                tokens,
+                {measurement.tokens: costs for measurement, costs in zip(measured, by_tier, strict=True)},
+            )
+            for by_tier in (
+                [measurement.restore for measurement in measured],
+                [measurement.load for measurement in measured],
+            )
         )
-        least = _between(tokens, {one.tokens: one.least for one in known})
-        growth = _growth(known)
+        least = _between(tokens, {measurement.tokens: measurement.least for measurement in measured})
+        growth = _growth(measured)
     except (TypeError, AttributeError, ValueError):  # damaged
         return None
     if compute is None or least is None:
         return None
-    beyond = max(0, tokens - max(one.tokens for one in known))
+    beyond = max(0, tokens - max(measurement.tokens for measurement in measured))
     return PrefixCosts(tokens, compute + growth * beyond, restore, load, least, growth)
 
 
-def _by_tier(tokens: int, known: dict[int, dict[str, float]]) -> dict[str, float]:
+def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:
     """Return each tier's value for a length, interpolated between the lengths at which it is known."""
-    found = {}
-    for tier in {tier for costs in known.values() for tier in costs}:
-        cost = _between(tokens, {length: costs[tier] for length, costs in known.items() if tier in costs})
+    interpolated = {}
+    for tier in {tier for costs in measured.values() for tier in costs}:
+        cost = _between(tokens, {length: costs[tier] for length, costs in measured.items() if tier in costs})
         if cost is not None:
-            found[tier] = cost
-    return found
+            interpolated[tier] = cost
+    return interpolated
 
 
-def _growth(known: list[PrefixCosts]) -> float:
+def _growth(measured: list[PrefixCosts]) -> float:
     """Return the slope of the compute cost per token over the prefix length, by least squares; never negative."""
-    if len({one.tokens for one in known}) < 2:
+    if len({costs.tokens for costs in measured}) < 2:
         return 0.0
-    slope = float(np.polyfit([one.tokens for one in known], [one.compute for one in known], 1)[0])
-    return max(0.0, min(slope, *(one.compute / one.tokens for one in known)))
+    slope = float(np.polyfit([costs.tokens for costs in measured], [costs.compute for costs in measured], 1)[0])
+    return max(0.0, min(slope, *(costs.compute / costs.tokens for costs in measured)))
 
 
-def _between(tokens: int, known: dict[int, float]) -> float | None:
+def _between(tokens: int, measured: dict[int, float]) -> float | None:
     """Return the value for a length, interpolated linearly, or that of the nearest length outside the range."""
-    lengths = sorted(known)
-    return float(np.interp(tokens, lengths, [known[length] for length in lengths])) if lengths else None
+    lengths = sorted(measured)
+    return float(np.interp(tokens, lengths, [measured[length] for length in lengths])) if lengths else None
 
 
 def _prefix_name(storage: Storage, fingerprint: str, device: torch.device, provenance: str) -> str:
@@ -386,23 +398,27 @@ def records_of(storage: Storage, name: str) -> list[dict[str, Any]]:
     return storage.calibrations.read().get(name, [])
 
 
-def keep(storage: Storage, fingerprint: str, device: torch.device, found: Calibration) -> None:
+def keep(storage: Storage, fingerprint: str, device: torch.device, calibration: Calibration) -> None:
     """Save a calibration. Earlier ones for other prompt lengths are kept if they have the same `cold`."""
     name = f"{fingerprint} {_describe(device)}"
-    sound = [one for one in records_of(storage, name) if one.keys() >= _KEPT]
-    others = [one for one in sound if one["tokens"] != found.tokens and one["cold"] == found.cold]
-    keep_records(storage, name, [*others, found.as_dict()])
+    sound = [record for record in records_of(storage, name) if record.keys() >= _KEPT]
+    other_records = [
+        record for record in sound if record["tokens"] != calibration.tokens and record["cold"] == calibration.cold
+    ]
+    keep_records(storage, name, [*other_records, calibration.as_dict()])
 
 
 def keep_prefix_costs(
-    storage: Storage, fingerprint: str, device: torch.device, provenance: str, found: list[PrefixCosts]
+    storage: Storage, fingerprint: str, device: torch.device, provenance: str, measured: list[PrefixCosts]
 ) -> None:
     """Save prefix costs, and replace earlier ones of the same model, device, engine and codec."""
-    keep_records(storage, _prefix_name(storage, fingerprint, device, provenance), [one.as_dict() for one in found])
+    keep_records(
+        storage, _prefix_name(storage, fingerprint, device, provenance), [costs.as_dict() for costs in measured]
+    )
 
 
-def keep_records(storage: Storage, name: str, found: list[dict[str, Any]]) -> None:
+def keep_records(storage: Storage, name: str, records: list[dict[str, Any]]) -> None:
     """Save records under a name, and replace earlier ones. Suspended conversations write to this file, too."""
     storage.disk.check_writable()
     with storage.disk.backend.locked():
-        storage.calibrations.write(name, found)
+        storage.calibrations.write(name, records)

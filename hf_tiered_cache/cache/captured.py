@@ -88,20 +88,20 @@ def _tensors_of(sources: Sources, part: Part) -> list[torch.Tensor]:
 
 def tokens_from(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:
     """Return `count` tokens, `[heads, count, dim]`, from position `start` of the concatenated tensors."""
-    mine = [t[row, heads] for t in tensors]
-    whole = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
-    return whole[:, start : start + count]
+    pieces = [t[row, heads] for t in tensors]
+    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    return joined[:, start : start + count]
 
 
 def last_columns(tensors: list[torch.Tensor], columns: int) -> torch.Tensor:
     """Return a copy of the last `columns` positions of the concatenated tensors."""
-    found: list[torch.Tensor] = []
+    pieces: list[torch.Tensor] = []
     for tensor in reversed(tensors):
-        found.insert(0, tensor[:, :, -columns:])
-        columns -= found[0].shape[2]
+        pieces.insert(0, tensor[:, :, -columns:])
+        columns -= pieces[0].shape[2]
         if not columns:
             break
-    return torch.cat(found, dim=2) if len(found) > 1 else found[0].clone()
+    return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0].clone()
 
 
 def cut_end(tensors: list[torch.Tensor], columns: int) -> None:

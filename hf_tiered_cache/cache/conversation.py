@@ -87,8 +87,8 @@ class Conversation:
             return reasons.of_another_model(differing_facts(identity.facts, record.model))
         if record.provenance != method.provenance:
             return reasons.of_another_method(record.method)
-        there = any(self._storage.disk.index.row(segment) is not None for segment in record.segments)
-        return reasons.OTHER_HISTORY if there else reasons.EVICTED
+        is_stored = any(self._storage.disk.index.row(segment) is not None for segment in record.segments)
+        return reasons.OTHER_HISTORY if is_stored else reasons.EVICTED
 
     def keep(self, sequence: SequenceState, rows: list[SegmentRow], tokens: int) -> str:
         """Save the conversation's record. Without stored tokens or new prompts, the record is left unchanged.

@@ -50,8 +50,8 @@ def decided(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tupl
         return None, reasons.NO_FRONT
     if not may_have_fronts:
         recompute = 0.0
-    settled = settle(plan, recompute, decline, costs, store.residency, attachment.device_of, flat)
-    return settled, "" if settled is not None else reasons.SLOWER
+    chosen_plan = settle(plan, recompute, decline, costs, store.residency, attachment.device_of, flat)
+    return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 
 def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> PrefixCosts | None:
@@ -62,11 +62,11 @@ def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> Pr
 
 def _may_have_fronts(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
     """Return whether layers may recompute a part of what a plan restores, and the model supports it."""
-    whole = plan.exact and plan.budget_tokens is None
+    restores_all = plan.exact and plan.budget_tokens is None
     plain = plan.base == 0 and not any(sequence.history.pads)
     lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
     lossless = lossless or sequence.method.records_approximations
-    return whole and plain and lossless and can_have_fronts(attachment)
+    return restores_all and plain and lossless and can_have_fronts(attachment)
 
 
 def settle(
@@ -101,8 +101,8 @@ def settle(
             ratio = best_ratio(seconds, decline)
         if decline and (ratio == 1 if recompute == "auto" else seconds[-1] < seconds[0]):
             return None
-    chosen = np.maximum(plan_fronts(plan, ratio, flat), least)
-    return plan.with_fronts(chosen.tolist()) if chosen.any() else plan
+    lengths = np.maximum(plan_fronts(plan, ratio, flat), least)
+    return plan.with_fronts(lengths.tolist()) if lengths.any() else plan
 
 
 def with_least_fronts(plan: Plan) -> Plan:
@@ -153,8 +153,8 @@ def idle_front(tokens: int, layers: int, costs: PrefixCosts, stored: float, step
 def plan_fronts(plan: Plan, ratio: float | np.ndarray, flat: bool = False) -> np.ndarray:
     """Return `fronts` for the tokens that a plan restores, in multiples of its chunk size."""
     shapes = [reader.shape for reader in plan.readers]
-    every = (group for shape in shapes for group in shape.block_groups)
-    groups = {group.layers for group in every if not (group.identifies or group.merged)}
+    block_groups = (group for shape in shapes for group in shape.block_groups)
+    groups = {group.layers for group in block_groups if not (group.identifies or group.merged)}
     step = max(shape.geometry.chunk_tokens for shape in shapes)
     return fronts(plan.restored_until, ratio, len(plan.computed), sorted(groups), step, flat)
 
@@ -176,21 +176,21 @@ def streams_of(
     for unit in units:
         group = unit.block_group
         ends, took = _block_ends(plan, unit), np.zeros(len(unit.chunks))
-        found = residency.find(unit.reader.owner(group.index), unit.chunks, device_of(group.layers[0]))
-        for tier, chunks in found.items():
+        chunks_by_tier = residency.find(unit.reader.owner(group.index), unit.chunks, device_of(group.layers[0]))
+        for tier, chunks in chunks_by_tier.items():
             share = once * group.block_bytes / nbytes  # tokens per block
             took[np.isin(unit.chunks, chunks, assume_unique=True)] = share * costs.loading(tier)
             restoring += len(chunks) * share * costs.placing(tier)
         loads.setdefault(group.layers, []).append((ends, took))
     ordered = []
-    for together, some in sorted(loads.items()):
-        ends, took = (np.concatenate(each) for each in zip(*some, strict=True))
+    for together, blocks in sorted(loads.items()):
+        ends, took = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
         order = np.argsort(ends, kind="stable")
         ordered.append(Load(together, ends[order], took[order]))
 
     def compute(front: np.ndarray) -> np.ndarray:
-        each = costs.computing(plan.base + front) - costs.computing(plan.base)
-        return plan.restored_tokens / max(1, tokens) / layers * each  # padding is not counted
+        seconds = costs.computing(plan.base + front) - costs.computing(plan.base)
+        return plan.restored_tokens / max(1, tokens) / layers * seconds  # padding is not counted
 
     suffix = max(costs.least, rows * float(costs.computing(plan.columns - tokens)))
     return Streams(tokens, suffix / layers, compute, restoring / max(1, tokens) / layers, tuple(ordered))
@@ -198,10 +198,10 @@ def streams_of(
 
 def stored_share(readers: Sequence[SegmentReader]) -> float:
     """Return the bytes of segments as a share of those with all tokens of all layers stored unmerged."""
-    whole = sum(
+    unmerged = sum(
         replace(r.shape, geometry=replace(r.shape.geometry, pairs=()), tables=None).blocks_bytes for r in readers
     )
-    return sum(reader.shape.blocks_bytes for reader in readers) / max(1, whole)
+    return sum(reader.shape.blocks_bytes for reader in readers) / max(1, unmerged)
 
 
 def _block_ends(plan: Plan, unit: PlanUnit) -> np.ndarray:

@@ -167,7 +167,7 @@ class Serving:
         return output
 
     def _run_piece(
-        self, cache: LayeredCache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, found: int
+        self, cache: LayeredCache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, stored: int
     ) -> int:
         """Compute, store and release a piece of a prompt.
 
@@ -175,7 +175,7 @@ class Serving:
         """
         plan = self.plan(piece, sequence)
         before = 0 if plan is None else plan.suffix or 0
-        if before <= found - HASH_TOKENS:
+        if before <= stored - HASH_TOKENS:
             return before
         if plan is not None:
             plan = replace(plan, budget_tokens=0, streamed=True)
@@ -185,7 +185,7 @@ class Serving:
             self.collector.add(recomputed=1)
             self.store.disk.report(error.segment, error.__cause__ or error)
             plan = self.plan(piece, sequence)
-            return max(0, min(0 if plan is None else plan.suffix or 0, found - HASH_TOKENS))
+            return max(0, min(0 if plan is None else plan.suffix or 0, stored - HASH_TOKENS))
         sequence.store_piece(piece, plan, self.collector)
         for source in cache.kv_sources:
             source.reset()
@@ -300,8 +300,8 @@ class Serving:
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self.plan(request, sequence)
         if plan is not None:
-            settled, reason = decided(plan, sequence, self.attachment)
-            plan = settled and (plan if plan.suffix is None else with_least_fronts(plan))
+            decided_plan, reason = decided(plan, sequence, self.attachment)
+            plan = decided_plan and (plan if plan.suffix is None else with_least_fronts(plan))
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
 
@@ -460,22 +460,22 @@ class Serving:
             CacheMismatchError: The cache is strict, and holds such positions.
         """
         self.untold = True
-        sequence, held = self.sequence, cache.get_seq_length()
+        sequence, columns = self.sequence, cache.get_seq_length()
         if sequence is None:
             return 0
-        if held != sequence.columns:  # interrupted between a pass and its bookkeeping
+        if columns != sequence.columns:  # interrupted between a pass and its bookkeeping
             sequence.recorder.abandon()
-            return max(held, sequence.columns)
-        kept = sequence.common_columns(prompt)
-        dropped = held - kept
+            return max(columns, sequence.columns)
+        shared = sequence.common_columns(prompt)
+        dropped = columns - shared
         if dropped > 0 and self.options.strict:
             raise CacheMismatchError(
-                f"this cache holds {held} tokens, but the prompt begins with only {kept} of them; create a new "
+                f"this cache holds {columns} tokens, but the prompt begins with only {shared} of them; create a new "
                 "TieredCache for each prompt (it is cheap, and finds stored KV), pass the whole conversation so far "
                 "to continue this one, or use strict=False"
             )
         tokens_in = sequence.history.tokens_in
-        self.collector.add(tokens_dropped=tokens_in(held) - tokens_in(kept))
+        self.collector.add(tokens_dropped=tokens_in(columns) - tokens_in(shared))
         return dropped
 
     def crop(self, columns: int) -> None:

@@ -293,8 +293,8 @@ class RestoringForward(ForwardPass):
                 before = computed, device, None if rows is None else to_device(rows, device)
             if before[2] is not None:
                 self.rows[layer] = before[2]
-            if (kept := plan.kept(layer)) is not None:
-                self.kept[layer] = to_device(kept, device)
+            if (indexes := plan.kept(layer)) is not None:
+                self.kept[layer] = to_device(indexes, device)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ForwardPass`."""

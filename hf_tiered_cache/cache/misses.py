@@ -40,15 +40,20 @@ def reason_of_miss(
     """
     if len(tokens) < HASH_TOKENS:
         return reasons.SHORT
-    known = store.disk.index.models()
-    others = [name for name in known if name != fingerprint][:_MOST_MODELS]
-    for other in others:
-        if _begins(store, tokens, other, codec, regime):
-            parts = " and ".join(differing_facts(facts, known[other])) or "facts that the store does not record"
+    facts_by_fingerprint = store.disk.index.models()
+    other_models = [name for name in facts_by_fingerprint if name != fingerprint][:_MOST_MODELS]
+    for other_model in other_models:
+        if _begins(store, tokens, other_model, codec, regime):
+            parts = (
+                " and ".join(differing_facts(facts, facts_by_fingerprint[other_model]))
+                or "facts that the store does not record"
+            )
             return f"these tokens are stored for another state of the model, which differs in {parts}"
-    for other in sorted({codec_in(provenance) for provenance in store.disk.index.provenances(fingerprint)} - {codec}):
-        if _begins(store, tokens, fingerprint, other, regime):
-            return reasons.other_codec(other)
+    for other_codec in sorted(
+        {codec_in(provenance) for provenance in store.disk.index.provenances(fingerprint)} - {codec}
+    ):
+        if _begins(store, tokens, fingerprint, other_codec, regime):
+            return reasons.other_codec(other_codec)
     if passages is not None and (why := _passages_otherwise(store, tokens, fingerprint, regime, *passages)):
         return why
     if why := _other_keys(store, fingerprint):
@@ -76,22 +81,22 @@ def _other_keys(store: Storage, fingerprint: str) -> str:
 
     Prefix hashes depend on the key, so the KV cannot be found without it.
     """
-    keys, mine = store.disk.index.keys(fingerprint), store.disk.cipher.key_id
-    if not keys or mine in keys:
+    keys, own_key = store.disk.index.keys(fingerprint), store.disk.cipher.key_id
+    if not keys or own_key in keys:
         return ""
-    return reasons.NO_KEY if not mine else reasons.OTHER_KEY if keys - {""} else reasons.NOT_ENCRYPTED
+    return reasons.NO_KEY if not own_key else reasons.OTHER_KEY if keys - {""} else reasons.NOT_ENCRYPTED
 
 
 def _passages_otherwise(
     store: Storage, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
 ) -> str:
     """Return the reason why stored passages are not found, or an empty string."""
-    others = {p: codec_in(p) for p in store.disk.index.provenances(fingerprint) if is_passage(p) and p != provenance}
-    for other, codec in others.items():
-        hasher = store.passage_hasher(fingerprint, other, sink, regime)
-        if not _is_old(other) and find_passages(tokens, hasher, store.find_parts):
+    codecs = {p: codec_in(p) for p in store.disk.index.provenances(fingerprint) if is_passage(p) and p != provenance}
+    for other_provenance, codec in codecs.items():
+        hasher = store.passage_hasher(fingerprint, other_provenance, sink, regime)
+        if not _is_old(other_provenance) and find_passages(tokens, hasher, store.find_parts):
             return reasons.OTHER_LEAD if codec == codec_in(provenance) else reasons.other_codec(codec)
-    return reasons.OLD_PASSAGES if any(map(_is_old, others)) else ""
+    return reasons.OLD_PASSAGES if any(map(_is_old, codecs)) else ""
 
 
 def _is_old(provenance: str) -> bool:

@@ -39,7 +39,7 @@ def can_be_cut(request: Request, sequence: SequenceState) -> bool:
 
 
 def in_pieces(
-    request: Request, sequence: SequenceState, run: Callable[[Request, int], int], found: int, progress: bool
+    request: Request, sequence: SequenceState, run: Callable[[Request, int], int], stored: int, progress: bool
 ) -> None:
     """Compute and store all pieces of a prompt but the last, which is left to the caller.
 
@@ -49,23 +49,23 @@ def in_pieces(
         run: Called with the request for a beginning of the prompt, and the number of its positions that should be
             stored. Computes and stores the rest and clears the cache, or does nothing if fewer positions are stored.
             Returns the number of positions that were stored.
-        found: Number of positions of the prompt that are stored already.
+        stored: Number of positions of the prompt that are stored already.
         progress: Whether to show a progress bar.
     """
     method = sequence.method
     assert isinstance(method, BudgetMethod)
     step, end, tries = method.prefill_tokens, request.columns, _TRIES
     sequence.stored_in_pieces = 0
-    if end - found <= step:
+    if end - stored <= step:
         return
-    rest = max(request.must_compute, min(step // 2, method.observed))  # minimum length of the last piece
-    with tqdm(total=end, initial=found, unit="token", desc="prefill", disable=not progress) as bar:
-        while end - found > step and tries:
-            stop = min(found + step, end - rest) // HASH_TOKENS * HASH_TOKENS
-            before = run(request.beginning(stop), found)
-            if before <= found - HASH_TOKENS:
-                found, tries = before, tries - 1
+    shortest = max(request.must_compute, min(step // 2, method.observed))  # minimum length of the last piece
+    with tqdm(total=end, initial=stored, unit="token", desc="prefill", disable=not progress) as bar:
+        while end - stored > step and tries:
+            stop = min(stored + step, end - shortest) // HASH_TOKENS * HASH_TOKENS
+            before = run(request.beginning(stop), stored)
+            if before <= stored - HASH_TOKENS:
+                stored, tries = before, tries - 1
             else:
-                found = stop
-            bar.update(found - bar.n)
+                stored = stop
+            bar.update(stored - bar.n)
         bar.update(end - bar.n)

@@ -209,16 +209,16 @@ class Recorder:
         with self._lock, self._step:
             self.history.crop(columns)
             self._follow_rows()
-            gone = min(columns, self._count)
+            count = min(columns, self._count)
             for tensors in self._tensors():
-                cut_end(tensors, gone)
-            self._count -= gone
+                cut_end(tensors, count)
+            self._count -= count
             self._first = min(self._first, self.history.columns)
             self._revocable = 0
             for row, pad in enumerate(self.history.pads):
-                whole = max(0, self.history.columns - pad) // HASH_TOKENS
-                self._sealed[row] = min(self._sealed[row], whole)
-                self._found[row] = min(self._found[row], whole)
+                num_hashes = max(0, self.history.columns - pad) // HASH_TOKENS
+                self._sealed[row] = min(self._sealed[row], num_hashes)
+                self._found[row] = min(self._found[row], num_hashes)
 
     def select(self, rows: torch.Tensor) -> None:
         """Reorder the rows: row i becomes the former row `rows[i]`.
@@ -234,17 +234,17 @@ class Recorder:
             self._found = [self._found[row] for row in order]
             self._ancestors = [self._ancestors[row] for row in order]
 
-    def found(self, row: int, held: int, num_hashes: int, segments: tuple[str, ...]) -> None:
+    def found(self, row: int, cached_hashes: int, num_hashes: int, segments: tuple[str, ...]) -> None:
         """Note which segments store a row's prefix hashes after those that the cache holds.
 
         Args:
             row: Index of the row.
-            held: Number of prefix hashes of the row that the cache holds.
+            cached_hashes: Number of prefix hashes of the row that the cache holds.
             num_hashes: Number of prefix hashes that are stored.
             segments: Ids of the segments that store them.
         """
-        self._found[row] = num_hashes if num_hashes > held else min(self._found[row], held)
-        before = [segment for segment in self._ancestors[row] if segment not in segments] if held else []
+        self._found[row] = num_hashes if num_hashes > cached_hashes else min(self._found[row], cached_hashes)
+        before = [segment for segment in self._ancestors[row] if segment not in segments] if cached_hashes else []
         self._ancestors[row] = (*before, *segments)
 
     def begins_with(self, prefix_hash: bytes) -> bool:
@@ -289,21 +289,21 @@ class Recorder:
         layout = self._layout()
         end = self._first + self._count - self._revocable
         pending_segments: list[PendingSegment] = []
-        kept = self._kept_on_device()
-        made: dict[bytes, str] = {}  # segments made here, by prefix hash: rows may share a prefix
+        on_device = self._kept_on_device()
+        segment_of: dict[bytes, str] = {}  # segments made here, by prefix hash: rows may share a prefix
         for row, pad in enumerate(self.history.pads):
             prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
             first = max(self._sealed[row], self._found[row])
-            while first < len(prefix_hashes) and (segment := made.get(prefix_hashes[first])):
+            while first < len(prefix_hashes) and (segment := segment_of.get(prefix_hashes[first])):
                 first += 1
                 if segment not in self._ancestors[row]:
                     self._ancestors[row] = (*self._ancestors[row], segment)
             self._sealed[row] = first
             if first >= len(prefix_hashes) or first * HASH_TOKENS < self._first - pad:
                 continue  # nothing new, or unreachable because of a gap before it
-            pending = self._pending_segment(row, first, prefix_hashes, layout, kept)
+            pending = self._pending_segment(row, first, prefix_hashes, layout, on_device)
             pending_segments.append(pending)
-            made |= dict.fromkeys(pending.prefix_hashes, pending.header.id)
+            segment_of |= dict.fromkeys(pending.prefix_hashes, pending.header.id)
             self._ancestors[row] = (*self._ancestors[row], pending.header.id)
             self._sealed[row] = len(prefix_hashes)
         starts = [pad + n * HASH_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
@@ -417,18 +417,18 @@ class Recorder:
         return KVLayout(kinds, next(iter(self._layers.values())).keys[0].dtype)
 
     def _pending_segment(
-        self, row: int, first: int, prefix_hashes: list[bytes], layout: KVLayout, kept: KeptOnDevice | None
+        self, row: int, first: int, prefix_hashes: list[bytes], layout: KVLayout, on_device: KeptOnDevice | None
     ) -> PendingSegment:
-        mine = prefix_hashes[first:]
+        new_hashes = prefix_hashes[first:]
         parent = prefix_hashes[first - 1] if first else self.history.hasher.root
-        tokens = len(mine) * HASH_TOKENS
+        tokens = len(new_hashes) * HASH_TOKENS
         start = first * HASH_TOKENS + self.history.pads[row] - self._first
         sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
         shape = SegmentShape(layout, self.geometry, tokens, self._tables(row, start, tokens, layout))
         now = time.time()
         ids = self.history.ids()[row, self.history.pads[row] + first * HASH_TOKENS :][:tokens]
         header = SegmentHeader(
-            id=segment_id(parent, end_of_chain(mine, self.provenance), shape, self.provenance),
+            id=segment_id(parent, end_of_chain(new_hashes, self.provenance), shape, self.provenance),
             fingerprint=self.fingerprint,
             shape=shape,
             parent=parent,
@@ -445,7 +445,7 @@ class Recorder:
         confirmed = Confirmation(partial(self._weights_held, time.monotonic()))
         refused = partial(_refused, self.collector, tokens, confirmed)
         return PendingSegment(
-            header, mine, block_groups, self._ancestors[row], refused, on_device=kept, confirmed=confirmed
+            header, new_hashes, block_groups, self._ancestors[row], refused, on_device=on_device, confirmed=confirmed
         )
 
     def _tables(self, row: int, start: int, tokens: int, layout: KVLayout) -> TokenTables | None:
@@ -459,9 +459,11 @@ class Recorder:
 
         The tokens start at captured position `start`.
         """
-        every = slice(None)
+        all_heads = slice(None)
         for caught in self._layers.values():
-            keys, values = (tokens_from(tensors, row, every, start, tokens) for tensors in (caught.keys, caught.values))
+            keys, values = (
+                tokens_from(tensors, row, all_heads, start, tokens) for tensors in (caught.keys, caught.values)
+            )
             yield keys.cpu(), values.cpu()
 
     def _keep_from(self, column: int) -> None:

@@ -37,9 +37,9 @@ class SettlingForward(RestoringForward):
     method: Passages
 
     def __init__(
-        self, cache: LayeredCache, attachment: Attachment, *others: Any, plan: Plan, method: Method, **more: Any
+        self, cache: LayeredCache, attachment: Attachment, *args: Any, plan: Plan, method: Method, **kwargs: Any
     ) -> None:
-        super().__init__(cache, attachment, *others, plan=plan, method=method, **more)
+        super().__init__(cache, attachment, *args, plan=plan, method=method, **kwargs)
         assert plan.under_way is not None and isinstance(method, Passages)
         self._deferred = plan.under_way
         self.selects = can_select(attachment.config) and shows_queries(attachment.model)  # `attend` runs
@@ -82,8 +82,8 @@ class SettlingForward(RestoringForward):
         with self.collector.timing("select_seconds"):
             attention = None if self._attention is None else self._attention.result()
             (moved,) = to_host(self._moved)
-            chosen = self.method.narrow(self._deferred, layer, plan.computed[layer], moved, attention)
-        plan = replace(plan, computed=plan.computed[:first] + (chosen,) * (len(plan.computed) - first))
+            positions = self.method.narrow(self._deferred, layer, plan.computed[layer], moved, attention)
+        plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
         self.plan = self.prefetch.plan = plan
         self._columns.clear()  # keyed by arrays of the old plan
         self._drop_with_depth(plan)

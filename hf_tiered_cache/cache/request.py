@@ -128,9 +128,9 @@ class DecodingCheck:
 
     def odd(self) -> bool:
         """Return whether any pass since the last call was unusual."""
-        found = any(bool(odd) for odd in self._odd.values())
+        is_odd = any(bool(odd) for odd in self._odd.values())
         self._odd.clear()
-        return found
+        return is_odd
 
     def _mask(self, pads: list[int], columns: int, device: torch.device) -> torch.Tensor:
         """Return the mask of plain padding, bool `[rows, columns]`; for 0 columns the padding, int64 `[rows, 1]`."""
@@ -142,8 +142,8 @@ class DecodingCheck:
 
     def _note(self, differs: torch.Tensor) -> None:
         odd = differs.any()
-        known = self._odd.get(odd.device)
-        self._odd[odd.device] = odd if known is None else known | odd
+        before = self._odd.get(odd.device)
+        self._odd[odd.device] = odd if before is None else before | odd
 
 
 def parse_request(
@@ -191,9 +191,9 @@ def parse_request(
         if not _counts_on(kwargs.get("position_ids"), base, pads, columns, text):
             return ODD_POSITIONS
     keep = kwargs.get("logits_to_keep", 0)
-    known = isinstance(keep, int) and keep > 0
-    must_compute = max(min(keep, columns) if known else columns, columns - text)
-    return Request(kwargs, ids, base, columns, pads, keep - 1 if known else 0, must_compute, text)
+    is_count = isinstance(keep, int) and keep > 0
+    must_compute = max(min(keep, columns) if is_count else columns, columns - text)
+    return Request(kwargs, ids, base, columns, pads, keep - 1 if is_count else 0, must_compute, text)
 
 
 def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
@@ -205,8 +205,8 @@ def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
 def placeholder_tokens(config: PreTrainedConfig) -> frozenset[int]:
     """Return the tokens that represent images, videos or audio in a model's prompts."""
     names = (f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
-    found = (getattr(config, name, None) for name in names)
-    return frozenset(token for token in found if isinstance(token, int))
+    tokens = (getattr(config, name, None) for name in names)
+    return frozenset(token for token in tokens if isinstance(token, int))
 
 
 def _some(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
@@ -221,11 +221,11 @@ def _some(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
 def _text_columns(kwargs: dict[str, Any], placeholders: frozenset[int]) -> int:
     """Return the number of positions before the first one at which a row has no text."""
     ids = kwargs["input_ids"]
-    other = torch.isin(ids, torch.tensor(sorted(placeholders), dtype=ids.dtype, device=ids.device))
+    is_image = torch.isin(ids, torch.tensor(sorted(placeholders), dtype=ids.dtype, device=ids.device))
     for name in _TOKEN_TYPES:
         if kwargs.get(name) is not None:
-            other = other | (kwargs[name] != 0)
-    columns = other.any(dim=0).cpu().numpy()
+            is_image = is_image | (kwargs[name] != 0)
+    columns = is_image.any(dim=0).cpu().numpy()
     return int(columns.argmax()) if columns.any() else len(columns)
 
 

@@ -51,10 +51,10 @@ class Handover:
         self._known: dict[int, np.ndarray] = {}  # float64 [2, chunks]
         devices = list(residency.devices) or [torch.device("cpu")]
         for group in old.shape.block_groups:
-            owner, every = old.owner(group.index), np.arange(old.shape.chunks_in(group))
-            on_devices = sum(residency.where(owner, every, device).get("device", 0) for device in devices)
-            self._held[group.index] = on_devices + residency.where(owner, every, devices[0])["host"]
-            self._known[group.index] = residency.scores.of(owner, every)
+            owner, chunks = old.owner(group.index), np.arange(old.shape.chunks_in(group))
+            on_devices = sum(residency.where(owner, chunks, device).get("device", 0) for device in devices)
+            self._held[group.index] = on_devices + residency.where(owner, chunks, devices[0])["host"]
+            self._known[group.index] = residency.scores.of(owner, chunks)
 
     def give_indexes_to(self, new: SegmentReader) -> None:
         """Assign the cached indexes to `new`, which has the same keys.
@@ -72,17 +72,17 @@ class Handover:
         Args:
             new: the replacement, with the same tokens in the same geometry. The old segment is already deleted.
         """
-        shape, wanted = new.shape, list[BlockRequest]()
+        shape, requests = new.shape, list[BlockRequest]()
         for group in shape.block_groups:
             step, tokens = shape.geometry.chunk_tokens, np.arange(shape.tokens)
-            was, now = (one.shape.slot_of_token(group, tokens) // step for one in (self._old, new))
-            count, known = shape.chunks_in(group), self._known[group.index]
-            if known.any():
-                sums = np.stack([np.bincount(now, row[was], count) for row in known])
+            was, now = (reader.shape.slot_of_token(group, tokens) // step for reader in (self._old, new))
+            count, scores = shape.chunks_in(group), self._known[group.index]
+            if scores.any():
+                sums = np.stack([np.bincount(now, row[was], count) for row in scores])
                 self._residency.scores.put(new.owner(group.index), sums / np.bincount(now, minlength=count))
-            if held := min(self._held[group.index], count):
-                wanted.append(BlockRequest(new, group.index, np.arange(held)))
-        for request in wanted:
+            if num_cached := min(self._held[group.index], count):
+                requests.append(BlockRequest(new, group.index, np.arange(num_cached)))
+        for request in requests:
             lease = self._residency.fetch([request], torch.device("cpu"), StatsCollector(), ahead=True)
             try:
                 lease.wait()
@@ -158,7 +158,7 @@ class SegmentRewriter:
             return False
         return self._replace(segment_id, reader.shape.geometry, tables, hand_over=True)
 
-    def prompt_done(self, segments: Iterable[str], every: int) -> None:
+    def prompt_done(self, segments: Iterable[str], interval: int) -> None:
         """Schedule the rewrites that are due after a prompt that reported its tokens' importance.
 
         A rewrite starts in the background as soon as no cache uses the segment. A segment that was in use ever since it
@@ -166,10 +166,10 @@ class SegmentRewriter:
 
         Args:
             segments: Ids of the segments that the prompt used.
-            every: Number of prompts before the first rewrite (see `BudgetMethod.reorder_every`).
+            interval: Number of prompts before the first rewrite (see `BudgetMethod.reorder_every`).
         """
         for segment_id in segments:
-            if not self.importance.prompt_done(segment_id, every):
+            if not self.importance.prompt_done(segment_id, interval):
                 continue
             with self._lock:
                 waits = segment_id in self._users and segment_id not in self._due
@@ -211,10 +211,10 @@ class SegmentRewriter:
         for reader in readers:
             if reader.id in self.importance:
                 continue
-            kept = self._disk.sidecars.kept(reader, _IMPORTANCE, {}) or {}
+            arrays = self._disk.sidecars.kept(reader, _IMPORTANCE, {}) or {}
             right = {"mass": (torch.float32, size_of(reader.shape)), "prompts": (torch.int64, (1,))}
-            if {name: (array.dtype, tuple(array.shape)) for name, array in kept.items()} == right:
-                self.importance.load(reader.id, kept["mass"].numpy(), int(kept["prompts"]))
+            if {name: (array.dtype, tuple(array.shape)) for name, array in arrays.items()} == right:
+                self.importance.load(reader.id, arrays["mass"].numpy(), int(arrays["prompts"]))
 
     def keep_importance(self) -> None:
         """Write changed token importance to the sidecars of the segments."""
@@ -282,17 +282,17 @@ class SegmentRewriter:
         except (IntegrityError, OSError) as error:
             self._disk.report(old, error)
             return False
-        if (made := self._disk.reader(header.id)) is None:
+        if (replacement := self._disk.reader(header.id)) is None:
             return False  # the old segment is the only one
         self._disk.pin([header.id] if pinned else [])
         if handover is not None:
-            handover.give_indexes_to(made)
-        for kept in sidecars:
-            self._disk.sidecars.keep(made, *kept)  # without room it is dropped and counted
+            handover.give_indexes_to(replacement)
+        for sidecar in sidecars:
+            self._disk.sidecars.keep(replacement, *sidecar)  # without room it is dropped and counted
         self.importance.rename(old, header.id)
         self._disk.remove([old])
         if handover is not None:
-            handover.give_to(made)
+            handover.give_to(replacement)
         return True
 
 

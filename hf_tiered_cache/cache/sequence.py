@@ -104,7 +104,7 @@ class SequenceState:
         with collector.timing("match_seconds"):
             self._asked = request.ids.to("cpu", torch.int64).numpy()
             find, defer = (self._finder(method), method.under_way) if isinstance(method, Passages) else (None, None)
-            plan, found = make_plan(
+            plan, lookups = make_plan(
                 self.history,
                 self._asked,
                 request.must_compute,
@@ -114,7 +114,7 @@ class SequenceState:
                 find,
                 defer,
             )
-        for rows in found:
+        for rows in lookups:
             for row in rows.rows:
                 self.recorder.found(row, rows.held, rows.num_hashes, rows.segments)
         if plan is None or not self._selects or not isinstance(method, BudgetMethod):
@@ -237,11 +237,11 @@ class SequenceState:
             self._report.add(plan.groups, plan.base, self.history.pads)
         ids, finder = self.history.ids(), self._finder(method)
         rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
-        told = self._report.passage_stats(rows, finder.hashers, self._segments)
-        collector.tell_passages(told)
+        passages = self._report.passage_stats(rows, finder.hashers, self._segments)
+        collector.tell_passages(passages)
         if self._report.suggests_joined_text(rows, finder.hashers):
             self.missed = reasons.JOINED
-        elif plan is not None and not plan.base and not any(each.found for each in told):
+        elif plan is not None and not plan.base and not any(passage.found for passage in passages):
             self.missed = self._why_a_prefix_alone(plan, rows, finder, method.passages)
 
     def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray], finder: PassageFinder, provenance: str) -> str:
@@ -250,8 +250,8 @@ class SequenceState:
         The reason is an empty string if all is restored, or if the prefix contains passages.
         """
         stored = partial(has_passages, self.store, self.identity.fingerprint, provenance)
-        whole = plan.columns - plan.restored_until < HASH_TOKENS
-        return "" if whole or not stored() or any(finder(row, 0) for row in rows) else reasons.NO_PASSAGES
+        restores_all = plan.columns - plan.restored_until < HASH_TOKENS
+        return "" if restores_all or not stored() or any(finder(row, 0) for row in rows) else reasons.NO_PASSAGES
 
     def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
         """Store a computed piece of a longer prompt, and remove it from the history."""
@@ -292,7 +292,7 @@ def passage_finder(
     """Return a finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
     sink = method.sink_token(config)
     regimes = dict.fromkeys((regime, rope_regime(config, 1) or ""))
-    hashers = tuple(store.passage_hasher(fingerprint, method.passages, sink, each) for each in regimes)
+    hashers = tuple(store.passage_hasher(fingerprint, method.passages, sink, rope) for rope in regimes)
     ranked_by = method.ranked_by
 
     def scores(reader: SegmentReader) -> np.ndarray | None:

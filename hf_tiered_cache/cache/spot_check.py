@@ -120,8 +120,8 @@ class RestoredRun:
         """Return what can be checked after a pass that followed `plan`, or None."""
         if not plan.exact or plan.suffix is None or plan.budget_tokens is not None:
             return None
-        mine = next((group.pieces for group in plan.groups if 0 in group.rows), ())
-        pieces = tuple(piece for piece in mine if piece.reader.header.provenance == EXACT)
+        slices = next((group.pieces for group in plan.groups if 0 in group.rows), ())
+        pieces = tuple(piece for piece in slices if piece.reader.header.provenance == EXACT)
         return cls(pieces, began, time.perf_counter() - began) if pieces else None
 
 
@@ -138,16 +138,16 @@ def deviation(stored: Sequence[Any], computed: Sequence[Any], pad: int, first: i
         The median over the tokens of the distance relative to the computed values; None if no layer holds the tokens.
     """
     largest = None
-    for mine, other in zip(stored, computed, strict=True):
-        begin = pad + first - (mine.columns - mine.held)
-        if begin < 0 or other.held < HASH_TOKENS or begin + HASH_TOKENS > mine.held:
+    for layer, again_layer in zip(stored, computed, strict=True):
+        begin = pad + first - (layer.columns - layer.held)
+        if begin < 0 or again_layer.held < HASH_TOKENS or begin + HASH_TOKENS > layer.held:
             continue  # a layer with a sliding window no longer holds them
-        for tensor, again in ((mine.keys, other.keys), (mine.values, other.values)):
+        for tensor, again in ((layer.keys, again_layer.keys), (layer.values, again_layer.values)):
             was = tensor[:1, :, begin : begin + HASH_TOKENS].float().transpose(1, 2).flatten(2)  # [1, tokens, values]
             now = again[:, :, -HASH_TOKENS:].float().transpose(1, 2).flatten(2)
             far = (was - now).norm(dim=-1) / now.norm(dim=-1).clamp_min(1e-12)
-            found = float(far.median()) if bool(far.isfinite().all()) else float("inf")
-            largest = found if largest is None else max(largest, found)
+            median = float(far.median()) if bool(far.isfinite().all()) else float("inf")
+            largest = median if largest is None else max(largest, median)
     return largest
 
 

@@ -94,8 +94,8 @@ class Storage:
         self._pid = os.getpid()
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         try:
-            if (other := disk.other_key()) is not None:
-                named = f"key id {other}, not {disk.cipher.key_id}"
+            if (other_key := disk.other_key()) is not None:
+                named = f"key id {other_key}, not {disk.cipher.key_id}"
                 raise ConfigError(f"{self.place} is encrypted with another key: {named}")
             self.rankings = KeptRankings(disk)
             self.rewriter = SegmentRewriter(disk, residency, self.rankings)
@@ -159,8 +159,8 @@ class Storage:
         while True:
             runs = longest_prefix(prefix_hashes, rows, start)
             readers = [self.disk.found(run.row) for run in runs]
-            found = [(run, reader) for run, reader in zip(runs, readers, strict=True) if reader is not None]
-            most = {run.row.id: 0 for run in runs} | {run.row.id: usable(reader.shape) for run, reader in found}
+            matched = [(run, reader) for run, reader in zip(runs, readers, strict=True) if reader is not None]
+            most = {run.row.id: 0 for run in runs} | {run.row.id: usable(reader.shape) for run, reader in matched}
             if all(run.num_hashes <= most[run.row.id] for run in runs):
                 break
             if None in readers and not asked_again:  # another segment may have replaced it meanwhile
@@ -168,18 +168,18 @@ class Storage:
             rows = [  # missing, damaged or incomplete: search for other segments
                 replace(row, valid_hashes=min(row.valid_hashes, most.get(row.id, row.valid_hashes))) for row in rows
             ]
-        self._used = (self._used or []) + [run.row.id for run, _ in found]
-        return found
+        self._used = (self._used or []) + [run.row.id for run, _ in matched]
+        return matched
 
     def find_parts(self, scan_hashes: np.ndarray) -> Seeds:
         """Return the parts of stored passages that may match a prompt's scan hashes, uint32 `[n]`."""
         self.check_open()
-        found = self.passage_index.seeds(scan_hashes)
-        hidden = np.array([self.disk.is_hidden(row.id) for row in found.rows], bool)
+        seeds = self.passage_index.seeds(scan_hashes)
+        hidden = np.array([self.disk.is_hidden(row.id) for row in seeds.rows], bool)
         if not hidden.any():
-            return found
-        seen = ~hidden[found.passage]
-        return Seeds(found.at[seen], found.passage[seen], found.part[seen], found.rows)
+            return seeds
+        seen = ~hidden[seeds.passage]
+        return Seeds(seeds.at[seen], seeds.passage[seen], seeds.part[seen], seeds.rows)
 
     def found_passage(self, row: SegmentRow) -> SegmentReader | None:
         """Open the segment of a passage that is going to be restored; return None if it cannot be used."""
@@ -225,19 +225,21 @@ class Storage:
             IntegrityError, OSError: A block cannot be read.
         """
         blocks, cpu = reader.room_for(block_group), torch.device("cpu")
-        left = np.arange(len(blocks))
-        held = self.residency.find(reader.owner(block_group), left, cpu)["host"]
-        if len(held):
-            lease = self.residency.fetch([BlockRequest(reader, block_group, held)], cpu, StatsCollector(), ahead=True)
+        missing = np.arange(len(blocks))
+        on_host = self.residency.find(reader.owner(block_group), missing, cpu)["host"]
+        if len(on_host):
+            lease = self.residency.fetch(
+                [BlockRequest(reader, block_group, on_host)], cpu, StatsCollector(), ahead=True
+            )
             try:
                 lease.wait()
                 for first, memory in lease.fetched[0].arrived.runs():
                     blocks[first : first + len(memory)] = memory
             finally:
                 lease.release()
-            left = np.setdiff1d(left, lease.fetched[0].chunks, assume_unique=True)
-        if len(left):
-            runs = np.split(left, np.flatnonzero(np.diff(left) != 1) + 1)
+            missing = np.setdiff1d(missing, lease.fetched[0].chunks, assume_unique=True)
+        if len(missing):
+            runs = np.split(missing, np.flatnonzero(np.diff(missing) != 1) + 1)
             reader.read(block_group, [(int(run[0]), blocks[run[0] : run[-1] + 1]) for run in runs]).result()
         return blocks
 
@@ -282,8 +284,8 @@ class Storage:
         self.check_open()
         self.disk.check_writable()
         self.flush()
-        wanted = [row.id for row in self.segments()] if ids is None else list(ids)
-        changed = sum(action(old) for old in tqdm(wanted, unit="segment", desc=name, disable=not progress))
+        segments = [row.id for row in self.segments()] if ids is None else list(ids)
+        changed = sum(action(old) for old in tqdm(segments, unit="segment", desc=name, disable=not progress))
         self.disk.sync()
         return changed
 
@@ -333,11 +335,11 @@ class Storage:
         self.check_open()
         if not dry_run:
             self.disk.check_writable()
-        there = self.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
-        gone = [] if there is None else self.conversations.sweep(there, dry_run)
+        stored = self.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
+        swept = [] if stored is None else self.conversations.sweep(stored, dry_run)
         report = maintain.gc(self.disk, dry_run=dry_run)
-        deleted = report.deleted | dict.fromkeys(gone, "its segments no longer exist")
-        return replace(report, conversations=len(gone), deleted=deleted)
+        deleted = report.deleted | dict.fromkeys(swept, "its segments no longer exist")
+        return replace(report, conversations=len(swept), deleted=deleted)
 
     def list_conversations(self) -> list[ConversationInfo]:
         """Return the suspended conversations, least recently used first."""
@@ -364,9 +366,9 @@ class Storage:
     def remove_conversations(self, ids: Sequence[str]) -> int:
         """Delete conversations and their `segments_of_conversations`, and return the number of deleted segments."""
         self.disk.check_writable()
-        mine = self.segments_of_conversations(ids)
+        rows = self.segments_of_conversations(ids)
         self.conversations.remove(ids)
-        return self.remove(row.id for row in mine)
+        return self.remove(row.id for row in rows)
 
     def segments_of_conversations(self, ids: Sequence[str]) -> list[SegmentRow]:
         """Return the segments that only these conversations use, without pinned ones.
@@ -376,7 +378,7 @@ class Storage:
         Raises:
             ConfigError: A conversation does not exist.
         """
-        own = set[str]()  # provenances that name one of them
+        provenances = set[str]()  # provenances that name one of them
         for conversation_id in ids:
             record = self.conversations.read(conversation_id)
             if record is None:
@@ -384,9 +386,13 @@ class Storage:
                     f"conversation {conversation_id!r} does not exist; store.conversations() lists all conversations"
                 )
             if conversation_name(conversation_id) in record.provenance:
-                own.add(record.provenance)
-        mine, pinned = self.conversations.only_of(ids), self.disk.pinned()
-        return [row for row in self.segments() if (row.id in mine or row.provenance in own) and row.id not in pinned]
+                provenances.add(record.provenance)
+        named, pinned = self.conversations.only_of(ids), self.disk.pinned()
+        return [
+            row
+            for row in self.segments()
+            if (row.id in named or row.provenance in provenances) and row.id not in pinned
+        ]
 
     def stats(self) -> StoreStats:
         """Return the current content of the store, and the statistics since it was opened."""
@@ -460,8 +466,8 @@ def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
         False while another thread uses one of them.
     """
     with lock:  # others may be registered meanwhile
-        found = list(recorders)
-    return False not in [recorder.finish() for recorder in found]  # a list, so that no recorder is left out
+        live_recorders = list(recorders)
+    return False not in [recorder.finish() for recorder in live_recorders]  # a list, so that no recorder is left out
 
 
 def _close(rewriter: SegmentRewriter, disk: SegmentStore, scores: ScoreTable, conversations: Conversations) -> None:

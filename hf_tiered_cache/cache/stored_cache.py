@@ -106,11 +106,11 @@ class StoredCache(Cache, ServedCache):
         began = time.perf_counter()
         if not checks.is_due(sum(piece.count for piece in run.pieces), began - run.began, run.seconds):
             return
-        pad, held = sequence.history.pads[0], held_from(self.layers)
-        chosen = None if held is None else checks.choose(run, held - pad)
-        if chosen is None:
+        pad, first_held = sequence.history.pads[0], held_from(self.layers)
+        choice = None if first_held is None else checks.choose(run, first_held - pad)
+        if choice is None:
             return
-        first, piece = chosen
+        first, piece = choice
         tokens = sequence.history.ids()[0, pad:][: first + HASH_TOKENS]
         if len(tokens) < first + HASH_TOKENS:  # the cache was cropped
             return
@@ -241,20 +241,20 @@ class StoredCache(Cache, ServedCache):
 
     def _fresh(self) -> Self:
         """Return an empty cache with the same settings."""
-        mine = self._serving
-        return type(self)(*prepare(self.model, mine.method), mine.store, mine.method, mine.options)
+        serving = self._serving
+        return type(self)(*prepare(self.model, serving.method), serving.store, serving.method, serving.options)
 
     def fork(self) -> Self:
         """Return a copy that continues independently, and shares memory until one of the two caches writes."""
-        mine, twin = self._serving, self._fresh()
-        twin.count_into(mine.collector.total)
+        serving, twin = self._serving, self._fresh()
+        twin.count_into(serving.collector.total)
         twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
         twin.kv_sources = kv_sources(twin.layers)
-        twin._serving.bypass, twin._serving.untold = mine.bypass, mine.untold
-        if mine.sequence is not None:
-            twin._serving.follow(twin, mine.sequence.fork(twin._serving.collector))
-        if mine.observer is not None:
-            twin._serving.observer = mine.observer.fork(twin.kv_sources)
+        twin._serving.bypass, twin._serving.untold = serving.bypass, serving.untold
+        if serving.sequence is not None:
+            twin._serving.follow(twin, serving.sequence.fork(twin._serving.collector))
+        if serving.observer is not None:
+            twin._serving.observer = serving.observer.fork(twin.kv_sources)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -21,9 +21,11 @@ def check_causal(model: PreTrainedModel) -> None:
             f"{name} is an encoder-decoder model, and its decoder's KV depends on the encoder's input; do not pass a "
             "TieredCache as past_key_values to generate()"
         )
-    said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    causal_flags = [
+        module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
+    ]
     takes_cache = {"past_key_values", "cache_params"} & inspect.signature(model.forward).parameters.keys()
-    if not (any(said) if said else takes_cache):
+    if not (any(causal_flags) if causal_flags else takes_cache):
         raise UnsupportedModelError(
             f"{name} is an encoder: its tokens attend to later tokens, so the KV of a prefix cannot be reused; pass a "
             "causal LM"

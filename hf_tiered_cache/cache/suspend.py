@@ -42,12 +42,12 @@ class Suspended:
     reason: str = ""
 
 
-def put_away(serving: Serving, held: int) -> Suspended:
+def put_away(serving: Serving, columns: int) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
     Args:
         serving: executor of the cache.
-        held: number of positions that the cache holds.
+        columns: number of positions that the cache holds.
 
     Raises:
         StoreClosedError: the store was closed.
@@ -56,7 +56,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
     storage.check_open()
     sequence = serving.sequence or serving.ended
     if sequence is None:
-        return Suspended(0, held, 0, time.perf_counter() - started, serving.bypass)
+        return Suspended(0, columns, 0, time.perf_counter() - started, serving.bypass)
     reason = ""
     sequence.recorder.crop(0)  # the last positions of a pass can no longer be taken back
     try:
@@ -67,22 +67,22 @@ def put_away(serving: Serving, held: int) -> Suspended:
     except StoreError as error:
         reason = str(error)
     rows, tokens = _stored(storage, sequence)
-    made, replaced = None, [row.id for row in rows]
+    compacted, replaced = None, [row.id for row in rows]
     try:
         if rows and serving.options.record:
             readers, method = _readers(storage, rows), sequence.method
             if isinstance(method, ForConversation):
-                made = method.compact(_idle(serving, sequence, readers, tokens))
+                compacted = method.compact(_idle(serving, sequence, readers, tokens))
     except (TieredCacheError, OSError, ValueError) as error:
         reason = reason or f"the conversation could not be rewritten: {error}"
-    if made is not None and (row := storage.disk.index.row(made)) is not None:
+    if compacted is not None and (row := storage.disk.index.row(compacted)) is not None:
         rows = [row]
-    left = max(0, held - sequence.history.pads[0] - tokens)
-    if left >= HASH_TOKENS:
+    unstored = max(0, columns - sequence.history.pads[0] - tokens)
+    if unstored >= HASH_TOKENS:
         reason = reason or _why_left(serving, sequence)
     if conversation is not None and serving.options.record:
         reason = conversation.keep(sequence, rows, tokens) or reason
-        if made is not None and conversation.record is not None and made in conversation.record.segments:
+        if compacted is not None and conversation.record is not None and compacted in conversation.record.segments:
             try:  # delete old segments only after the record names the new one
                 storage.remove(replaced)
             except OSError as error:
@@ -90,7 +90,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
     storage.note_uses()
     if reason and not reasons.is_expected(reason):
         storage.disk.warn(reason, reason)
-    return Suspended(tokens, left, sum(row.nbytes for row in rows), time.perf_counter() - started, reason)
+    return Suspended(tokens, unstored, sum(row.nbytes for row in rows), time.perf_counter() - started, reason)
 
 
 def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:

@@ -80,8 +80,8 @@ def kv_sources(layers: Sequence[Any]) -> list[DenseSource]:
     return [layer for layer in layers if isinstance(layer, DenseSource)]
 
 
-def _stateful(name: str, layer: int, what: str) -> str:
+def _stateful(name: str, layer: int, state: str) -> str:
     return (
-        f"layer {layer} of {name} keeps {what}, which exists for one position of the sequence only and cannot be "
+        f"layer {layer} of {name} keeps {state}, which exists for one position of the sequence only and cannot be "
         "stored in chunks of tokens; use DynamicCache with this model"
     )

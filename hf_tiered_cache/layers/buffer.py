@@ -87,20 +87,21 @@ class KVBuffer:
     def _reallocate(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        held = self._stop - self._start
+        count_held = self._stop - self._start
         before = (None, None) if self._keys is None else self._views()
         keys, values = (
-            _moved(tensor, like, held, count) for tensor, like in zip(before, (like_keys, like_values), strict=True)
+            _moved(tensor, like, count_held, count)
+            for tensor, like in zip(before, (like_keys, like_values), strict=True)
         )
         # one atomic update, so that a Ctrl-C cannot leave one without the other
-        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=held, _shared=False)
+        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=count_held, _shared=False)
         return keys, values
 
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the held keys and values; the buffers must exist."""
-        keys, values, held = self._keys, self._values, self._stop - self._start
+        keys, values, count = self._keys, self._values, self._stop - self._start
         assert keys is not None and values is not None
-        return keys.narrow(2, self._start, held), values.narrow(2, self._start, held)
+        return keys.narrow(2, self._start, count), values.narrow(2, self._start, count)
 
     def _shrink(self) -> None:
         """Reallocate the buffers to the size that the held positions need."""
@@ -113,8 +114,10 @@ class KVBuffer:
         The removed entries still count as positions of the sequence.
         """
         keys, values = (
-            _moved(torch.cat([held[:, :, :first], held[:, :, first + count :]], dim=2), held, self.held - count, 0)
-            for held in self._views()
+            _moved(
+                torch.cat([tensor[:, :, :first], tensor[:, :, first + count :]], dim=2), tensor, self.held - count, 0
+            )
+            for tensor in self._views()
         )
         state = {"_keys": keys, "_values": values, "_start": 0, "_stop": self.held - count, "_shared": False}
         return state | {"_first": self._first + count}
@@ -126,10 +129,10 @@ class KVBuffer:
             self._shared = False
 
     def _rows_of(self, buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        chosen = _empty(buffer, len(rows), buffer.shape[2])
-        held = slice(self._start, self._stop)
-        chosen[:, :, held] = buffer[:, :, held].index_select(0, rows.to(buffer.device))
-        return chosen
+        selected = _empty(buffer, len(rows), buffer.shape[2])
+        positions = slice(self._start, self._stop)
+        selected[:, :, positions] = buffer[:, :, positions].index_select(0, rows.to(buffer.device))
+        return selected
 
     def snapshot(self) -> dict[str, Any]:
         """Return the current state for `rollback`. Later passes write after it or to other buffers, never over it."""
@@ -140,12 +143,12 @@ class KVBuffer:
         self.__dict__.update(snapshot)
 
 
-def _moved(held: torch.Tensor | None, like: torch.Tensor, columns: int, count: int) -> torch.Tensor:
+def _moved(before: torch.Tensor | None, like: torch.Tensor, columns: int, count: int) -> torch.Tensor:
     """Allocate a buffer for the `columns` held positions, `count` more and spare room, and copy the held positions."""
     room = max(columns + count, columns + min(columns, _LARGEST_GROWTH)) + _HEADROOM
     buffer = _empty(like, like.shape[0], room + -room % HASH_TOKENS)  # chunks of all heads are rows of one matrix
-    if held is not None and columns:
-        buffer[:, :, :columns] = held
+    if before is not None and columns:
+        buffer[:, :, :columns] = before
     return buffer
 
 

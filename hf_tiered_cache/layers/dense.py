@@ -100,23 +100,23 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
         else:
             self.rollback(filled)
-            keys, values = (held[:, :, held.shape[2] - (plan.columns - first) :] for held in self._views())
+            keys, values = (tensor[:, :, tensor.shape[2] - (plan.columns - first) :] for tensor in self._views())
         if plan.suffix is not None:
             keys[:, :, plan.suffix - first :] = key_states
             values[:, :, plan.suffix - first :] = value_states
             return self._visible(key_states.shape[2])
         if plan.fronts:
             front = plan.fronts[self.index]
-            for whole, computed in ((keys, key_states), (values, value_states)):
-                whole[:, :, :front] = computed[:, :, :front]
-                whole[:, :, plan.restored_until :] = computed[:, :, front:]
+            for target, computed in ((keys, key_states), (values, value_states)):
+                target[:, :, :front] = computed[:, :, :front]
+                target[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
         if plan.under_way is not None and restoring.compares(self.index):
             stored = picked(keys, columns, 2), picked(values, columns, 2)
             restoring.compare(self.index, stored, (key_states, value_states))
-        for whole, computed in ((keys, key_states), (values, value_states)):
-            _put(whole, columns, computed)
+        for target, computed in ((keys, key_states), (values, value_states)):
+            _put(target, columns, computed)
         if before is not None and restoring.may_fill(self.index, self.snapshot()):
             self.rollback(before)
             return keys, values
@@ -231,9 +231,9 @@ class SlidingSource(DenseSource):
 
     def _forget_unseen(self) -> None:
         """Drop positions that no later query sees; shrink the buffers if mostly unused, as after a long prompt."""
-        gone = self.held - min(self.columns, self.window - 1)
-        if gone > 0:
-            self._start, self._first = self._start + gone, self._first + gone
+        unseen = self.held - min(self.columns, self.window - 1)
+        if unseen > 0:
+            self._start, self._first = self._start + unseen, self._first + unseen
         if self._start > 4 * self.window:
             self._shrink()
 
@@ -247,17 +247,17 @@ class SlidingSource(DenseSource):
         self._forget_unseen()
 
 
-def _put(whole: torch.Tensor, columns: torch.Tensor, computed: torch.Tensor) -> None:
-    """Write computed keys or values to some positions of `whole`.
+def _put(target: torch.Tensor, columns: torch.Tensor, computed: torch.Tensor) -> None:
+    """Write computed keys or values to some positions of `target`.
 
     Args:
-        whole: `[batch, heads, columns, dim]`, modified in place.
+        target: `[batch, heads, columns, dim]`, modified in place.
         columns: Positions, int64 `[n]`, or `[batch, n]` for different ones per row. A repeated position gets the same
             values each time.
         computed: `[batch, heads, n, dim]`.
     """
     if columns.ndim == 1:
-        whole.index_copy_(2, columns, computed)
+        target.index_copy_(2, columns, computed)
     else:
         rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
-        whole[rows, :, columns] = computed.transpose(1, 2)
+        target[rows, :, columns] = computed.transpose(1, 2)

@@ -99,10 +99,10 @@ class SelectedSource(DenseSource):
         plan, selection, rotate_ = restoring.plan, restoring.selection, _rotation(restoring, pre_rope)
         output: torch.Tensor | None = None
         if restoring.streamed is not None:
-            every = selection.keys_to_index(self.index, keys) if selection is not None else ()
-            output = restoring.streamed.attend(self.index, call, rotate_, every)
+            all_keys_to_index = selection.keys_to_index(self.index, keys) if selection is not None else ()
+            output = restoring.streamed.attend(self.index, call, rotate_, all_keys_to_index)
             if selection is not None:
-                selection.index(self.index, every)
+                selection.index(self.index, all_keys_to_index)
             elif not plan.budget_tokens:  # a chunk of a long prompt, which is stored and dropped
                 return output
         self._num_selected = plan.num_selected
@@ -117,8 +117,8 @@ class SelectedSource(DenseSource):
         all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped + self.spared)
         self._announced()
         if selection is not None:
-            chosen = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
-            selection.fill(self.index, *chosen, rotate_)
+            selected = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
+            selection.fill(self.index, *selected, rotate_)
             for layer, predicted in restoring.layers_ahead(self.index):
                 selection.prepare(layer, predicted)
         all_keys[:, :, self._num_selected :] = keys
@@ -153,7 +153,7 @@ class SelectedSource(DenseSource):
             return
         first = self._num_selected
         if count := self.decode_selector.num_to_offload(self._rows, self.held - first):
-            keys, values = (held[:, :, first : first + count] for held in self._views())
+            keys, values = (tensor[:, :, first : first + count] for tensor in self._views())
             rows = self.decode_selector.offload(self._rows, keys, values)
             # one atomic update, so that a Ctrl-C cannot leave positions held twice or not at all
             self.__dict__.update(self._without(first, count), _rows=rows)
@@ -203,7 +203,7 @@ class SelectedSource(DenseSource):
 
 def _forked(rows: Sequence[Any]) -> list[Any]:
     """Return an independent copy of the state of each row."""
-    return [held and held.fork() for held in rows]
+    return [row and row.fork() for row in rows]
 
 
 def _rotation(forward_pass: Pass, pre_rope: PreRopeKV) -> Rotate:

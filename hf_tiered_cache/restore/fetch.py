@@ -66,8 +66,8 @@ class FetchUnit:
 
     def tokens_used(self) -> np.ndarray:
         """Return the tokens that any head of any layer attends to, int64, ascending."""
-        every = [tokens for given in self.used.values() for sets in given for tokens in sets]
-        return np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
+        token_sets = [tokens for uses in self.used.values() for sets in uses for tokens in sets]
+        return np.unique(np.concatenate(token_sets)) if token_sets else np.empty(0, np.int64)
 
     def bytes_used(self, chunks: np.ndarray) -> int:
         """Return the bytes in `chunks` of the tokens, heads and layers that attention used."""
@@ -77,12 +77,14 @@ class FetchUnit:
             for slot in part.fields:
                 sharing.setdefault(slot, []).append(part)
         for slot, parts in sharing.items():
-            part, given = parts[0], [sets for part in parts for sets in self.used.get(part.layer, [])]
-            alike = [sets[0] for sets in given if len(sets) == 1]
-            alone = [sets for sets in given if len(sets) > 1]
+            part, uses = parts[0], [sets for part in parts for sets in self.used.get(part.layer, [])]
+            alike = [sets[0] for sets in uses if len(sets) == 1]
+            alone = [sets for sets in uses if len(sets) > 1]
             heads = range(part.first_head, part.first_head + part.heads) if alone else range(1)
-            each = sum(self._count_in(chunks, [*alike, *(sets[head] for sets in alone)]) for head in heads)
-            total += each * (1 if alone else part.heads) * slot.nbytes // (part.heads * shape.geometry.chunk_tokens)
+            token_heads = sum(self._count_in(chunks, [*alike, *(sets[head] for sets in alone)]) for head in heads)
+            total += (
+                token_heads * (1 if alone else part.heads) * slot.nbytes // (part.heads * shape.geometry.chunk_tokens)
+            )
         return total
 
     def _count_in(self, chunks: np.ndarray, sets: Sequence[np.ndarray]) -> int:
@@ -117,22 +119,24 @@ class Fetcher:
         self._users: dict[BlockHandle, int] = {}
         self._unconfirmed: dict[BlockHandle, None] = {}  # their blocks were used before they were verified
 
-    def bring(self, wanted: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False, attends: bool = True) -> None:
+    def bring(
+        self, requests_by_unit: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False, attends: bool = True
+    ) -> None:
         """Start to fetch the chunks that units do not hold yet, in one batch per device.
 
         Args:
-            wanted: Units with their requested chunks, int64, ascending.
+            requests_by_unit: Units with their requested chunks, int64, ascending.
             ahead: Whether this is a prefetch, limited to the memory budgets and `ahead_bytes`.
             attends: Whether attention uses all of these chunks; False for selection inputs and speculation.
 
         Raises:
             RestoreError: A fetch could not be started.
         """
-        asked: dict[FetchUnit, np.ndarray] = {}
-        for unit, chunks in wanted:  # rows may request the same chunks
-            asked[unit] = np.union1d(asked[unit], chunks) if unit in asked else chunks
+        chunks_of_unit: dict[FetchUnit, np.ndarray] = {}
+        for unit, chunks in requests_by_unit:  # rows may request the same chunks
+            chunks_of_unit[unit] = np.union1d(chunks_of_unit[unit], chunks) if unit in chunks_of_unit else chunks
         batches: dict[torch.device, list[tuple[FetchUnit, np.ndarray]]] = {}
-        for unit, chunks in asked.items():
+        for unit, chunks in chunks_of_unit.items():
             if attends:
                 unit.attended = np.union1d(unit.attended, chunks) if len(unit.attended) else chunks
             missing = np.setdiff1d(chunks, unit.held, assume_unique=True) if len(unit.held) else chunks
@@ -204,16 +208,16 @@ class Fetcher:
         """Record the I/O of `units` and what it was used for, and release their blocks."""
         brought, in_vain = 0, dict.fromkeys(("brought_identifying", "brought_guessed"), 0)
         for unit in units:
-            size, held = unit.block_group.block_bytes, sum(len(leased.chunks) for leased in unit.leased)
-            brought += held * size
+            size, num_chunks = unit.block_group.block_bytes, sum(len(leased.chunks) for leased in unit.leased)
+            brought += num_chunks * size
             in_vain["brought_identifying" if unit.identifies else "brought_guessed"] += (
-                max(0, held - len(unit.attended)) * size
+                max(0, num_chunks - len(unit.attended)) * size
             )
             if unit.from_disk:
                 read = np.concatenate([leased.from_disk for leased in unit.leased])
-                rest = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * size
+                unused = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * size
                 what_for = "bytes_identifying" if unit.identifies else "bytes_guessed"
-                self.collector.add(bytes_used=unit.bytes_used(read), **{what_for: rest})
+                self.collector.add(bytes_used=unit.bytes_used(read), **{what_for: unused})
             self._ahead.pop(unit, None)
             for lease in unit.leases:
                 self._let_go(lease)

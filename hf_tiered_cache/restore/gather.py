@@ -97,25 +97,25 @@ class Gather:
         Raises:
             LookupError: The added blocks lack a token.
         """
-        some = target[part.first_head : part.first_head + part.heads]
+        heads = target[part.first_head : part.first_head + part.heads]
         for run in self._runs:
-            self._copy_run(run, part, some)
+            self._copy_run(run, part, heads)
         if self._picked is None:
             self._picked = list(self._pick())
         for picked in self._picked:
-            views = self._views(picked.slab, part, len(some))  # [slots, heads, chunk_tokens, field's dim] each
+            views = self._views(picked.slab, part, len(heads))  # [slots, heads, chunk_tokens, field's dim] each
             if picked.head is None:
                 fields = tuple(view.transpose(0, 1)[:, picked.slot, picked.inside] for view in views)
                 values = checked_decode(self._codec, fields, self._dtype, part.dim)
                 if isinstance(picked.column, slice):  # [heads, n, dim]
-                    some[:, picked.column] = values
+                    heads[:, picked.column] = values
                 else:
-                    some.index_copy_(1, picked.column, values)
+                    heads.index_copy_(1, picked.column, values)
             else:
                 head = picked.head - part.first_head
                 fields = tuple(view[picked.slot, head, picked.inside] for view in views)
                 values = checked_decode(self._codec, fields, self._dtype, part.dim)  # [n, dim]
-                some[head, picked.column] = values
+                heads[head, picked.column] = values
 
     def _copy_run(self, run: _Run, part: Part, target: torch.Tensor) -> None:
         """Copy a run: all whole blocks in one strided copy, and the partial blocks at its ends separately."""
@@ -123,11 +123,11 @@ class Gather:
         at, stop, column = run.inside, run.inside + run.count, run.column
         while at < stop:
             index, inside = divmod(at, chunk)
-            whole = (stop - at) // chunk if inside == 0 else 0
-            if whole:
-                count = whole * chunk
-                columns = target[:, column : column + count].unflatten(1, (whole, chunk))
-                fields = tuple(view[index : index + whole].transpose(0, 1) for view in views)
+            num_blocks = (stop - at) // chunk if inside == 0 else 0
+            if num_blocks:
+                count = num_blocks * chunk
+                columns = target[:, column : column + count].unflatten(1, (num_blocks, chunk))
+                fields = tuple(view[index : index + num_blocks].transpose(0, 1) for view in views)
             else:
                 count = min(chunk - inside, stop - at)
                 columns = target[:, column : column + count]
@@ -151,17 +151,17 @@ class Gather:
             if (blocks.chunks.take(at, mode="clip") != chunk).any():  # otherwise wrong blocks would be read
                 raise LookupError(_NOT_FETCHED)
             numbers = np.array([slabs.setdefault(id(slab), (len(slabs), slab))[0] for slab in blocks.slabs], np.int64)
-            every = numbers[blocks.slab[at]], blocks.slot[at], inside, columns, np.full(len(columns), head)
-            rows.append(np.stack(every))
+            row = numbers[blocks.slab[at]], blocks.slot[at], inside, columns, np.full(len(columns), head)
+            rows.append(np.stack(row))
         if not rows:
             return
-        found, per_head = np.concatenate(rows, axis=1), self._added[0][3] >= 0
+        table, per_head = np.concatenate(rows, axis=1), self._added[0][3] >= 0
         for number, slab in slabs.values():
-            mine = found[1:, found[0] == number] if len(slabs) > 1 else found[1:]
-            if not mine.shape[1]:
+            entries = table[1:, table[0] == number] if len(slabs) > 1 else table[1:]
+            if not entries.shape[1]:
                 continue
-            slot, inside, column, head = to_device(np.ascontiguousarray(mine), slab.device)
-            columns = mine[2]
+            slot, inside, column, head = to_device(np.ascontiguousarray(entries), slab.device)
+            columns = entries[2]
             side_by_side = not per_head and bool((np.diff(columns) == 1).all())
             where = slice(int(columns[0]), int(columns[-1]) + 1) if side_by_side else column
             yield _Picked(slab, slot, inside, where, head if per_head else None)
@@ -171,19 +171,19 @@ def holds_chunks(shape: SegmentShape, block_group: BlockGroup, chunk_tokens: int
     """Return whether each block is one chunk of `chunk_tokens` tokens of one head and layer, to be copied whole."""
     alone = len({part.tensor for part in block_group.parts}) == len(block_group.parts) == 2
     heads = {(part.first_head, part.heads) for part in block_group.parts}
-    whole = alone and len(heads) == 1 and block_group.parts[0].heads == 1
-    return whole and shape.geometry.chunk_tokens == chunk_tokens and shape.in_order(block_group)
+    is_one_head = alone and len(heads) == 1 and block_group.parts[0].heads == 1
+    return is_one_head and shape.geometry.chunk_tokens == chunk_tokens and shape.in_order(block_group)
 
 
 def gather_chunks(
-    shape: SegmentShape, block_group: BlockGroup, wanted: Sequence[tuple[Blocks, np.ndarray, np.ndarray]]
+    shape: SegmentShape, block_group: BlockGroup, requests: Sequence[tuple[Blocks, np.ndarray, np.ndarray]]
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     """Copy chunks that are whole blocks (see `holds_chunks`), for all heads of a layer at once.
 
     Args:
         shape: Shape of the segments, which share layout and geometry.
         block_group: One of the KV cache groups that the blocks belong to.
-        wanted: Blocks, requested chunks of their segment, int64 `[n]`, and the caller's number of each, int64 `[n]`.
+        requests: Blocks, requested chunks of their segment, int64 `[n]`, and the caller's number of each, int64 `[n]`.
 
     Returns:
         Keys and values of all chunks, `[n, chunk_tokens, dim]` each, in memory order, and the number of each chunk,
@@ -193,26 +193,26 @@ def gather_chunks(
         LookupError: Blocks lack a requested chunk.
     """
     slabs: dict[int, tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]] = {}
-    for blocks, chunks, numbers in wanted:
+    for blocks, chunks, numbers in requests:
         at = blocks.chunks.searchsorted(chunks)
         if (blocks.chunks.take(at, mode="clip") != chunks).any():
             raise LookupError(_NOT_FETCHED)
         slab, slot = blocks.slab[at], blocks.slot[at]
         for number, memory in enumerate(blocks.slabs):
-            mine = slice(None) if len(blocks.slabs) == 1 else slab == number
+            selection = slice(None) if len(blocks.slabs) == 1 else slab == number
             _, slots, theirs = slabs.setdefault(id(memory), (memory, [], []))
-            slots.append(slot[mine])
-            theirs.append(numbers[mine])
-    order = np.concatenate([some for *_, theirs in slabs.values() for some in theirs])
+            slots.append(slot[selection])
+            theirs.append(numbers[selection])
+    order = np.concatenate([numbers_of_slab for *_, theirs in slabs.values() for numbers_of_slab in theirs])
     first = next(iter(slabs.values()))[0]
-    found, begin = first.new_empty(len(order), first.shape[1]), 0  # uint8 [n of all, block_bytes]
+    gathered, begin = first.new_empty(len(order), first.shape[1]), 0  # uint8 [n of all, block_bytes]
     for memory, slots, _ in slabs.values():
         rows = to_device(np.concatenate(slots), memory.device)
-        torch.index_select(memory, 0, rows, out=found[begin : begin + len(rows)])
+        torch.index_select(memory, 0, rows, out=gathered[begin : begin + len(rows)])
         begin += len(rows)
     codec, dtype = shape.codec_of(block_group), shape.layout.dtype
     decoded = {
-        part.tensor: checked_decode(codec, shape.field_views(found, part), dtype, part.dim).squeeze(1)
+        part.tensor: checked_decode(codec, shape.field_views(gathered, part), dtype, part.dim).squeeze(1)
         for part in block_group.parts
     }  # [n, tokens, dim] each
     return decoded["key"], decoded["value"], order

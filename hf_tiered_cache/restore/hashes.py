@@ -84,12 +84,12 @@ class PassageHasher(PrefixHasher):
         power, *key = (int(word) for word in self._scan_key)
         if len(tokens) < HASH_TOKENS:
             return np.empty(0, np.uint32)
-        found = tokens.astype("<i4").astype(np.uint32).astype(np.uint64)
+        words = tokens.astype("<i4").astype(np.uint32).astype(np.uint64)
         span, power = 1, power | 1
         while span < HASH_TOKENS:  # double the number of tokens of each polynomial
-            found = found[:-span] * np.uint64(power) + found[span:]
+            words = words[:-span] * np.uint64(power) + words[span:]
             span, power = 2 * span, power * power % 2**64
-        return siphash(found, key[0], key[1]).astype(np.uint32)
+        return siphash(words, key[0], key[1]).astype(np.uint32)
 
     def scan_hashes(self, tokens: np.ndarray) -> bytes:
         """Return the scan hashes of all full groups of `HASH_TOKENS` tokens, int `[n]`, `SCAN_BYTES` each."""
@@ -100,7 +100,7 @@ def siphash(words: np.ndarray, low: int, high: int) -> np.ndarray:
     """Return SipHash-1-3 of each word, uint64 `[n]`, under a key of two words (Aumasson and Bernstein 2012)."""
     constants = 0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573
     keys = low, high, low, high
-    a, b, c, d = (np.full(len(words), k ^ each, np.uint64) for k, each in zip(keys, constants, strict=True))
+    a, b, c, d = (np.full(len(words), k ^ constant, np.uint64) for k, constant in zip(keys, constants, strict=True))
     spare = np.empty(len(words), np.uint64)
 
     def rotate(x: np.ndarray, bits: int) -> None:
@@ -109,12 +109,12 @@ def siphash(words: np.ndarray, low: int, high: int) -> np.ndarray:
         np.bitwise_or(x, spare, out=x)
 
     def mix() -> None:
-        for x, y, bits, other in ((a, b, 13, a), (c, d, 16, None), (a, d, 21, None), (c, b, 17, c)):
+        for x, y, bits, partner in ((a, b, 13, a), (c, d, 16, None), (a, d, 21, None), (c, b, 17, c)):
             np.add(x, y, out=x)
             rotate(y, bits)
             np.bitwise_xor(y, x, out=y)
-            if other is not None:
-                rotate(other, 32)
+            if partner is not None:
+                rotate(partner, 32)
 
     for word in (words, np.uint64(8 << 56)):  # the last word encodes the length of eight bytes
         np.bitwise_xor(d, word, out=d)
@@ -169,29 +169,29 @@ class History:
             prefix_hashes.extend(self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent))
         return prefix_hashes
 
-    def prefix_hashes_with(self, row: int, more: np.ndarray) -> list[bytes]:
-        """Return the prefix hashes of a row's tokens followed by `more`, int `[n]`, with left padding removed."""
+    def prefix_hashes_with(self, row: int, new_tokens: np.ndarray) -> list[bytes]:
+        """Return the prefix hashes of a row's tokens followed by `new_tokens`, int `[n]`, with left padding removed."""
         prefix_hashes = self.prefix_hashes(row)
-        tokens = np.concatenate([self.ids()[row], more])[self.pads[row] :]
+        tokens = np.concatenate([self.ids()[row], new_tokens])[self.pads[row] :]
         parent = prefix_hashes[-1] if prefix_hashes else None
         return prefix_hashes + self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent)
 
     def common_columns(self, prompt: np.ndarray) -> int:
         """Return the number of leading positions shared with a batch of prompts, int64 `[rows, n]`."""
-        held = self.ids()
-        if len(held) != len(prompt):
+        ids = self.ids()
+        if len(ids) != len(prompt):
             return 0
         columns = min(self.columns, prompt.shape[1])
-        differ = (held[:, :columns] != prompt[:, :columns]).any(axis=0)
+        differ = (ids[:, :columns] != prompt[:, :columns]).any(axis=0)
         return int(differ.argmax()) if differ.any() else columns
 
     def crop(self, columns: int) -> None:
         """Remove the last `columns` positions."""
-        left = self.columns - columns
+        remaining = self.columns - columns
         # hashes first: a Ctrl-C may leave too few hashes, but never hashes of other tokens
         for row, prefix_hashes in enumerate(self._prefix_hashes):
-            del prefix_hashes[max(0, left - self.pads[row]) // HASH_TOKENS :]
-        self._ids, self.columns = self.ids()[:, :left], left
+            del prefix_hashes[max(0, remaining - self.pads[row]) // HASH_TOKENS :]
+        self._ids, self.columns = self.ids()[:, :remaining], remaining
 
     def select(self, order: list[int]) -> None:
         """Replace row i by the former row `order[i]` (beam search, repeats and subsets of a batch)."""

@@ -50,15 +50,15 @@ def row_by_row(*several: Columns) -> Iterator[tuple[np.ndarray, ...]]:
         yield tuple(of_row(columns, row) for columns in several)
 
 
-def places(mine: Columns, its: Columns) -> Columns | None:
-    """Return the indexes of `mine` in its superset `its`, int64 `[n]` or `[rows, n]`; None if the two are equal."""
-    if mine is its or np.array_equal(mine, its):
+def places(subset: Columns, superset: Columns) -> Columns | None:
+    """Return the indexes of `subset` in `superset`, int64 `[n]` or `[rows, n]`; None if the two are equal."""
+    if subset is superset or np.array_equal(subset, superset):
         return None
-    if mine.ndim == its.ndim == 1:
-        return np.searchsorted(its, mine)
-    rows = max(len(columns) for columns in (mine, its) if columns.ndim == 2)
-    wide = (np.broadcast_to(columns, (rows, columns.shape[-1])) for columns in (its, mine))
-    return np.stack([np.searchsorted(theirs, own) for theirs, own in zip(*wide, strict=True)])
+    if subset.ndim == superset.ndim == 1:
+        return np.searchsorted(superset, subset)
+    rows = max(len(columns) for columns in (subset, superset) if columns.ndim == 2)
+    wide = (np.broadcast_to(columns, (rows, columns.shape[-1])) for columns in (superset, subset))
+    return np.stack([np.searchsorted(theirs, row) for theirs, row in zip(*wide, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class Plan:
         if self.fronts or self.under_way is not None or any(columns.ndim > 1 for columns in self.computed):
             return None
         first = self.computed[0]
-        whole = len(first) == self.columns - first[0]
-        return int(first[0]) if whole and all(c is first or len(c) == len(first) for c in self.computed) else None
+        is_suffix = len(first) == self.columns - first[0]
+        return int(first[0]) if is_suffix and all(c is first or len(c) == len(first) for c in self.computed) else None
 
     @cached_property
     def restored_until(self) -> int:
@@ -209,13 +209,13 @@ class Plan:
         last = self.computed[-1]  # no layer computes less
         if self.fronts:
             return self.columns - (len(last) - self.fronts[-1])
-        return max(_run_at_end(mine) for (mine,) in row_by_row(last))
+        return max(_run_at_end(row) for (row,) in row_by_row(last))
 
     def with_fronts(self, fronts: Sequence[int]) -> Plan:
         """Return this plan with a recomputed prefix per layer. Every layer of this plan computes exactly the suffix."""
         suffix = self.computed[0]
-        made = {front: np.concatenate([np.arange(front), suffix]) for front in set(fronts)}  # one array per length
-        return replace(self, computed=tuple(made[front] for front in fronts), fronts=tuple(fronts))
+        computed = {front: np.concatenate([np.arange(front), suffix]) for front in set(fronts)}  # one array per length
+        return replace(self, computed=tuple(computed[front] for front in fronts), fronts=tuple(fronts))
 
     def kept(self, layer: int) -> Columns | None:
         """Return which hidden states of the layer before `layer` keeps, int64 `[n]` or `[rows, n]`, or None for all."""
@@ -315,17 +315,17 @@ class Plan:
         if self.fronts:
             return sum(len(group.rows) for group in self.groups) * sum(self.fronts) / layers
         counts = {id(columns): self._tokens_in(columns) for columns in self.computed}
-        more = sum(counts[id(columns)] for columns in self.computed) - layers * counts[id(self.computed[-1])]
-        return more / layers
+        recomputed = sum(counts[id(columns)] for columns in self.computed) - layers * counts[id(self.computed[-1])]
+        return recomputed / layers
 
     @property
     def attended_tokens(self) -> float:
         """Number of restored tokens that layers with full attention may attend to, mean over these layers."""
         if self.budget_tokens is None or self.streamed:
             return self.restored_tokens
-        each = self.selected or (self.num_selected,)
+        selected = self.selected or (self.num_selected,)
         of_rows = [(len(group.rows), max(0, (self.suffix or 0) - group.pad)) for group in self.groups]
-        return sum(rows * min(columns, tokens) for rows, tokens in of_rows for columns in each) / len(each)
+        return sum(rows * min(columns, tokens) for rows, tokens in of_rows for columns in selected) / len(selected)
 
     def _tokens_in(self, columns: Columns) -> int:
         """Return the number of tokens, over all rows, at the given positions."""

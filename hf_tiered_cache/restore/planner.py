@@ -115,26 +115,28 @@ def make_plan(
     alike: dict[tuple[int, bytes], list[int]] = {}
     for row, pad in enumerate(history.pads):
         alike.setdefault((pad, whole_rows[row][pad:].tobytes()), []).append(row)
-    groups, found, restorable = [], [], columns
+    groups, lookups, restorable = [], [], columns
     for (pad, _), rows in alike.items():
-        held = max(0, base - pad) // HASH_TOKENS
-        pieces, tokens = [], held * HASH_TOKENS
-        for run, reader in match(history.prefix_hashes_with(rows[0], ids[rows[0]]), held):
+        cached_hashes = max(0, base - pad) // HASH_TOKENS
+        pieces, tokens = [], cached_hashes * HASH_TOKENS
+        for run, reader in match(history.prefix_hashes_with(rows[0], ids[rows[0]]), cached_hashes):
             pieces.append(SegmentSlice(reader, 0, run.num_hashes * HASH_TOKENS, run.start * HASH_TOKENS))
             tokens = run.stop * HASH_TOKENS
-        found.append(PrefixLookup(tuple(rows), held, tokens // HASH_TOKENS, tuple(piece.reader.id for piece in pieces)))
+        lookups.append(
+            PrefixLookup(tuple(rows), cached_hashes, tokens // HASH_TOKENS, tuple(piece.reader.id for piece in pieces))
+        )
         if find is not None:  # a part of a passage may begin among cached tokens
-            known = base - pad
-            start = tokens if tokens > known else max(0, known - (HASH_TOKENS - 1))
+            cached_tokens = base - pad
+            start = tokens if tokens > cached_tokens else max(0, cached_tokens - (HASH_TOKENS - 1))
             pieces += find(whole_rows[rows[0]][pad:], start)
         groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
         restorable = min(restorable, max(0, pad + tokens - base))
     if not any(group.pieces for group in groups):
-        return None, found  # padding alone is not worth a plan
+        return None, lookups  # padding alone is not worth a plan
     context = PlanContext(base, columns, restorable, must_compute, layers, tuple(groups))
     plan = Plan(base, columns, compute(context), tuple(groups))
     if defer is not None and not plan.exact:
         plan = replace(plan, under_way=defer(context))
     if not plan.restored_tokens and plan.computed[-1].shape[-1] == columns:
-        return None, found
-    return plan, found
+        return None, lookups
+    return plan, lookups

@@ -27,8 +27,8 @@ class PlanUnit(FetchUnit):
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        tokens = [tokens for _, _, tokens in self.pieces]
-        distinct = tokens[0] if len(tokens) == 1 else np.unique(np.concatenate(tokens))
+        token_sets = [tokens for _, _, tokens in self.pieces]
+        distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
         return self.reader.shape.chunks_of(self.block_group, distinct)
 
     @cached_property
@@ -101,19 +101,19 @@ class Prefetch:
         Raises:
             RestoreError: See `units`.
         """
-        wanted: dict[tuple[int, int], tuple[int, BlockGroup, Gather]] = {}
+        gathers: dict[tuple[int, int], tuple[int, BlockGroup, Gather]] = {}
         for unit in self.units(layer):
             for group, piece, tokens in unit.pieces:
                 row, shape = group.rows[0], unit.reader.shape
                 key = id(unit.block_group), row  # segments of one geometry share their KV cache groups
                 if key in self._gathers:
-                    wanted[key] = row, unit.block_group, self._gathers[key]
+                    gathers[key] = row, unit.block_group, self._gathers[key]
                     continue
-                gather = wanted.setdefault(key, (row, unit.block_group, Gather(shape, unit.block_group)))[2]
+                gather = gathers.setdefault(key, (row, unit.block_group, Gather(shape, unit.block_group)))[2]
                 shift = piece.at - piece.first + group.pad - self.plan.base - first_column
                 gather.add(shape, unit.blocks, tokens, tokens + shift)
-        self._gathers.update({key: gather for key, (_, _, gather) in wanted.items()})
-        return iter(wanted.values())
+        self._gathers.update({key: gather for key, (_, _, gather) in gathers.items()})
+        return iter(gathers.values())
 
     def done(self, layer: int) -> None:
         """Release the blocks that no layer after `layer` needs, and continue to fetch. Call when `layer` is filled."""
@@ -216,10 +216,10 @@ def restore_layer(
     for group in plan.groups:
         begin = max(0, group.pad - plan.base - first_column, low - first_column)  # where the row's tokens begin
         end = restored - first_column
-        one = group.rows[0]
+        first_row = group.rows[0]
         if begin < end and kind.rotated:
             rotated = keys if kind.rotated == "key" else values
-            rotate_(rotated[one : one + 1, :, begin:end], begin + first_column + plan.base - group.pad)
+            rotate_(rotated[first_row : first_row + 1, :, begin:end], begin + first_column + plan.base - group.pad)
         if begin or len(group.rows) > 1:
             for tensor in (keys, values):
                 share_row(tensor, group.rows, begin, end)

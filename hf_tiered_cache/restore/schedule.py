@@ -73,8 +73,8 @@ class Load:
 
     def behind(self, fronts: np.ndarray) -> np.ndarray:
         """Return the seconds, float `[n]`, to load what follows recomputed prefixes of these lengths, int64 `[n]`."""
-        left = np.append(np.cumsum(self.seconds[::-1])[::-1], 0.0)  # [blocks + 1]: from each block on
-        return left[np.searchsorted(self.ends, fronts, side="right")]
+        remaining = np.append(np.cumsum(self.seconds[::-1])[::-1], 0.0)  # [blocks + 1]: from each block on
+        return remaining[np.searchsorted(self.ends, fronts, side="right")]
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ class Streams:
     def seconds(self, fronts: np.ndarray) -> np.ndarray:
         """Return the seconds that the prompt takes, float `[n]`, for recomputed prefixes, int64 `[n, layers]`."""
         computed = self.suffix + self.compute(fronts) + self.restore * (self.tokens - fronts)  # [n, layers]
-        done, loaded = np.zeros(len(fronts)), np.zeros(len(fronts))
+        finished, loaded = np.zeros(len(fronts)), np.zeros(len(fronts))
         waiting = list(self.loads)
         for layer in range(fronts.shape[1]):
             while waiting and waiting[0].layers[0] == layer:
                 load = waiting.pop(0)
                 loaded = loaded + load.behind(fronts[:, load.layers[-1]])
-                done = np.maximum(done, loaded)
-            done = done + computed[:, layer]
-        return done
+                finished = np.maximum(finished, loaded)
+            finished = finished + computed[:, layer]
+        return finished
 
 
 def best_ratio(seconds: np.ndarray, may_compute_all: bool = True) -> float:
