@@ -30,7 +30,7 @@ from .cost_model import decided, with_least_fronts
 from .forward_pass import ForwardPass, RestoringForward
 from .prefill import can_be_cut, in_pieces
 from .recorder import Names, Recorder
-from .refine import SettlingForward
+from .refine import RefiningForward
 from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
 from .sequence import SequenceState
 from .spot_check import RestoredRun
@@ -80,8 +80,8 @@ class Serving:
         """State of the tokens before the cache began to run without the store, if there are any."""
         self.conversation: Conversation | None = None
         """Conversation that the cache continues, if it has an id."""
-        self.untold = True
-        """True if a prompt has begun that is still unreported."""
+        self.unreported = True
+        """True if a prompt begins with the next pass, or its first pass is not reported yet."""
         self.forward_pass: ForwardPass | None = None
         """Pass that is running, or None."""
         self.observer: CacheObserver | None = None
@@ -99,7 +99,7 @@ class Serving:
 
     def run(self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run one forward pass of the model; `kwargs` holds all its arguments by name."""
-        conversation, is_prompt = self.conversation, self.untold
+        conversation, is_prompt = self.conversation, self.unreported
         if conversation is not None:
             conversation.begin_pass(is_prompt, not cache.get_seq_length(), kwargs.get("input_ids"))
         with torch.no_grad():  # stored KV has no gradient
@@ -111,14 +111,14 @@ class Serving:
             else:
                 output = self._prefill(cache, *admitted, forward)
         if conversation is not None:
-            conversation.turns += is_prompt and not self.untold
+            conversation.turns += is_prompt and not self.unreported
         return output
 
     def _run_without_store(self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         output = self._run(cache, ForwardPass(cache, self.attachment, self.collector), forward, kwargs)
         self.collector.add(tokens_computed=count_tokens(kwargs))
-        if self.untold:
-            self._tell(self.bypass)
+        if self.unreported:
+            self._report_prompt(self.bypass)
         return output
 
     def _decode(
@@ -154,7 +154,7 @@ class Serving:
                 reason = reasons.LAYER_ORDER
         if replans < _REPLANS:
             reason = reasons.DAMAGED
-        elif plan is None and (self.untold or reason == reasons.LAYER_ORDER):
+        elif plan is None and (self.unreported or reason == reasons.LAYER_ORDER):
             reason = reason or self._why_nothing(request, sequence)
         else:
             reason = ""
@@ -162,8 +162,8 @@ class Serving:
         self._commit(cache, request, sequence, plan)
         for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.missed):
             self._explain_once(why)
-        if self.untold:
-            self._tell(self.bypass or reason, sequence.history.tokens_in(request.base))
+        if self.unreported:
+            self._report_prompt(self.bypass or reason, sequence.history.tokens_in(request.base))
         return output
 
     def _run_piece(
@@ -231,7 +231,7 @@ class Serving:
                 for geometry in {reader.shape.geometry for reader in plan.readers}:
                     if warning := self.method.geometry_warning(geometry):
                         self.store.disk.warn(warning, warning)
-            kind = RestoringForward if plan.under_way is None else SettlingForward
+            kind = RestoringForward if plan.under_way is None else RefiningForward
             forward_pass = kind(*common, plan=plan, store=self.store, method=self.method)
         if self.observer is not None:
             forward_pass.watch(self.observer, request.base + request.columns, sequence.history.pads)
@@ -315,12 +315,12 @@ class Serving:
         if self.bypass:
             return None
         ids = kwargs.get("input_ids")
-        identity = self.identify(closely=self.untold or ids is None or ids.shape[-1] > 1)
+        identity = self.identify(closely=self.unreported or ids is None or ids.shape[-1] > 1)
         admitted = identity if isinstance(identity, str) else self._understand(cache, kwargs, identity)
         if not isinstance(admitted, str):
             return admitted
         self._run_plain(admitted)
-        if not self.untold:
+        if not self.unreported:
             self._explain(admitted)
         return None
 
@@ -459,7 +459,7 @@ class Serving:
         Raises:
             CacheMismatchError: The cache is strict, and holds such positions.
         """
-        self.untold = True
+        self.unreported = True
         sequence, columns = self.sequence, cache.get_seq_length()
         if sequence is None:
             return 0
@@ -507,9 +507,9 @@ class Serving:
             self.sequence.recorder.seal()
             self.sequence, self.ended = None, self.sequence
 
-    def _tell(self, reason: str, tokens_kept: int = 0) -> None:
+    def _report_prompt(self, reason: str, tokens_kept: int = 0) -> None:
         """Count a prompt after its first pass, and report the result."""
-        self.untold = False
+        self.unreported = False
         self.collector.add(requests=1, tokens_kept=tokens_kept)
         if reason:
             self._explain(reason)

@@ -181,7 +181,7 @@ class RestoringForward(ForwardPass):
         self._recorded = None if plan.suffix is not None else plan.columns - plan.restored_until
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
-        self._parked: int | None = None
+        self._deferred_layer: int | None = None
         self._look_ahead: LookAhead | None = None
         self.fetcher = Fetcher(store.residency, collector, attachment.device_of, method.ahead_bytes)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
@@ -215,10 +215,10 @@ class RestoringForward(ForwardPass):
             output = super().run(forward, kwargs)
         except Exception as error:
             self.fetcher.confirm()  # report a damaged block first: it may have caused this error
-            if self._parked is None or not isinstance(error, RuntimeError):
+            if self._deferred_layer is None or not isinstance(error, RuntimeError):
                 raise
             raise self.cannot_select() from error
-        if self._parked is not None:
+        if self._deferred_layer is not None:
             raise self.cannot_select()
         self.fetcher.confirm()  # wait for the side stream; a damaged block undoes the pass
         if self.selection is not None:
@@ -340,13 +340,13 @@ class RestoringForward(ForwardPass):
             self._columns[key] = to_device(computed - first, device)
         return self._columns[key]
 
-    def park(self, layer: int) -> None:
-        if self._parked is not None:
+    def defer(self, layer: int) -> None:
+        if self._deferred_layer is not None:
             raise self.cannot_select()
-        self._parked = layer
+        self._deferred_layer = layer
 
-    def unpark(self) -> None:
-        self._parked = None
+    def resume(self) -> None:
+        self._deferred_layer = None
 
     def cannot_select(self) -> UnsupportedModelError:
         return cannot_select(self.method, self.attachment.model)
@@ -354,8 +354,11 @@ class RestoringForward(ForwardPass):
     def take_filled(self, layer: int) -> dict[str, Any] | None:
         return None
 
-    def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
+    def is_previewing(self, layer: int) -> bool:
         return False
+
+    def keep_filled(self, layer: int, filled: dict[str, Any]) -> None:
+        raise TypeError("only a deferred plan previews layers")
 
     def compares(self, layer: int) -> bool:
         return False

@@ -20,8 +20,8 @@ from ..store.memory import to_host
 from .forward_pass import RestoringForward
 
 
-class SettlingForward(RestoringForward):
-    """Pass that follows a deferred plan (see `UnderWay`), and selects at some layers what the later ones compute.
+class RefiningForward(RestoringForward):
+    """Pass that follows a deferred plan (see `UnderWay`), and narrows at some layers what the later ones compute.
 
     A layer that compares runs twice: up to its attention (the preview), on the positions that the previous layer
     computed, and then completely, on the positions selected by the comparison. The KV that it restores for the preview
@@ -31,7 +31,7 @@ class SettlingForward(RestoringForward):
     The attention of the query probe (the question) is summed over the layers up to the last comparison.
 
     Args:
-        plan, attachment, method, others: See `RestoringForward`.
+        cache, attachment, args, plan, method, kwargs: See `RestoringForward`.
     """
 
     method: Passages
@@ -45,8 +45,8 @@ class SettlingForward(RestoringForward):
         self.selects = can_select(attachment.config) and shows_queries(attachment.model)  # `attend` runs
         self._filled: dict[int, dict[str, Any]] = {}  # buffer state of the previewed layer
         self._to_compare = set(self._deferred.compare_layers)
-        self._peeking: int | None = None  # layer that runs up to its attention (preview)
-        self._moved: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
+        self._previewed_layer: int | None = None  # layer that runs up to its attention (preview)
+        self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
         self._attention: ProbeAttentionSum | None = None
         # positions of the sum include those in the cache, positions of a plan do not
         if self.selects and not plan.base and self._deferred.question_tokens:
@@ -57,8 +57,8 @@ class SettlingForward(RestoringForward):
         if self._attention is not None and not self.layers[layer].window:
             with self.collector.timing("select_seconds"):
                 self._attention.note(call)
-        if self._peeking == layer:
-            self._go_on(layer, first=layer)
+        if self._previewed_layer == layer:
+            self._narrow(layer, first=layer)
             raise _Previewed
         return super().attend(layer, call)
 
@@ -68,21 +68,21 @@ class SettlingForward(RestoringForward):
 
     def preview(self, layer: int, run: Callable[[], object]) -> None:
         """See `Scope`."""
-        self._peeking = layer
+        self._previewed_layer = layer
         try:
             with suppress(_Previewed):
                 run()
         finally:
-            self._peeking = None
+            self._previewed_layer = None
 
-    def _go_on(self, layer: int, first: int) -> None:
+    def _narrow(self, layer: int, first: int) -> None:
         """Select the positions computed from layer `first` on, by the KV deviation measured at `layer`."""
         plan = self.plan
-        assert self._moved is not None
+        assert self._kv_deviation is not None
         with self.collector.timing("select_seconds"):
             attention = None if self._attention is None else self._attention.result()
-            (moved,) = to_host(self._moved)
-            positions = self.method.narrow(self._deferred, layer, plan.computed[layer], moved, attention)
+            (kv_deviation,) = to_host(self._kv_deviation)
+            positions = self.method.narrow(self._deferred, layer, plan.computed[layer], kv_deviation, attention)
         plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
         self.plan = self.prefetch.plan = plan
         self._columns.clear()  # keyed by arrays of the old plan
@@ -97,18 +97,18 @@ class SettlingForward(RestoringForward):
         return layer in self._to_compare
 
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
-        self._moved = self.method.kv_deviation(stored, computed)
-        if self._peeking != layer:
-            self._go_on(layer, first=layer + 1)
+        self._kv_deviation = self.method.kv_deviation(stored, computed)
+        if self._previewed_layer != layer:
+            self._narrow(layer, first=layer + 1)
 
     def take_filled(self, layer: int) -> dict[str, Any] | None:
         return self._filled.pop(layer, None)
 
-    def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
-        if self._peeking != layer:
-            return False
+    def is_previewing(self, layer: int) -> bool:
+        return self._previewed_layer == layer
+
+    def keep_filled(self, layer: int, filled: dict[str, Any]) -> None:
         self._filled[layer] = filled
-        return True
 
 
 class _Previewed(Exception):

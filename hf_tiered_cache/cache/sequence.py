@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ class SequenceState:
         method = self.method
         with collector.timing("match_seconds"):
             self._asked = request.ids.to("cpu", torch.int64).numpy()
-            find, defer = (self._finder(method), method.under_way) if isinstance(method, Passages) else (None, None)
+            find, defer = (self._finder, method.under_way) if isinstance(method, Passages) else (None, None)
             plan, lookups = make_plan(
                 self.history,
                 self._asked,
@@ -140,8 +140,19 @@ class SequenceState:
         streamed = self.stored_in_pieces > 0 or method.streams(plan.columns - suffix)
         return replace(plan, budget_tokens=int(budget), streamed=streamed)
 
-    def _finder(self, method: Passages) -> PassageFinder:
-        return passage_finder(self.store, method, self.config, self.identity.fingerprint, self.regime, self._segments)
+    @cached_property
+    def _finder(self) -> PassageFinder:
+        """Finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
+        method, store = self.method, self.store
+        assert isinstance(method, Passages)
+        sink, ranked_by = method.sink_token(self.config), method.ranked_by
+        regimes = dict.fromkeys((self.regime, rope_regime(self.config, 1) or ""))
+        hashers = (store.passage_hasher(self.identity.fingerprint, method.passages, sink, name) for name in regimes)
+
+        def scores(reader: SegmentReader) -> np.ndarray | None:
+            return store.rankings.of(reader).get(ranked_by) if ranked_by else None
+
+        return PassageFinder(tuple(hashers), sink, store.find_parts, store.found_passage, self._segments, scores)
 
     def _usable_hashes(self, shape: SegmentShape) -> int:
         usable = self.method.usable_hashes(shape)
@@ -198,7 +209,7 @@ class SequenceState:
         ids, self._asked = request.ids if self._asked is None else self._asked, None  # avoids a second device copy
         unsealed = self.recorder.end(ids, computed, request.revocable)
         if self.tells_passages and columns > 1:
-            self._tell_passages(plan, collector)
+            self._report_passages(plan, collector)
         if request.text < columns:
             self.recorder.crop(columns - request.text)
             return reasons.IMAGES
@@ -229,13 +240,13 @@ class SequenceState:
             tokens_attended=attended - min(before, attended),
         )
 
-    def _tell_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
+    def _report_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
         """Report what became of the passages so far."""
         method = self.method
         assert isinstance(method, Passages)
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
-        ids, finder = self.history.ids(), self._finder(method)
+        ids, finder = self.history.ids(), self._finder
         rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
         passages = self._report.passage_stats(rows, finder.hashers, self._segments)
         collector.tell_passages(passages)
@@ -279,23 +290,3 @@ class SequenceState:
         twin.history = twin.recorder.history
         twin._report = self._report.fork()
         return twin
-
-
-def passage_finder(
-    store: Storage,
-    method: Passages,
-    config: PreTrainedConfig,
-    fingerprint: str,
-    regime: str,
-    begins: tuple[int, ...] | None = None,
-) -> PassageFinder:
-    """Return a finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
-    sink = method.sink_token(config)
-    regimes = dict.fromkeys((regime, rope_regime(config, 1) or ""))
-    hashers = tuple(store.passage_hasher(fingerprint, method.passages, sink, rope) for rope in regimes)
-    ranked_by = method.ranked_by
-
-    def scores(reader: SegmentReader) -> np.ndarray | None:
-        return store.rankings.of(reader).get(ranked_by) if ranked_by else None
-
-    return PassageFinder(hashers, sink, store.find_parts, store.found_passage, begins, scores)

@@ -250,7 +250,7 @@ class StoredCache(Cache, ServedCache):
         twin.count_into(serving.collector.total)
         twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
         twin.kv_sources = kv_sources(twin.layers)
-        twin._serving.bypass, twin._serving.untold = serving.bypass, serving.untold
+        twin._serving.bypass, twin._serving.unreported = serving.bypass, serving.unreported
         if serving.sequence is not None:
             twin._serving.follow(twin, serving.sequence.fork(twin._serving.collector))
         if serving.observer is not None:

@@ -55,10 +55,10 @@ class RestoringPass(Pass, Protocol):
         Layers that compute the same positions share one tensor.
         """
 
-    def park(self, layer: int) -> None:
+    def defer(self, layer: int) -> None:
         """Defer a layer: its computed keys and values are appended, and its queries will select the restored ones."""
 
-    def unpark(self) -> None:
+    def resume(self) -> None:
         """Resume the deferred layer."""
 
     def cannot_select(self) -> UnsupportedModelError:
@@ -67,12 +67,11 @@ class RestoringPass(Pass, Protocol):
     def take_filled(self, layer: int) -> dict[str, Any] | None:
         """Remove and return the kept state of a layer's buffer with its restored KV, or None."""
 
-    def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
-        """Keep the state of a layer's filled buffer if the layer runs only up to its attention now.
+    def is_previewing(self, layer: int) -> bool:
+        """Return whether the layer runs only up to its attention now."""
 
-        Returns:
-            Whether the state was kept; `take_filled` returns it when the layer is computed.
-        """
+    def keep_filled(self, layer: int, filled: dict[str, Any]) -> None:
+        """Keep the state of a previewed layer's filled buffer until the layer is computed (see `take_filled`)."""
 
     def compares(self, layer: int) -> bool:
         """Return whether to compare the stored and computed KV of a layer now."""

@@ -90,7 +90,8 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
         first = max(0, plan.first_kept(self.window)) if self.window else 0
-        before = None if plan.under_way is None else self.snapshot()
+        is_preview = plan.under_way is not None and restoring.is_previewing(self.index)
+        before = self.snapshot() if is_preview else None
         filled = None if plan.under_way is None else restoring.take_filled(self.index)
         if filled is None:
             self._announced()
@@ -117,7 +118,8 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             restoring.compare(self.index, stored, (key_states, value_states))
         for target, computed in ((keys, key_states), (values, value_states)):
             _put(target, columns, computed)
-        if before is not None and restoring.may_fill(self.index, self.snapshot()):
+        if before is not None:
+            restoring.keep_filled(self.index, self.snapshot())
             self.rollback(before)
             return keys, values
         return self._visible(None)

@@ -64,7 +64,7 @@ class SelectedSource(DenseSource):
         """See `KVSource`."""
         super().end_pass()
         self._pre_rope = None
-        self._parked: tuple[PreRopeKV, torch.Tensor] | None = None
+        self._deferred: tuple[PreRopeKV, torch.Tensor] | None = None
 
     def _restore(
         self,
@@ -79,8 +79,8 @@ class SelectedSource(DenseSource):
         check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
         if pre_rope.rotated == "value":
             raise restoring.cannot_select()
-        restoring.park(self.index)
-        self._parked = pre_rope, key_states
+        restoring.defer(self.index)
+        self._deferred = pre_rope, key_states
         return key_states, value_states
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
@@ -92,10 +92,10 @@ class SelectedSource(DenseSource):
             return keys, values
         if restoring.plan.budget_tokens is None:
             return keys, values
-        if self._parked is None or self._parked[1] is not keys:
+        if self._deferred is None or self._deferred[1] is not keys:
             raise restoring.cannot_select()
-        (pre_rope, _), self._parked = self._parked, None
-        restoring.unpark()
+        (pre_rope, _), self._deferred = self._deferred, None
+        restoring.resume()
         plan, selection, rotate_ = restoring.plan, restoring.selection, _rotation(restoring, pre_rope)
         output: torch.Tensor | None = None
         if restoring.streamed is not None:
