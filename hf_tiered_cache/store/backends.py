@@ -80,6 +80,6 @@ def _opener(address: str) -> Opener:
     match = _ADDRESS.fullmatch(address)
     scheme = match[1] if match else ""
     if scheme not in BACKENDS:
-        known = f"there are: {', '.join(BACKENDS)}" if len(BACKENDS) else "none is registered"
-        raise ConfigError(f"unknown backend {scheme!r} in the address {address!r}; {known}")
+        choices = f"there are: {', '.join(BACKENDS)}" if len(BACKENDS) else "none is registered"
+        raise ConfigError(f"unknown backend {scheme!r} in the address {address!r}; {choices}")
     return BACKENDS[scheme]

@@ -109,8 +109,8 @@ class SegmentRow:
 
     def fits(self, header: SegmentHeader, chain: bytes) -> bool:
         """Return whether the row agrees with its file, so that a lookup by the row finds what the file contains."""
-        own = SegmentRow.of(header, chain, self.nbytes)
-        return self == replace(own, **{name: getattr(self, name) for name in _OWN_FIELDS})
+        expected = SegmentRow.of(header, chain, self.nbytes)
+        return self == replace(expected, **{name: getattr(self, name) for name in _OWN_FIELDS})
 
     @property
     def hashes(self) -> set[bytes]:
@@ -167,10 +167,10 @@ class Catalogue:
         """Return the usable, unexpired segments whose chain begins with one of `prefix_hashes`."""
         rows: list[SegmentRow] = []
         for i in range(0, len(prefix_hashes), _MOST_PARAMETERS):
-            some = prefix_hashes[i : i + _MOST_PARAMETERS]
-            where = f"WHERE first IN ({', '.join('?' * len(some))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
+            batch = prefix_hashes[i : i + _MOST_PARAMETERS]
+            where = f"WHERE first IN ({', '.join('?' * len(batch))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
             now = time.time()
-            rows += self._query(where, (*some, now, now))
+            rows += self._query(where, (*batch, now, now))
         return rows
 
     def passages_since(self, number: int) -> list[tuple[int, str, bytes]]:
@@ -182,9 +182,9 @@ class Catalogue:
         """Return the given segments that exist, are usable and have not expired."""
         rows: list[SegmentRow] = []
         for i in range(0, len(ids), _MOST_PARAMETERS):
-            some, now = ids[i : i + _MOST_PARAMETERS], time.time()
-            where = f"WHERE id IN ({', '.join('?' * len(some))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
-            rows += self._query(where, (*some, now, now))
+            batch, now = ids[i : i + _MOST_PARAMETERS], time.time()
+            where = f"WHERE id IN ({', '.join('?' * len(batch))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
+            rows += self._query(where, (*batch, now, now))
         return rows
 
     def get(self, segment_id: str) -> SegmentRow | None:

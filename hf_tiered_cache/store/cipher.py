@@ -206,23 +206,23 @@ def cipher_of(key: bytes | str | None) -> Plain:
 
 def _key_of(key: bytes | str) -> bytes:
     """Return the key as 32 bytes. Raises ConfigError, which must not show the given value."""
-    found = b""
+    key_bytes = b""
     if isinstance(key, bytes | bytearray):
-        found = bytes(key)
+        key_bytes = bytes(key)
     elif isinstance(key, str) and re.fullmatch(f"[0-9a-fA-F]{{{2 * KEY_BYTES}}}", key):
-        found = bytes.fromhex(key)
+        key_bytes = bytes.fromhex(key)
     elif isinstance(key, str) and re.fullmatch(r"[0-9A-Za-z+/_-]{43}=?", key):
         try:
-            found = base64.b64decode(key.rstrip("=").replace("-", "+").replace("_", "/") + "=", validate=True)
+            key_bytes = base64.b64decode(key.rstrip("=").replace("-", "+").replace("_", "/") + "=", validate=True)
         except binascii.Error:
-            found = b""
-    if len(found) != KEY_BYTES:
-        del key, found  # tracebacks may show variables
+            key_bytes = b""
+    if len(key_bytes) != KEY_BYTES:
+        del key, key_bytes  # tracebacks may show variables
         raise ConfigError(
             f"the key is invalid; pass {KEY_BYTES} secret bytes (secrets.token_bytes({KEY_BYTES})), or these bytes as "
             f"{2 * KEY_BYTES} hexadecimal digits or in base64"
         )
-    return found
+    return key_bytes
 
 
 def read_key_file(path: Path | None) -> bytes | None:

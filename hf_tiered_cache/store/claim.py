@@ -160,9 +160,9 @@ def _check_kinds(tree: FolderTree) -> None:
             mode = os.stat(name, dir_fd=tree.root_descriptor, follow_symlinks=False).st_mode
             if S_ISDIR(mode) if name in FOLDERS else S_ISREG(mode):
                 continue
-            what = "a link" if S_ISLNK(mode) else f"not a {'folder' if name in FOLDERS else 'regular file'}"
+            kind = "a link" if S_ISLNK(mode) else f"not a {'folder' if name in FOLDERS else 'regular file'}"
             raise StoreError(
-                f"{tree.path / name} is {what}, so a store cannot use it; remove it, or choose another folder"
+                f"{tree.path / name} is {kind}, so a store cannot use it; remove it, or choose another folder"
             )
 
 

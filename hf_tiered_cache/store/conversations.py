@@ -74,17 +74,17 @@ class ConversationRecord:
     def decode(cls, data: bytes) -> ConversationRecord:
         """Decode the content of a file. Raises FormatError."""
         with decoded(data, FORMAT_VERSION, "a conversation") as facts:
-            found = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
-            found = replace(found, segments=tuple(found.segments), model=dict(found.model))
-            texts = [found.id, found.fingerprint, found.provenance, found.method, *found.segments]
-            texts += [*found.model, *found.model.values()]
-            whole = found.tokens, found.turns, found.nbytes
-            sound = all(isinstance(text, str) for text in texts) and all(map(_NAME.fullmatch, found.segments))
-            sound &= all(type(number) is int and 0 <= number < 1 << 63 for number in whole)
-            sound &= are_times(found.created, found.suspended)
+            record = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
+            record = replace(record, segments=tuple(record.segments), model=dict(record.model))
+            texts = [record.id, record.fingerprint, record.provenance, record.method, *record.segments]
+            texts += [*record.model, *record.model.values()]
+            counts = record.tokens, record.turns, record.nbytes
+            sound = all(isinstance(text, str) for text in texts) and all(map(_NAME.fullmatch, record.segments))
+            sound &= all(type(number) is int and 0 <= number < 1 << 63 for number in counts)
+            sound &= are_times(record.created, record.suspended)
         if not sound:
             raise FormatError("not a valid record of a conversation")
-        return found
+        return record
 
 
 @dataclass(frozen=True)
@@ -168,16 +168,16 @@ class Conversations:
         Args:
             rows: rows of all stored segments.
         """
-        there = {row.id: row for row in rows}
-        found = [_describe(record, there, self.holder(record.id)) for record in self.all()]
-        return sorted(found, key=lambda info: info.used)
+        stored_rows = {row.id: row for row in rows}
+        infos = [_describe(record, stored_rows, self.holder(record.id)) for record in self.all()]
+        return sorted(infos, key=lambda info: info.used)
 
     def only_of(self, ids: Collection[str]) -> set[str]:
         """Return the segments that belong to these conversations and to no other one."""
-        mine, others = set[str](), set[str]()
+        own_segments, other_segments = set[str](), set[str]()
         for record in self.all():
-            (mine if record.id in ids else others).update(record.segments)
-        return mine - others
+            (own_segments if record.id in ids else other_segments).update(record.segments)
+        return own_segments - other_segments
 
     def write(self, record: ConversationRecord, room: Room) -> None:
         """Write a record in place of the previous one (see `Records.write`). The caller owns the conversation."""
@@ -197,18 +197,18 @@ class Conversations:
             for conversation_id in ids:
                 self._records.delete(_file_name(conversation_id))
 
-    def sweep(self, there: Collection[str], dry_run: bool = False) -> list[str]:
+    def sweep(self, stored_ids: Collection[str], dry_run: bool = False) -> list[str]:
         """Delete records that are damaged or have no segment left, and the locks of dead processes.
 
         Args:
-            there: ids of all stored segments.
+            stored_ids: ids of all stored segments.
             dry_run: whether to delete nothing.
 
         Returns:
             Paths of the deleted records, or with `dry_run` of those to be deleted. Conversations in use are kept.
         """
         removed = self._records.sweep(
-            lambda record: any(segment in there for segment in record.segments),
+            lambda record: any(segment in stored_ids for segment in record.segments),
             lambda name: self._files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX),
             dry_run,
         )
@@ -233,10 +233,12 @@ def _file_name(conversation_id: str) -> str:
     return conversation_name(conversation_id) + RECORD_SUFFIX
 
 
-def _describe(record: ConversationRecord, there: Mapping[str, SegmentRow], holder: Holder | None) -> ConversationInfo:
+def _describe(
+    record: ConversationRecord, stored_rows: Mapping[str, SegmentRow], holder: Holder | None
+) -> ConversationInfo:
     tokens = 0
     for segment in record.segments:
-        row = there.get(segment)
+        row = stored_rows.get(segment)
         if row is None or row.position > tokens or (row.expires is not None and row.expires <= time.time()):
             break
         tokens = row.position + row.tokens * row.valid_hashes // (len(row.chain) // len(row.first))
@@ -250,9 +252,9 @@ def _describe(record: ConversationRecord, there: Mapping[str, SegmentRow], holde
         turns=record.turns,
         tokens=record.tokens,
         tokens_there=min(tokens, record.tokens),
-        bytes=sum(there[segment].nbytes for segment in record.segments if segment in there),
+        bytes=sum(stored_rows[segment].nbytes for segment in record.segments if segment in stored_rows),
         segments=list(record.segments),
-        evicted=[segment for segment in record.segments if segment not in there],
+        evicted=[segment for segment in record.segments if segment not in stored_rows],
         created=record.created,
         used=used,
         in_use_by=None if holder is None else holder.pid or 0,

@@ -181,9 +181,9 @@ class Database:
         path = files.where(CATALOGUE, CATALOGUE_NAME)
         if files.find(CATALOGUE, CATALOGUE_NAME) is None:  # with mode 0600, which SQLite gives its other files too
             files.make_empty(CATALOGUE, CATALOGUE_NAME)
-        made = files.find(CATALOGUE, CATALOGUE_NAME)
+        status = files.find(CATALOGUE, CATALOGUE_NAME)
         db = self._connect(str(path))
-        if made is None or not os.path.samestat(made, os.stat(path, follow_symlinks=False)):  # SQLite opens by path
+        if status is None or not os.path.samestat(status, os.stat(path, follow_symlinks=False)):  # SQLite opens by path
             db.close()
             raise sqlite3.OperationalError(f"{path} was replaced")
         return db

@@ -115,8 +115,8 @@ class Checksums:
         yield blocks, block_digests(blocks, linear)
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
-        found = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
-        bad = np.flatnonzero(found != digests["xxh3"])
+        sums = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
+        bad = np.flatnonzero(sums != digests["xxh3"])
         return int(bad[0]) if len(bad) else None
 
     def tag(self, head: bytes) -> bytes:

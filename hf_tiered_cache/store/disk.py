@@ -182,8 +182,8 @@ class SegmentStore:
         if isinstance(error, IntegrityError):
             if error.version is None:
                 return True
-            found = self.backend.find(segment_id)
-            return found is not None and found.version == error.version
+            entry = self.backend.find(segment_id)
+            return entry is not None and entry.version == error.version
         try:
             return read_head(partial(self.backend.head, segment_id), self.cipher).header.id != segment_id
         except NotOursError:
@@ -193,8 +193,8 @@ class SegmentStore:
 
     def other_key(self) -> str | None:
         """Return the id of a key of the encrypted segments, if this store has a key and none of them uses it."""
-        others = self._keys - {self.cipher.key_id}
-        return min(others) if self.cipher.key_id and others == self._keys != set() else None
+        other_keys = self._keys - {self.cipher.key_id}
+        return min(other_keys) if self.cipher.key_id and other_keys == self._keys != set() else None
 
     def continuing(self, rows: Collection[SegmentRow]) -> list[SegmentRow]:
         """Return the segments that continue these, directly or indirectly. Unreadable segments are skipped."""
@@ -289,17 +289,17 @@ class SegmentStore:
             OSError: the size cannot be determined.
         """
         written = self.backend.usage()  # first: a file that is published meanwhile must count twice rather than never
-        listed = self.index.listed_bytes()
-        if listed is None:  # no shared catalogue, or a new one, which may lack segments of other processes
+        segment_bytes = self.index.listed_bytes()
+        if segment_bytes is None:  # no shared catalogue, or a new one, which may lack segments of other processes
             total = sum(map(self.nbytes_of, self.backend.names()))
         else:
-            total = listed + sum(map(self.nbytes_of, self.index.unlisted))
+            total = segment_bytes + sum(map(self.nbytes_of, self.index.unlisted))
         return total + quota.CATALOGUE_GROWTH + written + sum(self.backend.sidecars().values())
 
     def nbytes_of(self, segment_id: str) -> int:
         """Return the bytes that a segment takes on disk; 0 if it is gone. Raises OSError."""
-        found = self.backend.find(segment_id)
-        return 0 if found is None else found.nbytes
+        stored = self.backend.find(segment_id)
+        return 0 if stored is None else stored.nbytes
 
     def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
         """Evict segments until `nbytes` more fit. The caller holds the backend's lock.
@@ -315,17 +315,17 @@ class SegmentStore:
         self.clean_up()
         self.forget_lost_readers()
         used = 0 if self.limits.quota is None else self.used_bytes()
-        needed, wanted = self.limits.shortfall(nbytes, used, self.backend.free())
-        if wanted <= 0:
+        needed, desired = self.limits.shortfall(nbytes, used, self.backend.free())
+        if desired <= 0:
             return
         swept = sum(self.sidecars.sweep().values())
-        needed, wanted = needed - swept, wanted - swept
-        found = self.victims(wanted, spared)
-        if sum(nbytes for _, nbytes in found) < needed:
+        needed, desired = needed - swept, desired - swept
+        candidates = self.victims(desired, spared)
+        if sum(nbytes for _, nbytes in candidates) < needed:
             raise QuotaError(
                 f"no room for {nbytes} bytes; raise disk_quota, lower free_space_floor, or free space on the disk"
             )
-        self.evict(found)
+        self.evict(candidates)
 
     def victims(self, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
         """Select the segments to evict until `nbytes` are freed, except pinned ones and `but`.
@@ -377,18 +377,18 @@ class SegmentStore:
         return removed
 
     def _remove(self, ids: Collection[str]) -> tuple[int, OSError | None]:
-        gone, removed, failed = [], 0, None
+        removed_ids, removed, failed = [], 0, None
         self._removed.extend(ids)
         self.sidecars.remove(ids)  # first, so that no sidecar remains without its segment
         for segment_id in ids:
             try:
                 removed += self.backend.delete(segment_id)
-                gone.append(segment_id)
+                removed_ids.append(segment_id)
                 self.backend.pin(segment_id, False)
             except OSError as error:
                 failed = error
-        self.let_go(gone)
-        self.index.remove(gone)
+        self.let_go(removed_ids)
+        self.index.remove(removed_ids)
         return removed, failed
 
     def let_go(self, ids: Collection[str]) -> None:

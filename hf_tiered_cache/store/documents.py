@@ -36,11 +36,11 @@ def passage_name(chain: bytes) -> str:
 
 def by_passage(rows: Iterable[SegmentRow]) -> dict[str, list[SegmentRow]]:
     """Group the segments of passages by passage name: one each, or several if a passage has several layouts."""
-    found: dict[str, list[SegmentRow]] = {}
+    rows_by_passage: dict[str, list[SegmentRow]] = {}
     for row in rows:
         if row.scan:  # only passages have scan hashes
-            found.setdefault(passage_name(row.chain), []).append(row)
-    return found
+            rows_by_passage.setdefault(passage_name(row.chain), []).append(row)
+    return rows_by_passage
 
 
 def check_label(label: str) -> None:
@@ -88,18 +88,18 @@ class DocumentRecord:
     def decode(cls, data: bytes) -> DocumentRecord:
         """Decode the content of a file. Raises FormatError."""
         with decoded(data, FORMAT_VERSION, "a document") as facts:
-            found = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
-            found = replace(
-                found, passages=tuple(found.passages), leaving=tuple(found.leaving), model=dict(found.model)
+            record = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
+            record = replace(
+                record, passages=tuple(record.passages), leaving=tuple(record.leaving), model=dict(record.model)
             )
-            texts = [*found.key, *found.model, *found.model.values()]
+            texts = [*record.key, *record.model, *record.model.values()]
             sound = all(isinstance(text, str) for text in texts)
-            sound &= all(map(_NAME.fullmatch, (*found.passages, *found.leaving)))
-            sound &= type(found.tokens) is int and 0 <= found.tokens < 1 << 63
-            sound &= are_times(found.created, found.changed)
+            sound &= all(map(_NAME.fullmatch, (*record.passages, *record.leaving)))
+            sound &= type(record.tokens) is int and 0 <= record.tokens < 1 << 63
+            sound &= are_times(record.created, record.changed)
         if not sound:
             raise FormatError("not a valid record of a document")
-        return found
+        return record
 
 
 @dataclass(frozen=True)
@@ -162,31 +162,31 @@ class Documents:
             rows: rows of all stored segments.
             label: label of the documents; None for all.
         """
-        there, every = by_passage(rows), self.all()
+        stored_rows, records = by_passage(rows), self.all()
         named: dict[str, int] = {}
-        for record in every:
+        for record in records:
             for name in set(record.passages):
                 named[name] = named.get(name, 0) + 1
-        return [_describe(record, there, named) for record in every if label in (None, record.label)]
+        return [_describe(record, stored_rows, named) for record in records if label in (None, record.label)]
 
-    def only_of(self, gone: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
+    def only_of(self, leaving: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
         """Return the given passages that no record uses, except the records to be deleted.
 
         Args:
-            gone: records to be deleted.
+            leaving: records to be deleted.
             names: names of passages.
 
         Raises:
             NewerFormatError: there is a record that this version cannot read. OSError: one cannot be read now.
         """
-        keys, left = {record.key for record in gone}, set(names)
+        keys, unused = {record.key for record in leaving}, set(names)
         with suppress(FileNotFoundError):
-            self._spare(keys, left)
-        return left
+            self._spare(keys, unused)
+        return unused
 
-    def _spare(self, keys: Collection[tuple[str, str, str]], left: set[str]) -> None:
+    def _spare(self, keys: Collection[tuple[str, str, str]], unused: set[str]) -> None:
         """Remove from `left` the passages of all records except those with `keys`. Raises as `only_of`."""
-        for name in self._records.files.names(DOCUMENT) if left else ():
+        for name in self._records.files.names(DOCUMENT) if unused else ():
             try:
                 record = self._records.read(name)
             except NewerFormatError:
@@ -194,7 +194,7 @@ class Documents:
             except (FormatError, FileNotFoundError):
                 continue
             if record.key not in keys:
-                left.difference_update(record.passages)
+                unused.difference_update(record.passages)
 
     def write(self, records: Sequence[DocumentRecord], room: Room) -> None:
         """Write records in place of the previous ones (see `Records.write`). The caller holds the store's lock."""
@@ -241,11 +241,11 @@ def changed(
 
 
 def _describe(
-    record: DocumentRecord, there: Mapping[str, Collection[SegmentRow]], named: Mapping[str, int]
+    record: DocumentRecord, stored_rows: Mapping[str, Collection[SegmentRow]], named: Mapping[str, int]
 ) -> DocumentInfo:
-    rows = {name: there[name] for name in record.passages if name in there}
-    segments = [row for every in rows.values() for row in every]
-    tokens = sum(max(_usable(row) for row in every) for every in rows.values())
+    rows = {name: stored_rows[name] for name in record.passages if name in stored_rows}
+    segments = [row for layouts in rows.values() for row in layouts]
+    tokens = sum(max(_usable(row) for row in layouts) for layouts in rows.values())
     return DocumentInfo(
         label=record.label,
         model=dict(record.model),

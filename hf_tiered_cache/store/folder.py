@@ -98,13 +98,13 @@ class FolderBackend:
         return [name.removesuffix(SEGMENT_SUFFIX) for name in self.files.names(SEGMENT)]
 
     def sidecars(self) -> dict[str, int]:
-        found = {}
+        nbytes_by_name = {}
         with suppress(FileNotFoundError):  # a read-only store of an older version
             for name in self.files.names(SIDECAR):
                 stored = self.find(name)
                 if stored is not None:  # otherwise deleted meanwhile
-                    found[name] = stored.nbytes
-        return found
+                    nbytes_by_name[name] = stored.nbytes
+        return nbytes_by_name
 
     def find(self, segment_id: str) -> Stored | None:
         status = self.files.find(*file_of(segment_id))
@@ -165,18 +165,18 @@ class FolderBackend:
         """See `SegmentBackend`. Syncs file data first, then folders."""
         with self._lock:
             waiting, self._unsynced = list(self._unsynced), {}
-        kinds, done = {file_of(name)[0].folder: name for name in waiting}, 0
+        kinds, num_synced = {file_of(name)[0].folder: name for name in waiting}, 0
         try:
             for name in waiting:
                 with suppress(FileNotFoundError):  # evicted meanwhile
                     self.files.sync(*file_of(name))
-                done += 1
+                num_synced += 1
             for name in kinds.values():
                 self.files.sync(file_of(name)[0])
         except OSError:
             with self._lock:
                 # retrying any file of a folder also syncs the folder
-                self._unsynced = dict.fromkeys([*waiting[done:], *kinds.values()]) | self._unsynced
+                self._unsynced = dict.fromkeys([*waiting[num_synced:], *kinds.values()]) | self._unsynced
             raise
 
     def pin(self, segment_id: str, pinned: bool) -> None:

@@ -155,13 +155,13 @@ def _sections_of_tables(shape: SegmentShape) -> dict[str, bytes]:
     if (tables := shape.tables) is None:
         return {}
     if (by_layer := tables.as_layers(shape.block_groups, len(shape.layout.layers))) is not None:
-        found = {"order": by_layer.astype("<u4").tobytes()}
+        sections = {"order": by_layer.astype("<u4").tobytes()}
     else:
         numbers = np.array([len(tables.slot_of_token)]), tables.of_group, tables.slot_of_token
-        found = {"tables": b"".join(each.astype("<u4").tobytes() for each in numbers)}
+        sections = {"tables": b"".join(array.astype("<u4").tobytes() for array in numbers)}
     if tables.importance is not None:
-        found["importance"] = tables.importance.astype("<f4").tobytes()
-    return found
+        sections["importance"] = tables.importance.astype("<f4").tobytes()
+    return sections
 
 
 def _optional_sections(header: SegmentHeader) -> dict[str, bytes]:
@@ -183,12 +183,12 @@ def _lay_out(header: SegmentHeader, num_hashes: int, of_tables: Mapping[str, int
         **of_tables,
         "blocks": header.shape.blocks_bytes,
     }
-    found: dict[str, Any] = {}
+    locations: dict[str, Any] = {}
     offset = HEADER_BYTES
     for name in _SECTIONS:
-        found[name] = Section(offset, aligned(nbytes.get(name, 0)))
-        offset += found[name].nbytes
-    return replace(header, **found)
+        locations[name] = Section(offset, aligned(nbytes.get(name, 0)))
+        offset += locations[name].nbytes
+    return replace(header, **locations)
 
 
 def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
@@ -201,12 +201,12 @@ def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.n
         guard: guard of the blocks; computes the tag if the file is encrypted.
     """
     data = {"chain": b"".join(prefix_hashes), "digests": digests.tobytes(), **_optional_sections(header)}
-    found = {}
+    fields = {}
     for name in _SECTIONS[:-1]:
         section = getattr(header, name)
         data[name] = data.get(name, b"").ljust(section.nbytes, b"\0")
-        found[name] = replace(section, digest=xxh3(data[name]))
-    header = replace(header, **found)
+        fields[name] = replace(section, digest=xxh3(data[name]))
+    header = replace(header, **fields)
     tables = b"".join(data[name] for name in _SECTIONS[:-1])
     page = _encode_page(header, len(prefix_hashes))
     page[len(page) - _tag_bytes(header) :] = guard.tag(bytes(page) + tables)
@@ -260,8 +260,8 @@ def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes
     """Encode the header's JSON with label and model description; their longest texts are cut until it fits `room`."""
     names = {"": header.label, **header.model}  # "" is the key of the label
     while True:
-        said = {"label": names.get(""), "model": {name: value for name, value in names.items() if name}}
-        text = _encode_json(data | {name: value for name, value in said.items() if value})
+        header_names = {"label": names.get(""), "model": {name: value for name, value in names.items() if name}}
+        text = _encode_json(data | {name: value for name, value in header_names.items() if value})
         if len(text) <= room or not names:
             return text
         longest = max(names, key=lambda name: len(names[name]))
@@ -292,8 +292,8 @@ def _version(header: SegmentHeader) -> int:
 
 def sections(header: SegmentHeader) -> dict[str, Section]:
     """Return the sections by name, in the order of the file, without absent optional sections."""
-    every = {name: getattr(header, name) for name in _SECTIONS}
-    return {name: section for name, section in every.items() if section.nbytes or name not in _OPTIONAL}
+    all_sections = {name: getattr(header, name) for name in _SECTIONS}
+    return {name: section for name, section in all_sections.items() if section.nbytes or name not in _OPTIONAL}
 
 
 def _extents(header: SegmentHeader) -> dict[str, tuple[int, int]]:
@@ -344,9 +344,9 @@ def _check_sections(header: SegmentHeader, num_hashes: int) -> None:
     laid = _lay_out(header, num_hashes, {name: size for name, size in most.items() if getattr(header, name).nbytes})
     right = _extents(laid) == _extents(header)
     if header.tables.nbytes:
-        found, end = sections(header), HEADER_BYTES
-        right = all(section.nbytes <= getattr(laid, name).nbytes for name, section in found.items())
-        for section in found.values():
+        sections_in_header, end = sections(header), HEADER_BYTES
+        right = all(section.nbytes <= getattr(laid, name).nbytes for name, section in sections_in_header.items())
+        for section in sections_in_header.values():
             right, end = right and section.offset == end, end + section.nbytes
     if not right:
         raise FormatError("the header's offsets do not match its geometry")
@@ -390,8 +390,10 @@ def _check_provenance(header: SegmentHeader) -> None:
 
     Lossy KV must never be used as exact KV, whichever program wrote the file.
     """
-    if (codec := header.shape.geometry.codec) != (said := codec_in(header.provenance)):
-        raise FormatError(f"blocks are stored as {codec}, but the provenance {header.provenance!r} specifies {said}")
+    if (codec := header.shape.geometry.codec) != (named_codec := codec_in(header.provenance)):
+        raise FormatError(
+            f"blocks are stored as {codec}, but the provenance {header.provenance!r} specifies {named_codec}"
+        )
     if header.shape.geometry.pairs and header.provenance == coded_provenance(EXACT, codec):
         raise FormatError(f"layers are merged, but the provenance {header.provenance!r} specifies exact KV")
 
@@ -429,35 +431,35 @@ def decode_tables(
         The header with scan hashes, and with token tables in its shape; the prefix hashes of the chain, concatenated;
         and the digests of each KV cache group, `DIGEST_DTYPE` `[chunks]`.
     """
-    found = {}
+    arrays = {}
     for name, section in sections(header).items():
         if name != "blocks":
             at = section.offset - HEADER_BYTES
-            found[name] = data[at : at + section.nbytes]
-            if xxh3(found[name]) != section.digest:
+            arrays[name] = data[at : at + section.nbytes]
+            if xxh3(arrays[name]) != section.digest:
                 raise FormatError(f"the section {name!r} fails its checksum")
-    shape = replace(header.shape, tables=_tables(header.shape, found))
-    header = replace(header, shape=shape, scan_hashes=found.get("scan", b"")[: num_hashes * SCAN_BYTES])
+    shape = replace(header.shape, tables=_tables(header.shape, arrays))
+    header = replace(header, shape=shape, scan_hashes=arrays.get("scan", b"")[: num_hashes * SCAN_BYTES])
     if _extents(lay_out(header, num_hashes)) != _extents(header):
         raise FormatError("the header's offsets do not match its token tables")
     if shape.geometry.pairs:
         shape.check_tables()
-    digests = np.frombuffer(found["digests"], DIGEST_DTYPE, shape.block_count)
+    digests = np.frombuffer(arrays["digests"], DIGEST_DTYPE, shape.block_count)
     firsts = [shape.first_block(group.index) for group in shape.block_groups]
-    return header, found["chain"][: num_hashes * HASH_BYTES], tuple(np.split(digests, firsts[1:]))
+    return header, arrays["chain"][: num_hashes * HASH_BYTES], tuple(np.split(digests, firsts[1:]))
 
 
-def _tables(shape: SegmentShape, found: Mapping[str, bytes]) -> TokenTables | None:
+def _tables(shape: SegmentShape, arrays: Mapping[str, bytes]) -> TokenTables | None:
     """Decode the token tables. Returns None if there are none, and all tokens are in order."""
     tokens, groups = shape.tokens, shape.block_groups
-    importance = np.frombuffer(found["importance"], "<f4", tokens) if "importance" in found else None
-    if "order" in found:
+    importance = np.frombuffer(arrays["importance"], "<f4", tokens) if "importance" in arrays else None
+    if "order" in arrays:
         layers = len(shape.layout.layers)
-        by_layer = np.frombuffer(found["order"], "<u4", layers * tokens).reshape(layers, tokens)
+        by_layer = np.frombuffer(arrays["order"], "<u4", layers * tokens).reshape(layers, tokens)
         return TokenTables.by_layer(by_layer, groups, importance)
-    if "tables" not in found:
+    if "tables" not in arrays:
         return None
-    numbers = np.frombuffer(found["tables"], "<u4")
+    numbers = np.frombuffer(arrays["tables"], "<u4")
     count, slots = int(numbers[0]), numbers[1 + len(groups) :]
     if count > len(groups) or count * tokens > len(slots):
         raise FormatError(f"{count} token tables of {len(groups)} KV cache groups do not fit into their section")

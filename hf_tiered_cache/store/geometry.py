@@ -104,24 +104,26 @@ class KVLayout:
 
     def layer(self, index: int) -> LayerKV:
         """Return the `LayerKV` of a layer that keeps KV."""
-        kept = self.layers[index]
-        assert kept is not None
-        return kept
+        layer_kv = self.layers[index]
+        assert layer_kv is not None
+        return layer_kv
 
     def check(self) -> None:
         """Raise FormatError if no model keeps such KV, so that KV cache groups need no further checks."""
         if not isinstance(self.dtype, torch.dtype):
             raise FormatError(f"{self.dtype!r} is not a dtype")
-        kept = [layer for layer in self.layers if layer is not None]
-        for layer in set(kept):
+        cached_layers = [layer for layer in self.layers if layer is not None]
+        for layer in set(cached_layers):
             heads, dims = (layer.key_heads, layer.value_heads), (layer.key_dim, layer.value_dim)
             numbers = (*heads, *dims, layer.window, layer.rotary_dims)
             if any(type(number) is not int or not 0 <= number <= _MOST for number in numbers):
                 raise FormatError(f"a layer has invalid heads or dimensions: {layer}")
             if layer.rotated not in ("", "key", "value"):
                 raise FormatError(f"a layer has an invalid tensor stored before rotation: {layer.rotated!r}")
-        if not kept or sum(layer.key_heads + layer.value_heads for layer in kept) > _MOST:
-            raise FormatError(f"the layout has KV in an invalid number of layers or heads ({len(kept)} layers)")
+        if not cached_layers or sum(layer.key_heads + layer.value_heads for layer in cached_layers) > _MOST:
+            raise FormatError(
+                f"the layout has KV in an invalid number of layers or heads ({len(cached_layers)} layers)"
+            )
 
     @property
     def position_independent(self) -> bool:
@@ -131,8 +133,8 @@ class KVLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV that all layers keep for one token."""
-        kept = (layer for layer in self.layers if layer is not None)
-        return self.dtype.itemsize * sum(k.key_heads * k.key_dim + k.value_heads * k.value_dim for k in kept)
+        cached_layers = (layer for layer in self.layers if layer is not None)
+        return self.dtype.itemsize * sum(k.key_heads * k.key_dim + k.value_heads * k.value_dim for k in cached_layers)
 
 
 @dataclass(frozen=True)
@@ -266,19 +268,19 @@ class Geometry:
     def to_json(self) -> list[Any]:
         cut = [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
         index = None if self.index is None else [self.index.every, self.index.heads]
-        more = [index, self.solo_layers, self.codec, [list(pair) for pair in self.pairs]]
-        while more and more[-1] == _UNSAID[len(more) - 1]:
-            more.pop()
-        return [*cut, *more]
+        optional = [index, self.solo_layers, self.codec, [list(pair) for pair in self.pairs]]
+        while optional and optional[-1] == _UNSAID[len(optional) - 1]:
+            optional.pop()
+        return [*cut, *optional]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Geometry:
         if not isinstance(data, list):
             raise FormatError(f"the geometry in the header is not a list: {data!r}")
         try:
-            chunk, layers, heads, split, *more = data
-            said: list[Any] = [*more, *_UNSAID[len(more) :]]
-            index, solo_layers, codec, said_pairs = said
+            chunk, layers, heads, split, *optional = data
+            settings: list[Any] = [*optional, *_UNSAID[len(optional) :]]
+            index, solo_layers, codec, said_pairs = settings
             if isinstance(codec, str) and codec not in CODECS:
                 raise NewerFormatError(
                     f"it is stored with the codec {codec!r}, which this process does not know; install a newer "
@@ -306,32 +308,34 @@ def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]
         FormatError: a pair of layers cannot be merged.
     """
     by_window: dict[int, list[int]] = {}
-    for index, kept in enumerate(layout.layers):
-        if kept is not None:
-            by_window.setdefault(kept.window, []).append(index)
+    for index, layer_kv in enumerate(layout.layers):
+        if layer_kv is not None:
+            by_window.setdefault(layer_kv.window, []).append(index)
     step = geometry.layers_per_block
     tensors: list[tuple[TensorName, ...]] = [("key",), ("value",)] if geometry.split_kv else [("key", "value")]
-    found: list[tuple[int, tuple[Part, ...], bool]] = []
+    group_parts: list[tuple[int, tuple[Part, ...], bool]] = []
     for window, layers in by_window.items():
-        for some in in_groups(layers, step, 0 if window else geometry.solo_layers):
+        for group_layers in in_groups(layers, step, 0 if window else geometry.solo_layers):
             for names in tensors:
-                for head_range in _head_ranges(layout, some, geometry.heads_per_block):
-                    if parts := tuple(_parts(layout, geometry, some, names, head_range)):
-                        found.append((window, parts, False))
+                for head_range in _head_ranges(layout, group_layers, geometry.heads_per_block):
+                    if parts := tuple(_parts(layout, geometry, group_layers, names, head_range)):
+                        group_parts.append((window, parts, False))
     for pair in geometry.pairs:
         _check_alike(layout, pair)
         for names in tensors:
             for head_range in _head_ranges(layout, [pair[0]], geometry.heads_per_block):
                 if parts := tuple(_merged_parts(layout, geometry, pair, names, head_range)):
-                    found.append((0, parts, True))
-    found.sort(key=lambda block_group: block_group[1][0].layer)
-    made = [BlockGroup(number, parts, window, merged=merged) for number, (window, parts, merged) in enumerate(found)]
+                    group_parts.append((0, parts, True))
+    group_parts.sort(key=lambda block_group: block_group[1][0].layer)
+    numbered = [
+        BlockGroup(number, parts, window, merged=merged) for number, (window, parts, merged) in enumerate(group_parts)
+    ]
     if geometry.index is not None:
         heads = None if geometry.index.heads is None else (0, geometry.index.heads)
         for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.solo_layers):
             parts = tuple(_parts(layout, geometry, [layer], ("key",), heads))
-            made.append(BlockGroup(len(made), parts, 0, identifies=True))
-    return tuple(made)
+            numbered.append(BlockGroup(len(numbered), parts, 0, identifies=True))
+    return tuple(numbered)
 
 
 def in_groups(layers: list[int], step: int, solo_layers: int) -> list[list[int]]:
@@ -393,10 +397,10 @@ def _merged_parts(
         if count > 0:
             slots = _slots(codec, layout.dtype, layer.dim(name), count * geometry.chunk_tokens, offset)
             direction, factor = slots
-            more = replace(factor, offset=factor.offset + factor.nbytes)
-            offset = more.offset + more.nbytes
+            next_factor = replace(factor, offset=factor.offset + factor.nbytes)
+            offset = next_factor.offset + next_factor.nbytes
             yield Part(pair[0], name, first, count, layer.dim(name), slots)
-            yield Part(pair[1], name, first, count, layer.dim(name), (direction, more))
+            yield Part(pair[1], name, first, count, layer.dim(name), (direction, next_factor))
 
 
 def _slots(codec: Codec, dtype: torch.dtype, dim: int, vectors: int, offset: int) -> tuple[FieldSlot, ...]:

@@ -78,18 +78,18 @@ class Index:
             return True  # other processes list the backend themselves
         in_vain = not self.catalogue.is_shared and self._backend.writable
         if in_vain and time.monotonic() - self._opened >= _MENDING_SECONDS:
-            found = self._open_catalogue()
-            if found.is_shared:
-                self.catalogue = found
+            opened = self._open_catalogue()
+            if opened.is_shared:
+                self.catalogue = opened
                 self._compare()
         return self.catalogue.is_shared
 
     def listed_bytes(self) -> int | None:
         """Return the bytes on disk of all listed segments, or None if the catalogue may be incomplete, e.g. new."""
         before = self._in_line
-        listed = self.ask(Catalogue.total_bytes, None)
-        whole = self.catalogue.is_shared and before == self._in_line == self.catalogue.generation
-        return listed if whole else None
+        total = self.ask(Catalogue.total_bytes, None)
+        is_complete = self.catalogue.is_shared and before == self._in_line == self.catalogue.generation
+        return total if is_complete else None
 
     def close(self) -> None:
         self.catalogue.close()
@@ -158,11 +158,11 @@ class Index:
         """Synchronize the catalogue with the backend: add segments without a row, and remove rows without a segment."""
         generation = self.catalogue.generation
         unknown: set[str] | None = None
-        known = self.ask(Catalogue.ids, unknown)
-        self._untold = known is None
+        catalogue_ids = self.ask(Catalogue.ids, unknown)
+        self._untold = catalogue_ids is None
         try:
             present = set(self._backend.names())
-            gone = [name for name in (known or set()) - present if self._backend.find(name) is None]
+            missing = [name for name in (catalogue_ids or set()) - present if self._backend.find(name) is None]
         except OSError as error:
             self._counters.add("read_errors")
             self._warn(
@@ -171,10 +171,10 @@ class Index:
                 "far are kept",
             )
             return
-        if gone:
-            self.remove(gone)
-        self._unread, self._scanned = known is None, time.monotonic()
-        unlisted = list(present - (known or set()))
+        if missing:
+            self.remove(missing)
+        self._unread, self._scanned = catalogue_ids is None, time.monotonic()
+        unlisted = list(present - (catalogue_ids or set()))
         self.unlisted = unlisted if self._untold else self.adopt(unlisted)
         self.ask(Catalogue.set_right_clocks, None)
         self._in_line = generation
@@ -191,10 +191,10 @@ class Index:
         Returns:
             Ids that are not valid segments, or could not be added.
         """
-        left: list[str] = []
+        rejected: list[str] = []
         for first in range(0, len(ids), _AT_ONCE):
-            some = {segment_id: self._read(segment_id) for segment_id in ids[first : first + _AT_ONCE]}
-            rows = [row for row in some.values() if row is not None]
+            batch = {segment_id: self._read(segment_id) for segment_id in ids[first : first + _AT_ONCE]}
+            rows = [row for row in batch.values() if row is not None]
 
             def enter(catalogue: Catalogue, rows: list[_Row] = rows) -> bool:
                 catalogue.add_all(rows)
@@ -202,9 +202,9 @@ class Index:
 
             if rows and not self.ask(enter, False):
                 self._unread = self._untold = True
-                return left + list(ids[first:])
-            left += [segment_id for segment_id, row in some.items() if row is None]
-        return [segment_id for segment_id in left if not self._is_gone(segment_id)]
+                return rejected + list(ids[first:])
+            rejected += [segment_id for segment_id, row in batch.items() if row is None]
+        return [segment_id for segment_id in rejected if not self._is_gone(segment_id)]
 
     def _is_gone(self, segment_id: str) -> bool:
         try:

@@ -68,9 +68,9 @@ class Apart:
 
     def __init__(self) -> None:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-        gone = weakref.ref(self, partial(self._actions.put, None))  # C code only: signals cannot interrupt it
+        worker_ref = weakref.ref(self, partial(self._actions.put, None))  # C code only: signals cannot interrupt it
         # not `Thread.start`: it waits in Python until the thread runs, and may hang the thread if interrupted
-        _thread.start_new_thread(_do_all, (self._actions, gone))
+        _thread.start_new_thread(_do_all, (self._actions, worker_ref))
 
     def do(self, action: Action) -> None:
         """Queue an action. This is atomic with respect to interrupts."""

@@ -101,12 +101,12 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         report.unknown = backend.unknown()
         foreign = {os.path.join(store.place, path) for path in report.unknown}
         names = [name for name in sorted(backend.names()) if backend.where(name) not in foreign]
-        found = {segment_id: backend.find(segment_id) for segment_id in names}
+        stored_by_id = {segment_id: backend.find(segment_id) for segment_id in names}
         sidecars = [f"{segment_id}.{kind}" for segment_id, kinds in store.sidecars.sizes().items() for kind in kinds]
         sidecars = [name for name in sidecars if backend.where(name) not in foreign]
     except OSError as error:
         raise StoreError(f"{store.place} cannot be listed ({error.strerror}); check the disk") from error
-    sizes = {segment_id: stored.size for segment_id, stored in found.items() if stored is not None}
+    sizes = {segment_id: stored.size for segment_id, stored in stored_by_id.items() if stored is not None}
     bar = tqdm(
         total=sum(sizes.values()), unit="iB", unit_scale=True, unit_divisor=1024, desc="verify", disable=not progress
     )
@@ -151,8 +151,8 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
         for first in range(0, chunks, step):
             count = min(step, chunks - first)
             window: torch.Tensor = memory[:count]
-            done: Future = reader.read(index, [(first, window)])
-            done.result()
+            future: Future = reader.read(index, [(first, window)])
+            future.result()
             yield window.numel(), count
 
 

@@ -29,8 +29,8 @@ class StandaloneHandler(logging.StreamHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record, unless a handler that the program configured gets it."""
-        others = [handler for handler in LOGGER.handlers if handler is not self]
-        if not others and not (LOGGER.propagate and logging.getLogger().handlers):
+        other_handlers = [handler for handler in LOGGER.handlers if handler is not self]
+        if not other_handlers and not (LOGGER.propagate and logging.getLogger().handlers):
             super().emit(record)
 
 

@@ -147,8 +147,10 @@ class ObjectBackend(ABC, SegmentBackend):
                 raise FileNotFoundError(errno.ENOENT, "it does not exist", self.where(segment_id))
             with suppress(FileNotFoundError):  # replaced or deleted meanwhile
                 page = self.get_object(name, stored.version, 0, HEADER_BYTES)
-                rest = max(0, length(stored, page) - HEADER_BYTES)
-                return stored, page + (self.get_object(name, stored.version, HEADER_BYTES, rest) if rest else b"")
+                remaining = max(0, length(stored, page) - HEADER_BYTES)
+                return stored, page + (
+                    self.get_object(name, stored.version, HEADER_BYTES, remaining) if remaining else b""
+                )
         raise OSError(errno.EAGAIN, "it is replaced repeatedly", self.where(segment_id))
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, ObjectFile]:
@@ -313,8 +315,8 @@ class ObjectRecords:
         """Write an object. Raises FileExistsError if it exists, and is not to be replaced or not the library's."""
         path = _object_name(kind, name)
         if replace and self._backend.find_object(path) is not None and not self.is_own(kind, name):
-            what = f"{self.where(kind, name)} was not written by this library; move it elsewhere"
-            raise FileExistsError(errno.EEXIST, what)
+            message = f"{self.where(kind, name)} was not written by this library; move it elsewhere"
+            raise FileExistsError(errno.EEXIST, message)
         self._backend.put_object(path, content, replace)
 
     def delete(self, kind: FileKind, name: str) -> bool:

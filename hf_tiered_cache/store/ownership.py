@@ -61,25 +61,25 @@ class Ownership:
         Raises:
             ConversationInUseError: another owner has it.
         """
-        with ownerships() as known:
-            current: Ownership | None = known.get(self._path)
+        with ownerships() as owners:
+            current: Ownership | None = owners.get(self._path)
             if current is not None and current.held and current is not self:
                 if not over:
                     raise ConversationInUseError(self._id, os.getpid(), current.since)
                 self._file, current._file, current.held = current._file, None, False
             elif not self.held:
                 self._file = self._lock()
-            known[self._path] = self
+            owners[self._path] = self
             self.held, self.since, self._pid = True, time.time(), os.getpid()
 
     def release(self) -> None:
         """Release ownership. In a forked child, this does not affect the parent's ownership."""
-        with ownerships() as known:
+        with ownerships() as owners:
             if not self.held:
                 return
             self.held, file, self._file = False, self._file, None
             if self._pid == os.getpid():
-                known.pop(self._path, None)
+                owners.pop(self._path, None)
                 if file is not None:
                     with suppress(OSError):  # then the file remains until the next owner or `gc` deletes it
                         self._files.delete(CONVERSATION_LOCK, self._name)
@@ -99,8 +99,8 @@ class Ownership:
             holder = _read_holder(self._files, self._name)
             raise ConversationInUseError(self._id, holder.pid, holder.since)
         try:
-            said = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
-            self._files.rewrite(file, CONVERSATION_LOCK, self._name, said)
+            content = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
+            self._files.rewrite(file, CONVERSATION_LOCK, self._name, content)
         except OSError as error:  # then the lock file does not state its owner
             logger.warning("%s is locked, but does not name the process that holds it: %s", self._path, error)
         return file
@@ -132,9 +132,9 @@ def holder_of(files: RecordFiles, name: str) -> Holder | None:
 
 def _read_holder(files: RecordFiles, name: str) -> Holder:
     try:
-        said = json.loads(files.read(CONVERSATION_LOCK, name))
-        pid, since = said["pid"], said["since"]
+        holder = json.loads(files.read(CONVERSATION_LOCK, name))
+        pid, since = holder["pid"], holder["since"]
     except (OSError, FormatError, LookupError, TypeError, ValueError):
         return Holder(None, None)
-    known = type(pid) is int and type(since) in (int, float) and 0 <= since < 1e12
-    return Holder(pid, since) if known else Holder(None, None)
+    is_valid = type(pid) is int and type(since) in (int, float) and 0 <= since < 1e12
+    return Holder(pid, since) if is_valid else Holder(None, None)

@@ -84,7 +84,7 @@ def release_database(database: Shared) -> None:
     process = _process()
     with process.opening:
         database.users -= 1
-        ours = [path for path, each in process.databases.items() if each is database]
+        ours = [path for path, opened in process.databases.items() if opened is database]
         if ours and not database.users:  # otherwise it is the parent's
             del process.databases[ours[0]]
             database.close()

@@ -64,12 +64,12 @@ class Limits:
             Bytes that must be evicted, and bytes that should be. Values that are not positive mean no eviction.
         """
         needed = 0 if free is None else nbytes + self.floor - free
-        wanted = needed + nbytes if needed > 0 else needed  # room for two such writes, so that not every write evicts
+        desired = needed + nbytes if needed > 0 else needed  # room for two such writes, so that not every write evicts
         if self.quota is not None:
             needed = max(needed, used + nbytes - self.quota)
             if used + nbytes > self.quota * self.high:
-                wanted = max(wanted, needed, used + nbytes - int(self.quota * self.low))
-        return needed, wanted
+                desired = max(desired, needed, used + nbytes - int(self.quota * self.low))
+        return needed, desired
 
     def overflow(self, used: int) -> int:
         """Return the bytes to evict to get down to the low watermark; 0 if `used` is not above the high watermark."""
@@ -178,25 +178,25 @@ class Publisher:
 
     def _publish(self, header: SegmentHeader, row: SegmentRow, upload: Upload, replaces: bool) -> None:
         """Publish the file and its catalogue row together. If the row cannot be added, a new file is deleted again."""
-        done = False
+        is_published = False
 
         def publish() -> None:
-            nonlocal done
-            if not done:  # it may be called again, after the catalogue was replaced
+            nonlocal is_published
+            if not is_published:  # it may be called again, after the catalogue was replaced
                 upload.publish(replaces)
-                done = True
+                is_published = True
 
         def enter(catalogue: Catalogue) -> bool:
             catalogue.add(row, header.model, publish)
             return True
 
-        told = False
+        is_listed = False
         try:
-            told = self._index.ask(enter, False)
+            is_listed = self._index.ask(enter, False)
         finally:  # Ctrl-C interrupts before or after the row is added
-            if done and not told and not replaces and self._index.row(header.id) is None:
+            if is_published and not is_listed and not replaces and self._index.row(header.id) is None:
                 self._backend.delete(header.id)
-        if not told:
+        if not is_listed:
             raise StoreBusyError("the segment cannot be added to the catalogue; end the process that keeps it locked")
 
     def _makes_way(self, segment_id: str) -> bool:
@@ -207,7 +207,7 @@ class Publisher:
             NotOursError: the existing segment has another key or a newer format.
             OSError: the existing segment cannot be read.
         """
-        known = self._index.row(segment_id)
+        listed_row = self._index.row(segment_id)
         try:
             header = read_head(partial(self._backend.head, segment_id), self._cipher).header
         except FileNotFoundError:
@@ -220,8 +220,10 @@ class Publisher:
             if self._is_hidden(segment_id):
                 return True
             raise
-        expires = header.expires if known is None else known.expires  # the row corrects clocks that were ahead
-        if self._is_hidden(segment_id) or (known is not None and not known.valid_hashes):
+        expires = (
+            header.expires if listed_row is None else listed_row.expires
+        )  # the row corrects clocks that were ahead
+        if self._is_hidden(segment_id) or (listed_row is not None and not listed_row.valid_hashes):
             return True
         if expires is not None and expires <= time.time():
             return True

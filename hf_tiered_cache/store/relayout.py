@@ -105,11 +105,11 @@ def pair_angles(
     for group in shape.block_groups:
         for part in group.parts if not group.identifies else ():
             parts.setdefault(part.layer, []).append(part)
-    found = []
+    angles = []
     for both in zip(*(parts[layer] for layer in pair), strict=True):
         runs = [tokens[at : at + _RUN] for at in range(0, len(tokens), _RUN)]
-        found.append(torch.cat([angle(*(join.numbers(part, run) for part in both)) for run in runs], dim=1))
-    return torch.cat(found)
+        angles.append(torch.cat([angle(*(join.numbers(part, run) for part in both)) for run in runs], dim=1))
+    return torch.cat(angles)
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ def _lacking(pieces: Sequence[_Piece], shape: SegmentShape) -> str | None:
     for piece in pieces:
         if piece.reader.shape.whole:
             continue
-        held = piece.reader.shape.held
+        held_tokens = piece.reader.shape.held
         for group in shape.block_groups:
             tokens = _inside(piece, shape.tokens_by_slot(group))
             for layer in group.layers:
-                if not held[layer][tokens].all():
+                if not held_tokens[layer][tokens].all():
                     return f"layer {layer} of segment {piece.reader.id}"
     return None
 
@@ -201,11 +201,11 @@ class _Join:
         """Yield the encoded fields of each part of an unmerged KV cache group."""
         codec, tokens = self._shape.codec_of(group), self._shape.tokens_by_slot(group)
         for part in group.parts:
-            found = self._empty(part)
+            part_fields = self._empty(part)
             for source in self._sources(part, tokens):
                 fields = source.fields()
-                source.put(found, checked_encode(codec, source.decode(fields)) if source.group.merged else fields)
-            yield part, found
+                source.put(part_fields, checked_encode(codec, source.decode(fields)) if source.group.merged else fields)
+            yield part, part_fields
 
     def _merged(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
         """Yield the encoded fields of each part of a merged KV cache group.
@@ -214,7 +214,7 @@ class _Join:
         """
         codec, tokens = self._shape.codec_of(group), self._shape.tokens_by_slot(group)
         for pair in zip(group.parts[::2], group.parts[1::2], strict=True):
-            found = [self._empty(part) for part in pair]
+            merged_kv = [self._empty(part) for part in pair]
             shared = np.zeros(self._shape.tokens, np.int64)  # number of heads that are already merged, by token
             moved = [
                 [s for s in self._sources(part, tokens) if s.group.merged and s.group.layers == group.layers]
@@ -222,42 +222,45 @@ class _Join:
             ]
             for source in moved[0]:
                 shared[source.to_tokens] += source.heads.stop - source.heads.start
-            new = np.sort(tokens[shared[tokens] < pair[0].heads])
-            for at in range(0, len(new), _RUN):
-                run = new[at : at + _RUN]
-                made = encode(self.numbers(pair[0], run), self.numbers(pair[1], run), codec, self._toward)
-                for targets, fields in zip(found, made, strict=True):
+            new_tokens = np.sort(tokens[shared[tokens] < pair[0].heads])
+            for at in range(0, len(new_tokens), _RUN):
+                run = new_tokens[at : at + _RUN]
+                parts = encode(self.numbers(pair[0], run), self.numbers(pair[1], run), codec, self._toward)
+                for targets, fields in zip(merged_kv, parts, strict=True):
                     _put(targets, slice(None), run, fields)
-            for sources, targets in zip(moved, found, strict=True):
+            for sources, targets in zip(moved, merged_kv, strict=True):
                 for source in sources:
                     source.put(targets, source.fields())
-            yield from zip(pair, map(tuple, found), strict=True)
+            yield from zip(pair, map(tuple, merged_kv), strict=True)
 
     def numbers(self, part: Part, tokens: np.ndarray) -> torch.Tensor:
         """Decode the given tokens of a part, int64 `[n]`, ascending, to `[heads, n, dim]`."""
-        found = torch.empty(part.heads, len(tokens), part.dim, dtype=self._shape.layout.dtype)
+        values = torch.empty(part.heads, len(tokens), part.dim, dtype=self._shape.layout.dtype)
         for source in self._sources(part, tokens):
             at = np.searchsorted(tokens, source.to_tokens)
-            _put((found,), source.to_heads, at, (source.decode(source.fields()),))
-        return found
+            _put((values,), source.to_heads, at, (source.decode(source.fields()),))
+        return values
 
     def _empty(self, part: Part) -> Fields:
         return tuple(torch.zeros(part.heads, self._shape.tokens, slot.dim, dtype=slot.dtype) for slot in part.fields)
 
-    def _sources(self, wanted: Part, tokens: np.ndarray) -> Iterator[_Source]:
+    def _sources(self, target: Part, tokens: np.ndarray) -> Iterator[_Source]:
         """Yield the sources of the given tokens of a part in the old segments."""
-        stop = wanted.first_head + wanted.heads
+        stop = target.first_head + target.heads
         for number, piece in enumerate(self._pieces):
-            shape, mine = piece.reader.shape, _inside(piece, tokens)
+            shape, piece_tokens = piece.reader.shape, _inside(piece, tokens)
             for group in shape.block_groups:
                 for part in group.parts if not group.identifies else ():
-                    low, high = max(part.first_head, wanted.first_head), min(part.first_head + part.heads, stop)
-                    if (part.layer, part.tensor) != (wanted.layer, wanted.tensor) or low >= high:
+                    low, high = max(part.first_head, target.first_head), min(part.first_head + part.heads, stop)
+                    if (part.layer, part.tensor) != (target.layer, target.tensor) or low >= high:
                         continue
-                    if len(held := shape.held_by(group, mine)):
-                        heads, to_heads = (slice(low - one, high - one) for one in (part.first_head, wanted.first_head))
+                    if len(held_tokens := shape.held_by(group, piece_tokens)):
+                        heads, to_heads = (
+                            slice(low - base_head, high - base_head)
+                            for base_head in (part.first_head, target.first_head)
+                        )
                         blocks = self._blocks(number, group)
-                        yield _Source(shape, group, part, blocks, heads, to_heads, held, held + piece.at)
+                        yield _Source(shape, group, part, blocks, heads, to_heads, held_tokens, held_tokens + piece.at)
 
     def _blocks(self, piece: int, group: BlockGroup) -> torch.Tensor:
         """Return all blocks of a piece's KV cache group, uint8 `[chunks, block_bytes]`. Cached while needed."""

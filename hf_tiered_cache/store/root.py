@@ -63,13 +63,13 @@ class StoreRoot(FolderTree):
         Raises:
             OSError: the folder cannot be opened, or another folder has replaced it.
         """
-        other = StoreRoot.__new__(StoreRoot)
-        FolderTree.__init__(other, self.path)
-        other.writable = self.writable
-        if not os.path.samestat(os.fstat(other.root_descriptor), os.fstat(self.root_descriptor)):
-            other.close()
+        reopened = StoreRoot.__new__(StoreRoot)
+        FolderTree.__init__(reopened, self.path)
+        reopened.writable = self.writable
+        if not os.path.samestat(os.fstat(reopened.root_descriptor), os.fstat(self.root_descriptor)):
+            reopened.close()
             raise OSError(errno.ESTALE, "it was replaced by another folder", str(self.path))
-        return other
+        return reopened
 
     def version(self, kind: FileKind, name: str) -> Hashable:
         """Return an identifier that changes when a file is replaced or changed, or None if it does not exist."""
@@ -128,10 +128,10 @@ class StoreRoot(FolderTree):
                 if error.errno not in _HAS_NO_LINKS:
                     raise
         if self.find(kind, name) is not None and not (replace and self.is_own(kind, name)):
-            what = f"{self.where(kind, name)} already exists"
+            message = f"{self.where(kind, name)} already exists"
             if replace:
-                what += " and was not written by this library; move it elsewhere"
-            raise FileExistsError(errno.EEXIST, what)
+                message += " and was not written by this library; move it elsewhere"
+            raise FileExistsError(errno.EEXIST, message)
         os.rename(temporary, name, src_dir_fd=source, dst_dir_fd=target)
 
     def write(

@@ -119,10 +119,10 @@ class SegmentReader:
     def is_current(self) -> bool:
         """Return whether the backend still stores this version of the segment."""
         try:
-            found = self.backend.find(self.id)
+            stored = self.backend.find(self.id)
         except OSError:
             return False
-        return found is not None and found.version == self._version
+        return stored is not None and stored.version == self._version
 
     def owner(self, block_group: int) -> tuple[str, int, int]:
         """Return the key of a KV cache group's blocks in memory. It includes a content hash, not only the id."""
@@ -198,11 +198,11 @@ Asked = tuple[SegmentReader, int, Sequence[BlockRun]]
 """A segment, the number of a KV cache group, and runs of its blocks."""
 
 
-def read_batch(asked: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[ReadReport]:
+def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[ReadReport]:
     """Read runs of blocks of several segments in one submission, and verify all blocks read to CPU memory.
 
     Args:
-        asked: segments of one store, each with the number of a KV cache group, and the runs of its blocks.
+        requests: segments of one store, each with the number of a KV cache group, and the runs of its blocks.
         unseen: the same for runs in device memory. These are read as well, and the caller verifies them.
 
     Returns:
@@ -212,17 +212,17 @@ def read_batch(asked: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[R
     checked: Future[ReadReport] = Future()
     checked.set_running_or_notify_cancel()
 
-    def check(done: Future[ReadReport]) -> None:
+    def check(future: Future[ReadReport]) -> None:
         try:
-            report = done.result()
-            for reader, block_group, runs in asked:
+            report = future.result()
+            for reader, block_group, runs in requests:
                 reader.open_blocks(block_group, runs)
         except BaseException as error:
             checked.set_exception(error.with_traceback(None))  # its frames refer to the future and the destinations
         else:
             checked.set_result(report)
 
-    both = [*asked, *unseen]
+    both = [*requests, *unseen]
     ops = [op for reader, block_group, runs in both for op in reader.ops(block_group, runs)]
     both[0][0].backend.read(ops).add_done_callback(check)
     return checked

@@ -44,9 +44,9 @@ class TokenTables:
     importance: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        held = np.sort(self.slot_of_token, axis=1)
+        sorted_slots = np.sort(self.slot_of_token, axis=1)
         counted = np.arange(self.slot_of_token.shape[1], dtype=np.uint32)
-        if ((held != counted) & (held != NOT_HELD)).any():  # sorted: NOT_HELD comes last
+        if ((sorted_slots != counted) & (sorted_slots != NOT_HELD)).any():  # sorted: NOT_HELD comes last
             raise FormatError("a token table contains block offsets twice, or omits some")
         if ((self.of_group >= len(self.slot_of_token)) & (self.of_group != IN_ORDER)).any():
             raise FormatError("a KV cache group refers to a token table that does not exist")
@@ -71,9 +71,11 @@ class TokenTables:
         for group in groups:
             if group.window or group.identifies:
                 continue
-            mine = {head for part in group.parts for head in range(part.first_head, part.first_head + part.heads)}
-            some = sorted(mine) if heads > 1 else [0]
-            total = importance[group.layers[0] if layers > 1 else 0, some].sum(axis=0)
+            group_heads = {
+                head for part in group.parts for head in range(part.first_head, part.first_head + part.heads)
+            }
+            ranked_heads = sorted(group_heads) if heads > 1 else [0]
+            total = importance[group.layers[0] if layers > 1 else 0, ranked_heads].sum(axis=0)
             row = np.argsort(np.argsort(-total, kind="stable")).astype(np.uint32)
             number = of_group[group.index] = number_of.setdefault(row.tobytes(), len(rows))
             if number == len(rows):
@@ -124,8 +126,8 @@ class TokenTables:
             groups: KV cache groups of the segment. A group of several layers holds the tokens that any of them holds.
             tokens: Number of tokens of the segment.
         """
-        every, none = np.arange(tokens), np.empty(0, np.int64)
-        alone, shared = [every >= first for first in stored_from], {}  # bool [tokens] each
+        all_tokens, none = np.arange(tokens), np.empty(0, np.int64)
+        alone, shared = [all_tokens >= first for first in stored_from], {}  # bool [tokens] each
         for pair in {group.layers for group in groups if group.merged}:
             first, second = pair
             shared[pair] = alone[first] & alone[second]
@@ -135,12 +137,12 @@ class TokenTables:
         rows: list[np.ndarray] = []
         of_group = np.full(len(groups), IN_ORDER, np.uint32)
         for group in groups:
-            held = shared[group.layers] if group.merged else np.any([alone[layer] for layer in group.layers], axis=0)
-            if held.all():
+            is_held = shared[group.layers] if group.merged else np.any([alone[layer] for layer in group.layers], axis=0)
+            if is_held.all():
                 continue
-            number = of_group[group.index] = number_of.setdefault(held.tobytes(), len(rows))
+            number = of_group[group.index] = number_of.setdefault(is_held.tobytes(), len(rows))
             if number == len(rows):
-                rows.append(np.where(held, np.cumsum(held) - 1, NOT_HELD).astype(np.uint32))
+                rows.append(np.where(is_held, np.cumsum(is_held) - 1, NOT_HELD).astype(np.uint32))
         return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group)
 
     def as_layers(self, groups: Sequence[BlockGroup], layers: int) -> np.ndarray | None:
@@ -185,11 +187,11 @@ class SegmentShape:
     @cached_property
     def restoring_groups(self) -> dict[int, list[BlockGroup]]:
         """KV cache groups that restore each layer, by layer. Cached: each decoded token needs them at each layer."""
-        found: dict[int, list[BlockGroup]] = {}
+        groups_by_layer: dict[int, list[BlockGroup]] = {}
         for group in self.block_groups:
             for layer in () if group.identifies else group.layers:
-                found.setdefault(layer, []).append(group)
-        return found
+                groups_by_layer.setdefault(layer, []).append(group)
+        return groups_by_layer
 
     def codec_of(self, group: BlockGroup) -> Codec:
         """Return the codec between tensors and the bytes of a KV cache group's blocks."""
@@ -253,10 +255,10 @@ class SegmentShape:
         """Return the token in each slot of a KV cache group, int64 `[tokens_in(group)]`."""
         tokens = np.arange(self.tokens)
         slots = self.slot_of_token(group, tokens)
-        found = np.empty(self.tokens_in(group), np.int64)
-        held = slots < len(found)
-        found[slots[held]] = tokens[held]
-        return found
+        token_of_slot = np.empty(self.tokens_in(group), np.int64)
+        is_held = slots < len(token_of_slot)
+        token_of_slot[slots[is_held]] = tokens[is_held]
+        return token_of_slot
 
     def held_by(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
         """Return those of `tokens`, int64, that a KV cache group holds."""
@@ -269,15 +271,15 @@ class SegmentShape:
         Raises:
             FormatError: See `check_tables`.
         """
-        every = np.arange(self.tokens)
+        all_tokens = np.arange(self.tokens)
         of_part: dict[tuple[int, str, int], np.ndarray] = {}  # heads and tensors may be in separate groups
         for group in self.block_groups:
-            mine = self.slot_of_token(group, every) != NOT_HELD
+            is_held = self.slot_of_token(group, all_tokens) != NOT_HELD
             for part in group.parts if not group.identifies else ():
                 before = of_part.setdefault((part.layer, part.tensor, part.first_head), np.zeros(self.tokens, bool))
-                if (before & mine).any():
+                if (before & is_held).any():
                     raise FormatError(f"layer {part.layer} stores tokens twice: separately, and in its pair")
-                before |= mine
+                before |= is_held
         held = np.ones((len(self.layout.layers), self.tokens), bool)
         for (layer, *_), tokens in of_part.items():
             held[layer] &= tokens
@@ -377,11 +379,11 @@ class SegmentShape:
         for target, source in zip(self.field_views(blocks, part), fields, strict=True):
             if not self.in_order(group):
                 source = source[:, to_device(self.tokens_by_slot(group), source.device)]
-            whole, rest = divmod(source.shape[1], chunk)
-            if whole:
-                target[:whole] = source[:, : whole * chunk].unflatten(1, (whole, chunk)).transpose(0, 1)
-            if rest:
-                target[whole, :, :rest] = source[:, whole * chunk :]
+            num_full, remainder = divmod(source.shape[1], chunk)
+            if num_full:
+                target[:num_full] = source[:, : num_full * chunk].unflatten(1, (num_full, chunk)).transpose(0, 1)
+            if remainder:
+                target[num_full, :, :remainder] = source[:, num_full * chunk :]
 
     def unpack(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> torch.Tensor:
         """Return a decoded copy of one part, `[heads, tokens, dim]`: the inverse of `pack`."""
@@ -393,12 +395,12 @@ class SegmentShape:
 
         Tokens that the KV cache group does not hold are zeros.
         """
-        views, held = self.field_views(blocks, part), self.tokens_in(group)
-        by_slot = [view.transpose(0, 1).flatten(1, 2)[:, :held] for view in views]  # [heads, held, field's dim]
+        views, num_tokens = self.field_views(blocks, part), self.tokens_in(group)
+        by_slot = [view.transpose(0, 1).flatten(1, 2)[:, :num_tokens] for view in views]  # [heads, held, field's dim]
         if self.in_order(group):
             return tuple(by_slot)
-        tokens, found = torch.from_numpy(self.tokens_by_slot(group)), []
+        tokens, unpacked = torch.from_numpy(self.tokens_by_slot(group)), []
         for field in by_slot:
-            found.append(field.new_zeros(field.shape[0], self.tokens, field.shape[2]))
-            found[-1][:, tokens] = field
-        return tuple(found)
+            unpacked.append(field.new_zeros(field.shape[0], self.tokens, field.shape[2]))
+            unpacked[-1][:, tokens] = field
+        return tuple(unpacked)

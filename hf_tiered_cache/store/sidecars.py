@@ -202,7 +202,7 @@ class Sidecars:
 
         Unreadable sidecars are skipped and counted.
         """
-        found = []
+        sidecars = []
         try:
             kinds = self.sizes().get(reader.id, {})
         except OSError:
@@ -212,10 +212,10 @@ class Sidecars:
             try:
                 file = self._open(name)
                 if file.head.content == _content_of(reader):
-                    found.append(Kept(kind, self._arrays(name, file), json.loads(file.head.facts)))
+                    sidecars.append(Kept(kind, self._arrays(name, file), json.loads(file.head.facts)))
             except (OSError, MemoryError, FormatError, IntegrityError) as error:
                 self._report(name, error)
-        return found
+        return sidecars
 
     def _report(self, name: str, error: Exception) -> None:
         """Count and log a failed read. A damaged file is deleted, so that it is made again."""
@@ -235,8 +235,8 @@ class Sidecars:
     def _read(self, name: str, content: str, facts: str) -> dict[str, torch.Tensor] | None:
         """Return the arrays of a file if content and facts match. Raises FormatError, IntegrityError or OSError."""
         file = self._open(name)
-        these = (file.head.content, file.head.facts) == (content, facts)
-        return self._arrays(name, file) if these else None
+        is_match = (file.head.content, file.head.facts) == (content, facts)
+        return self._arrays(name, file) if is_match else None
 
     def _open(self, name: str) -> _Open:
         """Open a file and verify its header. Raises FormatError or OSError."""
@@ -258,11 +258,11 @@ class Sidecars:
             self._backend.read([ReadOp(file, stored.size - data.numel(), data)]).result()
             if guard.open(0, data.view(count, block_bytes), head.digests) is not None:
                 raise IntegrityError(f"{name} fails its checksum", version=stored.version)
-        found, offset = {}, 0
+        tensors, offset = {}, 0
         for array in head.arrays:
-            found[array.name] = data[offset : offset + array.nbytes].view(array.dtype).view(array.shape)
+            tensors[array.name] = data[offset : offset + array.nbytes].view(array.dtype).view(array.shape)
             offset += aligned(array.nbytes, _ARRAY_ALIGNMENT)
-        return found
+        return tensors
 
     def check(self, name: str) -> int:
         """Verify the checksums of a file. Returns its size. Raises FormatError, IntegrityError or OSError."""
@@ -274,11 +274,11 @@ class Sidecars:
 
     def sizes(self) -> dict[str, dict[str, int]]:
         """Return the bytes that each kind takes, by segment. Raises OSError."""
-        found: dict[str, dict[str, int]] = {}
+        sizes_by_segment: dict[str, dict[str, int]] = {}
         for name, nbytes in self._backend.sidecars().items():
             if match := _NAME.fullmatch(name):
-                found.setdefault(match[1], {})[match[2]] = nbytes
-        return found
+                sizes_by_segment.setdefault(match[1], {})[match[2]] = nbytes
+        return sizes_by_segment
 
     def by_segment(self) -> dict[str, int]:
         """Return the bytes that all sidecars of a segment take, by segment. Raises OSError."""
@@ -287,9 +287,9 @@ class Sidecars:
     def remove(self, segments: Collection[str]) -> None:
         """Delete the sidecars of these segments. `sweep` deletes later what cannot be deleted now."""
         with suppress(OSError):
-            found = self.sizes() if segments else {}
-            for segment in found.keys() & set(segments):
-                for kind in found[segment]:
+            sizes = self.sizes() if segments else {}
+            for segment in sizes.keys() & set(segments):
+                for kind in sizes[segment]:
                     self._delete(f"{segment}.{kind}")
 
     def sweep(self, dry_run: bool = False) -> dict[str, int]:
@@ -300,9 +300,9 @@ class Sidecars:
         """
         removed: dict[str, int] = {}
         with suppress(OSError):
-            found = self.sizes()  # before listing segments: a segment stored meanwhile must not count as gone
-            for segment in found.keys() - self._backend.names():
-                for kind, nbytes in found[segment].items():
+            sizes = self.sizes()  # before listing segments: a segment stored meanwhile must not count as gone
+            for segment in sizes.keys() - self._backend.names():
+                for kind, nbytes in sizes[segment].items():
                     name = f"{segment}.{kind}"
                     if self._backend.is_own(name) if dry_run else self._delete(name):
                         removed[self._backend.where(name)] = nbytes
@@ -404,14 +404,14 @@ def _decode_head(data: bytes) -> _Head:
         raise FormatError("the data before the blocks fails its checksum")
     end = _PREFIX.size + json_bytes
     try:
-        said = json.loads(data[_PREFIX.size : end])
+        header = json.loads(data[_PREFIX.size : end])
         head = _Head(
-            segment=said["segment"],
-            content=said["content"],
-            kind=said["kind"],
-            facts=_text(said["facts"]),
-            arrays=tuple(_Place(str(name), DTYPES[dtype], _shape(shape)) for name, dtype, shape in said["arrays"]),
-            seal=Seal.from_json(said["cipher"]) if "cipher" in said else None,
+            segment=header["segment"],
+            content=header["content"],
+            kind=header["kind"],
+            facts=_text(header["facts"]),
+            arrays=tuple(_Place(str(name), DTYPES[dtype], _shape(shape)) for name, dtype, shape in header["arrays"]),
+            seal=Seal.from_json(header["cipher"]) if "cipher" in header else None,
             digests=np.frombuffer(data, DIGEST_DTYPE, _blocks(nbytes)[0], end),
         )
     except _UNREADABLE as error:
@@ -423,7 +423,7 @@ def _decode_head(data: bytes) -> _Head:
 
 def _shape(sizes: Any) -> tuple[int, ...]:
     shape = tuple(sizes)
-    whole = len(shape) <= _MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
-    if not whole or prod(size or 1 for size in shape) > _MOST_BYTES:
+    is_valid = len(shape) <= _MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
+    if not is_valid or prod(size or 1 for size in shape) > _MOST_BYTES:
         raise ValueError(f"{sizes!r} is not a valid shape")
     return shape

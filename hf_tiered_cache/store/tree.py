@@ -83,9 +83,9 @@ class FolderTree:
                 os.mkdir(name, 0o700, dir_fd=self.root_descriptor)
             status = os.stat(name, dir_fd=self.root_descriptor, follow_symlinks=False)
         identity = status.st_dev, status.st_ino
-        known = self._folders.get(name)
-        if known is not None and known[0] == identity:
-            return known[1]
+        opened_folder = self._folders.get(name)
+        if opened_folder is not None and opened_folder[0] == identity:
+            return opened_folder[1]
         if not S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is a link, or not a folder", str(self.path / name))
         root = self.root_descriptor

@@ -173,8 +173,8 @@ class Writer:
         return fits and self._has_device_room(pending)
 
     def _has_device_room(self, pending: PendingSegment) -> bool:
-        wanted, used = pending.on_device, self.queued_device_bytes
-        return wanted is None or wanted in self._on_devices or not used or used + wanted.nbytes <= self._most_on_devices
+        needed, used = pending.on_device, self.queued_device_bytes
+        return needed is None or needed in self._on_devices or not used or used + needed.nbytes <= self._most_on_devices
 
     def _is_here(self) -> bool:
         return threading.current_thread() is self._thread

@@ -119,9 +119,9 @@ def retained(angles: torch.Tensor, share: float = 0.05) -> torch.Tensor:
     Returns:
         Selected tokens, int64, ascending.
     """
-    each = angles.float().reshape(-1, angles.shape[-1]).mean(0)  # [tokens]
-    count = round(share * len(each))
-    return each.argsort(descending=True, stable=True)[:count].sort().values
+    mean_angles = angles.float().reshape(-1, angles.shape[-1]).mean(0)  # [tokens]
+    count = round(share * len(mean_angles))
+    return mean_angles.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _directions(

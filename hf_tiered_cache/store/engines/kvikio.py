@@ -120,11 +120,11 @@ class KvikioEngine(Engine):
 
     def _read_device(self, task: ReadOp) -> int:
         dest, cufile = task.dest, cast(KvikioFile, task.file).cufile
-        whole = _whole(dest)
+        storage = _whole(dest)
         lane = _lane(dest.device, self._number())
         with torch.cuda.stream(lane):
-            offset = dest.data_ptr() - whole.data_ptr()
-            future = cufile.raw_read_async(whole, lane.cuda_stream, dest.numel(), task.offset, offset)
+            offset = dest.data_ptr() - storage.data_ptr()
+            future = cufile.raw_read_async(storage, lane.cuda_stream, dest.numel(), task.offset, offset)
             return future.check_bytes_done()  # waits for this stream only
 
     def _number(self) -> int:
@@ -138,15 +138,15 @@ class KvikioEngine(Engine):
         self._deregister_gone()
         if not self.reads_device or not _on_gpu(memory):
             return
-        whole = _whole(memory)
+        storage = _whole(memory)
         try:
-            self._kvikio.buffer.memory_register(whole)
+            self._kvikio.buffer.memory_register(storage)
         except Exception as error:  # e.g. two slabs share one allocation: reads use the driver's buffers
             logger.debug("%d bytes could not be registered with cuFile: %s", memory.nbytes, error)
             return
         # the finalizer only queues the memory; `whole` keeps it alive until it is deregistered
-        self._registered = [known for known in self._registered if known.alive]
-        self._registered.append(weakref.finalize(memory, self._gone.append, whole))
+        self._registered = [registration for registration in self._registered if registration.alive]
+        self._registered.append(weakref.finalize(memory, self._gone.append, storage))
         self._registered[-1].atexit = False
 
     def _deregister_gone(self) -> None:
@@ -160,9 +160,9 @@ class KvikioEngine(Engine):
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
-        for known in self._registered:
-            if (found := known.detach()) is not None:
-                self._deregister(found[2][0])
+        for registration in self._registered:
+            if (memory := registration.detach()) is not None:
+                self._deregister(memory[2][0])
         self._registered.clear()
         self._deregister_gone()
 

@@ -104,11 +104,11 @@ def _read_all(call: Call) -> int:
     file = cast(PosixFile, call.file)
     gap = _gap_memory() if any(isinstance(piece, int) for piece in call.pieces) else memoryview(b"")
     buffers = [gap[:piece] if isinstance(piece, int) else piece.numpy().data for piece in call.pieces]
-    done = 0
-    while done < call.nbytes:
+    bytes_read = 0
+    while bytes_read < call.nbytes:
         direct = file.direct
         try:
-            got = os.preadv(file.fd, buffers, call.offset + done)
+            got = os.preadv(file.fd, buffers, call.offset + bytes_read)
         except OSError as error:
             if not direct or error.errno not in _NOT_DIRECT:
                 raise
@@ -116,16 +116,16 @@ def _read_all(call: Call) -> int:
             continue
         if got == 0:
             raise OSError(errno.EIO, "file ends before the block", file.path)
-        done += got
-        if done < call.nbytes and file.direct and done % ALIGNMENT:
+        bytes_read += got
+        if bytes_read < call.nbytes and file.direct and bytes_read % ALIGNMENT:
             raise OSError(errno.EIO, "file ends inside a block", file.path)
         while got:  # drop filled buffers
-            taken = min(got, len(buffers[0]))
-            buffers[0] = buffers[0][taken:]
-            got -= taken
+            in_buffer = min(got, len(buffers[0]))
+            buffers[0] = buffers[0][in_buffer:]
+            got -= in_buffer
             if not len(buffers[0]):
                 buffers.pop(0)
-    return done
+    return bytes_read
 
 
 def _gap_memory() -> memoryview:
