@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.cache.calibrations import _read, keep_records
+from hf_tiered_cache.cache.calibrations import keep_records
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic
 from hf_tiered_cache.operations import passage_cache as module
 from hf_tiered_cache.reasons import OTHER_LEAD
@@ -28,7 +28,9 @@ METHOD = CacheTune(0.0, lead=LEAD, ranking="random")
 
 def kept_lead(store):
     """The text in a store's calibrations."""
-    ((text,),) = [[one["text"]] for name, some in _read(store._storage).items() if " lead " in name for one in some]
+    ((text,),) = [
+        [one["text"]] for name, some in store._storage.calibrations.read().items() if " lead " in name for one in some
+    ]
     return torch.tensor(text)
 
 
@@ -78,7 +80,7 @@ def test_a_kept_lead_is_taken_and_a_damaged_one_written_again(tmp_path, monkeypa
     assert len(written) == 1
     for wrong in ([{}], [{"text": []}], [{"text": [1] * LEAD}], [{"text": [-1] * (LEAD - 1)}], [{"text": "abc"}], []):
         with KVStore(tmp_path) as store:
-            (name,) = [name for name in _read(store._storage) if " lead " in name]
+            (name,) = [name for name in store._storage.calibrations.read() if " lead " in name]
             keep_records(store._storage, name, wrong)
             written.clear()
             fill(store, model, [prompt(64, seed=9 + len(str(wrong)))[0]], METHOD)
@@ -152,7 +154,7 @@ def test_a_store_that_cannot_be_written_keeps_no_lead(store, monkeypatch, caplog
     monkeypatch.setattr(store._storage.disk.backend, "writable", False)
     with caplog.at_level(logging.WARNING):
         fill(store, model, method=METHOD)
-    assert not store.segments() and not _read(store._storage)
+    assert not store.segments() and not store._storage.calibrations.read()
 
 
 def test_by_the_tokenizer_of_the_model_it_is_a_text_that_ends_like_a_document(tmp_path):
