@@ -30,7 +30,7 @@ passages is the default: no option requests it, which is written as ""."""
 
 def calibrate(
     context: typer.Context,
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")],
+    store: Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")],
     model: Annotated[str, typer.Option(help="Causal LM: a name on the Hub, or a folder.")],
     passages: Annotated[int, typer.Option(min=1, help="Number of passages in the measured prompt.")] = 8,
     tokens: Annotated[int, typer.Option(min=16, help="Number of tokens in each passage.")] = 512,
@@ -264,7 +264,7 @@ def load_model(name: str, dtype: str, device: str) -> nn.Module:
 
 
 def profile(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")],
+    store: Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")],
     model: Annotated[str, typer.Option(help="Causal LM: a name on the Hub, or a folder.")],
     text: Annotated[
         list[Path],

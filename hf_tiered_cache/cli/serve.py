@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,7 +53,7 @@ def serve(
         typer.Argument(help="Causal LM: a name on the Hub, or a folder. Omit it only with --allow-any-model."),
     ] = None,
     *,
-    store: Annotated[Path, typer.Option(help="Folder of the store; created if missing.")],
+    store: Annotated[str, typer.Option(help="Folder of the store, created if missing, or address of a backend.")],
     method: Annotated[str, typer.Option(help='Method that restores KV, such as "contiguous_kv:budget=0.1".')] = "exact",
     codec: Annotated[
         str,
