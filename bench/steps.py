@@ -168,12 +168,13 @@ class Workload:
         self.suffix = torch.randint(1, 128, (1, SUFFIX))
         self.stores: dict[str, KVStore] = {}
         self.prompts: dict[str, torch.Tensor] = {}
+        # earlier versions call it `segments`
+        switch = "passages" if "passages" in inspect.signature(KVStore.precompute).parameters else "segments"
         for name, method in METHODS.items():
             passages = isinstance(method, Passages)
             store = self.stores[name] = KVStore(folder / name, policy=method.policy)
-            store.precompute(
-                self.model, [prefix, other] if passages else prefix, method=method, segments=passages, progress=False
-            )
+            prompts, options = [prefix, other] if passages else prefix, {switch: passages}
+            store.precompute(self.model, prompts, method=method, progress=False, **options)
             before = [self.suffix[0], prefix, other] if passages else [prefix]
             self.prompts[name] = torch.cat([*before, self.suffix[0]]).unsqueeze(0)
         self.dynamic = DynamicCache(config=self.model.config)
