@@ -35,6 +35,7 @@ from .store.engines import Engine
 from .store.folder import FolderBackend
 from .store.geometry import Geometry
 from .store.publish import Limits
+from .tiers import make_policy
 from .tiers.residency import Residency
 from .units import parse_bytes
 
@@ -139,6 +140,7 @@ class KVStore:
         self.codec = make_codec(codec).name
         sizes = parse_bytes(host_memory, "host_memory"), parse_bytes(device_memory, "device_memory")
         index_budget = parse_bytes(index_memory, "index_memory")
+        make_policy(policy)  # refuses an unknown one before a folder is made
         place = open_backend(path, backend, engine)
         self.path = place.root if isinstance(place, FolderBackend) else None
         """Folder of the store, or None if it is in no folder."""

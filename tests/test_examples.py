@@ -357,7 +357,7 @@ def test_the_readmes_passages_are_found_behind_any_text(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     block, retrieving = (
-        b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "segments=" in b
+        b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "passages=" in b
     )
     folder = ROOT / "eval" / "reference" / "xs"
     monkeypatch.chdir(tmp_path)

@@ -435,7 +435,7 @@ def test_a_store_shows_its_users_no_internals(tmp_path):
             *("precompute", "lookup", "warm"),
             *("calibrate", "calibrate_prefix", "calibrate_quality", "profile_windows"),
             *("relayout", "reorder", "rank", "conversations", "remove_conversation", "documents", "remove_document"),
-            *("segments", "models", "pinned", "pin", "remove", "verify", "gc", "clear", "flush", "close"),
+            *("place", "segments", "models", "pinned", "pin", "remove", "verify", "gc", "clear", "flush", "close"),
         }
 
 

@@ -448,7 +448,7 @@ def test_a_layout_of_other_heads_is_a_miss_though_every_checksum_is_right(tmp_pa
     """As many bytes in other heads: nothing but the model itself says that this is not its KV."""
     root, passage = tmp_path / "store", isinstance(method, CacheTune)
     with KVStore(root) as store:
-        store.precompute(model, IDS[0, :144], method=method, segments=passage, progress=False)
+        store.precompute(model, IDS[0, :144], method=method, passages=passage, progress=False)
         paths = [store._storage.disk.path(row.id) for row in store.segments()]
     for path in paths:
         page = page_of(path)
