@@ -12,7 +12,7 @@ import torch
 from .. import reasons
 from ..methods import PrefixMethod
 from ..patches.attach import Attachment
-from ..restore.plan import Plan
+from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
 from ..restore.schedule import RATIOS, Load, Streams, best_ratio, fronts
 from ..stats import TIERS
@@ -62,7 +62,7 @@ def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> Pr
 
 def _may_have_fronts(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
     """Return whether layers may recompute a part of what a plan restores, and the model supports it."""
-    restores_all = plan.exact and plan.budget_tokens is None
+    restores_all = plan.exact and not isinstance(plan, BudgetPlan)
     plain = plan.base == 0 and not any(sequence.history.pads)
     lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
     lossless = lossless or sequence.method.records_approximations

@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..patches.attach import Attachment
 from ..patches.scope import leave
 from ..restore.hashes import History
 from ..restore.observe import CacheObserver
-from ..restore.plan import Plan
+from ..restore.plan import PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .calibrations import calibrated_ratio, profiled_windows, quality_budget, warn_of_loss
@@ -178,7 +178,7 @@ class Serving:
         if before <= stored - HASH_TOKENS:
             return before
         if plan is not None:
-            plan = replace(plan, budget_tokens=0, streamed=True)
+            plan = plan.within_budget(0, streamed=True)
         try:
             self._run_planned(cache, piece, sequence, plan, forward)
         except RestoreError as error:
@@ -231,7 +231,7 @@ class Serving:
                 for geometry in {reader.shape.geometry for reader in plan.readers}:
                     if warning := self.method.geometry_warning(geometry):
                         self.store.disk.warn(warning, warning)
-            kind = RestoringForward if plan.under_way is None else RefiningForward
+            kind = RefiningForward if isinstance(plan, PassagesPlan) else RestoringForward
             forward_pass = kind(*common, plan=plan, store=self.store, method=self.method)
         if self.observer is not None:
             forward_pass.watch(self.observer, request.base + request.columns, sequence.history.pads)

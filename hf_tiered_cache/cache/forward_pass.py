@@ -22,7 +22,7 @@ from ..patches.rope import RotaryTap, TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
 from ..restore.fetch import Fetcher
 from ..restore.observe import CacheObserver, ComputedColumns, PassObserver
-from ..restore.plan import Plan
+from ..restore.plan import BudgetPlan, Plan, RecomputePlan
 from ..restore.prefetch import Prefetch
 from ..selection.indexes import IndexSidecars
 from ..selection.prompt import SelectiveRestore
@@ -176,7 +176,8 @@ class RestoringForward(ForwardPass):
     ) -> None:
         super().__init__(cache, attachment, collector, tables, recorder, first)
         self.plan, self.method = plan, method
-        self._ascends, self._last_layer = plan.under_way is None, -1  # a deferred plan may run layers twice
+        self._ascends, self._last_layer = True, -1
+        self._first_narrowed: int | None = None
         self._captures = True
         self._recorded = None if plan.suffix is not None else plan.columns - plan.restored_until
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
@@ -188,10 +189,10 @@ class RestoringForward(ForwardPass):
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
         selecting = [source.index for source in self.kv_sources if source.selects]
-        if plan.streamed:
+        if isinstance(plan, BudgetPlan) and plan.streamed:
             self.streamed = StreamedPrefix(plan, selecting, self.fetcher)
             self.selects = True
-        if plan.budget_tokens:
+        if isinstance(plan, BudgetPlan) and plan.budget_tokens:
             assert isinstance(method, BudgetMethod)
             if method.reorder:
                 store.rewriter.recall({piece.reader for group in plan.groups for piece in group.pieces})
@@ -235,14 +236,14 @@ class RestoringForward(ForwardPass):
         if plan.suffix is None:
             if not can_scatter(config):
                 raise needs_attention(self.method, self.attachment.model, WRAPPED)
-            if plan.fronts and can_select(config) and shows_queries(self.attachment.model):
+            if isinstance(plan, RecomputePlan) and can_select(config) and shows_queries(self.attachment.model):
                 self.fronts = plan.fronts
             front = self.fronts[0] if self.fronts else 0
             self.positions = to_device(plan.computed[0][front:] + plan.base, self.attachment.device_of(0))
             self._drop_with_depth(plan)
-            if self.rows or plan.under_way is not None:
+            first = min(self.rows, default=None) if self._first_narrowed is None else self._first_narrowed
+            if first is not None:
                 layers = decoder_layers(self.attachment.model, len(plan.computed))
-                first = 1 if plan.under_way is not None else min(self.rows)
                 stack.enter_context(dropping(layers, first, self))
         stack.callback(self.fetcher.cancel)
         if self.selects and not can_select(config):

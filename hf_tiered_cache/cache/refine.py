@@ -15,13 +15,13 @@ from ..passages.recompute import ProbeAttentionSum
 from ..patches.attach import Attachment
 from ..patches.attention import can_select, shows_queries
 from ..patches.scope import Attended, AttentionCall
-from ..restore.plan import Plan
+from ..restore.plan import PassagesPlan, Plan
 from ..store.memory import to_host
 from .forward_pass import RestoringForward
 
 
 class RefiningForward(RestoringForward):
-    """Pass that follows a deferred plan (see `UnderWay`), and narrows at some layers what the later ones compute.
+    """Pass that follows a `PassagesPlan`, and narrows at some layers what the later ones compute.
 
     A layer that compares runs twice: up to its attention (the preview), on the positions that the previous layer
     computed, and then completely, on the positions selected by the comparison. The KV that it restores for the preview
@@ -40,17 +40,19 @@ class RefiningForward(RestoringForward):
         self, cache: LayeredCache, attachment: Attachment, *args: Any, plan: Plan, method: Method, **kwargs: Any
     ) -> None:
         super().__init__(cache, attachment, *args, plan=plan, method=method, **kwargs)
-        assert plan.under_way is not None and isinstance(method, Passages)
-        self._deferred = plan.under_way
+        assert isinstance(plan, PassagesPlan) and isinstance(method, Passages)
+        self._ascends = False  # a layer may run twice
+        self._first_narrowed = 1
+        self._choice = plan.choice
         self.selects = can_select(attachment.config) and shows_queries(attachment.model)  # `attend` runs
         self._filled: dict[int, dict[str, Any]] = {}  # buffer state of the previewed layer
-        self._to_compare = set(self._deferred.compare_layers)
+        self._to_compare = set(self._choice.compare_layers)
         self._previewed_layer: int | None = None  # layer that runs up to its attention (preview)
         self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
         self._attention: ProbeAttentionSum | None = None
         # positions of the sum include those in the cache, positions of a plan do not
-        if self.selects and not plan.base and self._deferred.question_tokens:
-            self._attention = ProbeAttentionSum(self._deferred.question_tokens)
+        if self.selects and not plan.base and self._choice.question_tokens:
+            self._attention = ProbeAttentionSum(self._choice.question_tokens)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """See `ForwardPass`."""
@@ -82,7 +84,7 @@ class RefiningForward(RestoringForward):
         with self.collector.timing("select_seconds"):
             attention = None if self._attention is None else self._attention.result()
             (kv_deviation,) = to_host(self._kv_deviation)
-            positions = self.method.narrow(self._deferred, layer, plan.computed[layer], kv_deviation, attention)
+            positions = self.method.narrow(self._choice, layer, plan.computed[layer], kv_deviation, attention)
         plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
         self.plan = self.prefetch.plan = plan
         self._columns.clear()  # keyed by arrays of the old plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -17,7 +16,7 @@ from ..methods import BudgetMethod, Method, Passages
 from ..passages.finder import PassageFinder
 from ..passages.report import PassageReport
 from ..patches.rope import TableCache
-from ..restore.plan import Plan
+from ..restore.plan import BudgetPlan, Plan
 from ..restore.planner import make_plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
@@ -103,7 +102,7 @@ class SequenceState:
         method = self.method
         with collector.timing("match_seconds"):
             self._asked = request.ids.to("cpu", torch.int64).numpy()
-            find, defer = (self._finder, method.under_way) if isinstance(method, Passages) else (None, None)
+            find, defer = (self._finder, method.deferred_choice) if isinstance(method, Passages) else (None, None)
             plan, lookups = make_plan(
                 self.history,
                 self._asked,
@@ -120,7 +119,7 @@ class SequenceState:
         if plan is None or not self._selects or not isinstance(method, BudgetMethod):
             return plan
         plan = self._within_budget(plan, method)
-        if plan.budget_tokens and method.reorder:
+        if isinstance(plan, BudgetPlan) and method.reorder:
             self.store.lay_out_after(plan.groups)
         return plan
 
@@ -138,7 +137,7 @@ class SequenceState:
             return plan
         # all pieces of a long prompt are exact, also the last one, however short
         streamed = self.stored_in_pieces > 0 or method.streams(plan.columns - suffix)
-        return replace(plan, budget_tokens=int(budget), streamed=streamed)
+        return plan.within_budget(int(budget), streamed)
 
     @cached_property
     def _finder(self) -> PassageFinder:
@@ -202,7 +201,7 @@ class SequenceState:
             computed = columns - plan.restored_until
             self._count_restored(plan, tokens, collector)
             exact = plan.exact
-            self.approximate |= plan.budget_tokens is not None or not (exact or approximations)
+            self.approximate |= isinstance(plan, BudgetPlan) or not (exact or approximations)
             if not (exact or approximations):
                 self.recorder.enabled = False
         self.stored_in_pieces = 0
@@ -227,7 +226,7 @@ class SequenceState:
 
     def _count_restored(self, plan: Plan, tokens: int, collector: StatsCollector) -> None:
         """Count the tokens of a pass that followed a plan, in all rows and without padding."""
-        if plan.budget_tokens is not None and not plan.streamed:
+        if isinstance(plan, BudgetPlan) and not plan.streamed:
             assert isinstance(self.method, BudgetMethod)
             if self.method.reorder:
                 self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError, with_type
 from ..layers import DenseSource
-from ..restore.plan import Plan, SegmentSlice
+from ..restore.plan import BudgetPlan, Plan, SegmentSlice
 from ..store import EXACT
 from ..store.geometry import HASH_TOKENS
 
@@ -118,7 +118,7 @@ class RestoredRun:
     @classmethod
     def of(cls, plan: Plan, began: float) -> RestoredRun | None:
         """Return what can be checked after a pass that followed `plan`, or None."""
-        if not plan.exact or plan.suffix is None or plan.budget_tokens is not None:
+        if not plan.exact or plan.suffix is None or isinstance(plan, BudgetPlan):
             return None
         slices = next((group.pieces for group in plan.groups if 0 in group.rows), ())
         pieces = tuple(piece for piece in slices if piece.reader.header.provenance == EXACT)

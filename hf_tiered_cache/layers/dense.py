@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import RestoreError
 from ..patches.rope import PreRopeKV, picked
 from ..patches.scope import Attended, AttentionCall
+from ..restore.plan import PassagesPlan, RecomputePlan
 from ..restore.prefetch import restore_layer
 from ..selection.selected import DecodeSelector
 from ..store.geometry import LayerKV
@@ -90,9 +91,10 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
         first = max(0, plan.first_kept(self.window)) if self.window else 0
-        is_preview = plan.under_way is not None and restoring.is_previewing(self.index)
+        refines = isinstance(plan, PassagesPlan)
+        is_preview = refines and restoring.is_previewing(self.index)
         before = self.snapshot() if is_preview else None
-        filled = None if plan.under_way is None else restoring.take_filled(self.index)
+        filled = restoring.take_filled(self.index) if refines else None
         if filled is None:
             self._announced()
             keys, values = self.extend(key_states, value_states, plan.columns, first)
@@ -106,14 +108,14 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             keys[:, :, plan.suffix - first :] = key_states
             values[:, :, plan.suffix - first :] = value_states
             return self._visible(key_states.shape[2])
-        if plan.fronts:
+        if isinstance(plan, RecomputePlan):
             front = plan.fronts[self.index]
             for target, computed in ((keys, key_states), (values, value_states)):
                 target[:, :, :front] = computed[:, :, :front]
                 target[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
-        if plan.under_way is not None and restoring.compares(self.index):
+        if refines and restoring.compares(self.index):
             stored = picked(keys, columns, 2), picked(values, columns, 2)
             restoring.compare(self.index, stored, (key_states, value_states))
         for target, computed in ((keys, key_states), (values, value_states)):

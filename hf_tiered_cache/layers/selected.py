@@ -12,6 +12,7 @@ import torch
 from ..errors import LostKVError, RestoreError
 from ..patches.rope import PreRopeKV
 from ..patches.scope import Attended, AttentionCall
+from ..restore.plan import BudgetPlan
 from ..restore.prefetch import check_fit
 from ..selection.selected import DecodeSelector, Rotate
 from ..store.geometry import LayerKV
@@ -56,7 +57,7 @@ class SelectedSource(DenseSource):
         """See `KVSource`."""
         super().begin_pass(restoring)
         plan = restoring.plan
-        if plan.budget_tokens is not None:
+        if isinstance(plan, BudgetPlan):
             self._restored, self._scattered = plan.suffix or 0, plan.columns
             self._skipped = self._restored if plan.streamed else plan.num_skipped
 
@@ -74,7 +75,7 @@ class SelectedSource(DenseSource):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if restoring.plan.budget_tokens is None:
+        if not isinstance(restoring.plan, BudgetPlan):
             return super()._restore(restoring, kind, pre_rope, key_states, value_states)
         check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
         if pre_rope.rotated == "value":
@@ -90,13 +91,14 @@ class SelectedSource(DenseSource):
             if self.decode_selector is not None and self._pre_rope is not None:
                 self._reselect(self.decode_selector, self._pre_rope, forward_pass, query, scaling)
             return keys, values
-        if restoring.plan.budget_tokens is None:
+        plan = restoring.plan
+        if not isinstance(plan, BudgetPlan):
             return keys, values
         if self._deferred is None or self._deferred[1] is not keys:
             raise restoring.cannot_select()
         (pre_rope, _), self._deferred = self._deferred, None
         restoring.resume()
-        plan, selection, rotate_ = restoring.plan, restoring.selection, _rotation(restoring, pre_rope)
+        selection, rotate_ = restoring.selection, _rotation(restoring, pre_rope)
         output: torch.Tensor | None = None
         if restoring.streamed is not None:
             all_keys_to_index = selection.keys_to_index(self.index, keys) if selection is not None else ()
@@ -105,14 +107,14 @@ class SelectedSource(DenseSource):
                 selection.index(self.index, all_keys_to_index)
             elif not plan.budget_tokens:  # a chunk of a long prompt, which is stored and dropped
                 return output
-        self._num_selected = plan.num_selected
+        self._num_selected = plan.budget_tokens
         if selection is not None:
             if output is None:
                 asking, own_keys = restoring.to_choose_by(self.index, query, keys)
             else:
                 asking, own_keys = query[:, :, -selection.observed :], keys
             self._num_selected = selection.choose(self.index, asking, own_keys, rotate_, scaling)
-        self.spared = plan.num_selected - self._num_selected
+        self.spared = plan.budget_tokens - self._num_selected
         self.padding = max(group.pad for group in plan.groups)
         all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped + self.spared)
         self._announced()

@@ -20,7 +20,7 @@ from ..errors import ConfigError, with_type
 from ..layers import LayerTensors
 from ..passages.ranking import RANKED_IN_CONTEXT
 from ..passages.recompute import LOWEST, narrowed_shares
-from ..restore.plan import PlanContext, SegmentSlice, UnderWay
+from ..restore.plan import DeferredChoice, PlanContext, SegmentSlice
 from .base import is_count, is_number
 from .passages import Passages, check_share, count_of, importance_of, question_tokens
 
@@ -122,13 +122,13 @@ class CacheTune(Passages):
             return self._share, self._share
         return narrowed_shares(self._share, self.widen, layer, layers)
 
-    def under_way(self, context: PlanContext) -> UnderWay | None:
+    def deferred_choice(self, context: PlanContext) -> DeferredChoice | None:
         """See `Passages`."""
-        under_way = super().under_way(context)
-        if under_way is None:
+        choice = super().deferred_choice(context)
+        if choice is None:
             return None
         max_tokens = _LONGEST_QUESTION if self.question is None else self.question
-        return replace(under_way, question_tokens=question_tokens(context, max_tokens))
+        return replace(choice, question_tokens=question_tokens(context, max_tokens))
 
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         if not passages:

@@ -16,7 +16,7 @@ from ..layers import LayerTensors
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
 from ..passages.recompute import ProbeAttention
-from ..restore.plan import Columns, PlanContext, RowGroup, SegmentSlice, UnderWay, of_row, repeats, side_by_side
+from ..restore.plan import Columns, DeferredChoice, PlanContext, RowGroup, SegmentSlice, of_row, repeats, side_by_side
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
@@ -144,13 +144,13 @@ class Passages(Method):
             + (required,) * (context.layers - first_narrow_layer)
         )
 
-    def under_way(self, context: PlanContext) -> UnderWay | None:
-        """Return the deferred parts of an inexact plan, or None if nothing is deferred."""
+    def deferred_choice(self, context: PlanContext) -> DeferredChoice | None:
+        """Return the choice that an inexact plan defers to the pass, or None if there is none."""
         narrowing = self.narrowing(context.layers)
         candidates, required = _candidate_and_required(context)
         if not narrowing or np.array_equal(candidates, required):
             return None
-        return UnderWay(context, candidates, required, compare_layers=tuple(layer for layer, _ in narrowing))
+        return DeferredChoice(context, candidates, required, compare_layers=tuple(layer for layer, _ in narrowing))
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """Return the deviation of computed from stored KV, `[batch, heads, n, dim]` each: float32 `[batch, n]`."""
@@ -158,7 +158,7 @@ class Passages(Method):
 
     def narrow(
         self,
-        under_way: UnderWay,
+        choice: DeferredChoice,
         layer: int,
         positions: Columns,
         deviation: np.ndarray,
@@ -169,16 +169,16 @@ class Passages(Method):
         The share that `narrowing` returns is selected in each row.
 
         Args:
-            under_way: Deferred plan.
+            choice: What is decided.
             layer: Layer that compares.
             positions: Positions computed so far, n per row.
             deviation: KV deviation of these positions, float `[rows, n]`; undefined where nothing is stored.
             attention: Attention of each row's query probe in the layers so far, or None if it is not available.
         """
-        share, selected = dict(self.narrowing(under_way.context.layers))[layer], []
-        for group in under_way.context.groups:
+        share, selected = dict(self.narrowing(choice.context.layers))[layer], []
+        for group in choice.context.groups:
             row = group.rows[0]
-            reusable, row_positions = _reusable(under_way, group), of_row(positions, row)
+            reusable, row_positions = _reusable(choice, group), of_row(positions, row)
             probe_attention = None if attention is None else attention[row]
             is_reusable = np.isin(row_positions, reusable)
             score = deviation[row, repeats(positions, row) :][is_reusable]
@@ -187,8 +187,8 @@ class Passages(Method):
                     probe_attention[row_positions[is_reusable]], probe_attention[reusable].mean()
                 )
             best = np.argsort(-score, kind="stable")[: count_of(share, len(reusable))]
-            selected.append(np.union1d(of_row(under_way.least, row), row_positions[is_reusable][best]))
-        return _of_rows(under_way.context, selected)
+            selected.append(np.union1d(of_row(choice.required, row), row_positions[is_reusable][best]))
+        return _of_rows(choice.context, selected)
 
     def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
         """Return the factors by which the query probe's attention raises the importance of tokens.
@@ -276,11 +276,11 @@ def _in_pass(positions: np.ndarray) -> np.ndarray:
     return positions[positions >= 0]
 
 
-def _reusable(under_way: UnderWay, group: RowGroup) -> np.ndarray:
+def _reusable(choice: DeferredChoice, group: RowGroup) -> np.ndarray:
     """Return the positions of a row's passages that can be restored, int64 ascending."""
     pieces = [piece for piece in group.pieces if not piece.exact]
-    positions = [_in_pass(_positions_of(under_way.context, group, piece)) for piece in pieces]
-    candidates, required = np.concatenate([np.empty(0, np.int64), *positions]), of_row(under_way.least, group.rows[0])
+    positions = [_in_pass(_positions_of(choice.context, group, piece)) for piece in pieces]
+    candidates, required = np.concatenate([np.empty(0, np.int64), *positions]), of_row(choice.required, group.rows[0])
     return np.setdiff1d(candidates, required, assume_unique=True)
 
 

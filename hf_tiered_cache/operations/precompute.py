@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..identity import varying_rope
 from ..methods import BudgetMethod, Exact, Method, make_method
 from ..patches.attach import attach
+from ..restore.plan import BudgetPlan
 from ..restore.prefetch import PlanUnit, units_of
 from ..stats import TIERS, RequestStats, StatsCollector
 from ..tiers.handles import BlockRequest
@@ -231,8 +232,9 @@ class _Prompt:
         self.units: list[PlanUnit] = []
         if plan is not None:
             self._restored = plan.restored_tokens
-            full_plan = replace(plan, budget_tokens=None)  # with a token budget, any block may be requested
-            self.units = units_of(full_plan)
+            if isinstance(plan, BudgetPlan):  # any block may be requested
+                plan = plan.without_budget()
+            self.units = units_of(plan)
 
     def device_of(self, unit: PlanUnit) -> torch.device:
         return self._attachment.device_of(unit.block_group.layers[0])

@@ -1,14 +1,14 @@
 """Plan of one forward pass: the positions that each layer computes, and the segments that the others come from.
 
 Positions are padded positions (columns in the code): they include left padding, and are counted from the first one that
-the pass adds to the cache. The rows of a batch compute the same positions, or different ones, stacked. Prefix reuse is
-the simplest plan: every layer computes the suffix.
+the pass adds to the cache. The rows of a batch compute the same positions, or different ones, stacked. `Plan` restores
+a prefix, and every layer computes the suffix. `BudgetPlan`, `RecomputePlan` and `PassagesPlan` are the other kinds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -113,34 +113,11 @@ class RowGroup:
     pieces: tuple[SegmentSlice, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class UnderWay:
-    """Deferred part of a plan for passages, which is decided during the pass.
-
-    Args:
-        context: Input of the plan.
-        every: Candidate positions: all that are not exact.
-        least: Required positions, which are computed in any case.
-        compare_layers: Layers, ascending, at which stored KV is compared with computed KV. From there on, or from the
-            next layer on, fewer positions are computed.
-        question_tokens: Number of tokens of each row's query probe, the last ones of the row; 0 for a row without a
-            probe, () if no row has one.
-    """
-
-    context: PlanContext
-    every: Columns
-    least: Columns
-    compare_layers: tuple[int, ...]
-    question_tokens: tuple[int, ...] = ()
-
-    def wants_all(self, layers: Sequence[int]) -> bool:
-        """Return whether one of `layers` also needs the stored KV of tokens that it computes."""
-        return not set(layers).isdisjoint(self.compare_layers)
-
-
 @dataclass(frozen=True)
 class Plan:
     """Computed and restored positions of one forward pass.
+
+    This plan restores all that a layer does not compute. `BudgetPlan`, `RecomputePlan` and `PassagesPlan` differ.
 
     Args:
         base: Number of padded positions that the cache holds already.
@@ -148,27 +125,12 @@ class Plan:
         computed: Positions that each layer computes. In each row they are a subset of those of the layer before, and
             include the last one.
         groups: Sources of the other positions of each row.
-        budget_tokens: Maximum number of restored tokens of a row that layers with full attention attend to; None for
-            all. They are selected when the queries are known.
-        streamed: Whether the queries of this pass attend to all restored tokens nevertheless, which are fetched and
-            released run by run. The results are exact; the budget applies to what is held for later tokens.
-        under_way: Deferred part of the plan; None if the plan is final.
-        fronts: Length of each layer's recomputed prefix, which it computes although it is stored. The layer loads the
-            positions between it and the suffix. () for none. `computed` includes these positions. The cache is empty
-            then, and rows have no padding.
-        selected: For each layer with full attention, the number of restored positions that it holds, if a selection
-            needed fewer than `num_selected`; () before that is known, and if all layers hold that number.
     """
 
     base: int
     columns: int
     computed: tuple[Columns, ...]
     groups: tuple[RowGroup, ...]
-    budget_tokens: int | None = None
-    streamed: bool = False
-    under_way: UnderWay | None = None
-    fronts: tuple[int, ...] = ()
-    selected: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         before: Columns | None = None
@@ -182,12 +144,25 @@ class Plan:
                     raise ValueError(f"layer {layer} computes positions that layer {layer - 1} does not")
             before = columns
 
+    def within_budget(self, budget_tokens: int, streamed: bool) -> BudgetPlan:
+        """Return this plan with a budget of restored tokens. Every layer of this plan computes exactly the suffix."""
+        return BudgetPlan(self.base, self.columns, self.computed, self.groups, budget_tokens, streamed)
+
+    def with_fronts(self, fronts: Sequence[int]) -> RecomputePlan:
+        """Return this plan with a recomputed prefix per layer. Every layer of this plan computes exactly the suffix."""
+        suffix = self.computed[0]
+        computed = {front: np.concatenate([np.arange(front), suffix]) for front in set(fronts)}  # one array per length
+        by_layer = tuple(computed[front] for front in fronts)
+        return RecomputePlan(self.base, self.columns, by_layer, self.groups, tuple(fronts))
+
+    def with_choice(self, choice: DeferredChoice) -> PassagesPlan:
+        """Return this plan with a choice of computed positions that is made during the pass."""
+        return PassagesPlan(self.base, self.columns, self.computed, self.groups, choice)
+
     @cached_property
     def exact(self) -> bool:
         """True if the results of this plan equal those of computing everything."""
-        return (self.budget_tokens is None or self.streamed) and all(
-            piece.exact for group in self.groups for piece in group.pieces
-        )
+        return all(piece.exact for group in self.groups for piece in group.pieces)
 
     @cached_property
     def readers(self) -> tuple[SegmentReader, ...]:
@@ -197,7 +172,7 @@ class Plan:
     @cached_property
     def suffix(self) -> int | None:
         """First computed position if every layer computes exactly the suffix from there, else None."""
-        if self.fronts or self.under_way is not None or any(columns.ndim > 1 for columns in self.computed):
+        if any(columns.ndim > 1 for columns in self.computed):
             return None
         first = self.computed[0]
         is_suffix = len(first) == self.columns - first[0]
@@ -206,16 +181,7 @@ class Plan:
     @cached_property
     def restored_until(self) -> int:
         """First position from which on every layer computes all positions, in every row."""
-        last = self.computed[-1]  # no layer computes less
-        if self.fronts:
-            return self.columns - (len(last) - self.fronts[-1])
-        return max(_run_at_end(row) for (row,) in row_by_row(last))
-
-    def with_fronts(self, fronts: Sequence[int]) -> Plan:
-        """Return this plan with a recomputed prefix per layer. Every layer of this plan computes exactly the suffix."""
-        suffix = self.computed[0]
-        computed = {front: np.concatenate([np.arange(front), suffix]) for front in set(fronts)}  # one array per length
-        return replace(self, computed=tuple(computed[front] for front in fronts), fronts=tuple(fronts))
+        return max(_run_at_end(row) for (row,) in row_by_row(self.computed[-1]))  # no layer computes less
 
     def kept(self, layer: int) -> Columns | None:
         """Return which hidden states of the layer before `layer` keeps, int64 `[n]` or `[rows, n]`, or None for all."""
@@ -227,10 +193,11 @@ class Plan:
 
     def first_kept(self, window: int) -> int:
         """Return the first position that a layer with this sliding window (0: none) needs when the pass begins."""
-        if not window:
-            return -self.base
-        first = self.computed[0] if self.under_way is None else self.under_way.every
-        return max(-self.base, int(first.min()) - (window - 1))
+        return max(-self.base, int(self.computed[0].min()) - (window - 1)) if window else -self.base
+
+    def restores_all(self, window: int) -> bool:
+        """Return whether a layer with this sliding window (0: none) restores all that it does not compute."""
+        return True
 
     def wanted_tokens(
         self, block_group: BlockGroup, group: RowGroup, piece: SegmentSlice, layer: int | None = None
@@ -245,7 +212,7 @@ class Plan:
             piece: Slice of a segment.
             layer: Layer of that KV cache group, or None for any.
         """
-        if block_group.identifies or (self.budget_tokens is not None and not block_group.window):
+        if block_group.identifies or not self.restores_all(block_group.window):
             return np.empty(0, np.int64)
         layers = block_group.layers if layer is None else (layer,)
         tokens = self._needed_tokens(block_group.window, layers, group, piece)
@@ -257,24 +224,18 @@ class Plan:
         start = piece.at + group.pad - self.base - piece.first  # position of the segment's first token
         low = max(piece.first, max(0, self.first_kept(window)) - start)
         high = piece.first + piece.count
-        if self.suffix is not None or self.fronts:
-            begin, end = self.restored_columns(layers[-1], window)
-            return np.arange(max(low, begin - start), min(high, end - start))
+        if (span := self.restored_span(layers[-1], window)) is not None:
+            return np.arange(max(low, span[0] - start), min(high, span[1] - start))
         tokens = np.arange(low, high)
-        if self.under_way is not None and self.under_way.wants_all(layers) and not piece.exact:
-            return tokens
         computed = of_row(self.computed[layers[-1]], group.rows[0])
         return tokens[~np.isin(tokens + start, computed, assume_unique=True)]
 
-    def restored_columns(self, layer: int, window: int) -> tuple[int, int]:
-        """Return the half-open range of positions that a layer restores.
+    def restored_span(self, layer: int, window: int) -> tuple[int, int] | None:
+        """Return the half-open range of positions that a layer restores, or None if they are not consecutive.
 
-        The plan must compute a suffix, with or without recomputed prefixes. A layer with a sliding window (0: none)
-        restores what the suffix sees: a recomputed prefix sees only itself.
+        A layer with a sliding window (0: none) restores what the suffix sees: a recomputed prefix sees only itself.
         """
-        until = self.restored_until
-        front = self.fronts[layer] if self.fronts else 0
-        return (max(front, until - (window - 1)) if window else front), until
+        return None if self.suffix is None else (max(0, self.first_kept(window)), self.suffix)
 
     def check_held(self, group: RowGroup, piece: SegmentSlice) -> None:
         """Raise ValueError if a layer neither computes a token of `piece` nor has it in the segment."""
@@ -282,50 +243,30 @@ class Plan:
         if shape.tables is None or shape.whole:
             return
         for layer, kind in enumerate(shape.layout.layers):
-            if kind is None or (self.budget_tokens is not None and not kind.window):
+            if kind is None or not self.restores_all(kind.window):
                 continue
             needed = self._needed_tokens(kind.window, (layer,), group, piece)
             if not shape.held[layer][needed].all():
                 raise ValueError(f"segment {piece.reader.id} lacks tokens of layer {layer} that the plan restores")
 
     @cached_property
-    def num_selected(self) -> int:
-        """Maximum number of restored positions that layers with full attention hold; all if they do not select."""
-        return (self.suffix or 0) if self.budget_tokens is None else self.budget_tokens
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of restored positions that exceed the budget."""
-        return (self.suffix or 0) - self.num_selected
-
-    @cached_property
     def restored_tokens(self) -> int:
         """Number of restored tokens in all rows: those not computed by the last layer, and recomputed prefixes."""
-        least = np.arange(self.restored_until, self.columns) if self.fronts else self.computed[-1]
-        return sum(
-            len(group.rows) * (self.columns - max(0, group.pad - self.base)) for group in self.groups
-        ) - self._tokens_in(least)
+        return self._tokens_but(self.computed[-1])
 
     @property
     def recomputed_tokens(self) -> float:
         """Number of restored tokens that a layer computes nevertheless (mean over the layers)."""
-        layers = len(self.computed)
         if self.suffix is not None:
             return 0.0
-        if self.fronts:
-            return sum(len(group.rows) for group in self.groups) * sum(self.fronts) / layers
-        counts = {id(columns): self._tokens_in(columns) for columns in self.computed}
+        layers, counts = len(self.computed), {id(columns): self._tokens_in(columns) for columns in self.computed}
         recomputed = sum(counts[id(columns)] for columns in self.computed) - layers * counts[id(self.computed[-1])]
         return recomputed / layers
 
     @property
     def attended_tokens(self) -> float:
         """Number of restored tokens that layers with full attention may attend to, mean over these layers."""
-        if self.budget_tokens is None or self.streamed:
-            return self.restored_tokens
-        selected = self.selected or (self.num_selected,)
-        of_rows = [(len(group.rows), max(0, (self.suffix or 0) - group.pad)) for group in self.groups]
-        return sum(rows * min(columns, tokens) for rows, tokens in of_rows for columns in selected) / len(selected)
+        return self.restored_tokens
 
     def _tokens_in(self, columns: Columns) -> int:
         """Return the number of tokens, over all rows, at the given positions."""
@@ -333,6 +274,142 @@ class Plan:
             len(group.rows) * int((of_row(columns, group.rows[0]) >= max(0, group.pad - self.base)).sum())
             for group in self.groups
         )
+
+    def _tokens_but(self, columns: Columns) -> int:
+        """Return the number of tokens of this pass, over all rows, except those at the given positions."""
+        tokens = sum(len(group.rows) * (self.columns - max(0, group.pad - self.base)) for group in self.groups)
+        return tokens - self._tokens_in(columns)
+
+
+@dataclass(frozen=True)
+class BudgetPlan(Plan):
+    """Plan in which layers with full attention attend to a part of the restored tokens, selected by their queries.
+
+    Args:
+        base, columns, computed, groups: See `Plan`. Every layer computes exactly the suffix.
+        budget_tokens: Maximum number of restored tokens of a row that a layer with full attention attends to.
+        streamed: Whether the queries of this pass attend to all restored tokens nevertheless, which are fetched and
+            released run by run. The results are exact; the budget applies to what is held for later tokens.
+        selected: For each layer with full attention, the number of restored positions that it holds, if a selection
+            needed fewer than `budget_tokens`; () before that is known, and if all layers hold that number.
+    """
+
+    budget_tokens: int
+    streamed: bool
+    selected: tuple[int, ...] = ()
+
+    def without_budget(self) -> Plan:
+        """Return the plan that restores all of these tokens."""
+        return Plan(self.base, self.columns, self.computed, self.groups)
+
+    @cached_property
+    def exact(self) -> bool:
+        """See `Plan`."""
+        return self.streamed and all(piece.exact for group in self.groups for piece in group.pieces)
+
+    def restores_all(self, window: int) -> bool:
+        """See `Plan`."""
+        return bool(window)
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of restored positions that exceed the budget."""
+        return (self.suffix or 0) - self.budget_tokens
+
+    @property
+    def attended_tokens(self) -> float:
+        """See `Plan`."""
+        if self.streamed:
+            return self.restored_tokens
+        selected = self.selected or (self.budget_tokens,)
+        of_rows = [(len(group.rows), max(0, (self.suffix or 0) - group.pad)) for group in self.groups]
+        return sum(rows * min(columns, tokens) for rows, tokens in of_rows for columns in selected) / len(selected)
+
+
+@dataclass(frozen=True)
+class RecomputePlan(Plan):
+    """Plan in which layers compute the beginning of a stored prefix while the rest is loaded (Krul).
+
+    Args:
+        base, columns, computed, groups: See `Plan`. `computed` includes the recomputed prefixes. The cache is empty,
+            and rows have no padding.
+        fronts: Length of each layer's recomputed prefix. The layer loads the positions between it and the suffix.
+    """
+
+    fronts: tuple[int, ...]
+
+    @cached_property
+    def suffix(self) -> int | None:
+        """See `Plan`."""
+        return None
+
+    @cached_property
+    def restored_until(self) -> int:
+        """See `Plan`."""
+        return self.columns - (len(self.computed[-1]) - self.fronts[-1])
+
+    def restored_span(self, layer: int, window: int) -> tuple[int, int]:
+        """See `Plan`."""
+        until, front = self.restored_until, self.fronts[layer]
+        return (max(front, until - (window - 1)) if window else front), until
+
+    @cached_property
+    def restored_tokens(self) -> int:
+        """See `Plan`."""
+        return self._tokens_but(np.arange(self.restored_until, self.columns))
+
+    @property
+    def recomputed_tokens(self) -> float:
+        """See `Plan`."""
+        return sum(len(group.rows) for group in self.groups) * sum(self.fronts) / len(self.computed)
+
+
+@dataclass(frozen=True)
+class PassagesPlan(Plan):
+    """Plan for passages that the pass itself completes: it compares stored with computed KV, and computes the rest.
+
+    Args:
+        base, columns, computed, groups: See `Plan`.
+        choice: What the pass decides. The positions in `computed` shrink with each decision.
+    """
+
+    choice: DeferredChoice
+
+    @cached_property
+    def suffix(self) -> int | None:
+        """See `Plan`."""
+        return None
+
+    def first_kept(self, window: int) -> int:
+        """See `Plan`."""
+        return max(-self.base, int(self.choice.candidates.min()) - (window - 1)) if window else -self.base
+
+    def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
+        if piece.exact or set(layers).isdisjoint(self.choice.compare_layers):
+            return super()._needed_tokens(window, layers, group, piece)
+        start = piece.at + group.pad - self.base - piece.first  # position of the segment's first token
+        return np.arange(max(piece.first, max(0, self.first_kept(window)) - start), piece.first + piece.count)
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredChoice:
+    """Choice of the passages' tokens to compute, which is made during the pass.
+
+    Args:
+        context: Input of the plan.
+        candidates: Positions to choose from: all that are not exact.
+        required: Positions that are computed in any case.
+        compare_layers: Layers, ascending, at which stored KV is compared with computed KV. From there on, or from the
+            next layer on, fewer positions are computed. They need the stored KV of tokens that they compute, too.
+        question_tokens: Number of tokens of each row's query probe, the last ones of the row; 0 for a row without a
+            probe, () if no row has one.
+    """
+
+    context: PlanContext
+    candidates: Columns
+    required: Columns
+    compare_layers: tuple[int, ...]
+    question_tokens: tuple[int, ...] = ()
 
 
 def _run_at_end(columns: np.ndarray) -> int:

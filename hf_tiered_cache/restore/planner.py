@@ -12,7 +12,7 @@ from ..store.format import HASH_BYTES
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from .hashes import History
-from .plan import Columns, Plan, PlanContext, RowGroup, SegmentSlice, UnderWay
+from .plan import Columns, DeferredChoice, Plan, PlanContext, RowGroup, SegmentSlice
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def make_plan(
     layers: int,
     match: Match,
     find: Find | None = None,
-    defer: Callable[[PlanContext], UnderWay | None] | None = None,
+    defer: Callable[[PlanContext], DeferredChoice | None] | None = None,
 ) -> tuple[Plan | None, list[PrefixLookup]]:
     """Plan a pass.
 
@@ -105,7 +105,7 @@ def make_plan(
         layers: Number of layers of the model.
         match: Looks up prefix hashes.
         find: Finds passages after the matched prefix, or None.
-        defer: Returns the deferred parts of an inexact plan (see `Passages.under_way`), or None.
+        defer: Returns the choice that an inexact plan defers (see `Passages.deferred_choice`), or None.
 
     Returns:
         The plan, or None if nothing can be restored; and the lookup results.
@@ -136,7 +136,8 @@ def make_plan(
     context = PlanContext(base, columns, restorable, must_compute, layers, tuple(groups))
     plan = Plan(base, columns, compute(context), tuple(groups))
     if defer is not None and not plan.exact:
-        plan = replace(plan, under_way=defer(context))
+        choice = defer(context)
+        plan = plan if choice is None else plan.with_choice(choice)
     if not plan.restored_tokens and plan.computed[-1].shape[-1] == columns:
         return None, lookups
     return plan, lookups

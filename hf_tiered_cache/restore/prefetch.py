@@ -15,7 +15,7 @@ from ..store.geometry import BlockGroup, LayerKV
 from ..store.segment import SegmentReader
 from .fetch import Fetcher, FetchUnit
 from .gather import Gather
-from .plan import Plan, RowGroup, SegmentSlice
+from .plan import Plan, RecomputePlan, RowGroup, SegmentSlice
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Prefetch:
             for layer in unit.block_group.layers:
                 self._by_layer.setdefault(layer, []).append(unit)
         self._waiting = order[::-1]
-        unpaused = bool(plan.fronts and ahead_bytes)
+        unpaused = isinstance(plan, RecomputePlan) and ahead_bytes > 0
         self._ahead_bytes = sum(unit.nbytes for unit in order) if unpaused else ahead_bytes
         self._under_way = 0
         self._layer = -1  # layer with blocks in use
@@ -209,10 +209,7 @@ def restore_layer(
         for part in block_group.parts:
             if part.layer == layer:
                 gather.copy(part, (keys if part.tensor == "key" else values)[row])
-    restored = plan.columns if plan.suffix is None else plan.suffix
-    low = 0
-    if plan.fronts:
-        low, restored = plan.restored_columns(layer, kind.window)
+    low, restored = plan.restored_span(layer, kind.window) or (0, plan.columns)
     for group in plan.groups:
         begin = max(0, group.pad - plan.base - first_column, low - first_column)  # where the row's tokens begin
         end = restored - first_column

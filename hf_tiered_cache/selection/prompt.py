@@ -21,7 +21,7 @@ import torch
 from ..errors import ConfigError
 from ..patches.lookahead import PredictedQuery
 from ..restore.fetch import Fetcher, FetchUnit
-from ..restore.plan import Plan
+from ..restore.plan import BudgetPlan
 from ..restore.prefetch import share_row
 from ..store.geometry import in_groups
 from ..store.memory import to_host
@@ -49,7 +49,7 @@ class SelectiveRestore:
     """Restore of one pass that attends to a part of the restored tokens.
 
     Args:
-        plan: Plan with `budget_tokens`.
+        plan: Plan of the pass.
         layers: Layers with full attention, ascending.
         selector: Selects the tokens.
         fetcher: Fetcher of the pass.
@@ -63,7 +63,7 @@ class SelectiveRestore:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BudgetPlan,
         layers: list[int],
         selector: Selector,
         fetcher: Fetcher,
@@ -120,7 +120,7 @@ class SelectiveRestore:
             scaling: Scale of the logits; None for dim ** -0.5.
 
         Returns:
-            Number of positions that the selected tokens take, at most `plan.num_selected`.
+            Number of positions that the selected tokens take, at most `plan.budget_tokens`.
 
         Raises:
             RestoreError: A block did not arrive.
@@ -185,10 +185,10 @@ class SelectiveRestore:
         units = self._units[self._period_of[layer]].values()
         return [unit for unit in units if layer in unit.block_group.layers]
 
-    def executed_plan(self) -> Plan:
+    def executed_plan(self) -> BudgetPlan:
         """Return the plan, with the number of positions that each layer selected unless all equal the maximum."""
         columns = tuple(self._columns.values())
-        return self.plan if set(columns) <= {self.plan.num_selected} else replace(self.plan, selected=columns)
+        return self.plan if set(columns) <= {self.plan.budget_tokens} else replace(self.plan, selected=columns)
 
     def prepare(self, layer: int, predicted: PredictedQuery) -> None:
         """Select for a period from the queries predicted for its first layer, and start to fetch the selection.
@@ -233,7 +233,7 @@ class SelectiveRestore:
         if self._decode_selector is None and isinstance(self.selector, ByIndex):
             assert self._indexes is not None
             self._decode_selector = WindowDecodeSelector(
-                self.residency, device_of, self._rows, self.selector, self._indexes, self.plan.num_selected
+                self.residency, device_of, self._rows, self.selector, self._indexes, self.plan.budget_tokens
             )
         elif self._decode_selector is None:
             self._decode_selector = TokenDecodeSelector(
@@ -285,7 +285,7 @@ class SelectiveRestore:
                     partial(self._keys_of, number, place, rotate_),
                     scaling,
                     row.chunks(self._periods[number][0], self.selector.per_head),
-                    min(self.plan.num_selected, row.tokens),
+                    min(self.plan.budget_tokens, row.tokens),
                     partial(self._indexes_of, self._periods[number][0], place, rotate_),
                 )
                 for place, row in enumerate(self._rows)

@@ -34,8 +34,8 @@ class Noting(CacheTune):
         self.__dict__.update(first=computed[0], last=computed[-1])
         return computed
 
-    def narrow(self, under_way, layer, columns, moved, attention):
-        chosen = super().narrow(under_way, layer, columns, moved, attention)
+    def narrow(self, choice, layer, columns, moved, attention):
+        chosen = super().narrow(choice, layer, columns, moved, attention)
         self.__dict__.update(chosen=chosen, attention=attention)
         return chosen
 
