@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
+from .cache.calibrations import Calibration, PrefixCosts, QualityFinding, WindowFindings
 from .cache.storage import DEFAULT_POLICY, Storage
 from .errors import ConfigError, with_type
 from .methods import Exact, Method, make_method
-from .operations.calibrate import Calibration, PrefixCosts, calibrate, calibrate_prefix
+from .operations.calibrate import calibrate, calibrate_prefix
 from .operations.documents import documents_of, finish_documents, remove_documents
 from .operations.passages import BATCH_TOKENS, passages_method, precompute_passages, rank_stored
 from .operations.precompute import Lookup, PrecomputeReport, lookup, precompute, warm
-from .operations.quality import QualityFinding, calibrate_quality
-from .operations.windows import WindowFindings, profile_windows
+from .operations.quality import calibrate_quality
+from .operations.windows import profile_windows
 from .stats import Counters, StoreStats
 from .store import maintain
 from .store.backend import SegmentBackend

@@ -146,7 +146,7 @@ class Attachment:
         """
         return self.active and bool(self.sessions) and _generating.get() is not self
 
-    def running_eagerly(self) -> AbstractContextManager:
+    def running_eagerly(self) -> AbstractContextManager[Any]:
         """Return a context in which a compiled model runs uncompiled, since our passes differ at every call."""
         return _EAGER_STANCE if self.compiled else nullcontext()
 
@@ -176,7 +176,7 @@ class Attachment:
         return self._devices[layer]
 
 
-class _EagerStance(AbstractContextManager):
+class _EagerStance(AbstractContextManager[Any]):
     """Context that sets PyTorch's compile stance to eager.
 
     PyTorch has one stance for all threads: the first of our passes sets it, and the last one resets it.
@@ -244,7 +244,7 @@ class _CompiledCall(_Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runs_uncompiled = self.serves((*args, *kwargs.values()))
-        return (self.attachment.model._call_impl if runs_uncompiled else self.original)(*args, **kwargs)
+        return (self.attachment.model._call_impl if runs_uncompiled else self.original)(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class _Generate(_Wrapper):
@@ -374,7 +374,7 @@ def _detached(state: dict[str, Any]) -> None:
                 state[name] = method.replaced_attribute
 
 
-def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     arguments = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:

@@ -90,7 +90,7 @@ def unpatch_attention() -> None:
 
 
 def make_mask(
-    scope: Scope, base: Callable[..., Any], *args: Any, mask_function: Callable, **kwargs: Any
+    scope: Scope, base: Callable[..., Any], *args: Any, mask_function: Callable[..., Any], **kwargs: Any
 ) -> torch.Tensor | None:
     """Return the model's own mask for queries at the positions of the plan.
 

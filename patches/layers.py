@@ -61,7 +61,7 @@ def dropping(layers: nn.ModuleList, first: int, scope: Scope) -> Iterator[None]:
 
 
 def _drop_before(layer: int, scope: Scope) -> Any:
-    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple | None:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[Any, ...] | None:
         # passes of other threads over the same layers have their own hooks; they may call a hook that is just being
         # added or removed without keyword arguments
         if kwargs is None or current() is not scope:
@@ -74,7 +74,9 @@ def _drop_before(layer: int, scope: Scope) -> Any:
     return hook
 
 
-def _kept_arguments(scope: Scope, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _kept_arguments(
+    scope: Scope, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a layer's arguments for the hidden states that it keeps."""
     if layer not in scope.rows:
         return args, kwargs
@@ -105,7 +107,7 @@ def has_no_side_effects(layer: nn.Module) -> bool:
     )
 
 
-def with_copied_states(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def with_copied_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a layer's arguments with a copy of the hidden states, in case the layer writes to them."""
     if args:
         return (args[0].clone(), *args[1:]), kwargs

@@ -65,7 +65,7 @@ class LookAhead:
             for place, layer in enumerate(query_layers)
             if place and (targets is None or layer in targets)
         }
-        self._arguments: dict[int, tuple[tuple, dict[str, Any]]] = {}  # arguments of the source layers
+        self._arguments: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # arguments of the source layers
         self._predicted: dict[int, PredictedQuery | None] = {}
 
     @contextmanager
@@ -93,7 +93,7 @@ class LookAhead:
         return self._predicted.get(layer)
 
     def _note(self, layer: int) -> Any:
-        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
             # a pass of another thread may call a hook that is being added or removed without keyword arguments
             if kwargs is not None and current() is self._scope:
                 self._arguments[layer] = args, kwargs
@@ -133,7 +133,7 @@ class _QueryRecorder(QueryObserver):
         raise _AttentionReached
 
 
-def _without_cache(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a layer's arguments without its cache, and with a copy of the hidden states."""
     args = tuple(None if isinstance(value, Cache) else value for value in args)
     kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}

@@ -32,7 +32,7 @@ class Call:
 
     function: Callable[..., Any]
     places: Mapping[str, int]
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:

@@ -40,7 +40,7 @@ def _places(function: Callable[..., Any]) -> dict[str, int]:
 
 
 def _note_table(places: Mapping[str, int]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         scope = None if torch.compiler.is_compiling() else current()
         if scope is None or not isinstance(output, tuple) or len(output) != 2:
             return

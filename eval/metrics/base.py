@@ -13,7 +13,7 @@ from scipy import stats
 from ..tasks.base import Example
 
 
-class ExampleMetric(evaluate.Metric):
+class ExampleMetric(evaluate.Metric):  # type: ignore[misc]
     """Metric that is a mean over examples.
 
     `predictions` are strings; `references` are lists of accepted answers. `compute` returns the mean, in percent if

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,7 +104,7 @@ class ContextSession:
         return mask[None, None]
 
     @torch.no_grad()
-    def _pass(self, ids: Sequence[int], mask: torch.Tensor | None, **options: bool):
+    def _pass(self, ids: Sequence[int], mask: torch.Tensor | None, **options: bool) -> Any:
         return self.model(
             input_ids=torch.tensor([list(ids)]),
             attention_mask=mask,

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -224,7 +225,7 @@ class _Statements:
         counts: tuple[int, int],
     ) -> None:
         self.events: list[tuple[float, bool, tuple[int, ...]]] = []
-        self.askable: dict[str, list] = {}
+        self.askable: dict[str, list[Any]] = {}
         self.stands_for: dict[int, int] = {}
         """First token of the copied fact, by key of the copy."""
         mark = language._mark

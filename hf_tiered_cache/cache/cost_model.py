@@ -16,8 +16,8 @@ from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
 from ..restore.schedule import RATIOS, Load, Streams, best_ratio, fronts
 from ..stats import TIERS
+from ..store import EXACT
 from ..store.codecs import coded_provenance, make_codec
-from ..store.format import EXACT
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from ..tiers.residency import Residency

@@ -17,7 +17,8 @@ from ..errors import StoreClosedError
 from ..reasons import NO_ROOM, ODD_MASK, WEIGHTS_CHANGED
 from ..restore.hashes import History
 from ..stats import StatsCollector
-from ..store.format import EXACT, SegmentHeader, end_of_chain, segment_id
+from ..store import EXACT
+from ..store.format import SegmentHeader, end_of_chain, segment_id
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_groups
 from ..store.interrupts import Step
 from ..store.shape import SegmentShape, TokenTables

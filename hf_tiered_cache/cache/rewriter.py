@@ -21,9 +21,9 @@ import torch
 from ..errors import IntegrityError, StoreError
 from ..passages.ranking import RANKED_IN_CONTEXT, KeptRankings
 from ..stats import StatsCollector
+from ..store import EXACT
 from ..store.codecs import coded_provenance
 from ..store.disk import SegmentStore
-from ..store.format import EXACT
 from ..store.geometry import Geometry, block_groups
 from ..store.relayout import relayout_segment
 from ..store.segment import SegmentReader

@@ -83,7 +83,7 @@ class StoredCache(Cache, ServedCache):
 
     # --- called by an attached model
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run one forward pass of the model: restore what is stored, compute the rest, record it."""
         if attachment is not self._serving.attachment:
@@ -234,7 +234,7 @@ class StoredCache(Cache, ServedCache):
 
     def _start_over(self, collector: StatsCollector) -> None:
         self._serving.finish()
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
         was = self._serving
         self._serving = Serving(was.attachment, was.store, was.method, was.options, collector)
         self._serving.conversation = was.conversation

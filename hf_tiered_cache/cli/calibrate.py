@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from ..cache.calibrations import PrefixCosts, QualityFinding
-    from ..operations.windows import WindowFindings
+    from ..cache.calibrations import PrefixCosts, QualityFinding, WindowFindings
 
 
 _MEASUREMENTS_OF_OPTION = {

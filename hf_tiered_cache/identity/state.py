@@ -117,7 +117,7 @@ def merged_adapters(layer: Any) -> tuple[str, ...]:
     return tuple(getattr(layer, "merged_adapters", ()))
 
 
-def adapter_state(layers: Iterable[Any]) -> tuple[tuple, ...]:
+def adapter_state(layers: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
     """Return the adapter state of layers with an active or merged adapter.
 
     Returns:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -189,7 +189,7 @@ class WeightDigests:
         except RuntimeError:  # tensors made in inference mode have no version
             return [0 if tensor.is_inference() else tensor._version for tensor in self._watched]
 
-    def _read_places(self) -> tuple[list, ...]:
+    def _read_places(self) -> tuple[list[Any], ...]:
         return (
             list(map(torch.Tensor.data_ptr, self._watched)),
             list(map(torch.Tensor.stride, self._watched)),

@@ -36,7 +36,7 @@ Tokens = tuple[int, ...]
 
 
 @register_model("hf-tiered")
-class HFTieredLM(HFLM):
+class HFTieredLM(HFLM):  # type: ignore[misc]
     """Model type `hf` with stored KV: prefixes that several requests share are computed once, stored and restored.
 
     With the exact method the scores are those of `hf`. Methods that reuse passages find those that the store already

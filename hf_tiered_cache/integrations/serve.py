@@ -60,7 +60,7 @@ class TieredGenerateManager(GenerateManager):
     """
 
     def __init__(self, new_cache: NewCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._new_cache = new_cache
 
     def generate_streaming(
@@ -71,7 +71,7 @@ class TieredGenerateManager(GenerateManager):
         gen_config: GenerationConfig,
         request_id: str,
         response_parser: Any = None,
-    ) -> tuple[asyncio.Queue, DirectStreamer]:
+    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
         inputs = self._with_cache(model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
 
@@ -179,7 +179,7 @@ class TieredModelManager(ModelManager):
 
 
 class _Handler(Protocol):
-    async def handle_request(self, body: dict, request_id: str) -> Response: ...
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response: ...
 
 
 class ReportsCachedTokens:
@@ -192,7 +192,7 @@ class ReportsCachedTokens:
     def __init__(self, handler: _Handler) -> None:
         self.handler = handler
 
-    async def handle_request(self, body: dict, request_id: str) -> Response:
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         request_stats: list[RequestStats] = []
         _request_stats.set(request_stats)
         template_options = body.get("chat_template_kwargs") or {}

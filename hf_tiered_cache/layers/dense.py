@@ -132,7 +132,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         """Do nothing: buffers are allocated for the first positions."""
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         """True if buffers are allocated."""
         return self._keys is not None
 

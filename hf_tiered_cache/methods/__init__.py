@@ -151,7 +151,7 @@ def describe_method(method: Method) -> str:
     return ":".join([name, *(f"{option.name}={value}" for option, value in values if value != option.default)])
 
 
-def _parse_value(text: str, option: Field) -> Any:
+def _parse_value(text: str, option: Field[Any]) -> Any:
     kind: Callable[[str], Any] = type(option.default)
     annotation = str(option.type)
     first = annotation.partition(" ")[0]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, with_type
 from ..layers import DenseSource
 from ..restore.plan import Columns, PlanContext
+from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance
-from ..store.format import EXACT
 from ..store.geometry import Geometry
 from ..store.shape import SegmentShape
 

@@ -31,8 +31,8 @@ from ..passages.finder import sink_token
 from ..passages.ranking import KV, Columns
 from ..patches.attach import Attachment, attach
 from ..restore.hashes import History
+from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
-from ..store.format import HASH_BYTES
 from ..store.geometry import HASH_TOKENS
 from ..store.writer import PendingSegment
 

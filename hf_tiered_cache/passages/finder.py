@@ -16,8 +16,9 @@ from transformers import PreTrainedConfig
 
 from ..restore.hashes import PassageHasher
 from ..restore.plan import SegmentSlice
+from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
-from ..store.format import HASH_BYTES, is_behind_text
+from ..store.format import is_behind_text
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 

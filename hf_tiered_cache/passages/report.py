@@ -10,7 +10,8 @@ import numpy as np
 from ..restore.hashes import PassageHasher
 from ..restore.plan import RowGroup, SegmentSlice
 from ..stats import PassageStats
-from ..store.format import HASH_BYTES, is_passage
+from ..store import HASH_BYTES
+from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 

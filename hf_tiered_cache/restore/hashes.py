@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..store.format import HASH_BYTES
+from ..store import HASH_BYTES
 from ..store.geometry import HASH_TOKENS
 
 

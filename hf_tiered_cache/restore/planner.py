@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
-from ..store.format import HASH_BYTES
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from .hashes import History

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import HASH_BYTES
 from .database import Database, connect_read_only, is_damage
@@ -117,7 +117,7 @@ class SegmentRow:
         """Set of all prefix hashes."""
         return {self.chain[start : start + HASH_BYTES] for start in range(0, len(self.chain), HASH_BYTES)}
 
-    def values(self) -> tuple:
+    def values(self) -> tuple[Any, ...]:
         """Return the field values in the order of `_COLUMNS`, which is the order of the fields."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
@@ -157,7 +157,7 @@ class Catalogue:
             raise sqlite3.ProgrammingError("the catalogue is closed")
         return self._database.run(action)
 
-    def _query(self, where: str, args: tuple = ()) -> list[SegmentRow]:
+    def _query(self, where: str, args: tuple[Any, ...] = ()) -> list[SegmentRow]:
         rows = self._run(lambda db: db.execute(f"SELECT {_COLUMNS} FROM segments {where}", args).fetchall())
         return [SegmentRow(*row) for row in rows]
 

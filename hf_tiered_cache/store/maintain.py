@@ -151,7 +151,7 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
         for first in range(0, chunks, step):
             count = min(step, chunks - first)
             window: torch.Tensor = memory[:count]
-            future: Future = reader.read(index, [(first, window)])
+            future: Future[Any] = reader.read(index, [(first, window)])
             future.result()
             yield window.numel(), count
 

@@ -11,7 +11,7 @@ LINE_FORMAT = "[hf_tiered_cache] %(message)s"
 """Format in the style of transformers: `[transformers] ...`."""
 
 
-class StandaloneHandler(logging.StreamHandler):
+class StandaloneHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Handler that prints to standard error, unless another handler gets the record."""
 
     def __init__(self) -> None:

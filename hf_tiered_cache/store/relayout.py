@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from . import HASH_BYTES
 from .codecs import checked_decode, checked_encode
 from .codecs.pairs import TOWARD, angle, encode, retained
 from .disk import SegmentStore
-from .format import HASH_BYTES, SegmentHeader, end_of_chain, segment_id
+from .format import SegmentHeader, end_of_chain, segment_id
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, Part, block_groups
 from .segment import SegmentReader
 from .shape import SegmentShape, TokenTables

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ..errors import ModelChangedError, StoreBusyError, StoreClosedError
 from .digest import Group, PackedBlocks
@@ -359,7 +360,7 @@ def _kept(groups: Iterator[Group]) -> list[Group]:
     ]
 
 
-def _end_with_the_interpreter(actions: queue.SimpleQueue, ended: Latch, pid: int) -> None:
+def _end_with_the_interpreter(actions: queue.SimpleQueue[Any], ended: Latch, pid: int) -> None:
     """Wait for an unfinished writer when the interpreter exits, except in a forked child."""
     if os.getpid() == pid and not ended.is_open:
         actions.put(None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,7 +45,7 @@ class CopyStream:
     on_host = True
     """True if the device uses host memory."""
 
-    def copying(self) -> AbstractContextManager:
+    def copying(self) -> AbstractContextManager[Any]:
         """Return a context manager within which copies are queued on the side stream."""
         return nullcontext()
 
@@ -73,7 +73,7 @@ class CudaCopyStream(CopyStream):
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def copying(self) -> AbstractContextManager:
+    def copying(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream)
 
     def copied(self) -> torch.cuda.Event:

@@ -46,7 +46,7 @@ def _document(number: int, text: str) -> str:
     return f"Document {number}:\n{text}\n\n"
 
 
-def _squad(rows: Any) -> tuple[list, list[str]]:
+def _squad(rows: Any) -> tuple[list[Any], list[str]]:
     questions = [
         (row["question"], tuple(dict.fromkeys(row["answers"]["text"])), (row["context"],))
         for row in rows
@@ -55,7 +55,7 @@ def _squad(rows: Any) -> tuple[list, list[str]]:
     return questions, sorted({row["context"] for row in rows})
 
 
-def _hotpot(rows: Any) -> tuple[list, list[str]]:
+def _hotpot(rows: Any) -> tuple[list[Any], list[str]]:
     questions, passages = [], list[str]()
     for row in rows:
         context = row["context"]

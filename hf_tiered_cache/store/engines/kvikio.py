@@ -92,7 +92,7 @@ class KvikioEngine(Engine):
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-kvikio")
         self._numbers, self._thread = itertools.count(), threading.local()
-        self._registered: list[weakref.finalize] = []
+        self._registered: list[weakref.finalize[Any, Any]] = []
         self._gone: deque[torch.Tensor] = deque()  # registered memory after its tensor was freed
 
     def open(self, path: str) -> KvikioFile:
