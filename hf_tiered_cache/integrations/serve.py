@@ -172,9 +172,12 @@ class TieredModelManager(ModelManager):
         if (model_id_and_revision, gguf_file) != (self.process_model_name(name), only_file):
             raise HTTPException(400, f"this server serves only {self._single_model!r}; request that model")
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+    # Called by transformers before 5.24 only; later versions list a single model themselves.
+    def get_gen_models(  # type: ignore[override, unused-ignore]
+        self, cache_dir: str | None = None
+    ) -> list[dict[str, Any]]:
         if self._single_model is None:
-            return ModelManager.get_gen_models(cache_dir)
+            return ModelManager.get_gen_models(cache_dir)  # type: ignore[attr-defined, no-any-return, unused-ignore]
         return [{"id": self._single_model, "object": "model", "owned_by": "", "created": int(time.time())}]
 
 
