@@ -15,14 +15,14 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from . import rope, rotary
 from .attention import patch_attention, unpatch_attention
 from .layers import decoder_layers
 from .pickling import pickle_as_it_is, pickle_without, without_hook
-from .scope import Replacement, current
+from .scope import CACHE_ARGUMENTS, Replacement, current
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -216,6 +216,7 @@ class _Wrapper(Replacement):
     def __init__(self, attachment: Attachment, method: Callable[..., Any], attribute: Any) -> None:
         super().__init__(method)
         self.__signature__ = inspect.signature(method)  # `generate()` reads it several times per call
+        self.cache_argument = cache_argument(self.__signature__)
         self.attachment = attachment
         self.replaced_attribute = attribute
 
@@ -227,6 +228,18 @@ class _Wrapper(Replacement):
         scope = None if torch.compiler.is_compiling() else current()
         return scope is None or scope.cache is not cache
 
+    def take_cache(self, kwargs: dict[str, Any]) -> Any:
+        """Return the cache among the arguments, or None. One of ours is renamed to the argument of the method.
+
+        Code for either name of the argument therefore runs with every version of transformers, without a warning.
+        """
+        name, cache = next(
+            ((name, kwargs[name]) for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), ("", None)
+        )
+        if name != self.cache_argument and isinstance(cache, ServedCache):
+            kwargs[self.cache_argument] = kwargs.pop(name)
+        return cache
+
 
 class _Forward(_Wrapper):
     """Wrapper of the model's forward: passes with one of our caches are delegated to that cache."""
@@ -236,7 +249,7 @@ class _Forward(_Wrapper):
             return self.original(*args, **kwargs)
         if args:
             kwargs = _by_name(self.attachment.signature, args, kwargs)
-        return kwargs["past_key_values"].run(self.attachment, self.original, kwargs)
+        return self.take_cache(kwargs).run(self.attachment, self.original, kwargs)
 
 
 class _CompiledCall(_Wrapper):
@@ -256,8 +269,10 @@ class _Generate(_Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._session_call(kwargs) as session_cache:
             if session_cache is not None:
-                kwargs["past_key_values"] = session_cache
-            cache = kwargs.get("past_key_values")
+                for name in CACHE_ARGUMENTS:
+                    kwargs.pop(name, None)
+                kwargs[self.cache_argument] = session_cache
+            cache = self.take_cache(kwargs)
             ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
             if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
                 cache.continue_with(
@@ -276,7 +291,7 @@ class _Generate(_Wrapper):
 
     def _session_call(self, kwargs: dict[str, Any]) -> AbstractContextManager[ServedCache | None]:
         """Return the active session's context, unless this call is nested or brings one of our caches."""
-        cache = kwargs.get("past_key_values")
+        cache = self.take_cache(kwargs)
         if not self.attachment.at_outermost_call() or isinstance(cache, ServedCache):
             return nullcontext()
         settings = {
@@ -327,7 +342,7 @@ class _PrepareInputs(_Wrapper):
     """Wrapper of the method that prepares the arguments of each pass of `generate()`."""
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = self.take_cache(kwargs)
         if not isinstance(cache, ServedCache):
             return self.original(input_ids, *args, **kwargs)
         num_cached = cache.get_seq_length()
@@ -335,9 +350,21 @@ class _PrepareInputs(_Wrapper):
             # assisted decoding passes the whole prompt again, although the cache holds its beginning
             kwargs["next_sequence_length"] = input_ids.shape[1] - num_cached
         inputs = self.original(input_ids, *args, **kwargs)
-        if not num_cached and inputs.get("past_key_values") is None:
-            inputs["past_key_values"] = cache  # Phi-3 drops caches that are shorter than a long prompt, empty ones too
+        if not num_cached and inputs.get(self.cache_argument) is None:
+            inputs[self.cache_argument] = (
+                cache  # Phi-3 drops caches that are shorter than a long prompt, empty ones too
+            )
         return inputs
+
+
+def cache_argument(signature: inspect.Signature) -> str:
+    """Return the name of the argument in which a method of a model takes its cache.
+
+    Args:
+        signature: Signature of the method. If it names no such argument, the name is that of this transformers version.
+    """
+    names = [*signature.parameters, *inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+    return next(name for name in names if name in CACHE_ARGUMENTS)
 
 
 def _is_compiled(forward: Callable[..., Any]) -> bool:

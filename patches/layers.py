@@ -13,12 +13,12 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import UnsupportedModelError
 from .rope import RotaryTap, picked
-from .scope import Scope, current
+from .scope import CACHE_ARGUMENTS, Scope, current
 
 _KNOWN_ARGUMENTS = frozenset(
     {
         *("self", "hidden_states", "attention_mask", "position_ids", "position_embeddings", "cache_position"),
-        *("past_key_values", "past_key_value", "layer_past", "use_cache", "kwargs", "flash_attn_kwargs"),
+        *(*CACHE_ARGUMENTS, "past_key_value", "layer_past", "use_cache", "kwargs", "flash_attn_kwargs"),
         *("output_attentions", "output_router_logits", "head_mask", "layer_head_mask"),
     }
 )

@@ -12,6 +12,9 @@ import torch
 
 from .rope import RotaryTap
 
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names of the argument that holds the cache: since transformers 5.24, and before."""
+
 
 class Replacement:
     """Replacement of a transformers function or a model's method, while a model is attached.

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from ..patches.scope import CACHE_ARGUMENTS
 from ..reasons import IMAGES, LOOKS_AHEAD, ODD_MASK, ODD_POSITIONS
 from ..store.memory import to_device
 
 _UNDERSTOOD = frozenset(
     {
-        *("input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache"),
+        *("input_ids", "attention_mask", "position_ids", *CACHE_ARGUMENTS, "cache_position", "use_cache"),
         *("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states"),
     }
 )

@@ -11,6 +11,7 @@ from ..methods import BudgetMethod, Method, Passages
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
 from ..patches.layers import can_drop
+from ..patches.scope import CACHE_ARGUMENTS
 
 
 def check_causal(model: PreTrainedModel) -> None:
@@ -19,12 +20,12 @@ def check_causal(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder model, and its decoder's KV depends on the encoder's input; do not pass a "
-            "TieredCache as past_key_values to generate()"
+            "TieredCache to generate()"
         )
     causal_flags = [
         module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
     ]
-    takes_cache = {"past_key_values", "cache_params"} & inspect.signature(model.forward).parameters.keys()
+    takes_cache = {*CACHE_ARGUMENTS, "cache_params"} & inspect.signature(model.forward).parameters.keys()
     if not (any(causal_flags) if causal_flags else takes_cache):
         raise UnsupportedModelError(
             f"{name} is an encoder: its tokens attend to later tokens, so the KV of a prefix cannot be reused; pass a "

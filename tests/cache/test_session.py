@@ -24,6 +24,7 @@ from transformers import (
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, attach, detach, reasons, tiered
 from hf_tiered_cache.patches import attachment_of
+from hf_tiered_cache.patches.scope import CACHE_ARGUMENTS
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 REFERENCE = "eval/reference/xs"
@@ -220,9 +221,14 @@ def test_the_models_config_says_nothing_about_the_cache_of_generate(model, store
         assert (session.stats.requests, session.stats.tokens_restored) == (2, 32)
 
 
+def given_cache(kwargs):
+    """The cache among the arguments, by the name of either version of transformers."""
+    return next(kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None)
+
+
 def greedy_search(model, input_ids, generation_config, **kwargs):
     """Decode greedily, as a `custom_generate` of a user's own."""
-    cache, ids = kwargs["past_key_values"], input_ids
+    cache, ids = given_cache(kwargs), input_ids
     for _ in range(generation_config.max_new_tokens):
         logits = model(ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1).logits
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
@@ -237,7 +243,7 @@ def test_custom_generate_is_counted_and_uses_a_cache_that_it_is_given(model, sto
         (tmp_path / "repo" / "custom_generate" / "generate.py").write_text(
             "def generate(model, input_ids, max_new_tokens, **kwargs):\n"
             "    return model.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False,\n"
-            "                          past_key_values=kwargs.get('past_key_values'))\n"
+            "                          past_key_values=kwargs.get('cache', kwargs.get('past_key_values')))\n"
         )
         how = {"custom_generate": str(tmp_path / "repo"), "trust_remote_code": True}
     plain = model.generate(input_ids=prompt(70), **GREEDY)
@@ -255,7 +261,7 @@ def test_custom_generate_is_counted_and_uses_a_cache_that_it_is_given(model, sto
 
 def contrastive_search(model, input_ids, generation_config, **kwargs):
     """Decode as contrastive search does: the likeliest tokens in a batch, of which one row stays."""
-    cache, ids = kwargs["past_key_values"], input_ids
+    cache, ids = given_cache(kwargs), input_ids
     logits = model(ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1).logits
     for _ in range(generation_config.max_new_tokens):
         likeliest = logits[:, -1].topk(4).indices  # [1, 4]
@@ -269,7 +275,7 @@ def contrastive_search(model, input_ids, generation_config, **kwargs):
 
 def dola(model, input_ids, generation_config, **kwargs):
     """Decode as DoLa does: by the difference to the logits of an early layer."""
-    cache, ids = kwargs["past_key_values"], input_ids
+    cache, ids = given_cache(kwargs), input_ids
     for _ in range(generation_config.max_new_tokens):
         done = model(ids[:, cache.get_seq_length() :], past_key_values=cache, output_hidden_states=True)
         early = model.lm_head(model.model.norm(done.hidden_states[3][:, -1]))

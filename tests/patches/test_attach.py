@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,9 +19,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_tiered_cache
-from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, UnsupportedModelError, attach, detach
+from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, UnsupportedModelError, attach, detach, tiered
 from hf_tiered_cache.patches import attachment_of, rotary
-from hf_tiered_cache.patches.scope import current
+from hf_tiered_cache.patches.scope import CACHE_ARGUMENTS, current
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
@@ -107,6 +108,25 @@ def test_attached_models_work_without_a_cache_of_ours(tmp_path):
     assert torch.equal(model.generate(prompt(40), **GREEDY), before)
     assert torch.equal(model.generate(prompt(40), past_key_values=DynamicCache(config=model.config), **GREEDY), before)
     assert torch.equal(model(prompt(40)).logits, model(input_ids=prompt(40), use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", CACHE_ARGUMENTS)
+def test_either_name_of_the_argument_takes_the_cache_without_a_warning(tmp_path, name):
+    """`past_key_values` was renamed `cache` in transformers 5.24."""
+    model, ids = build("llama"), prompt(40)
+    before = model.generate(ids, **GREEDY)
+    with KVStore(tmp_path) as store, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        for restored in (0, 32):
+            cache = TieredCache(model, store)
+            assert torch.equal(model.generate(ids, **{name: cache}, **GREEDY), before)
+            assert cache.stats.tokens_restored == restored
+        cache = TieredCache(model, store)
+        model(ids, **{name: cache}, logits_to_keep=1)
+        assert cache.stats.tokens_restored == 32
+        with tiered(model, store) as session:
+            assert torch.equal(model.generate(ids, **{name: None}, **GREEDY), before)
+        assert session.stats.tokens_restored == 32
 
 
 def test_a_cache_without_its_model_attached_is_still_right(tmp_path):
