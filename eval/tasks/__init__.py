@@ -13,6 +13,7 @@ from .openbookqa import OPENBOOKQA
 from .piqa import PIQA
 from .rag import RAG
 from .reference import REFERENCE, REFERENCE_NEEDLES
+from .retrieved import RETRIEVED
 from .rte import RTE
 from .ruler import RULER
 from .squad import SQUAD
@@ -28,6 +29,7 @@ TASKS: dict[str, Task] = {
         *LONGBENCH,
         *RULER,
         *RAG,
+        *RETRIEVED,
         *CONVERSATIONS,
         *REFERENCE,
         *REFERENCE_NEEDLES,
@@ -41,6 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "longbench": tuple(task.name for task in LONGBENCH),
     "ruler": tuple(task.name for task in RULER),
     "rag": tuple(task.name for task in RAG),
+    "retrieved": tuple(task.name for task in RETRIEVED),
     "conversations": tuple(task.name for task in CONVERSATIONS),
     "reference": tuple(task.name for task in REFERENCE),
     "reference_needles": tuple(task.name for task in REFERENCE_NEEDLES),

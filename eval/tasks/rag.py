@@ -13,7 +13,7 @@ from typing import Any
 
 from .base import Draw, Example, Task
 
-_ASK = "Answer the question from the passages. Give the answer alone.\n\n"
+ASK = "Answer the question from the passages. Give the answer alone.\n\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Rag(Task):
     passages: Callable[[dict[str, Any]], list[tuple[str, str]]]
     question: Callable[[dict[str, Any]], str]
     answers: Callable[[dict[str, Any]], tuple[str, ...]]
-    instruction: str = _ASK
+    instruction: str = ASK
     keeps_passages: bool = True
 
     def examples(self, draw: Draw) -> Iterator[Example]:
@@ -44,17 +44,22 @@ class Rag(Task):
         rows = draw.data.rows(self.dataset, split, self.columns)
         for index in draw.indices(len(rows)):
             row = rows[index]
-            texts = (
-                f"{title}\n{text.strip()}\n\n" if title else f"{text.strip()}\n\n" for title, text in self.passages(row)
-            )
+            texts = (passage_text(title, text) for title, text in self.passages(row))
             yield Example(f"{split}-{index}", (self.instruction, *texts), self.question(row), answers=self.answers(row))
 
 
-def _question(row: dict[str, Any]) -> str:
+def passage_text(title: str, text: str) -> str:
+    """Return a passage as it stands in a prompt."""
+    return f"{title}\n{text.strip()}\n\n" if title else f"{text.strip()}\n\n"
+
+
+def question_text(row: dict[str, Any]) -> str:
+    """Return the end of a prompt."""
     return f"Question: {row['question'].strip()}\nAnswer:"
 
 
-def _with_sentences(row: dict[str, Any]) -> list[tuple[str, str]]:
+def with_sentences(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the title and text of each passage of a HotpotQA row."""
     context = row["context"]
     return [(title, "".join(parts)) for title, parts in zip(context["title"], context["sentences"], strict=True)]
 
@@ -105,7 +110,7 @@ RAG: tuple[Task, ...] = (
         splits=("validation", "train"),
         columns=("paragraphs", "question", "answer", "answer_aliases"),
         passages=lambda row: [(p["title"], p["paragraph_text"]) for p in row["paragraphs"]],
-        question=_question,
+        question=question_text,
         answers=lambda row: (row["answer"], *row["answer_aliases"]),
     ),
     Rag(
@@ -117,7 +122,7 @@ RAG: tuple[Task, ...] = (
         splits=("validation_cacheblend",),
         columns=("ctxs", "question", "answers"),
         passages=lambda row: [(p["title"], p["text"]) for p in row["ctxs"]],
-        question=_question,
+        question=question_text,
         answers=lambda row: tuple(row["answers"]),
     ),
     Rag(
@@ -129,7 +134,7 @@ RAG: tuple[Task, ...] = (
         splits=("validation_lciteeval",),
         columns=("docs", "question", "answer"),
         passages=lambda row: [("", p["text"]) for p in row["docs"]],
-        question=_question,
+        question=question_text,
         answers=lambda row: (row["answer"],),
     ),
     Rag(
@@ -140,8 +145,8 @@ RAG: tuple[Task, ...] = (
         dataset="hotpotqa",
         splits=("validation",),
         columns=("context", "question", "answer"),
-        passages=_with_sentences,
-        question=_question,
+        passages=with_sentences,
+        question=question_text,
         answers=lambda row: (row["answer"],),
     ),
     Rag(

@@ -107,6 +107,27 @@ def test_rag_passages_are_segments_of_their_own(draw):
             assert len(example.segments) == passages + 1
 
 
+def test_retrieved_passages_are_the_best_matches_of_the_whole_corpus(tmp_path, draw):
+    names = ("harbour", "violin", "glacier", "bakery", "comet", "desert")
+    rows = [
+        {
+            "question": f"Where is the {name}?",
+            "answer": "here",
+            "context": {"title": [name, f"other {i}"], "sentences": [[f"The {name} is here."], ["Nothing of it."]]},
+        }
+        for i, name in enumerate(names)
+    ]
+    rows[0]["question"] = "Which comet has a desert?"  # both are in passages of other questions
+    (tmp_path / "hotpotqa").mkdir()
+    (tmp_path / "hotpotqa" / "validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    draw = replace(draw, data=Data(tmp_path))
+    first, second = list(TASKS["retrieved_4"].examples(draw))[:2]
+    assert len(first.segments) == 5
+    assert {text.partition("\n")[0] for text in first.segments[-2:]} == {"comet", "desert"}
+    assert second.segments[-1].startswith("violin")  # the best match is next to the question
+    assert rows[0]["question"] in next(iter(TASKS["retrieved_10_question_first"].examples(draw))).segments[0]
+
+
 def test_a_last_turn_takes_its_128_tokens_from_the_context(draw):
     whole = next(iter(TASKS["longbench_qasper"].examples(draw)))
     turn = next(iter(TASKS["turns_qasper"].examples(draw)))
