@@ -326,14 +326,19 @@ def save_tokenizer(folder):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
 
 
-def test_the_readmes_code_runs(tmp_path, monkeypatch):
-    """Its first block, with a model that is here in place of the hub's."""
+GUIDES = ("quick-start", "prefixes", "conversations", "budgets", "long-contexts", "passages", "serving")
+
+
+def blocks_of(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+
+
+@pytest.fixture
+def small_model(tmp_path, monkeypatch):
+    """A folder with `report.txt`, in which `from_pretrained` loads a small model for every name."""
     import transformers
 
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert blocks
-    model = build("qwen2", vocab_size=300, max_position_embeddings=8192)
-    model.save_pretrained(tmp_path / "model")
+    build("qwen2", vocab_size=300, max_position_embeddings=8192).save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     real = {name: getattr(transformers, name).from_pretrained for name in ("AutoModelForCausalLM", "AutoTokenizer")}
     for name, loader in real.items():
@@ -342,23 +347,35 @@ def test_the_readmes_code_runs(tmp_path, monkeypatch):
         )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "report.txt").write_text("A long report. " * 40)
+
+
+def test_the_readmes_code_runs(small_model):
     names: dict = {}
-    attended = []
-    for block in blocks:
+    for block in blocks_of("README.md"):
         exec(block, names)
-        stats = names["cache"].stats
-        assert stats.tokens_restored > 0
-        attended.append(stats.tokens_attended / stats.tokens_restored)
-    assert min(attended) < 0.5 < max(attended)  # one of them has a budget
+    assert names["cache"].stats.tokens_restored > 0 and names["session"].stats.tokens_restored > 0
 
 
-def test_the_readmes_passages_are_found_behind_any_text(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", GUIDES)
+def test_the_code_of_a_page_runs_after_the_quick_start(small_model, page, caplog):
+    names: dict = {}
+    exec(blocks_of("docs/quick-start.md")[0], names)
+    assert names["cache"].stats.tokens_restored > 0
+    del names["cache"]
+    for block in blocks_of(f"docs/{page}.md"):
+        exec(block, names)
+    stats = names["session" if page == "serving" else "cache"].stats
+    assert stats.tokens_restored > 0
+    attended = stats.tokens_attended / stats.tokens_restored
+    assert attended < 0.5 if page in ("budgets", "long-contexts") else attended == 1
+    assert not [record.message for record in caplog.records if record.name == "hf_tiered_cache" and record.levelno > 20]
+
+
+def test_passages_of_the_guide_are_found_after_any_text(tmp_path, monkeypatch):
     """With a tokenizer that merges letters over the borders of texts, and nothing else stored."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    block, retrieving = (
-        b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "passages=" in b
-    )
+    block, retrieving = (b for b in blocks_of("docs/passages.md") if "passages=" in b)
     folder = ROOT / "eval" / "reference" / "xs"
     monkeypatch.chdir(tmp_path)
     names = {
