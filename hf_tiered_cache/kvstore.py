@@ -17,7 +17,7 @@ from .cache.storage import DEFAULT_POLICY, Storage
 from .errors import ConfigError, with_type
 from .methods import Exact, Method, make_method
 from .operations.calibrate import calibrate, calibrate_prefix
-from .operations.documents import documents_of, finish_documents, remove_documents
+from .operations.documents import finish_documents, remove_documents
 from .operations.passages import BATCH_TOKENS, passages_method, precompute_passages, rank_stored
 from .operations.precompute import Lookup, PrecomputeReport, lookup, precompute, warm
 from .operations.quality import calibrate_quality
@@ -498,7 +498,8 @@ class KVStore:
         Args:
             label: label of the documents to return (one for each model and way of computing); None for all.
         """
-        return documents_of(self._storage, label)
+        infos = self._storage.documents.listed(self.segments())
+        return [info for info in infos if label in (None, info.label)]
 
     def remove_document(self, label: str) -> int:
         """Delete a document, and its passages that no other label names, including pinned ones.

@@ -30,7 +30,7 @@ from ..stats import StatsCollector, StoreStats
 from ..store import maintain
 from ..store.catalogue import Catalogue, SegmentRow
 from ..store.cipher import Hidden
-from ..store.conversations import ConversationInfo, ConversationRecord, Conversations, conversation_name
+from ..store.conversations import ConversationInfo, ConversationRecord, Conversations
 from ..store.disk import SegmentStore
 from ..store.documents import Documents
 from ..store.records import Calibrations
@@ -361,7 +361,7 @@ class Storage:
         self.check_open()
         if not self.disk.backend.writable:
             raise StoreError(f"the store {self.place} is not writable")
-        self.conversations.write(record, room)
+        self.conversations.write([record], room)
 
     def remove_conversations(self, ids: Sequence[str]) -> int:
         """Delete conversations and their `segments_of_conversations`, and return the number of deleted segments."""
@@ -371,28 +371,9 @@ class Storage:
         return self.remove(row.id for row in rows)
 
     def segments_of_conversations(self, ids: Sequence[str]) -> list[SegmentRow]:
-        """Return the segments that only these conversations use, without pinned ones.
-
-        Segments that no record names are included: of an edited history, or of a process that was killed.
-
-        Raises:
-            ConfigError: A conversation does not exist.
-        """
-        provenances = set[str]()  # provenances that name one of them
-        for conversation_id in ids:
-            record = self.conversations.read(conversation_id)
-            if record is None:
-                raise ConfigError(
-                    f"conversation {conversation_id!r} does not exist; store.conversations() lists all conversations"
-                )
-            if conversation_name(conversation_id) in record.provenance:
-                provenances.add(record.provenance)
-        named, pinned = self.conversations.only_of(ids), self.disk.pinned()
-        return [
-            row
-            for row in self.segments()
-            if (row.id in named or row.provenance in provenances) and row.id not in pinned
-        ]
+        """Return the segments that only these conversations use, without pinned ones. Raises ConfigError."""
+        pinned = self.disk.pinned()
+        return [row for row in self.conversations.segments_of(ids, self.segments()) if row.id not in pinned]
 
     def stats(self) -> StoreStats:
         """Return the current content of the store, and the statistics since it was opened."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ class Contents:
 
     def describe(self, row: SegmentRow) -> dict[str, Any]:
         """Return the facts about a segment, JSON-serializable."""
-        num_hashes = len(row.chain) // len(row.first)
         return {
             "id": row.id,
             "label": row.label,
@@ -49,7 +47,7 @@ class Contents:
             "model": self.models.get(row.fingerprint, {}),
             "provenance": row.provenance,
             "tokens": row.tokens,
-            "usable_tokens": row.tokens * row.valid_hashes // num_hashes,
+            "usable_tokens": row.usable_tokens,
             "position": row.position,
             "bytes": row.nbytes,
             "sidecars": self.sidecars.get(row.id, {}),
@@ -57,7 +55,7 @@ class Contents:
             "used": row.used,
             "uses": row.uses,
             "expires": row.expires,
-            "expired": row.expires is not None and row.expires <= time.time(),
+            "expired": row.is_expired,
             "pinned": row.id in self.pinned,
             "encrypted": bool(row.key),
         }

@@ -59,7 +59,7 @@ def documents(
     if labels is None or len(labels) != 1:
         raise Refused("show takes one document; use show LABEL")
     with files_of(store) as files:
-        infos = Documents(files).listed(contents.rows, labels[0])
+        infos = [info for info in Documents(files).listed(contents.rows) if info.label == labels[0]]
     if not infos:
         raise Refused(f"document {labels[0]!r} does not exist; `hf-tiered-cache documents {store}` lists all documents")
     if as_json:

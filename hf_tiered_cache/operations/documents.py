@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..cache.storage import Storage
 from ..errors import ConfigError, FormatError, StoreError
 from ..store.catalogue import SegmentRow
-from ..store.documents import DocumentInfo, DocumentRecord, by_passage, changed
+from ..store.documents import DocumentRecord, by_passage, changed
 from ..store.geometry import ALIGNMENT, aligned
 
 
@@ -46,17 +46,12 @@ def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
         raise StoreError(f"{storage.place} is not writable, so labels cannot be saved")
     documents = storage.documents
     with storage.disk.backend.locked():
-        records = [changed(documents.read(key), key, names, tokens, model) for key, names, tokens, model in entries]
+        records = [changed(documents.read(*key), key, names, tokens, model) for key, names, tokens, model in entries]
         passage_names = {name for record in records for name in record.passages}
         kept_ids = [row.id for row in rows_of(storage, passage_names)]
         storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
         documents.write(records, _no_reservation)
         return _delete_replaced(storage, [record for record in records if record.leaving])
-
-
-def documents_of(storage: Storage, label: str | None) -> list[DocumentInfo]:
-    """Return the documents with this label, or all documents if `label` is None."""
-    return storage.documents.listed(storage.segments(), label)
 
 
 def find_documents(storage: Storage, labels: Collection[str]) -> list[DocumentRecord]:
@@ -86,7 +81,8 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
     with storage.disk.backend.locked():
         records, rows = find_documents(storage, labels), segments_of_documents(storage, labels)
         removed = storage.remove(row.id for row in rows)  # before the records: the process may be killed here
-        storage.documents.forget(records)
+        for record in records:
+            storage.documents.delete(*record.key)
     return removed
 
 

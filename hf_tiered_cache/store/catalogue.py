@@ -113,6 +113,16 @@ class SegmentRow:
         return self == replace(expected, **{name: getattr(self, name) for name in _OWN_FIELDS})
 
     @property
+    def usable_tokens(self) -> int:
+        """Number of tokens before the first block that failed its checksum."""
+        return self.tokens * self.valid_hashes // (len(self.chain) // HASH_BYTES)
+
+    @property
+    def is_expired(self) -> bool:
+        """True if its lifetime has ended."""
+        return self.expires is not None and self.expires <= time.time()
+
+    @property
     def hashes(self) -> set[bytes]:
         """Set of all prefix hashes."""
         return {self.chain[start : start + HASH_BYTES] for start in range(0, len(self.chain), HASH_BYTES)}

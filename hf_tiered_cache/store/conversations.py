@@ -8,42 +8,45 @@ The name is a hash of the id. A record can be lost or outdated without harm: seg
 
 from __future__ import annotations
 
-import re
+import errno
+import json
+import logging
+import os
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
-from ..errors import ConfigError, FormatError
+from ..errors import ConfigError, ConversationInUseError, FormatError
 from .catalogue import SegmentRow
-from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, encode_record, name_of
-from .ownership import Holder, Ownership, holder_of, lock_patiently
-from .records import RecordFiles, Records, Room, are_times, decoded
+from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of
+from .process import ownerships
+from .records import Record, RecordFiles, Records, check_name
+from .schema import seconds
 
-FORMAT_VERSION = 1
+logger = logging.getLogger("hf_tiered_cache")
+
 MOST_LETTERS = 200
 """Maximum length of an id in characters."""
-_NAME = re.compile("[0-9a-f]{32}")
+_NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT})
+_ATTEMPTS, _PAUSE_SECONDS, _PATIENCE_SECONDS = 5, 0.01, 1.0
+"""Retries of a lock. Listing conversations and `gc` hold it for a moment, without being owners."""
 
 
 def conversation_name(conversation_id: str) -> str:
     """Return 32 hexadecimal digits that identify a conversation's id. Raises ConfigError if the id is invalid."""
-    letters = len(conversation_id) if isinstance(conversation_id, str) else 0
-    if not 0 < letters <= MOST_LETTERS:
-        raise ConfigError(
-            f"a conversation's id must be a str of 1 to {MOST_LETTERS} characters, not {conversation_id!r:.80}"
-        )
-    try:
-        return name_of(conversation_id)
-    except UnicodeEncodeError:
-        raise ConfigError(f"the conversation's id {conversation_id!r} is not valid Unicode") from None
+    check_name(conversation_id, "conversation's id", MOST_LETTERS)
+    return name_of(conversation_id)
 
 
 @dataclass(frozen=True)
-class ConversationRecord:
+class ConversationRecord(Record):
     """Stored record of a suspended conversation."""
+
+    kind: ClassVar[FileKind] = CONVERSATION
+    subject: ClassVar[str] = "a conversation"
 
     id: str
     fingerprint: str
@@ -64,27 +67,6 @@ class ConversationRecord:
     """Bytes of its segments on disk at that time."""
     model: Mapping[str, str] = field(default_factory=dict)
     """Human-readable description of the model."""
-
-    def encode(self) -> bytes:
-        """Return the content of the record's file."""
-        facts = asdict(self) | {"format": FORMAT_VERSION, "segments": list(self.segments), "model": dict(self.model)}
-        return encode_record(facts)
-
-    @classmethod
-    def decode(cls, data: bytes) -> ConversationRecord:
-        """Decode the content of a file. Raises FormatError."""
-        with decoded(data, FORMAT_VERSION, "a conversation") as facts:
-            record = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
-            record = replace(record, segments=tuple(record.segments), model=dict(record.model))
-            texts = [record.id, record.fingerprint, record.provenance, record.method, *record.segments]
-            texts += [*record.model, *record.model.values()]
-            counts = record.tokens, record.turns, record.nbytes
-            sound = all(isinstance(text, str) for text in texts) and all(map(_NAME.fullmatch, record.segments))
-            sound &= all(type(number) is int and 0 <= number < 1 << 63 for number in counts)
-            sound &= are_times(record.created, record.suspended)
-        if not sound:
-            raise FormatError("not a valid record of a conversation")
-        return record
 
 
 @dataclass(frozen=True)
@@ -119,27 +101,22 @@ class ConversationInfo:
         return asdict(self)
 
 
-class Conversations:
+class Conversations(Records[ConversationRecord]):
     """Conversations of a store.
 
     Args:
         files: small files of the store.
     """
 
+    record = ConversationRecord
+
     def __init__(self, files: RecordFiles) -> None:
-        self._files = files
-        self._records = Records(
-            files,
-            CONVERSATION,
-            ConversationRecord.encode,
-            ConversationRecord.decode,
-            lambda record: _file_name(record.id),
-        )
+        super().__init__(files)
         self._owned: weakref.WeakSet[Ownership] = weakref.WeakSet()
 
     def ownership(self, conversation_id: str) -> Ownership:
         """Return an unacquired ownership lock. Raises ConfigError if the id is invalid."""
-        ownership = Ownership(conversation_id, self._files, conversation_name(conversation_id) + LOCK_SUFFIX)
+        ownership = Ownership(conversation_id, self.files)
         self._owned.add(ownership)
         return ownership
 
@@ -150,17 +127,14 @@ class Conversations:
 
     def holder(self, conversation_id: str) -> Holder | None:
         """Return the process that continues a conversation, or None."""
-        return holder_of(self._files, conversation_name(conversation_id) + LOCK_SUFFIX)
+        name = conversation_name(conversation_id) + LOCK_SUFFIX
+        return _read_holder(self.files, name) if self.files.is_locked(CONVERSATION_LOCK, name) else None
 
     # --- records
 
-    def read(self, conversation_id: str) -> ConversationRecord | None:
-        """Return the record of a conversation, or None if there is no readable one."""
-        return self._records.get(_file_name(conversation_id))
-
     def all(self) -> list[ConversationRecord]:
         """Return all readable records, most recently suspended last."""
-        return sorted(self._records.all(), key=lambda record: record.suspended)
+        return sorted(super().all(), key=lambda record: record.suspended)
 
     def listed(self, rows: Iterable[SegmentRow]) -> list[ConversationInfo]:
         """Return the listing entries of all conversations, most recently used last.
@@ -172,18 +146,33 @@ class Conversations:
         infos = [_describe(record, stored_rows, self.holder(record.id)) for record in self.all()]
         return sorted(infos, key=lambda info: info.used)
 
-    def only_of(self, ids: Collection[str]) -> set[str]:
-        """Return the segments that belong to these conversations and to no other one."""
-        own_segments, other_segments = set[str](), set[str]()
+    def segments_of(self, ids: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:
+        """Return the segments that belong to these conversations and to no other one.
+
+        Segments that no record names are included: of an edited history, or of a process that was killed.
+
+        Args:
+            ids: ids of the conversations.
+            rows: rows of all stored segments.
+
+        Raises:
+            ConfigError: a conversation does not exist.
+        """
+        provenances, own_segments, other_segments = set[str](), set[str](), set[str]()
+        for conversation_id in ids:
+            name, record = conversation_name(conversation_id), self.read(conversation_id)
+            if record is None:
+                raise ConfigError(
+                    f"conversation {conversation_id!r} does not exist; store.conversations() lists all conversations"
+                )
+            if name in record.provenance:
+                provenances.add(record.provenance)
         for record in self.all():
             (own_segments if record.id in ids else other_segments).update(record.segments)
-        return own_segments - other_segments
+        own_segments -= other_segments
+        return [row for row in rows if row.id in own_segments or row.provenance in provenances]
 
-    def write(self, record: ConversationRecord, room: Room) -> None:
-        """Write a record in place of the previous one (see `Records.write`). The caller owns the conversation."""
-        self._records.write([record], room)
-
-    def remove(self, ids: Iterable[str]) -> None:
+    def remove(self, ids: Collection[str]) -> None:
         """Delete the records of conversations; their segments stay.
 
         Raises:
@@ -195,7 +184,7 @@ class Conversations:
                 owned.take(over=False)
                 stack.callback(owned.release)
             for conversation_id in ids:
-                self._records.delete(_file_name(conversation_id))
+                self.delete(conversation_id)
 
     def sweep(self, stored_ids: Collection[str], dry_run: bool = False) -> list[str]:
         """Delete records that are damaged or have no segment left, and the locks of dead processes.
@@ -207,30 +196,24 @@ class Conversations:
         Returns:
             Paths of the deleted records, or with `dry_run` of those to be deleted. Conversations in use are kept.
         """
-        removed = self._records.sweep(
-            lambda record: any(segment in stored_ids for segment in record.segments),
-            lambda name: self._files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX),
-            dry_run,
-        )
+        removed = self._sweep(lambda record: any(segment in stored_ids for segment in record.segments), dry_run)
         if not dry_run:
             with suppress(OSError):
-                for name in self._files.names(CONVERSATION_LOCK):
+                for name in self.files.names(CONVERSATION_LOCK):
                     self._remove_free_lock(name)
         return removed
 
+    def _is_in_use(self, name: str) -> bool:
+        return self.files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX)
+
     def _remove_free_lock(self, name: str) -> None:
-        if self._files.is_locked(CONVERSATION_LOCK, name) or not self._files.is_own(CONVERSATION_LOCK, name):
+        if self.files.is_locked(CONVERSATION_LOCK, name) or not self.files.is_own(CONVERSATION_LOCK, name):
             return
         with suppress(OSError):
-            lock = lock_patiently(self._files, name)
+            lock = _lock_patiently(self.files, name)
             if lock is not None:
                 with lock:
-                    self._files.delete(CONVERSATION_LOCK, name)
-
-
-def _file_name(conversation_id: str) -> str:
-    """Return the name of a record's file. Raises ConfigError if the id is invalid."""
-    return conversation_name(conversation_id) + RECORD_SUFFIX
+                    self.files.delete(CONVERSATION_LOCK, name)
 
 
 def _describe(
@@ -239,9 +222,9 @@ def _describe(
     tokens = 0
     for segment in record.segments:
         row = stored_rows.get(segment)
-        if row is None or row.position > tokens or (row.expires is not None and row.expires <= time.time()):
+        if row is None or row.position > tokens or row.is_expired:
             break
-        tokens = row.position + row.tokens * row.valid_hashes // (len(row.chain) // len(row.first))
+        tokens = row.position + row.usable_tokens
     used = record.suspended if holder is None or holder.since is None else holder.since
     return ConversationInfo(
         id=record.id,
@@ -260,3 +243,115 @@ def _describe(
         in_use_by=None if holder is None else holder.pid or 0,
         in_use_since=None if holder is None else holder.since,
     )
+
+
+# --- ownership
+
+
+class Holder(NamedTuple):
+    """Process that owns a conversation, and since when, in Unix seconds. None if the lock file does not state it."""
+
+    pid: int | None
+    since: float | None
+
+
+class Ownership:
+    """Exclusive right, among all processes, to continue a conversation: only one cache of one process has it.
+
+    Ownership lasts until `release`, until another object of this process takes it over, or until this object is garbage
+    collected or the process ends. Only closing the file releases the lock: a forked child that closes its copy of the
+    file does not release it.
+
+    Args:
+        conversation_id: id of the conversation.
+        files: small files of the store.
+    """
+
+    def __init__(self, conversation_id: str, files: RecordFiles) -> None:
+        self._id, self._files, self._name = conversation_id, files, conversation_name(conversation_id) + LOCK_SUFFIX
+        self._path = files.where(CONVERSATION_LOCK, self._name)
+        self.held = False
+        self.since = 0.0
+        self._file: Any = None  # closing the file releases the lock; None if files cannot be locked
+        self._pid = os.getpid()
+
+    def take(self, over: bool) -> None:
+        """Acquire ownership of the conversation.
+
+        Args:
+            over: whether to take it over from another owner in this process.
+
+        Raises:
+            ConversationInUseError: another owner has it.
+        """
+        with ownerships() as owners:
+            current: Ownership | None = owners.get(self._path)
+            if current is not None and current.held and current is not self:
+                if not over:
+                    raise ConversationInUseError(self._id, os.getpid(), current.since)
+                self._file, current._file, current.held = current._file, None, False
+            elif not self.held:
+                self._file = self._lock()
+            owners[self._path] = self
+            self.held, self.since, self._pid = True, time.time(), os.getpid()
+
+    def release(self) -> None:
+        """Release ownership. In a forked child, this does not affect the parent's ownership."""
+        with ownerships() as owners:
+            if not self.held:
+                return
+            self.held, file, self._file = False, self._file, None
+            if self._pid == os.getpid():
+                owners.pop(self._path, None)
+                if file is not None:
+                    with suppress(OSError):  # then the file remains until the next owner or `gc` deletes it
+                        self._files.delete(CONVERSATION_LOCK, self._name)
+            if file is not None:
+                file.close()
+
+    def _lock(self) -> Any:
+        try:
+            file = _lock_patiently(self._files, self._name)
+        except OSError as error:  # nothing is stored in a read-only folder, so nothing can be lost
+            if error.errno not in _NOT_WRITABLE:
+                logger.warning(
+                    "%s cannot be locked, so another process may continue with it, too: %s", self._path, error
+                )
+            return None
+        if file is None:
+            holder = _read_holder(self._files, self._name)
+            raise ConversationInUseError(self._id, holder.pid, holder.since)
+        try:
+            content = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
+            self._files.rewrite(file, CONVERSATION_LOCK, self._name, content)
+        except OSError as error:  # then the lock file does not state its owner
+            logger.warning("%s is locked, but does not name the process that holds it: %s", self._path, error)
+        return file
+
+
+def _lock_patiently(files: RecordFiles, name: str) -> Any:
+    """Lock a conversation until the file is closed. Retries, since listing conversations also locks it for a moment.
+
+    Returns:
+        The locked file, or None if another process or thread has the lock.
+
+    Raises:
+        OSError: the file cannot be locked.
+    """
+    refused, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
+    while refused < _ATTEMPTS and time.monotonic() < deadline:
+        file = files.lock(CONVERSATION_LOCK, name)
+        if file is not None:
+            return file
+        refused += files.is_locked(CONVERSATION_LOCK, name)
+        time.sleep(_PAUSE_SECONDS)
+    return None
+
+
+def _read_holder(files: RecordFiles, name: str) -> Holder:
+    try:
+        holder = json.loads(files.read(CONVERSATION_LOCK, name))
+        pid, since = holder["pid"], seconds(holder["since"])
+    except (OSError, FormatError, LookupError, TypeError, ValueError):
+        return Holder(None, None)
+    return Holder(pid, since) if type(pid) is int else Holder(None, None)

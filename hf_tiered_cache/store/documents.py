@@ -10,23 +10,21 @@ the store's lock, so that no process deletes a passage that another one has just
 from __future__ import annotations
 
 import hashlib
-import re
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
-from ..errors import ConfigError, FormatError, NewerFormatError
+from ..errors import FormatError, NewerFormatError
 from . import HASH_BYTES
 from .catalogue import SegmentRow
-from .kinds import DOCUMENT, RECORD_SUFFIX, encode_record, name_of
-from .records import RecordFiles, Records, Room, are_times, decoded
+from .kinds import DOCUMENT, FileKind
+from .records import Record, Records, check_name
 
-FORMAT_VERSION = 1
 MOST_LETTERS = 1000
 """Maximum length of a label in characters."""
-_NAME = re.compile("[0-9a-f]{32}")
 
 
 def passage_name(chain: bytes) -> str:
@@ -45,17 +43,15 @@ def by_passage(rows: Iterable[SegmentRow]) -> dict[str, list[SegmentRow]]:
 
 def check_label(label: str) -> None:
     """Raise ConfigError if the label is invalid."""
-    if not isinstance(label, str) or not 0 < len(label) <= MOST_LETTERS:
-        raise ConfigError(f"a document's label must be a str of 1 to {MOST_LETTERS} characters, not {label!r:.80}")
-    try:
-        label.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"the label {label!r:.80} is not valid Unicode") from None
+    check_name(label, "document's label", MOST_LETTERS)
 
 
 @dataclass(frozen=True)
-class DocumentRecord:
+class DocumentRecord(Record):
     """Stored record of a label."""
+
+    kind: ClassVar[FileKind] = DOCUMENT
+    subject: ClassVar[str] = "a document"
 
     label: str
     fingerprint: str
@@ -73,33 +69,6 @@ class DocumentRecord:
     """Names of previous passages that are still to be deleted, unless another label uses them."""
     model: Mapping[str, str] = field(default_factory=dict)
     """Human-readable description of the model."""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Unique key of the record: label, fingerprint and `made`."""
-        return self.label, self.fingerprint, self.made
-
-    def encode(self) -> bytes:
-        """Return the content of the record's file."""
-        facts = asdict(self) | {"format": FORMAT_VERSION, "passages": list(self.passages), "model": dict(self.model)}
-        return encode_record(facts | {"leaving": list(self.leaving)})
-
-    @classmethod
-    def decode(cls, data: bytes) -> DocumentRecord:
-        """Decode the content of a file. Raises FormatError."""
-        with decoded(data, FORMAT_VERSION, "a document") as facts:
-            record = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
-            record = replace(
-                record, passages=tuple(record.passages), leaving=tuple(record.leaving), model=dict(record.model)
-            )
-            texts = [*record.key, *record.model, *record.model.values()]
-            sound = all(isinstance(text, str) for text in texts)
-            sound &= all(map(_NAME.fullmatch, (*record.passages, *record.leaving)))
-            sound &= type(record.tokens) is int and 0 <= record.tokens < 1 << 63
-            sound &= are_times(record.created, record.changed)
-        if not sound:
-            raise FormatError("not a valid record of a document")
-        return record
 
 
 @dataclass(frozen=True)
@@ -134,40 +103,28 @@ class DocumentInfo:
         return asdict(self)
 
 
-class Documents:
-    """Documents of a store.
+class Documents(Records[DocumentRecord]):
+    """Documents of a store. Whoever changes records holds the store's lock.
 
     Args:
         files: small files of the store.
     """
 
-    def __init__(self, files: RecordFiles) -> None:
-        self._records = Records(
-            files, DOCUMENT, DocumentRecord.encode, DocumentRecord.decode, lambda record: _file_name(record.key)
-        )
+    record = DocumentRecord
 
-    def read(self, key: tuple[str, str, str]) -> DocumentRecord | None:
-        """Return a record, or None if there is no readable one."""
-        return self._records.get(_file_name(key))
+    def all(self) -> list[DocumentRecord]:
+        """Return all readable records, sorted by label."""
+        return sorted(super().all(), key=lambda record: record.key)
 
-    def all(self, label: str | None = None) -> list[DocumentRecord]:
-        """Return the readable records of one label or of all labels, sorted by label."""
-        records = [record for record in self._records.all() if label in (None, record.label)]
-        return sorted(records, key=lambda record: record.key)
-
-    def listed(self, rows: Iterable[SegmentRow], label: str | None = None) -> list[DocumentInfo]:
-        """Return the listing entries of documents, sorted by label.
+    def listed(self, rows: Iterable[SegmentRow]) -> list[DocumentInfo]:
+        """Return the listing entries of all documents, sorted by label.
 
         Args:
             rows: rows of all stored segments.
-            label: label of the documents; None for all.
         """
         stored_rows, records = by_passage(rows), self.all()
-        named: dict[str, int] = {}
-        for record in records:
-            for name in set(record.passages):
-                named[name] = named.get(name, 0) + 1
-        return [_describe(record, stored_rows, named) for record in records if label in (None, record.label)]
+        named = Counter(name for record in records for name in set(record.passages))
+        return [_describe(record, stored_rows, named) for record in records]
 
     def only_of(self, leaving: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
         """Return the given passages that no record uses, except the records to be deleted.
@@ -184,11 +141,11 @@ class Documents:
             self._spare(keys, unused)
         return unused
 
-    def _spare(self, keys: Collection[tuple[str, str, str]], unused: set[str]) -> None:
-        """Remove from `left` the passages of all records except those with `keys`. Raises as `only_of`."""
-        for name in self._records.files.names(DOCUMENT) if unused else ():
+    def _spare(self, keys: Collection[tuple[str, ...]], unused: set[str]) -> None:
+        """Remove from `unused` the passages of all records except those with `keys`. Raises as `only_of`."""
+        for name in self.files.names(DOCUMENT) if unused else ():
             try:
-                record = self._records.read(name)
+                record = self.load(name)
             except NewerFormatError:
                 raise
             except (FormatError, FileNotFoundError):
@@ -196,17 +153,8 @@ class Documents:
             if record.key not in keys:
                 unused.difference_update(record.passages)
 
-    def write(self, records: Sequence[DocumentRecord], room: Room) -> None:
-        """Write records in place of the previous ones (see `Records.write`). The caller holds the store's lock."""
-        self._records.write(records, room)
-
-    def forget(self, records: Iterable[DocumentRecord]) -> None:
-        """Delete records; their passages stay. The caller holds the store's lock. Raises OSError."""
-        for record in records:
-            self._records.delete(_file_name(record.key))
-
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or have no passage left. The caller holds the store's lock.
+        """Delete records that are damaged or have no passage left.
 
         Args:
             rows: rows of all stored segments.
@@ -216,14 +164,7 @@ class Documents:
             Paths of the deleted records, or with `dry_run` of those to be deleted.
         """
         stored = by_passage(rows).keys()
-        return self._records.sweep(
-            lambda record: not stored.isdisjoint((*record.passages, *record.leaving)), lambda name: False, dry_run
-        )
-
-
-def _file_name(key: tuple[str, str, str]) -> str:
-    """Return the name of the file of a record (see `DocumentRecord.key`)."""
-    return name_of("\0".join(key)) + RECORD_SUFFIX
+        return self._sweep(lambda record: not stored.isdisjoint((*record.passages, *record.leaving)), dry_run)
 
 
 def changed(
@@ -245,7 +186,7 @@ def _describe(
 ) -> DocumentInfo:
     rows = {name: stored_rows[name] for name in record.passages if name in stored_rows}
     segments = [row for layouts in rows.values() for row in layouts]
-    tokens = sum(max(_usable(row) for row in layouts) for layouts in rows.values())
+    tokens = sum(max(0 if row.is_expired else row.usable_tokens for row in layouts) for layouts in rows.values())
     return DocumentInfo(
         label=record.label,
         model=dict(record.model),
@@ -261,10 +202,3 @@ def _describe(
         created=record.created,
         changed=record.changed,
     )
-
-
-def _usable(row: SegmentRow) -> int:
-    """Return the number of tokens of a segment that can be restored."""
-    if row.expires is not None and row.expires <= time.time():
-        return 0
-    return row.tokens * row.valid_hashes // (len(row.chain) // HASH_BYTES)

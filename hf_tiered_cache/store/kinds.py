@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +44,14 @@ class FileKind:
         names: pattern of the whole file name.
         recognises: function that returns whether a name and the first bytes of the content match this kind.
         most_bytes: number of first bytes that `recognises` needs.
+        key: for records, the fields that determine the name of a file (see `record_name`).
     """
 
     folder: str
     names: re.Pattern[str]
     recognises: Callable[[str, bytes], bool]
     most_bytes: int = PAGE_BYTES
+    key: tuple[str, ...] = ()
 
     @property
     def is_record(self) -> bool:
@@ -67,6 +70,11 @@ def name_of(text: str) -> str:
         UnicodeEncodeError: the text cannot be encoded as UTF-8.
     """
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def record_name(*key: str) -> str:
+    """Return the file name of a record with this key. Raises UnicodeEncodeError, as `name_of` does."""
+    return name_of("\0".join(key)) + RECORD_SUFFIX
 
 
 def is_blank(beginning: bytes) -> bool:
@@ -100,30 +108,6 @@ def _is_temporary(name: str, beginning: bytes) -> bool:
 
 def _has_magic(beginning: bytes) -> bool:
     return beginning[:8] in (SEGMENT_MAGIC, SIDECAR_MAGIC)
-
-
-def _is_conversation(name: str, beginning: bytes) -> bool:
-    facts = json_object(beginning)
-    return _is_record(facts) and _is_named(name, facts.get("id"))
-
-
-def _is_document(name: str, beginning: bytes) -> bool:
-    facts = json_object(beginning)
-    key = [facts.get(field) for field in ("label", "fingerprint", "made")]
-    return (
-        _is_record(facts) and all(isinstance(text, str) for text in key) and _is_named(name, "\0".join(map(str, key)))
-    )
-
-
-def _is_record(facts: dict[str, Any]) -> bool:
-    return type(facts.get("format")) is int
-
-
-def _is_named(name: str, text: object) -> bool:
-    try:
-        return isinstance(text, str) and name == f"{name_of(text)}{RECORD_SUFFIX}"
-    except UnicodeEncodeError:
-        return False
 
 
 def _is_holder(name: str, beginning: bytes) -> bool:
@@ -170,6 +154,17 @@ def _kind(folder: str, names: str, recognises: Callable[[str, bytes], bool], mos
     return FileKind(folder, re.compile(names), recognises, most_bytes)
 
 
+def _record_kind(folder: str, *key: str) -> FileKind:
+    def is_record(name: str, beginning: bytes) -> bool:
+        facts = json_object(beginning)
+        texts = [facts.get(field) for field in key]
+        with suppress(TypeError, UnicodeEncodeError):  # the key has something other than text
+            return type(facts.get("format")) is int and name == record_name(*texts)  # type: ignore[arg-type]
+        return False
+
+    return FileKind(folder, re.compile(rf"{_HEX}\.json"), is_record, RECORD_BYTES, key)
+
+
 SCHEMA_MARK = b"usable_links INTEGER NOT NULL"
 """Part of the catalogue's schema in all versions. SQLite stores the schema as text."""
 _HEX = "[0-9a-f]{32}"
@@ -180,9 +175,9 @@ SIDECAR = _kind("beside", rf"{_HEX}\.[a-z][a-z0-9_]{{0,31}}", _is_container)
 TEMPORARY = _kind("tmp", r"\d+-\d+-\d+", _is_temporary)
 TEMPORARY_LOCK = _kind("tmp", r"\d+-\d+-\d+\.lock", _is_empty)
 PIN = _kind("pins", _HEX, _is_empty)
-CONVERSATION = _kind("conversations", rf"{_HEX}\.json", _is_conversation, RECORD_BYTES)
+CONVERSATION = _record_kind("conversations", "id")
 CONVERSATION_LOCK = _kind("conversations", rf"{_HEX}\.lock", _is_holder)
-DOCUMENT = _kind("documents", rf"{_HEX}\.json", _is_document, RECORD_BYTES)
+DOCUMENT = _record_kind("documents", "label", "fingerprint", "made")
 CALIBRATIONS = _kind("", re.escape(CALIBRATIONS_NAME), _is_calibrations, RECORD_BYTES)
 MARKER = _kind("", re.escape(MARKER_NAME), _is_marker)
 LOCK = _kind("", "lock", _is_lock)

@@ -6,18 +6,20 @@ They are kept by the store's backend, as everything else is. Losing a record cos
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from ..errors import FormatError, NewerFormatError
-from .kinds import CALIBRATIONS, CALIBRATIONS_NAME, FileKind, encode_record
+from ..errors import ConfigError, FormatError, NewerFormatError
+from .kinds import CALIBRATIONS, CALIBRATIONS_NAME, FileKind, encode_record, record_name
+from .schema import checked, decoding
 
+FORMAT_VERSION = 1
+"""Newest format of conversations and documents."""
 Room = Callable[[int], AbstractContextManager[object]]
 """Context manager that reserves the given number of bytes until a file takes them."""
-_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
-"""Exceptions raised when decoding invalid JSON records."""
 
 
 class RecordFiles(Protocol):
@@ -57,52 +59,73 @@ class RecordFiles(Protocol):
         """Replace the content of a file that the caller has locked. Raises OSError."""
 
 
-R = TypeVar("R")
+R = TypeVar("R", bound="Record")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Base class of records. The fields of the dataclass are the schema of the file (see `schema.checked`)."""
+
+    kind: ClassVar[FileKind]
+    subject: ClassVar[str]
+    """What the record is of, for messages, such as "a document"."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Unique key of the record: its fields `FileKind.key`."""
+        return tuple(getattr(self, name) for name in self.kind.key)
+
+    def encode(self) -> bytes:
+        """Return the content of its file."""
+        return encode_record(asdict(self) | {"format": FORMAT_VERSION})
+
+    @classmethod
+    def decode(cls: type[R], data: bytes) -> R:
+        """Decode the content of a file. Raises FormatError, or NewerFormatError for a record of a newer format."""
+        with decoding(f"not a valid record of {cls.subject}"):
+            facts = json.loads(data)
+            if isinstance(version := facts["format"], int) and version > FORMAT_VERSION:
+                raise NewerFormatError(f"it is a record of format {version}, which this version does not support")
+            return checked(cls, facts)
 
 
 class Records(Generic[R]):
-    """Records of one kind.
+    """Records of one kind. Subclasses set the class of the records.
 
     Args:
         files: files of the store.
-        kind: kind of the files.
-        encode: returns the content of a record's file.
-        decode: returns the record of a content. Raises FormatError.
-        name_of: returns the name of a record's file.
     """
 
-    def __init__(
-        self,
-        files: RecordFiles,
-        kind: FileKind,
-        encode: Callable[[R], bytes],
-        decode: Callable[[bytes], R],
-        name_of: Callable[[R], str],
-    ) -> None:
-        self.files, self.kind = files, kind
-        self._encode, self._decode, self._name_of = encode, decode, name_of
+    record: type[R]
 
-    def read(self, name: str) -> R:
-        """Read a record. Raises OSError or FormatError."""
-        return self._decode(self.files.read(self.kind, name))
+    def __init__(self, files: RecordFiles) -> None:
+        self.files = files
 
-    def get(self, name: str) -> R | None:
-        """Return a record, or None if there is no readable one, or the file has the name of another one."""
+    def load(self, name: str) -> R:
+        """Read the record in a file. Raises OSError or FormatError."""
+        return self.record.decode(self.files.read(self.record.kind, name))
+
+    def _get(self, name: str) -> R | None:
         with suppress(OSError, FormatError):
-            record = self.read(name)
-            if self._name_of(record) == name:
+            record = self.load(name)
+            if record_name(*record.key) == name:
                 return record
         return None
 
-    def names(self) -> list[str]:
-        """Return the names of all files, or [] if they cannot be listed."""
-        with suppress(OSError):
-            return self.files.names(self.kind)
-        return []
+    def read(self, *key: str) -> R | None:
+        """Return a record, or None if there is no readable one, or the file has the name of another one.
+
+        Args:
+            key: see `Record.key`.
+        """
+        return self._get(record_name(*key))
 
     def all(self) -> list[R]:
-        """Return all readable records."""
-        return [record for record in map(self.get, self.names()) if record is not None]
+        """Return all readable records, or [] if they cannot be listed."""
+        names: list[str] = []
+        with suppress(OSError):
+            names = self.files.names(self.record.kind)
+        return [record for record in map(self._get, names) if record is not None]
 
     def write(self, records: Sequence[R], room: Room) -> None:
         """Write records in place of the previous ones, each atomically, and durably.
@@ -111,41 +134,61 @@ class Records(Generic[R]):
             OSError: a record cannot be written. Exceptions of `room` are passed on.
         """
         for record in records:
-            self.files.write(self.kind, self._name_of(record), self._encode(record), room)
+            self.files.write(record.kind, record_name(*record.key), record.encode(), room)
         if records:
-            self.files.sync(self.kind)
+            self.files.sync(self.record.kind)
 
-    def delete(self, name: str) -> None:
+    def delete(self, *key: str) -> None:
         """Delete a record, if it exists. Raises OSError."""
-        self.files.delete(self.kind, name)
+        self.files.delete(self.record.kind, record_name(*key))
 
-    def sweep(self, is_needed: Callable[[R], bool], is_locked: Callable[[str], bool], dry_run: bool) -> list[str]:
+    def _sweep(self, is_needed: Callable[[R], bool], dry_run: bool = False) -> list[str]:
         """Delete the records that are damaged or not needed, except those of a newer format or not readable now.
 
         Args:
             is_needed: returns whether a record is still needed.
-            is_locked: returns whether the record of a name is in use.
             dry_run: whether to delete nothing.
 
         Returns:
             Paths of the deleted records, or with `dry_run` of those to be deleted.
         """
-        removed = []
-        for name in self.names():
-            with suppress(OSError):
-                if self._may_be_needed(name, is_needed) or is_locked(name):
-                    continue
-                if self.files.is_own(self.kind, name) if dry_run else self.files.delete(self.kind, name):
-                    removed.append(str(self.files.where(self.kind, name)))
+        removed, kind = [], self.record.kind
+        with suppress(OSError):
+            for name in self.files.names(kind):
+                with suppress(OSError):
+                    if self._may_be_needed(name, is_needed) or self._is_in_use(name):
+                        continue
+                    if self.files.is_own(kind, name) if dry_run else self.files.delete(kind, name):
+                        removed.append(str(self.files.where(kind, name)))
         return removed
 
     def _may_be_needed(self, name: str, is_needed: Callable[[R], bool]) -> bool:
         try:
-            return is_needed(self.read(name))
+            return is_needed(self.load(name))
         except (OSError, NewerFormatError):
             return True
         except FormatError:
             return False
+
+    def _is_in_use(self, name: str) -> bool:
+        """Return whether a process uses the record in a file."""
+        return False
+
+
+def check_name(name: object, subject: str, most: int) -> None:
+    """Raise ConfigError unless a user-defined name is valid.
+
+    Args:
+        name: the name.
+        subject: what it is, for messages, such as "document's label".
+        most: maximum number of characters.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= most:
+        raise ConfigError(f"a {subject} must be a str of 1 to {most} characters, not {name!r:.80}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the {subject} {name!r:.80} is not valid Unicode") from None
 
 
 class Calibrations:
@@ -184,31 +227,3 @@ class Calibrations:
         except (OSError, FormatError, ValueError, AttributeError, TypeError):  # deleted meanwhile, or damaged
             is_sound = False
         return records if is_sound else {}  # as if nothing had been measured
-
-
-@contextmanager
-def decoded(data: bytes, newest: int, subject: str) -> Iterator[dict[str, Any]]:
-    """Yield the parsed JSON of a record, and convert decoding errors of the body to FormatError.
-
-    Args:
-        data: content of the record file.
-        newest: newest record format that this version reads.
-        subject: expected subject of the record, for the error message, such as "a document".
-
-    Raises:
-        FormatError: the data is not such a record, or the body failed to decode it.
-        NewerFormatError: the record has a newer format.
-    """
-    try:
-        facts = json.loads(data)
-        version = facts.pop("format")
-        if isinstance(version, int) and version > newest:
-            raise NewerFormatError(f"it is a record of format {version}, which this version does not support")
-        yield facts
-    except _UNREADABLE as error:
-        raise FormatError(f"not a valid record of {subject}: {error!r}") from None
-
-
-def are_times(*values: object) -> bool:
-    """Return whether all values are valid Unix times in seconds."""
-    return all(type(value) in (int, float) and 0 <= value < 1e12 for value in values)  # type: ignore[operator]

@@ -375,7 +375,7 @@ def chats(store):
             nbytes=7,
             model=QWEN,
         )
-        conversations.write(record, lambda nbytes: nullcontext())
+        conversations.write([record], lambda nbytes: nullcontext())
     return root, headers, conversations
 
 
