@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, conversations, documents, listing, maintain, serve
+from . import calibrate, listing, maintain, records, serve
 from . import calibrate as profile
 from . import serve as lm_eval
 
@@ -85,14 +85,14 @@ _add(
 )
 _add(
     "conversations",
-    conversations.conversations,
+    records.conversations,
     "kv-store",
     "kv-store show alice-42",
     "kv-store rm alice-42 --dry-run",
 )
 _add(
     "documents",
-    documents.documents,
+    records.documents,
     "kv-store",
     "kv-store show report-2024",
     "kv-store rm report-2023 report-2024 --dry-run",

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import TieredCacheError, suggest
+from ..errors import TieredCacheError
 from ..store import KEY_FILE_VARIABLE
 
 _GAP = "  "
@@ -115,19 +115,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document, for
 
 class Refused(TieredCacheError):
     """Error for a command line that asks for something that does not exist, or is unsafe."""
-
-
-def check_action(action: str, kind: str, noun: str) -> None:
-    """Raise Refused if the action of a command is not "show", "rm" or "".
-
-    Args:
-        action: The action.
-        kind: What the command lists, for the message.
-        noun: Name of the argument of the actions.
-    """
-    if action not in ("", "show", "rm"):
-        advice = suggest(action, ("show", "rm"), f"use show {noun}, or rm {noun}")
-        raise Refused(f"unknown action {action!r} for {kind}{advice}")
 
 
 def figures(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> Table:

@@ -1,0 +1,267 @@
+"""Commands `conversations` and `documents`: what a store keeps under an id or a label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import suggest
+from ..store.catalogue import SegmentRow
+from ..store.conversations import ConversationInfo, Conversations
+from ..store.documents import DocumentInfo, Documents
+from ..units import format_bytes
+from .contents import contents_of, contents_of_open, files_of, open_store, unique_length
+from .maintain import DryRun, show_removed
+from .output import (
+    AsJson,
+    Refused,
+    StorePath,
+    add_model,
+    ago,
+    count,
+    date,
+    facts,
+    figures,
+    model_name,
+    print_json,
+    printable,
+)
+
+if TYPE_CHECKING:
+    from ..cache.storage import Storage
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Records that a command lists, shows and deletes. Their cells in tables are given by heading."""
+
+    noun: str
+    argument: str
+    """Field with the name that the user gave to a record; in capitals, the argument of the command."""
+    is_unique: bool
+    """True if there is only one record of a name."""
+    records: type[Conversations] | type[Documents]
+    cells: Callable[[Any], dict[str, str]]
+    """Returns what is special to a record of this kind. The list leaves out the provenance."""
+    last: tuple[str, str, Callable[[float], str]]
+    """Heading and field of the last time of a record, and how its details show this time."""
+    notes: Callable[[Any], list[str]]
+    total: Callable[[list[Any]], list[str]]
+    """Returns what all records count together, in addition to tokens."""
+    segment: Callable[[SegmentRow | None], dict[str, str]]
+    """Returns the cells of one of a record's segments; None: the segment is no longer stored."""
+    removal: Callable[[], tuple[Callable[[Storage, list[str]], list[SegmentRow]], Callable[..., object]]]
+    """Returns two functions: of the segments that are deleted with the records of these names, and to delete both."""
+
+    def run(self, store: Path, action: str, names: list[str] | None, dry_run: bool, as_json: bool) -> None:
+        """Run the command."""
+        noun, plural, argument = self.noun, f"{self.noun}s", self.argument.upper()
+        if action not in ("", "show", "rm"):
+            advice = suggest(action, ("show", "rm"), f"use show {argument}, or rm {argument}")
+            raise Refused(f"unknown action {action!r} for {plural}{advice}")
+        if action and not names:
+            raise Refused(f"missing {noun} {self.argument}; use {action} {argument}")
+        if action == "rm":
+            return self._remove(store, list(dict.fromkeys(names or ())), dry_run, as_json)
+        if dry_run:
+            raise Refused("--dry-run can only be used with rm")
+        rows = contents_of(store).rows
+        with files_of(store) as files:
+            infos: list[Any] = list(self.records(files).listed(rows))
+        if action:
+            if names is None or len(names) != 1:
+                raise Refused(f"show takes one {noun}; use show {argument}")
+            infos = [info for info in infos if getattr(info, self.argument) == names[0]]
+            if not infos:
+                raise Refused(
+                    f"{noun} {names[0]!r} does not exist; `hf-tiered-cache {plural} {store}` lists all {plural}"
+                )
+        if as_json:
+            documents = [info.as_dict() for info in infos]
+            return print_json(documents[0] if action and self.is_unique else documents)
+        if not action:
+            return self._list(infos)
+        for info in infos:
+            self._show(info, rows)
+
+    def _list(self, infos: list[Any]) -> None:
+        rows = []
+        for info in infos:
+            texts = {self.noun: printable(getattr(info, self.argument))}
+            texts |= {"model": model_name(info.model, info.fingerprint)} | self.cells(info)
+            numbers = {"tokens": f"{info.tokens_there:,}", "size": format_bytes(info.bytes)}
+            heading, field, _ = self.last
+            rows.append(texts | numbers | {heading: ago(getattr(info, field)), "notes": ", ".join(self.notes(info))})
+        if rows:
+            has_notes = any(row["notes"] for row in rows)
+            columns = [name for name in rows[0] if name != "provenance" and (has_notes or name != "notes")]
+            fold = {self.noun, "model", "method", "notes"}
+            table = figures(*columns, right=tuple(set(columns) - fold), fold=tuple(fold))
+            for row in rows:
+                table.add_row(*(row[name] for name in columns))
+            table.show()
+            print()
+        tokens = f"{sum(info.tokens_there for info in infos):,} tokens"
+        print(f"total: {', '.join([count(len(infos), self.noun), *self.total(infos), tokens])}")
+
+    def _show(self, info: Any, rows: list[SegmentRow]) -> None:
+        table = facts()
+        table.add_row(self.noun, printable(getattr(info, self.argument)))
+        add_model(table, info.model, info.fingerprint)
+        for name, cell in self.cells(info).items():
+            table.add_row(name, cell)
+        table.add_row("tokens", f"{info.tokens_there:,}")
+        table.add_row("on disk", f"{format_bytes(info.bytes)} ({info.bytes:,} bytes)")
+        table.add_row("created", date(info.created))
+        heading, field, moment = self.last
+        table.add_row(heading, moment(getattr(info, field)))
+        table.add_row("notes", ", ".join(self.notes(info)) or "none")
+        table.show()
+        print()
+        rows_by_id, id_length = {row.id: row for row in rows}, unique_length(row.id for row in rows)
+        columns = tuple(self.segment(None))
+        segments = figures("segment", *columns, right=tuple(name for name in columns if name != "notes"))
+        for name in info.segments:
+            segments.add_row(name[:id_length], *self.segment(rows_by_id.get(name)).values())
+        segments.show()
+
+    def _remove(self, store: Path, names: list[str], dry_run: bool, as_json: bool) -> None:
+        from ..kvstore import storage_of
+
+        segments_of, remove = self.removal()
+        with open_store(store) as kv_store:
+            storage = storage_of(kv_store)
+            contents, rows = contents_of_open(kv_store), segments_of(storage, names)
+            if not as_json:
+                show_removed(contents, rows)
+            if not dry_run:
+                remove(storage, names)
+        nbytes, ids = sum(row.nbytes for row in rows), [row.id for row in rows]
+        if as_json:
+            return print_json({"removed": names, "segments": ids, "bytes": nbytes, "dry_run": dry_run})
+        summary = f"{count(len(names), self.noun)}, {count(len(rows), 'segment')}, {format_bytes(nbytes)}"
+        print(f"{'would delete' if dry_run else 'deleted'} {summary}")
+
+
+# --- conversations
+
+
+def _notes_of_conversation(info: ConversationInfo) -> list[str]:
+    """Return notes, such as "in use by process 4711" and "evicted: 64 of 960 tokens left"."""
+    notes = []
+    if info.in_use_by is not None:
+        notes.append(f"in use by process {info.in_use_by}" if info.in_use_by else "in use")
+    if info.tokens_there < info.tokens:
+        notes.append(f"evicted: {info.tokens_there:,} of {info.tokens:,} tokens left")
+    return notes
+
+
+def _segment_of_conversation(row: SegmentRow | None) -> dict[str, str]:
+    if row is None:
+        return dict.fromkeys(("tokens", "from", "size"), "") | {"notes": "evicted"}
+    return {"tokens": f"{row.tokens:,}", "from": f"{row.position:,}", "size": format_bytes(row.nbytes), "notes": ""}
+
+
+def _removal_of_conversations() -> Any:
+    from ..cache.storage import Storage
+
+    return Storage.segments_of_conversations, Storage.remove_conversations
+
+
+_CONVERSATIONS = _Kind(
+    noun="conversation",
+    argument="id",
+    is_unique=True,
+    records=Conversations,
+    cells=lambda info: {
+        "method": printable(info.method),
+        "provenance": printable(info.provenance),
+        "turns": f"{info.turns:,}",
+    },
+    last=("last used", "used", ago),
+    notes=_notes_of_conversation,
+    total=lambda infos: [],
+    segment=_segment_of_conversation,
+    removal=_removal_of_conversations,
+)
+
+
+def conversations(
+    store: StorePath,
+    action: Annotated[
+        str, typer.Argument(metavar="show|rm", help="Action to perform. Default: list all conversations.")
+    ] = "",
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of conversations, in full.")] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """List, show or delete conversations.
+
+    TieredCache(model, store, conversation=ID) continues a conversation. `rm` deletes a conversation and the segments
+    that no other conversation uses, except pinned ones. Conversations in use are not deleted.
+    """
+    _CONVERSATIONS.run(store, action, ids, dry_run, as_json)
+
+
+# --- documents
+
+
+def _notes_of_document(info: DocumentInfo) -> list[str]:
+    """Return notes, such as "evicted: 1 of 3 passages" and "1 shared with another label"."""
+    notes = []
+    if info.evicted:
+        notes.append(f"evicted: {info.evicted:,} of {count(info.passages, 'passage')}")
+    elif info.tokens_there < info.tokens:
+        notes.append(f"damaged or expired: {info.tokens_there:,} of {info.tokens:,} tokens left")
+    if info.shared:
+        notes.append(f"{info.shared:,} shared with another label")
+    return notes
+
+
+def _segment_of_document(row: SegmentRow | None) -> dict[str, str]:
+    if row is None:
+        return dict.fromkeys(("tokens", "size", "last used", "uses"), "")
+    sizes = {"tokens": f"{row.tokens:,}", "size": format_bytes(row.nbytes)}
+    return sizes | {"last used": ago(row.used), "uses": f"{row.uses:,}"}
+
+
+def _removal_of_documents() -> Any:
+    from ..operations.documents import remove_documents, segments_of_documents
+
+    return segments_of_documents, remove_documents
+
+
+_DOCUMENTS = _Kind(
+    noun="document",
+    argument="label",
+    is_unique=False,
+    records=Documents,
+    cells=lambda info: {"provenance": printable(info.made), "passages": f"{info.passages:,}"},
+    last=("changed", "changed", date),
+    notes=_notes_of_document,
+    total=lambda infos: [count(sum(info.passages for info in infos), "passage")],
+    segment=_segment_of_document,
+    removal=_removal_of_documents,
+)
+
+
+def documents(
+    store: StorePath,
+    action: Annotated[
+        str, typer.Argument(metavar="show|rm", help="Action to perform. Default: list all documents.")
+    ] = "",
+    labels: Annotated[list[str] | None, typer.Argument(metavar="LABEL", help="Labels of documents, in full.")] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """List, show or delete documents.
+
+    A document consists of the passages that store.precompute(model, passages, passages=True, labels=[...]) stored under
+    one label. `rm` deletes it, including the passages that no other label uses. To replace a document, precompute its
+    new passages under the same label.
+    """
+    _DOCUMENTS.run(store, action, labels, dry_run, as_json)
