@@ -124,8 +124,9 @@ def stat(
 
 
 def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: bool) -> None:
+    from ..store.container import CIPHER
     from ..store.folder import head_of_file
-    from ..store.format import CIPHER, sections
+    from ..store.format import sections
     from ..store.segment import read_head
 
     header = read_head(partial(head_of_file, store / "segments" / f"{row.id}.kv")).header

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -121,11 +120,6 @@ class Checksums:
 
     def tag(self, head: bytes) -> bytes:
         return b""
-
-
-def is_tagged(guard: Guard, head: bytes, tag: bytes) -> bool:
-    """Return whether `tag` is the tag of the header, with a comparison in constant time."""
-    return hmac.compare_digest(guard.tag(head), tag)
 
 
 def content_of(digests: np.ndarray) -> int:

@@ -18,12 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, FormatError, NewerFormatError
+from ..errors import FormatError
 from . import EXACT, HASH_BYTES, PASSAGE, SCAN_BYTES
 from .codecs import RAW, codec_in, coded_provenance
+from .container import TAG_BYTES, Seal, check_head, finish_head, parse_prefix
 from .digest import DIGEST_DTYPE, Guard, xxh3
 from .geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
 from .kinds import SEGMENT_MAGIC
+from .schema import decoding, hexadecimal, seconds, text, whole
 from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC
@@ -31,15 +33,13 @@ FORMAT_VERSION = 8
 """Newest version. Each file gets the lowest version that supports its content, so that older programs can read it."""
 _PAIRS_VERSION, _TABLES_VERSION, _CODED_VERSION, _ENCRYPTED_VERSION = 7, 6, 5, 4
 _RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 3, 2, 1
-CIPHER = "aes-256-gcm"
-KEY_ID_BYTES, SALT_BYTES, TAG_BYTES = 8, 16, 32
 HEADER_BYTES = ALIGNMENT
 _NUMBER_BYTES = 4  # of an entry of the sections order, tables and importance
 _SECTIONS = ("chain", "digests", "scan", "order", "tables", "importance", "blocks")
 _OPTIONAL = ("scan", "order", "tables", "importance")
-_MOST_TOKENS, _MOST_POSITION, _MOST_SECONDS = 1 << 28, 1 << 48, 1e12
+_MOST_TOKENS, _MOST_POSITION = 1 << 28, 1 << 48
 _MOST_BRACKETS = 1000  # a valid layout has a few, and one for each kind of layer
-_PREFIX = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, xxh3-64 of the page with this field zero
+PREFIX = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, xxh3-64 of the page with this field zero
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,6 @@ class Section:
     offset: int
     nbytes: int
     digest: int = 0
-
-
-@dataclass(frozen=True)
-class Seal:
-    """Encryption parameters of a file."""
-
-    key_id: str
-    """Id of the store's key: 16 hexadecimal digits."""
-    salt: bytes
-    """Salt of this file: the file's key is derived from it and the store's key."""
-
-    def to_json(self) -> dict[str, str]:
-        return {"name": CIPHER, "key": self.key_id, "salt": self.salt.hex()}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Seal:
-        if data["name"] != CIPHER:
-            raise NewerFormatError(f"it is encrypted with {data['name']!r}, which this version does not support")
-        return cls(_hexadecimal(data["key"], KEY_ID_BYTES), bytes.fromhex(_hexadecimal(data["salt"], SALT_BYTES)))
 
 
 @dataclass(frozen=True)
@@ -208,25 +189,7 @@ def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.n
         fields[name] = replace(section, digest=xxh3(data[name]))
     header = replace(header, **fields)
     tables = b"".join(data[name] for name in _SECTIONS[:-1])
-    page = _encode_page(header, len(prefix_hashes))
-    page[len(page) - _tag_bytes(header) :] = guard.tag(bytes(page) + tables)
-    struct.pack_into("<Q", page, _PREFIX.size - 8, xxh3(bytes(page)))
-    return bytes(page) + tables
-
-
-def _tag_bytes(header: SegmentHeader) -> int:
-    return 0 if header.seal is None else TAG_BYTES
-
-
-def tagged(header: SegmentHeader, page: bytes, tables: bytes) -> tuple[bytes, bytes]:
-    """Return the data that the tag authenticates, and the tag.
-
-    The data is the page, with zeros for checksum and tag, and the sections before the blocks.
-    """
-    end = HEADER_BYTES - _tag_bytes(header)
-    blank = bytearray(page[:end].ljust(HEADER_BYTES, b"\0"))
-    struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
-    return bytes(blank) + tables, page[end:HEADER_BYTES]
+    return finish_head(PREFIX, _encode_page(header, len(prefix_hashes)) + tables, HEADER_BYTES, guard)
 
 
 def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
@@ -248,11 +211,11 @@ def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
     }
     if header.seal is not None:
         data["cipher"] = header.seal.to_json()
-    room = HEADER_BYTES - _PREFIX.size - _tag_bytes(header)
-    text = _with_names(data, header, room)
-    if len(text) > room:
-        raise FormatError(f"a header of {len(text)} bytes does not fit into its page of {HEADER_BYTES}")
-    page = bytearray(_PREFIX.pack(MAGIC, _version(header), len(text), 0) + text)
+    room = HEADER_BYTES - PREFIX.size - (0 if header.seal is None else TAG_BYTES)
+    page_json = _with_names(data, header, room)
+    if len(page_json) > room:
+        raise FormatError(f"a header of {len(page_json)} bytes does not fit into its page of {HEADER_BYTES}")
+    page = bytearray(PREFIX.pack(MAGIC, _version(header), len(page_json), 0) + page_json)
     return page.ljust(HEADER_BYTES, b"\0")
 
 
@@ -261,11 +224,11 @@ def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes
     names = {"": header.label, **header.model}  # "" is the key of the label
     while True:
         header_names = {"label": names.get(""), "model": {name: value for name, value in names.items() if name}}
-        text = _encode_json(data | {name: value for name, value in header_names.items() if value})
-        if len(text) <= room or not names:
-            return text
+        page_json = _encode_json(data | {name: value for name, value in header_names.items() if value})
+        if len(page_json) <= room or not names:
+            return page_json
         longest = max(names, key=lambda name: len(names[name]))
-        names[longest] = names[longest][: max(0, len(names[longest]) - (len(text) - room))]
+        names[longest] = names[longest][: max(0, len(names[longest]) - (len(page_json) - room))]
         if not names[longest]:
             del names[longest]
 
@@ -310,22 +273,13 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
         NewerFormatError: the file has a newer format version.
         FormatError: the page is damaged or of another kind.
     """
-    if len(page) < HEADER_BYTES or page[:8] != MAGIC:
-        raise FormatError("not a segment file (bad magic or too short)")
-    _, version, length, digest = _PREFIX.unpack_from(page)
-    if version > FORMAT_VERSION:
-        raise NewerFormatError(f"segment format {version} is newer than {FORMAT_VERSION}; upgrade hf-tiered-cache")
-    blank = bytearray(page[:HEADER_BYTES])
-    struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
-    if xxh3(bytes(blank)) != digest:
-        raise FormatError("the header page fails its checksum")
-    try:
-        header, num_hashes = _header_of(page[_PREFIX.size : _PREFIX.size + length])
+    if len(page) < HEADER_BYTES:
+        raise FormatError("it is too short")
+    length, _ = parse_prefix(PREFIX, page, MAGIC, FORMAT_VERSION)
+    check_head(PREFIX, page[:HEADER_BYTES])
+    with decoding("the header cannot be read"):
+        header, num_hashes = _header_of(page[PREFIX.size : PREFIX.size + length])
         _check_sections(header, num_hashes)
-    except FormatError:
-        raise
-    except (ConfigError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise FormatError(f"the header cannot be read: {error!r}") from error
     return header, num_hashes
 
 
@@ -352,31 +306,31 @@ def _check_sections(header: SegmentHeader, num_hashes: int) -> None:
         raise FormatError("the header's offsets do not match its geometry")
 
 
-def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
+def _header_of(page_json: bytes) -> tuple[SegmentHeader, int]:
     """Decode header and number of prefix hashes from the page's JSON. Any exception means that the JSON is invalid."""
-    if len(re.findall(rb"[\[{]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text))) > _MOST_BRACKETS:
+    if len(re.findall(rb"[\[{]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", page_json))) > _MOST_BRACKETS:
         raise FormatError("the header is nested too deeply")
-    data = json.loads(text)
-    tokens, num_hashes = _whole(data["tokens"], 1, _MOST_TOKENS), _whole(data["links"], 1, _MOST_TOKENS)
+    data = json.loads(page_json)
+    tokens, num_hashes = whole(data["tokens"], 1, _MOST_TOKENS), whole(data["links"], 1, _MOST_TOKENS)
     if tokens != num_hashes * HASH_TOKENS:
         raise FormatError(f"{num_hashes} prefix hashes do not cover {tokens} tokens")
     layout, geometry = KVLayout.from_json(data["layout"]), Geometry.from_json(data["geometry"])
     expires = data["expires"]
     header = SegmentHeader(
-        id=_hexadecimal(data["id"]),
-        fingerprint=_text(data["fingerprint"]),
+        id=hexadecimal(data["id"]),
+        fingerprint=text(data["fingerprint"]),
         shape=SegmentShape(layout, geometry, tokens),
-        parent=bytes.fromhex(_hexadecimal(data["parent"])),
-        position=_whole(data["position"], 0, _MOST_POSITION),
-        created=_seconds(data["created"]),
-        provenance=_text(data["provenance"]),
-        expires=None if expires is None else _seconds(expires),
+        parent=bytes.fromhex(hexadecimal(data["parent"])),
+        position=whole(data["position"], 0, _MOST_POSITION),
+        created=seconds(data["created"]),
+        provenance=text(data["provenance"]),
+        expires=None if expires is None else seconds(expires),
         model={str(name): str(value) for name, value in dict(data.get("model") or {}).items()},
         label=str(data.get("label") or ""),
-        seal=Seal.from_json(data["cipher"]) if "cipher" in data else None,
+        seal=Seal.of(data),
     )
     placed: dict[str, Any] = {
-        name: Section(*(_whole(number, 0, 1 << 64) for number in section))
+        name: Section(*(whole(number, 0, 1 << 64) for number in section))
         for name, section in data["sections"].items()
         if name in _SECTIONS
     }
@@ -396,30 +350,6 @@ def _check_provenance(header: SegmentHeader) -> None:
         )
     if header.shape.geometry.pairs and header.provenance == coded_provenance(EXACT, codec):
         raise FormatError(f"layers are merged, but the provenance {header.provenance!r} specifies exact KV")
-
-
-def _whole(value: Any, least: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise FormatError(f"{value!r} is not an integer from {least} to {most}")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_SECONDS:  # also NaN
-        raise FormatError(f"{value!r} is not a time")
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise FormatError(f"{value!r} is not a string")
-    return value
-
-
-def _hexadecimal(value: Any, nbytes: int = HASH_BYTES) -> str:
-    if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * nbytes}}}", value) is None:
-        raise FormatError(f"{value!r} is not a name of {2 * nbytes} hexadecimal digits")
-    return value
 
 
 def decode_tables(

@@ -19,7 +19,8 @@ from ..errors import ConfigError, FormatError, NotOursError, StoreBusyError
 from .backend import SegmentBackend, Upload
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
-from .digest import DIGEST_DTYPE, Group, Guard, PackedBlocks, content_of
+from .container import write_blocks
+from .digest import Group, PackedBlocks, content_of
 from .format import SegmentHeader, encode_head
 from .index import Index
 from .segment import read_head
@@ -228,24 +229,3 @@ class Publisher:
         if expires is not None and expires <= time.time():
             return True
         raise FileExistsError(segment_id)
-
-
-def write_blocks(
-    upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
-) -> np.ndarray:
-    """Write blocks and return their digests, `DIGEST_DTYPE` `[blocks]`.
-
-    Args:
-        upload: upload to write to.
-        offset: byte offset of the first block in the file.
-        guard: encrypts blocks, if the store has a key, and computes their digests.
-        first: number of the first block in the file.
-        blocks: uint8 `[blocks, block_bytes]` on the CPU.
-        linear: int64 `[blocks]`, their lin64 if known.
-    """
-    digests = [np.empty(0, DIGEST_DTYPE)]
-    for piece, table in guard.seal(first, blocks, linear) if len(blocks) else ():  # a KV cache group may hold no tokens
-        upload.write(piece.numpy().data.cast("B"), offset)
-        offset += piece.numel()
-        digests.append(table)
-    return np.concatenate(digests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -13,14 +12,13 @@ import torch
 from ..errors import FormatError, IntegrityError
 from .backend import HeadLength, SegmentBackend, Stored
 from .cipher import Plain
-from .digest import Guard, content_of, is_tagged
+from .container import check_not_sparse, check_tag
+from .digest import Guard, content_of
 from .engines import EngineFile, ReadOp, ReadReport
-from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables, tagged
+from .format import HEADER_BYTES, PREFIX, SegmentHeader, decode_header, decode_tables
 from .geometry import HASH_TOKENS
 from .memory import aligned_bytes
 
-_LARGE_TABLES, _MOST_HOLES = 16 << 20, 16
-"""Tables above this size must have 1/16 of their bytes on disk: a small sparse file could use all memory."""
 _NO_KEY = Plain()
 BlockRun = tuple[int, torch.Tensor]
 """First chunk of a run, and the destination of its blocks: uint8 `[n, block_bytes]`, contiguous."""
@@ -62,17 +60,14 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
         decoded.append((header, num_hashes, None if cipher is None else cipher.guard(header.seal)))
         if stored.size < header.file_bytes:
             raise FormatError(f"the file is truncated: {stored.size} of {header.file_bytes} bytes")
-        tables = header.blocks.offset - HEADER_BYTES
-        if tables > _LARGE_TABLES and tables > _MOST_HOLES * stored.nbytes:  # not damage: `nbytes` may be outdated
-            raise OSError(errno.EFBIG, f"tables of {tables} bytes in a file that occupies {stored.nbytes}")
+        check_not_sparse(header.blocks.offset - HEADER_BYTES, stored)
         return header.blocks.offset
 
     stored, head = fetch(length)
     header, num_hashes, guard = decoded[-1]
-    page, tables = head[:HEADER_BYTES], head[HEADER_BYTES:]
-    if guard is not None and header.seal is not None and not is_tagged(guard, *tagged(header, page, tables)):
-        raise FormatError("the data before the blocks was not written with the store's key")
-    header, chain, digests = decode_tables(header, num_hashes, tables)
+    if guard is not None and header.seal is not None:
+        check_tag(PREFIX, head, HEADER_BYTES, guard)
+    header, chain, digests = decode_tables(header, num_hashes, head[HEADER_BYTES:])
     return Head(header, chain, digests, stored.nbytes, stored.version, guard)
 
 

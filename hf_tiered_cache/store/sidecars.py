@@ -10,7 +10,6 @@ segment. docs/format.md specifies it byte by byte.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import struct
@@ -27,14 +26,14 @@ from ..errors import FormatError, IntegrityError, NewerFormatError, OtherKeyErro
 from ..stats import Counters
 from .backend import SegmentBackend, Stored, Upload
 from .cipher import Plain
-from .digest import DIGEST_DTYPE, Guard, is_tagged, xxh3
+from .container import TAG_BYTES, Seal, check_head, check_not_sparse, check_tag, finish_head, parse_prefix, write_blocks
+from .digest import DIGEST_DTYPE, Guard
 from .engines import EngineFile, ReadOp
-from .format import TAG_BYTES, Seal
 from .geometry import ALIGNMENT, aligned
 from .kinds import SIDECAR_MAGIC
 from .memory import aligned_bytes
 from .notices import Notices
-from .publish import write_blocks
+from .schema import decoding
 from .segment import SegmentReader
 
 MAGIC = SIDECAR_MAGIC
@@ -47,15 +46,10 @@ DTYPES = {
     )
 }
 """Supported dtypes of arrays, by name."""
-_PREFIX = struct.Struct(
-    "<8sIIQQ"
-)  # magic, version, bytes of the JSON and of the arrays, xxh3-64 of all before the blocks
+PREFIX = struct.Struct("<8sIIQQ")  # magic, version, bytes of the JSON, bytes of the arrays, xxh3-64 of the head
 _NAME = re.compile(r"([0-9a-f]{32})\.([a-z][a-z0-9_]{0,31})")
 _MOST_JSON, _MOST_BYTES, _MOST_DIMS = 64 << 10, 1 << 40, 8
 _BLOCK_BYTES, _ARRAY_ALIGNMENT = 64 << 10, 64
-_LARGE, _MOST_HOLES = 16 << 20, 16
-"""Files above `_LARGE` bytes must take 1/16 of their size on disk: a sparse file of a few KiB could fill all memory."""
-_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Kept(NamedTuple):
@@ -245,8 +239,8 @@ class Sidecars:
         if f"{head.segment}.{head.kind}" != name:
             raise FormatError(f"the header belongs to {head.segment}.{head.kind}")
         guard = self._cipher.guard(head.seal)
-        if head.seal is not None and not is_tagged(guard, _untagged(data), data[-TAG_BYTES:]):
-            raise FormatError("it was not written with the store's key")
+        if head.seal is not None:
+            check_tag(PREFIX, data, len(data), guard)
         return _Open(file, stored, head, guard)
 
     def _arrays(self, name: str, opened: _Open) -> dict[str, torch.Tensor]:
@@ -344,23 +338,18 @@ def _pack(nbytes: int, arrays: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _head_bytes(json_bytes: int, nbytes: int) -> int:
-    return aligned(_PREFIX.size + json_bytes + _blocks(nbytes)[0] * DIGEST_DTYPE.itemsize + TAG_BYTES, ALIGNMENT)
+    return aligned(PREFIX.size + json_bytes + _blocks(nbytes)[0] * DIGEST_DTYPE.itemsize + TAG_BYTES, ALIGNMENT)
 
 
 def _length(stored: Stored, page: bytes) -> int:
     """Return the length of the header. See `HeadLength`. Raises FormatError, or OSError if memory might not suffice."""
-    if len(page) < _PREFIX.size or page[:8] != MAGIC:
-        raise FormatError("bad magic, or too short")
-    _, version, json_bytes, nbytes, _ = _PREFIX.unpack_from(page)
-    if version > FORMAT_VERSION:
-        raise NewerFormatError(f"format {version} is newer than {FORMAT_VERSION}; upgrade hf-tiered-cache")
+    json_bytes, nbytes, _ = parse_prefix(PREFIX, page, MAGIC, FORMAT_VERSION)
     if json_bytes > _MOST_JSON or nbytes > _MOST_BYTES:
         raise FormatError(f"{json_bytes} bytes of JSON and {nbytes} bytes of arrays exceed the limits")
     head_bytes, size = _head_bytes(json_bytes, nbytes), prod(_blocks(nbytes))
     if stored.size != head_bytes + size:
         raise FormatError(f"the file has {stored.size} bytes instead of {head_bytes + size}")
-    if stored.size > _LARGE and stored.size > _MOST_HOLES * stored.nbytes:
-        raise OSError(errno.EFBIG, f"{stored.size} bytes in a file that occupies {stored.nbytes}")
+    check_not_sparse(stored.size, stored)
     return head_bytes
 
 
@@ -380,42 +369,29 @@ def _encode_json(head: _Head) -> bytes:
 
 
 def _encode_head(text: bytes, nbytes: int, digests: np.ndarray, guard: Guard) -> bytes:
-    head = bytearray(_PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), nbytes, 0) + text + digests.tobytes())
-    head = head.ljust(_head_bytes(len(text), nbytes), b"\0")
-    tag = guard.tag(bytes(head))
-    head[len(head) - len(tag) :] = tag
-    struct.pack_into("<Q", head, _PREFIX.size - 8, xxh3(bytes(head)))
-    return bytes(head)
-
-
-def _untagged(data: bytes) -> bytes:
-    """Return the data that the tag authenticates: the header with zeros for checksum and tag."""
-    blank = bytearray(data[:-TAG_BYTES].ljust(len(data), b"\0"))
-    struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
-    return bytes(blank)
+    head = bytearray(PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), nbytes, 0) + text + digests.tobytes())
+    size = _head_bytes(len(text), nbytes)
+    return finish_head(PREFIX, head.ljust(size, b"\0"), size, guard)
 
 
 def _decode_head(data: bytes) -> _Head:
     """Decode a header. Raises FormatError, also for content that `_encode_head` would not have written."""
-    _, _, json_bytes, nbytes, digest = _PREFIX.unpack_from(data)
-    blank = bytearray(data)
-    struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
-    if len(data) != _head_bytes(json_bytes, nbytes) or xxh3(bytes(blank)) != digest:
-        raise FormatError("the data before the blocks fails its checksum")
-    end = _PREFIX.size + json_bytes
-    try:
-        header = json.loads(data[_PREFIX.size : end])
+    json_bytes, nbytes, _ = parse_prefix(PREFIX, data, MAGIC, FORMAT_VERSION)
+    if len(data) != _head_bytes(json_bytes, nbytes):
+        raise FormatError("the data before the blocks is truncated")
+    check_head(PREFIX, data)
+    end = PREFIX.size + json_bytes
+    with decoding("the data before the blocks cannot be read"):
+        header = json.loads(data[PREFIX.size : end])
         head = _Head(
             segment=header["segment"],
             content=header["content"],
             kind=header["kind"],
             facts=_text(header["facts"]),
             arrays=tuple(_Place(str(name), DTYPES[dtype], _shape(shape)) for name, dtype, shape in header["arrays"]),
-            seal=Seal.from_json(header["cipher"]) if "cipher" in header else None,
+            seal=Seal.of(header),
             digests=np.frombuffer(data, DIGEST_DTYPE, _blocks(nbytes)[0], end),
         )
-    except _UNREADABLE as error:
-        raise FormatError(f"the data before the blocks cannot be read: {error!r}") from error
     if head.nbytes != nbytes:
         raise FormatError(f"arrays of {head.nbytes} bytes do not fit into {nbytes}")
     return head

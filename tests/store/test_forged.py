@@ -21,8 +21,7 @@ from segments import hashes, open_store, read_back, read_file, segment
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.digest import xxh3
-from hf_tiered_cache.store.format import _PREFIX as PREFIX
-from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, decode_header, lay_out
+from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, PREFIX, decode_header, lay_out
 
 NAME = "0" * 32
 NUMBERS = [True, -1, 0, 3, 2**31, 2**63, 2**70, 1e300, float("nan"), float("inf")]

@@ -27,8 +27,7 @@ from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.folder import FolderBackend
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.relayout import relayout_segment
-from hf_tiered_cache.store.sidecars import _PREFIX as PREFIX
-from hf_tiered_cache.store.sidecars import DTYPES, MAGIC
+from hf_tiered_cache.store.sidecars import DTYPES, MAGIC, PREFIX
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 FACTS = {"clusters": 4, "heads": [0, 1]}
