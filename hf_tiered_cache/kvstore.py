@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from .cache.calibrations import Calibration, PrefixCosts, QualityFinding, WindowFindings
+from .cache.conversation import remove_conversations
 from .cache.storage import DEFAULT_POLICY, Storage
 from .errors import ConfigError, with_type
 from .methods import Exact, Method, make_method
@@ -26,7 +27,7 @@ from .stats import Counters, StoreStats
 from .store import maintain
 from .store.backend import SegmentBackend
 from .store.backends import folder_of, open_backend
-from .store.catalogue import SegmentRow
+from .store.catalogue import Catalogue, SegmentRow
 from .store.cipher import Hidden, cipher_of
 from .store.codecs import RAW, codec_in, make_codec
 from .store.conversations import ConversationInfo
@@ -213,10 +214,10 @@ class KVStore:
             if labels is not None:
                 raise ConfigError("labels apply to passages only; also pass passages=True")
             return precompute(
-                self._storage, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag
+                self._opened, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag
             )
         return precompute_passages(
-            self._storage,
+            self._opened,
             model,
             input_ids,
             method=method,
@@ -245,7 +246,7 @@ class KVStore:
         Raises:
             ConfigError: the method uses no ranking, or its ranking needs the model and the passages.
         """
-        return rank_stored(self._storage, passages_method(method), ids, progress)
+        return rank_stored(self._opened, passages_method(method), ids, progress)
 
     def lookup(
         self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None, tag: str = ""
@@ -258,7 +259,7 @@ class KVStore:
             method: method that would restore the prompt; None for exact reuse.
             tag: see `TieredCache`.
         """
-        return lookup(self._storage, model, input_ids, method, tag)
+        return lookup(self._opened, model, input_ids, method, tag)
 
     def warm(
         self,
@@ -281,7 +282,7 @@ class KVStore:
         Returns:
             Result of `lookup` afterwards.
         """
-        return warm(self._storage, model, input_ids, method, tag, progress)
+        return warm(self._opened, model, input_ids, method, tag, progress)
 
     def clear(self, *, disk: bool = False) -> None:
         """Drop all blocks from host and device memory.
@@ -289,14 +290,22 @@ class KVStore:
         Args:
             disk: whether to also delete all segments on disk, including pinned ones.
         """
-        self._storage.clear(disk)
+        storage = self._opened
+        if disk:
+            storage.disk.check_writable()
+        storage.flush()
+        if disk:
+            storage.disk.remove(row.id for row in storage.disk.index.rows())
+            storage.conversations.sweep(())
+            storage.documents.sweep(())
+        storage.residency.clear()
 
     def calibrate(self, model: torch.nn.Module, **settings: Any) -> Calibration:
         """Measure the fastest recompute ratio for this model, machine and store.
 
         `CacheTune(recompute="auto")` uses the result. Settings: see `hf_tiered_cache.operations.calibrate.calibrate`.
         """
-        return calibrate(self._storage, model, **settings)
+        return calibrate(self._opened, model, **settings)
 
     def calibrate_prefix(self, model: torch.nn.Module, **settings: Any) -> list[PrefixCosts]:
         """Measure the cost per prefix token of computing and of restoring, for this model, machine and store.
@@ -304,7 +313,7 @@ class KVStore:
         `Exact()` then chooses the share of a prefix to compute while the rest is loaded, up to all of it, that makes
         the prefix available soonest. For settings see `hf_tiered_cache.operations.calibrate.calibrate_prefix`.
         """
-        return calibrate_prefix(self._storage, model, **settings)
+        return calibrate_prefix(self._opened, model, **settings)
 
     def profile_windows(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> WindowFindings:
         """Measure which window sizes save most reads while decoding after long contexts, per layer and head.
@@ -312,7 +321,7 @@ class KVStore:
         `KVDrive()` then divides the memory of its windows among heads accordingly. For arguments see
         `hf_tiered_cache.operations.windows.profile_windows`.
         """
-        return profile_windows(self._storage, model, input_ids, **settings)
+        return profile_windows(self._opened, model, input_ids, **settings)
 
     def calibrate_quality(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> list[QualityFinding]:
         """Measure the loss of methods at several budgets, on this model and these texts.
@@ -321,7 +330,7 @@ class KVStore:
         stored in a temporary folder during the measurement, encrypted with a temporary key if this store is encrypted.
         For arguments see `hf_tiered_cache.operations.quality.calibrate_quality`.
         """
-        return calibrate_quality(self._storage, self._scratch, model, input_ids, **settings)
+        return calibrate_quality(self._opened, self._scratch, model, input_ids, **settings)
 
     @contextmanager
     def _scratch(self, method: Method) -> Iterator[Storage]:
@@ -356,8 +365,7 @@ class KVStore:
         method = Exact(geometry=geometry) if isinstance(geometry, Geometry) else make_method(geometry)
         if method.geometry.codec != RAW:
             self._check_codec(method.geometry.codec, ids)
-        action = partial(self._storage.rewriter.relayout, geometry=method.geometry)
-        return self._storage.each(action, ids, "relayout", progress)
+        return self._each(partial(self._storage.rewriter.relayout, geometry=method.geometry), ids, "relayout", progress)
 
     def _check_codec(self, codec: str, ids: Iterable[str] | None) -> None:
         wanted = None if ids is None else set(ids)
@@ -383,7 +391,17 @@ class KVStore:
             Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
             statistics.
         """
-        return self._storage.each(self._storage.rewriter.reorder, ids, "reorder", progress)
+        return self._each(self._storage.rewriter.reorder, ids, "reorder", progress)
+
+    def _each(self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool) -> int:
+        """Apply `action` to segments, to all if `ids` is None, and return the number of those that it changed."""
+        storage = self._opened
+        storage.disk.check_writable()
+        storage.flush()
+        segments = [row.id for row in storage.disk.index.rows()] if ids is None else list(ids)
+        changed = sum(action(old) for old in tqdm(segments, unit="segment", desc=name, disable=not progress))
+        storage.disk.sync()
+        return changed
 
     # --- lifecycle
 
@@ -400,6 +418,12 @@ class KVStore:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def _opened(self) -> Storage:
+        """The storage. Raises StoreClosedError if the store was closed, or was opened by another process."""
+        self._storage.check_open()
+        return self._storage
 
     @property
     def place(self) -> str:
@@ -432,13 +456,26 @@ class KVStore:
     @property
     def stats(self) -> StoreStats:
         """Contents of the store, and counters since it was opened."""
-        return self._storage.stats()
+        stats, disk = self._storage.disk.counters.snapshot(), self._storage.disk
+        residency, writer = self._storage.residency, self._storage.writer
+        if not self._storage.is_closed:
+            counts = disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
+            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
+            with suppress(OSError):  # then without the sidecars
+                stats.disk.bytes += sum(disk.sidecars.by_segment().values())
+        stats.disk.budget = disk.limits.quota
+        stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
+        stats.device.bytes, stats.device.budget = residency.device_bytes
+        stats.index.bytes, stats.index.budget = residency.index_cache.allocated, residency.index_cache.budget
+        stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.index_cache.evicted
+        stats.queued_bytes, stats.queued_device_bytes = writer.queued_bytes, writer.queued_device_bytes
+        return stats
 
     # --- contents
 
     def segments(self) -> list[SegmentRow]:
         """Return the stored segments, most recently used last."""
-        return self._storage.segments()
+        return self._opened.disk.index.rows()
 
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
         """Read all stored bytes, verify all checksums, and report damaged segments.
@@ -449,7 +486,8 @@ class KVStore:
             progress: whether to show a progress bar.
             repair: whether to remove damaged segments.
         """
-        return self._storage.verify(progress, repair)
+        self._opened.writer.flush()
+        return maintain.verify(self._storage.disk, progress=progress, repair=repair)
 
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
         """Delete data that no request can use, and evict segments above the quota.
@@ -457,14 +495,19 @@ class KVStore:
         Args:
             dry_run: whether to only report what would be deleted.
         """
-        documents = finish_documents(self._storage, dry_run)
-        report = self._storage.gc(dry_run)
-        deleted = report.deleted | dict.fromkeys(documents, "its passages no longer exist")
-        return replace(report, documents=len(documents), deleted=deleted)
+        storage = self._opened
+        documents = finish_documents(storage, dry_run)
+        stored = storage.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
+        conversations = [] if stored is None else storage.conversations.sweep(stored, dry_run)
+        report = maintain.gc(storage.disk, dry_run=dry_run)
+        report.conversations, report.documents = len(conversations), len(documents)
+        report.deleted |= dict.fromkeys(conversations, "its segments no longer exist")
+        report.deleted |= dict.fromkeys(documents, "its passages no longer exist")
+        return report
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Return the number of segments deleted."""
-        return self._storage.remove(ids)
+        return self._opened.disk.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
         """Protect segments from eviction, or with `pinned=False` remove the protection.
@@ -472,11 +515,11 @@ class KVStore:
         Raises:
             ConfigError: an id to be pinned is unknown.
         """
-        self._storage.pin(ids, pinned)
+        self._opened.disk.pin(ids, pinned)
 
     def conversations(self) -> list[ConversationInfo]:
         """Return the suspended conversations, most recently used last, with their contents and current user."""
-        return self._storage.list_conversations()
+        return self._storage.conversations.listed(self.segments())
 
     def remove_conversation(self, conversation_id: str) -> int:
         """Delete a conversation, and its unpinned segments that no other conversation uses.
@@ -490,7 +533,7 @@ class KVStore:
             ConfigError: there is no conversation with this id.
             ConversationInUseError: a cache uses the conversation.
         """
-        return self._storage.remove_conversations([conversation_id])
+        return remove_conversations(self._opened, [conversation_id])
 
     def documents(self, label: str | None = None) -> list[DocumentInfo]:
         """Return the documents that passages are stored under, and the state of each, sorted by label.
@@ -512,16 +555,15 @@ class KVStore:
         Raises:
             ConfigError: there is no document with this label.
         """
-        return remove_documents(self._storage, [label])
+        return remove_documents(self._opened, [label])
 
     def models(self) -> dict[str, dict[str, str]]:
         """Return the known facts about each model that has segments in the store, by fingerprint."""
-        self._storage.check_open()
-        return self._storage.disk.index.models()
+        return self._opened.disk.index.models()
 
     def pinned(self) -> set[str]:
         """Return the ids of the pinned segments."""
-        return self._storage.disk.pinned()
+        return self._opened.disk.backend.pinned()
 
 
 def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: dict[str, Any]) -> KVStore:

@@ -244,7 +244,7 @@ def test_a_prompt_whose_rope_follows_its_length_is_computed_in_one_pass(tmp_path
 def test_what_is_precomputed_is_durable_and_can_be_pinned(model, tmp_path):
     with KVStore(tmp_path) as store:
         store.precompute(model, prompt(100), progress=False, pin=True)
-        assert store._storage.disk.pinned() == {row.id for row in store.segments()}
+        assert store._storage.disk.backend.pinned() == {row.id for row in store.segments()}
         store._storage.disk.limits = type(store._storage.disk.limits)(quota=1)
         assert store.gc().evicted == 0
         assert restored(model, store) == 96

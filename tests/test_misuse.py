@@ -254,7 +254,7 @@ def test_token_ids_are_whole_numbers(wrong, store):
 def test_only_what_is_stored_can_be_pinned(store):
     with pytest.raises(ConfigError, match="segment 'abc' does not exist"):
         store.pin(["abc"])
-    assert not store._storage.disk.pinned()
+    assert not store._storage.disk.backend.pinned()
     store.pin(["abc"], pinned=False)
 
 

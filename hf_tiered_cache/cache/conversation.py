@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -122,10 +124,39 @@ class Conversation:
             model=sequence.identity.facts,
         )
         try:
-            self._storage.keep_conversation(record)
+            self._write(record)
         except StoreClosedError:
             raise
         except (StoreError, OSError) as error:
             return f"the conversation's record could not be written: {error}"
         self.record = record
         return ""
+
+    def _write(self, record: ConversationRecord) -> None:
+        """Write the record, and evict none of its segments to make room. Raises StoreError or OSError."""
+        disk = self._storage.disk
+
+        @contextmanager
+        def room(nbytes: int) -> Iterator[None]:
+            with disk.backend.locked():
+                disk.make_room(nbytes, record.segments)
+                yield
+
+        self._storage.check_open()
+        disk.check_writable()
+        self._storage.conversations.write([record], room)
+
+
+def segments_of_conversations(storage: Storage, ids: Sequence[str]) -> list[SegmentRow]:
+    """Return the segments that only these conversations use, without pinned ones. Raises ConfigError."""
+    pinned = storage.disk.backend.pinned()
+    rows = storage.conversations.segments_of(ids, storage.disk.index.rows())
+    return [row for row in rows if row.id not in pinned]
+
+
+def remove_conversations(storage: Storage, ids: Sequence[str]) -> int:
+    """Delete conversations and their `segments_of_conversations`, and return the number of deleted segments."""
+    storage.disk.check_writable()
+    rows = segments_of_conversations(storage, ids)
+    storage.conversations.remove(ids)
+    return storage.disk.remove(row.id for row in rows)

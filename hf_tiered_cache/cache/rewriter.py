@@ -268,7 +268,7 @@ class SegmentRewriter:
         Returns:
             Whether the segment was replaced.
         """
-        reader, pinned = self._disk.reader(old), old in self._disk.pinned()
+        reader, pinned = self._disk.reader(old), old in self._disk.backend.pinned()
         if reader is None or not self._disk.backend.writable:
             return False
         if tables is not None and tables.same(None):
@@ -284,7 +284,8 @@ class SegmentRewriter:
             return False
         if (replacement := self._disk.reader(header.id)) is None:
             return False  # the old segment is the only one
-        self._disk.pin([header.id] if pinned else [])
+        if pinned:
+            self._disk.pin([header.id])
         if handover is not None:
             handover.give_indexes_to(replacement)
         for sidecar in sidecars:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -17,20 +16,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
-from ..errors import ConfigError, StoreClosedError, StoreError
+from ..errors import ConfigError, StoreClosedError
 from ..methods import Method
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
 from ..restore.hashes import PassageHasher, PrefixHasher
 from ..restore.plan import RowGroup
 from ..restore.planner import MatchedRun, longest_prefix
-from ..stats import StatsCollector, StoreStats
-from ..store import maintain
-from ..store.catalogue import Catalogue, SegmentRow
+from ..stats import StatsCollector
+from ..store.catalogue import SegmentRow
 from ..store.cipher import Hidden
-from ..store.conversations import ConversationInfo, ConversationRecord, Conversations
+from ..store.conversations import Conversations
 from ..store.disk import SegmentStore
 from ..store.documents import Documents
 from ..store.records import Calibrations
@@ -271,125 +268,6 @@ class Storage:
         self.rewriter.keep_importance()
         self.disk.sync()
         _keep_scores(self.disk, self.residency.scores)
-
-    # --- maintenance
-
-    def segments(self) -> list[SegmentRow]:
-        """Return the stored segments, least recently used first."""
-        self.check_open()
-        return self.disk.index.rows()
-
-    def each(self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool) -> int:
-        """Apply `action` to segments, to all if `ids` is None, and return the number of those that it changed."""
-        self.check_open()
-        self.disk.check_writable()
-        self.flush()
-        segments = [row.id for row in self.segments()] if ids is None else list(ids)
-        changed = sum(action(old) for old in tqdm(segments, unit="segment", desc=name, disable=not progress))
-        self.disk.sync()
-        return changed
-
-    def clear(self, disk: bool) -> None:
-        """Release all blocks in memory; with `disk`, also delete all segments, and records that refer to them."""
-        self.check_open()
-        if disk:
-            self.disk.check_writable()
-        self.flush()
-        if disk:
-            self.remove(row.id for row in self.segments())
-            self.conversations.sweep(())
-            self.documents.sweep(())
-        self.residency.clear()
-
-    def remove(self, ids: Iterable[str]) -> int:
-        """Delete segments by id, and return how many existed."""
-        self.check_open()
-        self.disk.check_writable()
-        return self.disk.remove(ids)
-
-    def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Pin segments, which protects them from eviction, or unpin them (`pinned=False`).
-
-        Raises:
-            ConfigError: An id to pin is unknown.
-        """
-        self.check_open()
-        self.disk.check_writable()
-        ids = list(ids)
-        unknown = set(ids) - self.disk.index.ask(Catalogue.ids, set(ids))
-        if pinned and unknown:
-            raise ConfigError(
-                f"segment {min(map(str, unknown))!r} does not exist; store.segments() lists all segments, and "
-                "store.precompute(model, input_ids, pin=True) pins a prompt"
-            )
-        self.disk.pin(ids, pinned)
-
-    def verify(self, progress: bool, repair: bool) -> maintain.VerifyReport:
-        """Read every stored byte and compare every checksum."""
-        self.check_open()
-        self.writer.flush()
-        return maintain.verify(self.disk, progress=progress, repair=repair)
-
-    def gc(self, dry_run: bool) -> maintain.GcReport:
-        """Delete what no request can use, and what exceeds the quota."""
-        self.check_open()
-        if not dry_run:
-            self.disk.check_writable()
-        stored = self.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
-        swept = [] if stored is None else self.conversations.sweep(stored, dry_run)
-        report = maintain.gc(self.disk, dry_run=dry_run)
-        deleted = report.deleted | dict.fromkeys(swept, "its segments no longer exist")
-        return replace(report, conversations=len(swept), deleted=deleted)
-
-    def list_conversations(self) -> list[ConversationInfo]:
-        """Return the suspended conversations, least recently used first."""
-        return self.conversations.listed(self.segments())
-
-    def keep_conversation(self, record: ConversationRecord) -> None:
-        """Write the record of a conversation, and evict none of its segments to make room.
-
-        Raises:
-            StoreError, OSError: The record cannot be written.
-        """
-
-        @contextmanager
-        def room(nbytes: int) -> Iterator[None]:
-            with self.disk.backend.locked():
-                self.disk.make_room(nbytes, record.segments)
-                yield
-
-        self.check_open()
-        if not self.disk.backend.writable:
-            raise StoreError(f"the store {self.place} is not writable")
-        self.conversations.write([record], room)
-
-    def remove_conversations(self, ids: Sequence[str]) -> int:
-        """Delete conversations and their `segments_of_conversations`, and return the number of deleted segments."""
-        self.disk.check_writable()
-        rows = self.segments_of_conversations(ids)
-        self.conversations.remove(ids)
-        return self.remove(row.id for row in rows)
-
-    def segments_of_conversations(self, ids: Sequence[str]) -> list[SegmentRow]:
-        """Return the segments that only these conversations use, without pinned ones. Raises ConfigError."""
-        pinned = self.disk.pinned()
-        return [row for row in self.conversations.segments_of(ids, self.segments()) if row.id not in pinned]
-
-    def stats(self) -> StoreStats:
-        """Return the current content of the store, and the statistics since it was opened."""
-        stats, residency = self.disk.counters.snapshot(), self.residency
-        if self._close.alive:
-            counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
-            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
-            with suppress(OSError):  # then without the sidecars
-                stats.disk.bytes += sum(self.disk.sidecars.by_segment().values())
-        stats.disk.budget = self.disk.limits.quota
-        stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
-        stats.device.bytes, stats.device.budget = residency.device_bytes
-        stats.index.bytes, stats.index.budget = residency.index_cache.allocated, residency.index_cache.budget
-        stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.index_cache.evicted
-        stats.queued_bytes, stats.queued_device_bytes = self.writer.queued_bytes, self.writer.queued_device_bytes
-        return stats
 
     # --- lifetime
 

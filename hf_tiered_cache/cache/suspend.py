@@ -84,7 +84,7 @@ def put_away(serving: Serving, columns: int) -> Suspended:
         reason = conversation.keep(sequence, rows, tokens) or reason
         if compacted is not None and conversation.record is not None and compacted in conversation.record.segments:
             try:  # delete old segments only after the record names the new one
-                storage.remove(replaced)
+                storage.disk.remove(replaced)
             except OSError as error:
                 reason = reason or f"a segment that was replaced by a new one could not be deleted: {error}"
     storage.note_uses()

@@ -103,6 +103,7 @@ def rm(
     them.
     """
     from ..kvstore import storage_of
+    from ..store.maintain import continuing
 
     if bool(segments) + (model is not None) + everything != 1:
         raise Refused("specify one of: ids of segments, --model, or --all")
@@ -116,7 +117,7 @@ def rm(
             rows = list({row.id: row for row in map(contents.row_of, segments or ())}.values())
         nbytes = sum(row.nbytes + sum(contents.sidecars.get(row.id, {}).values()) for row in rows)
         summary = f"{count(len(rows), 'segment')}, {format_bytes(nbytes)}"
-        continuations = storage_of(kv_store).disk.continuing(rows)
+        continuations = continuing(storage_of(kv_store).disk, rows)
         if not as_json:
             show_removed(contents, rows)
             if continuations:

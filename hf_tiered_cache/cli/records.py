@@ -167,9 +167,9 @@ def _segment_of_conversation(row: SegmentRow | None) -> dict[str, str]:
 
 
 def _removal_of_conversations() -> Any:
-    from ..cache.storage import Storage
+    from ..cache.conversation import remove_conversations, segments_of_conversations
 
-    return Storage.segments_of_conversations, Storage.remove_conversations
+    return segments_of_conversations, remove_conversations
 
 
 _CONVERSATIONS = _Kind(

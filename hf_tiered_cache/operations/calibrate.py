@@ -61,7 +61,6 @@ def calibrate(
     Raises:
         ConfigError: the prompt is longer than the model's maximum position.
     """
-    storage.check_open()
     method, options = CacheTune.paper(), CacheOptions(record=False)  # the same tokens in all layers
     probe = StoredCache.over(model, storage, method, options)
     inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
@@ -145,7 +144,6 @@ def calibrate_prefix(
     Raises:
         ConfigError: a length is below 16, or above the model's maximum position.
     """
-    storage.check_open()
     method = Exact(recompute=0.0, decline=False).coded(storage.codec)
     probe = StoredCache.over(model, storage, method, CacheOptions(record=False))
     inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
@@ -171,9 +169,9 @@ def _prefix_costs(
 ) -> PrefixCosts:
     """Measure the costs of one prefix: the first `length` tokens of `ids`, int `[tokens]`."""
     prompt = ids.unsqueeze(0).to(model.device)
-    earlier_ids = {row.id for row in storage.segments()}
+    earlier_ids = {row.id for row in storage.disk.index.rows()}
     precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label="", tag="")
-    new_ids = [row.id for row in storage.segments() if row.id not in earlier_ids]
+    new_ids = [row.id for row in storage.disk.index.rows() if row.id not in earlier_ids]
 
     def run(restore: bool) -> tuple[float, RequestStats]:
         """Run the prompt. Return the duration in seconds, and the request's statistics."""
@@ -197,7 +195,7 @@ def _prefix_costs(
             _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), model.device) for _ in range(repeats)
         )
     finally:
-        storage.remove(new_ids)
+        storage.disk.remove(new_ids)
     costs = {
         tier: max(statistics.median(durations) - suffix_seconds, 0.0) / length for tier, durations in times.items()
     }
@@ -210,13 +208,13 @@ def _stored(
     storage: Storage, model: torch.nn.Module, passages: list[torch.Tensor], method: CacheTune
 ) -> Iterator[None]:
     """Keep passages in the store for the duration of the context."""
-    earlier_ids, provenance = {row.id for row in storage.segments()}, method.coded(storage.codec).passages
+    earlier_ids, provenance = {row.id for row in storage.disk.index.rows()}, method.coded(storage.codec).passages
     precompute_passages(storage, model, passages, method=method, progress=False, pin=False, label="", tag="")
     try:
         yield
     finally:
-        storage.remove(
-            row.id for row in storage.segments() if row.id not in earlier_ids and row.provenance == provenance
+        storage.disk.remove(
+            row.id for row in storage.disk.index.rows() if row.id not in earlier_ids and row.provenance == provenance
         )
 
 

@@ -75,12 +75,11 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
     Raises:
         ConfigError: a label does not exist; then nothing is deleted.
     """
-    storage.check_open()
     storage.disk.check_writable()
     storage.flush()
     with storage.disk.backend.locked():
         records, rows = find_documents(storage, labels), segments_of_documents(storage, labels)
-        removed = storage.remove(row.id for row in rows)  # before the records: the process may be killed here
+        removed = storage.disk.remove(row.id for row in rows)  # before the records: the process may be killed here
         for record in records:
             storage.documents.delete(*record.key)
     return removed
@@ -96,20 +95,19 @@ def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
     Returns:
         Files of the records that were deleted, or with `dry_run` would be.
     """
-    storage.check_open()
     if not dry_run:
         storage.disk.check_writable()
     with storage.disk.backend.locked():
         if not dry_run:
             _delete_replaced(storage, [record for record in storage.documents.all() if record.leaving])
-        return storage.documents.sweep(storage.segments(), dry_run)
+        return storage.documents.sweep(storage.disk.index.rows(), dry_run)
 
 
 def rows_of(storage: Storage, names: Collection[str]) -> list[SegmentRow]:
     """Return the segments of passages, given the names of the passages."""
     if not names:
         return []
-    rows_by_passage = by_passage(storage.segments())
+    rows_by_passage = by_passage(storage.disk.index.rows())
     return [row for name in sorted(names) for row in rows_by_passage.get(name, ())]
 
 
@@ -122,7 +120,7 @@ def _delete_replaced(storage: Storage, records: Sequence[DocumentRecord]) -> int
     except (FormatError, OSError) as error:  # an unreadable record may name any passage
         storage.disk.warn("documents", f"replaced passages of documents could not be deleted yet: {error}")
         return 0
-    removed = storage.remove(row.id for row in rows_of(storage, unshared_names))
+    removed = storage.disk.remove(row.id for row in rows_of(storage, unshared_names))
     storage.documents.write([replace(record, leaving=()) for record in records], _no_reservation)
     return removed
 

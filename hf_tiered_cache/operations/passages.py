@@ -64,7 +64,7 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
             "store.precompute(model, passages, passages=True) adds the ranking to passages that lack it"
         )
     storage.flush()
-    rows = [row for row in storage.segments() if is_passage(row.provenance)]
+    rows = [row for row in storage.disk.index.rows() if is_passage(row.provenance)]
     requested_ids = {row.id for row in rows} if ids is None else set(ids)
     bar = tqdm([row.id for row in rows if row.id in requested_ids], unit="passage", desc="rank", disable=not progress)
     readers = (storage.disk.reader(name) for name in bar)
@@ -239,7 +239,6 @@ def precompute_passages(
     batch_tokens: int = BATCH_TOKENS,
 ) -> PrecomputeReport:
     """See `KVStore.precompute(passages=True)`."""
-    storage.check_open()
     reuse_method = passages_method(method)
     call = _Call(PassageCache(model, storage, reuse_method, tag), input_ids, labels)
     call.find()
@@ -265,7 +264,7 @@ def precompute_passages(
     storage.flush()
     call.find()
     if pin:
-        storage.pin({passage.row.id for passage in call.stored if passage.row is not None})
+        storage.disk.pin({passage.row.id for passage in call.stored if passage.row is not None})
     _rank(storage, model, reuse_method, call.stored, tag, progress, batch_tokens)
     report = replace(report, removed=enter_documents(storage, call.entries()))
     if call.labels:  # a found passage may have been deleted with another label in the meantime

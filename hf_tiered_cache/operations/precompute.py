@@ -80,7 +80,6 @@ def precompute(
     tag: str,
 ) -> PrecomputeReport:
     """See `KVStore.precompute`."""
-    storage.check_open()
     prompts, requested_method = as_prompts(input_ids), make_method(method)
     storing_method = requested_method  # approximate KV has a provenance of its own
     if not requested_method.records_approximations:
@@ -145,7 +144,7 @@ def fill(
     segments = cache.store_now()
     if pin:
         storage.writer.flush()
-        storage.pin(segments)
+        storage.disk.pin(segments)
 
 
 def _chunk_tokens(cache: StoredCache) -> int | None:
@@ -221,7 +220,6 @@ class _Prompt:
     def __init__(
         self, storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str
     ) -> None:
-        storage.check_open()
         prompts = as_prompts(input_ids)
         if len(prompts) != 1:
             raise ConfigError(f"pass one prompt at a time: token ids [tokens] or [1, tokens], not {len(prompts)} rows")

@@ -69,7 +69,6 @@ def calibrate_quality(
     Raises:
         ConfigError: A method has no budget, a budget is not in (0, 1), or a text is too short.
     """
-    storage.check_open()
     budget_methods: list[BudgetMethod] = []
     for method in map(make_method, methods):
         if not isinstance(method, BudgetMethod):

@@ -66,7 +66,6 @@ def profile_windows(
         ConfigError: The method is not a `KVDrive` with a budget below 1, its window is outside `sizes`, or a text is
             too short.
     """
-    storage.check_open()
     kv_drive = KVDrive() if method is None else make_method(method)
     if not isinstance(kv_drive, KVDrive) or not kv_drive.selects:
         raise ConfigError(f"window sizes are measured for KVDrive with a budget below 1, not for {kv_drive}")

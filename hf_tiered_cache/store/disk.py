@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 
 from ..errors import (
+    ConfigError,
     FormatError,
     IntegrityError,
     ModelChangedError,
@@ -196,23 +197,6 @@ class SegmentStore:
         other_keys = self._keys - {self.cipher.key_id}
         return min(other_keys) if self.cipher.key_id and other_keys == self._keys != set() else None
 
-    def continuing(self, rows: Collection[SegmentRow]) -> list[SegmentRow]:
-        """Return the segments that continue these, directly or indirectly. Unreadable segments are skipped."""
-        ids, ends, continuing = (
-            {row.id for row in rows},
-            {(row.fingerprint, end) for row in rows for end in row.hashes},
-            [],
-        )
-        for row in sorted(self.index.rows(), key=lambda row: row.position):
-            if row.id in ids or not row.position:
-                continue
-            with suppress(FormatError, OSError):
-                parent = read_head(partial(self.backend.head, row.id)).header.parent
-                if (row.fingerprint, parent) in ends:
-                    continuing.append(row)
-                    ends |= {(row.fingerprint, end) for end in row.hashes}
-        return continuing
-
     # --- writing
 
     def publish(
@@ -338,7 +322,7 @@ class SegmentStore:
             (name, size + sidecars.get(name, 0), expires)
             for name, size, expires in self.index.ask(Catalogue.by_use, [])
         ]
-        return quota.victims(uses, nbytes, self.pinned().union(but), time.time())
+        return quota.victims(uses, nbytes, self.backend.pinned().union(but), time.time())
 
     def evict(self, segments: list[tuple[str, int]]) -> None:
         """Delete segments as returned by `victims`. Raises OSError if one could not be deleted."""
@@ -369,8 +353,9 @@ class SegmentStore:
         """Delete segments and their sidecars. Returns the number of deleted segments.
 
         Raises:
-            OSError: a segment could not be deleted; the others were.
+            StoreError: the store is not writable. OSError: a segment could not be deleted; the others were.
         """
+        self.check_writable()
         removed, failed = self._remove(list(ids))
         if failed is not None:
             raise failed
@@ -414,13 +399,21 @@ class SegmentStore:
                 self.let_go(lost)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Pin segments, which excludes them from eviction, or unpin them."""
+        """Pin segments, which protects them from eviction, or unpin them (`pinned=False`).
+
+        Raises:
+            ConfigError: an id to pin is unknown. StoreError: the store is not writable.
+        """
+        self.check_writable()
+        ids = list(ids)
+        unknown = set(ids) - self.index.ask(Catalogue.ids, set(ids))
+        if pinned and unknown:
+            raise ConfigError(
+                f"segment {min(map(str, unknown))!r} does not exist; store.segments() lists all segments, and "
+                "store.precompute(model, input_ids, pin=True) pins a prompt"
+            )
         for segment_id in ids:
             self.backend.pin(segment_id, pinned)
-
-    def pinned(self) -> set[str]:
-        """Return the ids of pinned segments. Raises OSError: see `SegmentBackend.pinned`."""
-        return self.backend.pinned()
 
     def close(self) -> None:
         self.readers.clear()

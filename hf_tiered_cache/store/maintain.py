@@ -1,10 +1,10 @@
-"""Maintenance of a store: verification of all checksums, and garbage collection."""
+"""Maintenance of a store: verification of all checksums, garbage collection, and what a deletion would leave."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..errors import FormatError, IntegrityError, NewerFormatError, NotOursError, OtherKeyError, StoreError
+from .catalogue import SegmentRow
 from .disk import SegmentStore
 from .memory import aligned_bytes
 from .segment import SegmentReader, read_head
@@ -177,7 +178,7 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         )
         store.index.scan()
         try:
-            pinned = store.pinned()
+            pinned = store.backend.pinned()
         except OSError as error:
             raise StoreError(f"{store.place}: pins cannot be listed ({error.strerror}); check the disk") from error
         rows = {row.id: row for row in store.index.rows()}
@@ -225,3 +226,18 @@ def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
     except OSError:
         return False
     return False
+
+
+def continuing(store: SegmentStore, rows: Collection[SegmentRow]) -> list[SegmentRow]:
+    """Return the segments that continue these, directly or indirectly. Unreadable segments are skipped."""
+    ids, ends = {row.id for row in rows}, {(row.fingerprint, end) for row in rows for end in row.hashes}
+    continuing_rows = []
+    for row in sorted(store.index.rows(), key=lambda row: row.position):
+        if row.id in ids or not row.position:
+            continue
+        with suppress(FormatError, OSError):
+            parent = read_head(partial(store.backend.head, row.id)).header.parent
+            if (row.fingerprint, parent) in ends:
+                continuing_rows.append(row)
+                ends |= {(row.fingerprint, end) for end in row.hashes}
+    return continuing_rows

@@ -358,7 +358,7 @@ def merge_segments(
     old = [reader.id for reader in readers]
     if header.id in old or not disk.publish(header, prefix_hashes, groups, old, written):
         return None
-    if not disk.pinned().isdisjoint(old):
+    if not disk.backend.pinned().isdisjoint(old):
         disk.pin([header.id])
     return header.id
 

@@ -74,7 +74,7 @@ def test_a_store_is_laid_out_anew_and_serves_as_before(tmp_path):
             readers = [store._storage.disk.reader(row.id) for row in store.segments()]
             assert [reader.shape.geometry for reader in readers] == [geometry] * 2
             assert not store.verify().bad
-            assert len(store._storage.disk.pinned()) == 1
+            assert len(store._storage.disk.backend.pinned()) == 1
             cache = TieredCache(model, store, record=False)
             after = model.generate(asked, past_key_values=cache, **settings)
             assert cache.stats.tokens_restored == 192

@@ -207,7 +207,7 @@ def test_impress_lays_out_by_importance_and_then_reads_less(model, tmp_path):
             store.flush()  # waits for what is done in the background
         (row,) = store.segments()
         assert row.id != plain.id
-        assert store._storage.disk.pinned() == {row.id}
+        assert store._storage.disk.backend.pinned() == {row.id}
         assert not store.verify().bad
         shape = store._storage.disk.reader(row.id).shape
         assert shape.tables is not None

@@ -769,7 +769,7 @@ def test_removing_a_segment_takes_its_pin_along(tmp_path):
     header = publish(store)
     store.pin([header.id])
     assert store.remove([header.id, "f" * 32]) == 1
-    assert store.pinned() == set()
+    assert store.backend.pinned() == set()
     assert store.find(hashes(4)[:1]) == []
 
 
@@ -800,7 +800,7 @@ def test_an_expired_segment_is_written_anew(tmp_path):
     publish(store, expires=time.time() + 60)
     assert [row.id for row in store.find(hashes(4))] == [header.id]
     assert store.counters.snapshot().duplicate_writes == 0
-    assert store.pinned() == {header.id}
+    assert store.backend.pinned() == {header.id}
 
 
 def test_a_segment_that_failed_to_read_is_written_anew(tmp_path):
