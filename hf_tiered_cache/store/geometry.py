@@ -9,7 +9,7 @@ of one KV cache group. The blocks of a group are contiguous on disk, so a run of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -75,19 +75,7 @@ class KVLayout:
     def to_json(self) -> dict[str, Any]:
         """Return distinct layers once, and an index for each layer: 126 layers fit well under 4 KiB."""
         kinds = list(dict.fromkeys(layer for layer in self.layers if layer is not None))
-        rows = [
-            [
-                k.key_heads,
-                k.key_dim,
-                k.value_heads,
-                k.value_dim,
-                k.window,
-                k.rotated,
-                k.rotary_dims,
-                int(k.position_independent),
-            ]
-            for k in kinds
-        ]
+        rows = [[*astuple(kind)[:-1], int(kind.position_independent)] for kind in kinds]
         index = [-1 if layer is None else kinds.index(layer) for layer in self.layers]
         return {"dtype": str(self.dtype).removeprefix("torch."), "kinds": rows, "layers": index}
 

@@ -65,22 +65,18 @@ class TokenTables:
             kept: See `importance` of the class.
         """
         layers, heads, tokens = importance.shape
-        number_of: dict[bytes, int] = {}  # KV cache groups may share a table
-        rows: list[np.ndarray] = []
-        of_group = np.full(len(groups), IN_ORDER, np.uint32)
+        slots: list[np.ndarray | None] = []
         for group in groups:
             if group.window or group.identifies:
+                slots.append(None)
                 continue
             group_heads = {
                 head for part in group.parts for head in range(part.first_head, part.first_head + part.heads)
             }
             ranked_heads = sorted(group_heads) if heads > 1 else [0]
             total = importance[group.layers[0] if layers > 1 else 0, ranked_heads].sum(axis=0)
-            row = np.argsort(np.argsort(-total, kind="stable")).astype(np.uint32)
-            number = of_group[group.index] = number_of.setdefault(row.tobytes(), len(rows))
-            if number == len(rows):
-                rows.append(row)
-        return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group, kept)
+            slots.append(np.argsort(np.argsort(-total, kind="stable")))
+        return cls._by_group(slots, tokens, kept)
 
     @classmethod
     def by_layer(
@@ -93,18 +89,13 @@ class TokenTables:
             groups: KV cache groups of the segment.
             importance: See `importance` of the class.
         """
-        number_of: dict[bytes, int] = {}  # layers may share a table
-        rows: list[np.ndarray] = []
-        of_group = np.full(len(groups), IN_ORDER, np.uint32)
-        for group in groups:
-            if group.window or group.identifies:
-                continue
-            row = slot_of_token[group.layers[0] if len(slot_of_token) > 1 else 0]
-            number = of_group[group.index] = number_of.setdefault(row.tobytes(), len(rows))
-            if number == len(rows):
-                rows.append(row)
-        tables = np.stack(rows) if rows else np.empty((0, slot_of_token.shape[1]), np.uint32)
-        return cls(tables, of_group, importance)
+        slots = [
+            None
+            if group.window or group.identifies
+            else slot_of_token[group.layers[0] if len(slot_of_token) > 1 else 0]
+            for group in groups
+        ]
+        return cls._by_group(slots, slot_of_token.shape[1], importance)
 
     @classmethod
     def by_pairs(
@@ -133,17 +124,27 @@ class TokenTables:
             shared[pair] = alone[first] & alone[second]
             shared[pair][retained.get((first, second), none)] = False
             alone[first], alone[second] = (alone[layer] & ~shared[pair] for layer in pair)
-        number_of: dict[bytes, int] = {}
-        rows: list[np.ndarray] = []
-        of_group = np.full(len(groups), IN_ORDER, np.uint32)
+        slots: list[np.ndarray | None] = []
         for group in groups:
             is_held = shared[group.layers] if group.merged else np.any([alone[layer] for layer in group.layers], axis=0)
-            if is_held.all():
-                continue
-            number = of_group[group.index] = number_of.setdefault(is_held.tobytes(), len(rows))
-            if number == len(rows):
-                rows.append(np.where(is_held, np.cumsum(is_held) - 1, NOT_HELD).astype(np.uint32))
-        return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group)
+            slots.append(None if is_held.all() else np.where(is_held, np.cumsum(is_held) - 1, NOT_HELD))
+        return cls._by_group(slots, tokens)
+
+    @classmethod
+    def _by_group(
+        cls, slots: Sequence[np.ndarray | None], tokens: int, importance: np.ndarray | None = None
+    ) -> TokenTables:
+        """Return tables for the slots of each KV cache group, `[tokens]`, or None: all tokens in order.
+
+        Groups with equal slots share a table.
+        """
+        numbers: dict[bytes, int] = {}
+        of_group = np.full(len(slots), IN_ORDER, np.uint32)
+        for group, slots_of_group in enumerate(slots):
+            if slots_of_group is not None:
+                of_group[group] = numbers.setdefault(slots_of_group.astype(np.uint32).tobytes(), len(numbers))
+        tables = np.frombuffer(b"".join(numbers), np.uint32).reshape(len(numbers), tokens)
+        return cls(tables, of_group, importance)
 
     def as_layers(self, groups: Sequence[BlockGroup], layers: int) -> np.ndarray | None:
         """Return the inverse of `by_layer`, uint32 `[layers, tokens]`.
