@@ -298,8 +298,8 @@ class Storage:
 
 
 def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
-    if disk.backend.writable:
-        disk.index.keep_scores(scores.changes())
+    if disk.backend.writable and (changes := scores.changes()):
+        disk.index.keep_scores(changes)
 
 
 def _admit(pending: PendingSegment, residency: Residency, block_group: int, blocks: torch.Tensor, content: int) -> None:

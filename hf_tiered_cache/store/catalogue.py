@@ -167,69 +167,66 @@ class Catalogue:
             raise sqlite3.ProgrammingError("the catalogue is closed")
         return self._database.run(action)
 
-    def _query(self, where: str, args: tuple[Any, ...] = ()) -> list[SegmentRow]:
-        rows = self._run(lambda db: db.execute(f"SELECT {_COLUMNS} FROM segments {where}", args).fetchall())
-        return [SegmentRow(*row) for row in rows]
+    def _execute(self, query: str, *args: Any) -> list[Any]:
+        return self._run(lambda db: db.execute(query, args).fetchall())
+
+    def _rows(self, where: str, *args: Any) -> list[SegmentRow]:
+        return [SegmentRow(*row) for row in self._execute(f"SELECT {_COLUMNS} FROM segments {where}", *args)]
+
+    def _usable(self, column: str, values: Sequence[Any]) -> list[SegmentRow]:
+        """Return the usable, unexpired segments with one of these values in a column."""
+        rows: list[SegmentRow] = []
+        for i in range(0, len(values), _MOST_PARAMETERS):
+            batch, now = values[i : i + _MOST_PARAMETERS], time.time()
+            is_one = f"{column} IN ({', '.join('?' * len(batch))})"
+            rows += self._rows(f"WHERE {is_one} AND usable_links > 0 AND coalesce(expires, ?) >= ?", *batch, now, now)
+        return rows
 
     # --- reading
 
     def beginning_with(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
         """Return the usable, unexpired segments whose chain begins with one of `prefix_hashes`."""
-        rows: list[SegmentRow] = []
-        for i in range(0, len(prefix_hashes), _MOST_PARAMETERS):
-            batch = prefix_hashes[i : i + _MOST_PARAMETERS]
-            where = f"WHERE first IN ({', '.join('?' * len(batch))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
-            now = time.time()
-            rows += self._query(where, (*batch, now, now))
-        return rows
+        return self._usable("first", prefix_hashes)
 
     def passages_since(self, number: int) -> list[tuple[int, str, bytes]]:
         """Return number, id and scan hashes of the passages that were added after this number, in ascending order."""
         query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
-        return self._run(lambda db: db.execute(query, (number,)).fetchall())
+        return self._execute(query, number)
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow]:
         """Return the given segments that exist, are usable and have not expired."""
-        rows: list[SegmentRow] = []
-        for i in range(0, len(ids), _MOST_PARAMETERS):
-            batch, now = ids[i : i + _MOST_PARAMETERS], time.time()
-            where = f"WHERE id IN ({', '.join('?' * len(batch))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
-            rows += self._query(where, (*batch, now, now))
-        return rows
+        return self._usable("id", ids)
 
     def get(self, segment_id: str) -> SegmentRow | None:
-        rows = self._query("WHERE id = ?", (segment_id,))
-        return rows[0] if rows else None
+        return next(iter(self._rows("WHERE id = ?", segment_id)), None)
 
     def all(self) -> list[SegmentRow]:
         """Return all rows, most recently used last."""
-        return self._query("ORDER BY used, position DESC")
+        return self._rows("ORDER BY used, position DESC")
 
     def by_use(self) -> list[tuple[str, int, float | None]]:
         """Return id, bytes on disk and expiry time of every segment, most recently used last."""
-        query = "SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC"
-        return self._run(lambda db: db.execute(query).fetchall())
+        return self._execute("SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC")
 
     def expired(self, now: float) -> list[SegmentRow]:
-        return self._query("WHERE expires IS NOT NULL AND expires <= ?", (now,))
+        return self._rows("WHERE expires IS NOT NULL AND expires <= ?", now)
 
     def ids(self) -> set[str]:
-        return {row[0] for row in self._run(lambda db: db.execute("SELECT id FROM segments").fetchall())}
+        return {segment_id for (segment_id,) in self._execute("SELECT id FROM segments")}
 
     def total_bytes(self) -> int:
-        return self._run(lambda db: db.execute("SELECT coalesce(sum(nbytes), 0) FROM segments").fetchone()[0])
+        return self._execute("SELECT coalesce(sum(nbytes), 0) FROM segments")[0][0]
 
     def counts(self) -> tuple[int, int, int, int]:
         """Return the numbers of segments, tokens, bytes on disk and encrypted segments."""
         sums = "coalesce(sum(tokens), 0), coalesce(sum(nbytes), 0), count(nullif(key, ''))"
-        query = f"SELECT count(*), {sums} FROM segments"
-        return self._run(lambda db: db.execute(query).fetchone())
+        return self._execute(f"SELECT count(*), {sums} FROM segments")[0]
 
     def models(self) -> dict[str, dict[str, str]]:
         """Return the description of each model in the headers of stored segments, by fingerprint."""
         is_stored = "EXISTS (SELECT 1 FROM segments WHERE segments.fingerprint = models.fingerprint)"
         query = f"SELECT fingerprint, facts FROM models WHERE {is_stored}"
-        return {name: json.loads(facts) for name, facts in self._run(lambda db: db.execute(query).fetchall())}
+        return {name: json.loads(facts) for name, facts in self._execute(query)}
 
     def keys(self, fingerprint: str | None = None) -> set[str]:
         """Return the ids of the keys that encrypt segments of one model or of all, with "" if some are unencrypted."""
@@ -302,11 +299,11 @@ class Catalogue:
 
     def set_right_clocks(self) -> None:
         """Correct times in the future, written by a clock that was ahead: they become now, with unchanged lifetimes."""
-        self._run(lambda db: db.execute(_FROM_THE_FUTURE, (time.time(),)))
+        self._execute(_FROM_THE_FUTURE, time.time())
 
     def scores(self) -> list[tuple[str, int, bytes]]:
         """Return segment, KV cache group and the eviction state of its chunks (see `ScoreTable`)."""
-        return self._run(lambda db: db.execute("SELECT segment, lane, row FROM scores").fetchall())
+        return self._execute("SELECT segment, lane, row FROM scores")
 
     def keep_scores(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
         """Store rows in the form of `scores`, for segments that still exist."""
@@ -316,8 +313,7 @@ class Catalogue:
 
     def limit(self, segment_id: str, num_hashes: int) -> None:
         """Mark only the first `num_hashes` prefix hashes of this segment as usable."""
-        query = "UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?"
-        self._run(lambda db: db.execute(query, (num_hashes, segment_id)))
+        self._execute("UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?", num_hashes, segment_id)
 
     def close(self) -> None:
         if self._reading is not None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from ..errors import FormatError, NotOursError
 from ..stats import Counters
@@ -24,9 +24,21 @@ _SCANNING_SECONDS = 1.0
 _AT_ONCE = 256
 """Segments that are added in one transaction."""
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Default = TypeVar("_Default")
 _Row = tuple[SegmentRow, Mapping[str, str]]
+
+
+def _query(
+    query: Callable[Concatenate[Catalogue, _P], _T], default: Callable[[], _T]
+) -> Callable[Concatenate[Index, _P], _T]:
+    """Return a method of the index that runs a query of the catalogue (see `Index.ask`)."""
+
+    def ask(index: Index, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return index.ask(lambda catalogue: getattr(catalogue, query.__name__)(*args, **kwargs), default())
+
+    return ask
 
 
 class Index:
@@ -94,63 +106,32 @@ class Index:
     def close(self) -> None:
         self.catalogue.close()
 
-    # --- queries; they return the default if the catalogue fails
+    # --- queries, as in `Catalogue`; they return the default if the catalogue fails
 
-    def rows(self) -> list[SegmentRow]:
-        """Return the rows of all segments, most recently used last."""
-        return self.ask(Catalogue.all, [])
+    rows = _query(Catalogue.all, list)
+    row = _query(Catalogue.get, lambda: None)
+    beginning_with = _query(Catalogue.beginning_with, list)
+    passages_since = _query(Catalogue.passages_since, list)
+    models = _query(Catalogue.models, dict)
+    keys = _query(Catalogue.keys, set)
+    provenances = _query(Catalogue.provenances, list)
+    scores = _query(Catalogue.scores, list)
+    remove = _query(Catalogue.remove, lambda: None)
+    keep_scores = _query(Catalogue.keep_scores, lambda: None)
 
-    def row(self, segment_id: str) -> SegmentRow | None:
-        return self.ask(lambda c: c.get(segment_id), None)
-
-    def beginning_with(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
-        """Return the usable, unexpired segments with one of `prefix_hashes` as first prefix hash."""
-        return self.ask(lambda c: c.beginning_with(prefix_hashes), [])
+    def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
+        """Return the given segments that exist and are usable, or None if the catalogue fails."""
+        return self.ask(lambda c: c.live(ids), None)
 
     @property
     def generation(self) -> tuple[int, int]:
         """Identifier of the catalogue generation. It changes when the numbering of passages restarts."""
         return id(self.catalogue), self.catalogue.generation
 
-    def passages_since(self, number: int) -> list[tuple[int, str, bytes]]:
-        """Return the passages added after `number` (see `Catalogue.passages_since`)."""
-        return self.ask(lambda c: c.passages_since(number), [])
-
-    def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
-        """Return the rows of the given segments that exist and are usable, or None if the catalogue fails."""
-        return self.ask(lambda c: c.live(ids), None)
-
-    def models(self) -> dict[str, dict[str, str]]:
-        """Return the metadata of each model with stored segments, by fingerprint."""
-        return self.ask(Catalogue.models, {})
-
-    def keys(self, fingerprint: str | None = None) -> set[str]:
-        """Return the ids of the keys that encrypt segments of one or all models; "" stands for unencrypted ones."""
-        return self.ask(lambda c: c.keys(fingerprint), set())
-
-    def provenances(self, fingerprint: str) -> list[str]:
-        """Return the provenances of the stored KV of a model."""
-        return self.ask(lambda c: c.provenances(fingerprint), [])
-
-    def scores(self) -> list[tuple[str, int, bytes]]:
-        """Return the eviction scores of chunks (see `Catalogue.scores`)."""
-        return self.ask(Catalogue.scores, [])
-
-    # --- updates
-
-    def remove(self, ids: Sequence[str]) -> None:
-        """Remove the rows of deleted segments."""
-        self.ask(lambda c: c.remove(ids), None)
-
     def touch(self, ids: Iterable[str]) -> None:
         """Record a use of the segments, for LRU eviction."""
         self.ask(lambda c: c.touch(ids), None)
         self.catch_up()
-
-    def keep_scores(self, rows: Sequence[tuple[str, int, bytes]]) -> None:
-        """Store the eviction scores of chunks."""
-        if rows:
-            self.ask(lambda c: c.keep_scores(rows), None)
 
     # --- segments and rows
 
