@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .store.notices import mark_lines
+from .store.faults import mark_lines
 
 if TYPE_CHECKING:
     from .errors import (

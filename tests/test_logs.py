@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hf_tiered_cache.store.notices import LOGGER, StandaloneHandler, mark_lines
+from hf_tiered_cache.store.faults import LOGGER, StandaloneHandler, mark_lines
 
 WARN = "logging.getLogger('hf_tiered_cache').warning('%d tokens', 5)"
 

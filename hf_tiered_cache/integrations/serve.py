@@ -33,7 +33,7 @@ from ..errors import ConfigError
 from ..kvstore import KVStore
 from ..methods import Method
 from ..stats import RequestStats
-from ..store.notices import LINE_FORMAT, Notices
+from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache
 from .limits import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MAX_SEQUENCES, ImpatientProtocol, LimitedRequests, error_body
 

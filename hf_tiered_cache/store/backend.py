@@ -7,7 +7,7 @@ deletes or replaces nothing else. Catalogue, quota, checksums and encryption are
 backends check the contract.
 
 Faults are OSErrors. FileNotFoundError means that nothing exists under a name (or that the whole place is missing, see
-`is_reachable`). FileExistsError means that the name is taken. Errors that `files.is_of_the_process` recognises say
+`is_reachable`). FileExistsError means that the name is taken. Errors that `faults.is_of_the_process` recognises say
 nothing about the stored data.
 """
 

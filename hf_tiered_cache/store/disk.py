@@ -20,7 +20,6 @@ from ..errors import (
     IntegrityError,
     ModelChangedError,
     NotOursError,
-    OtherKeyError,
     QuotaError,
     RestoreError,
     StoreBusyError,
@@ -32,10 +31,9 @@ from .backend import SegmentBackend
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
 from .digest import Group
-from .files import is_of_the_process, out_of_descriptors
+from .faults import Faults, figure_of, is_of_the_process, out_of_descriptors
 from .format import SegmentHeader, lay_out
 from .index import Index
-from .notices import Notices
 from .process import OpenSegments
 from .publish import Publisher, Written
 from .segment import SegmentReader, read_head
@@ -72,12 +70,12 @@ class SegmentStore:
         self.on_gone: list[Callable[[Collection[str]], None]] = []
         """Callbacks that receive the ids of deleted or replaced segments."""
         self._verify = verify
-        self._notices = Notices()
+        self._faults = Faults(counters)
         self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are not used
-        self.index = Index(backend, counters, self._notices)
+        self.index = Index(backend, self._faults)
         self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
         self._publisher = Publisher(backend, self.index, self.cipher, self.make_room, self.is_hidden)
-        self.sidecars = Sidecars(backend, self.cipher, counters, self._notices, self._publisher.reserved)
+        self.sidecars = Sidecars(backend, self.cipher, self._faults, self._publisher.reserved)
         self._keys = self.index.keys() - {""}  # of the segments present when the store was opened
 
     def path(self, segment_id: str) -> Path:
@@ -86,7 +84,7 @@ class SegmentStore:
 
     def warn(self, topic: str, message: str) -> None:
         """Log a warning the first time that its topic occurs; later occurrences are only counted."""
-        self._notices.warn(topic, message)
+        self._faults.warn(topic, message)
 
     # --- finding and reading
 
@@ -121,8 +119,8 @@ class SegmentStore:
         reader = self.reader(row.id)
         if reader is None or row.fits(reader.header, reader.chain):
             return reader
-        self.counters.add("catalogue_errors")
-        self.warn("row", f"the catalogue entry of segment {row.id} differs from its file, and is replaced")
+        message = f"the catalogue entry of segment {row.id} differs from its file, and is replaced"
+        self._faults.note("catalogue_errors", "row", message)
         self.index.adopt([row.id])
         return None
 
@@ -147,13 +145,12 @@ class SegmentStore:
         if not isinstance(error, OSError | FormatError | IntegrityError | RestoreError):
             self.warn(f"{type(error).__name__} {error}", f"segment {segment_id} was not restored: {error!r}")
             return
-        damaged = isinstance(error, IntegrityError | FormatError) and not isinstance(error, NotOursError)
-        not_ours = "other_key_files" if isinstance(error, OtherKeyError) else "newer_files"
-        fault = "verification_failures" if damaged else "read_errors"
-        self.counters.add(not_ours if isinstance(error, NotOursError) else fault)
-        self.warn(segment_id, f"segment {segment_id} cannot be used: {error}; its tokens are computed again")
+        figure = figure_of(error)
+        self._faults.note(
+            figure, segment_id, f"segment {segment_id} cannot be used: {error}; its tokens are computed again"
+        )
         self.readers.drop(segment_id)
-        if damaged:
+        if figure == "verification_failures":
             self._judge(segment_id, error)
         elif isinstance(error, FileNotFoundError):
             if self.backend.is_reachable():
@@ -238,8 +235,8 @@ class SegmentStore:
             if self.index.row(header.id) is None:
                 self.index.adopt([header.id])
         except (OSError, NotOursError, QuotaError, StoreBusyError, ModelChangedError) as error:
-            self.counters.add("dropped_writes")
-            self.warn(type(error).__name__, f"a segment of {header.file_bytes} bytes was not stored: {error}")
+            message = f"a segment of {header.file_bytes} bytes was not stored: {error}"
+            self._faults.note("dropped_writes", type(error).__name__, message)
             if out_of_descriptors(error):
                 self.readers.close_others()  # so that the next segment can be stored
             return False

@@ -1,4 +1,4 @@
-"""File system calls that need special care, and small JSON files that are written atomically."""
+"""File system calls that need special care."""
 
 from __future__ import annotations
 
@@ -11,24 +11,6 @@ from functools import partial
 from io import FileIO
 
 from ..errors import FormatError
-
-_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
-_OF_THE_PROCESS = _NO_DESCRIPTORS | {
-    *(errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EAGAIN, errno.EACCES, errno.EPERM, errno.ETIMEDOUT),
-    errno.EFAULT,  # the destination memory is at fault
-}
-
-
-def out_of_descriptors(error: BaseException) -> bool:
-    """Return whether an error means that no file descriptors are left."""
-    return isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS
-
-
-def is_of_the_process(error: BaseException) -> bool:
-    """Return whether an error comes from this process or is temporary, and says nothing about the file to be read."""
-    if isinstance(error, OSError):
-        return error.errno in _OF_THE_PROCESS
-    return isinstance(error, MemoryError | RuntimeError)
 
 
 def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 from ..errors import FormatError, NotOursError
-from ..stats import Counters
 from .backend import SegmentBackend
 from .catalogue import Catalogue, SegmentRow
 from .database import is_damage
-from .notices import Notices
+from .faults import Faults
 from .segment import read_head
 
 _MENDING_SECONDS = 10.0
@@ -46,12 +45,11 @@ class Index:
 
     Args:
         backend: backend that stores the segments.
-        counters: counters for errors.
-        notices: logger of warnings about errors.
+        faults: counts and logs errors.
     """
 
-    def __init__(self, backend: SegmentBackend, counters: Counters, notices: Notices) -> None:
-        self._backend, self._counters, self._notices = backend, counters, notices
+    def __init__(self, backend: SegmentBackend, faults: Faults) -> None:
+        self._backend, self._note = backend, faults.note
         self.unlisted: list[str] = []
         """Names in the backend without a catalogue row: damaged, of a newer format, or not readable yet."""
         self._unread = False  # whether some unlisted names may be valid segments
@@ -74,8 +72,8 @@ class Index:
             try:
                 return Catalogue(self._backend.catalogue)
             except (sqlite3.Error, OSError) as error:
-                self._counters.add("catalogue_errors")
-                self._warn(
+                self._note(
+                    "catalogue_errors",
                     "catalogue",
                     f"the catalogue cannot be opened ({error}), and no new KV is stored until it can be opened",
                 )
@@ -145,8 +143,8 @@ class Index:
             present = set(self._backend.names())
             missing = [name for name in (catalogue_ids or set()) - present if self._backend.find(name) is None]
         except OSError as error:
-            self._counters.add("read_errors")
-            self._warn(
+            self._note(
+                "read_errors",
                 "listing",
                 f"the segments of {self._backend.place} cannot be listed ({error.strerror}); the segments known so "
                 "far are kept",
@@ -201,16 +199,17 @@ class Index:
             if header.id != segment_id:
                 raise FormatError(f"the header belongs to segment {header.id}")
         except NotOursError as error:
-            self._counters.add("newer_files")
-            self._warn("newer", f"{where}: {error}")
+            self._note("newer_files", "newer", f"{where}: {error}")
         except FormatError as error:
-            self._counters.add("damaged_files")
-            self._warn("damaged", f"{where} is not a complete segment ({error}); run `hf-tiered-cache gc` for details")
+            self._note(
+                "damaged_files",
+                "damaged",
+                f"{where} is not a complete segment ({error}); run `hf-tiered-cache gc` for details",
+            )
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (OSError, MemoryError) as error:
-            self._counters.add("read_errors")
-            self._warn("unreadable", f"{where} cannot be read ({error})")
+            self._note("read_errors", "unreadable", f"{where} cannot be read ({error})")
             self._unread = True
         else:
             return SegmentRow.of(header, chain, nbytes), header.model
@@ -237,9 +236,10 @@ class Index:
                 if catalogue.generation == self._in_line or not self._compare():
                     break
             except _FAULTS as error:
-                self._counters.add("catalogue_errors")
                 damaged = isinstance(error, sqlite3.Error) and is_damage(error)
-                self._warn("catalogue", f"the catalogue {'is damaged' if damaged else 'failed'} ({error})")
+                self._note(
+                    "catalogue_errors", "catalogue", f"the catalogue {'is damaged' if damaged else 'failed'} ({error})"
+                )
                 if not (again and damaged and self._rebuild(catalogue, generation)):
                     break
         return answer
@@ -267,6 +267,3 @@ class Index:
         finally:
             self._mending.release()
         return True
-
-    def _warn(self, topic: str, message: str) -> None:
-        self._notices.warn(topic, message)

@@ -11,8 +11,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from .faults import Notices
 from .geometry import ALIGNMENT
-from .notices import Notices
 
 HUGE_PAGE = 2 << 20
 

@@ -22,17 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..errors import FormatError, IntegrityError, NewerFormatError, OtherKeyError, QuotaError, StoreBusyError
-from ..stats import Counters
+from ..errors import FormatError, IntegrityError, QuotaError, StoreBusyError
 from .backend import SegmentBackend, Stored, Upload
 from .cipher import Plain
 from .container import TAG_BYTES, Seal, check_head, check_not_sparse, check_tag, finish_head, parse_prefix, write_blocks
 from .digest import DIGEST_DTYPE, Guard
 from .engines import EngineFile, ReadOp
+from .faults import Faults, figure_of
 from .geometry import ALIGNMENT, aligned
 from .kinds import SIDECAR_MAGIC
 from .memory import aligned_bytes
-from .notices import Notices
 from .schema import decoding
 from .segment import SegmentReader
 
@@ -109,8 +108,7 @@ class Sidecars:
     Args:
         backend: stores the sidecars.
         cipher: encrypts them, if the store has a key.
-        counters: counts traffic and faults.
-        notices: logs faults.
+        faults: counts traffic, and counts and logs faults.
         reserved: reserves a number of bytes for a name without evicting the given segments (`Publisher.reserved`).
     """
 
@@ -118,12 +116,10 @@ class Sidecars:
         self,
         backend: SegmentBackend,
         cipher: Plain,
-        counters: Counters,
-        notices: Notices,
+        faults: Faults,
         reserved: Callable[[str, int, Collection[str]], AbstractContextManager[Upload]],
     ) -> None:
-        self._backend, self._cipher, self._reserved = backend, cipher, reserved
-        self._counters, self._notices = counters, notices
+        self._backend, self._cipher, self._faults, self._reserved = backend, cipher, faults, reserved
 
     # --- writing and reading
 
@@ -152,7 +148,7 @@ class Sidecars:
         if odd := {place.dtype for place in places} - set(DTYPES.values()):
             raise ValueError(f"arrays of {odd} are not supported in sidecars")
         if not self._backend.writable:
-            self._counters.add("dropped_writes")
+            self._faults.counters.add("dropped_writes")
             return False
         seal = self._cipher.new_seal()
         head = _Head(reader.id, _content_of(reader), kind, _text(facts), places, seal, np.empty(0, DIGEST_DTYPE))
@@ -165,10 +161,11 @@ class Sidecars:
                 if not reader.is_current():
                     return False
                 upload.publish(True)
-                self._counters.add("bytes_written", upload.nbytes())
+                self._faults.counters.add("bytes_written", upload.nbytes())
         except (OSError, QuotaError, StoreBusyError) as error:
-            self._counters.add("dropped_writes")
-            self._notices.warn(f"sidecars {type(error).__name__}", f"{name} could not be saved: {error}")
+            self._faults.note(
+                "dropped_writes", f"sidecars {type(error).__name__}", f"{name} could not be saved: {error}"
+            )
             return False
         return True
 
@@ -184,53 +181,40 @@ class Sidecars:
             Arrays by name. None if there is no sidecar or its facts differ; also None, and counted, if it is damaged,
             encrypted with another key or unreadable.
         """
-        name = f"{reader.id}.{kind}"
-        try:
-            return self._read(name, _content_of(reader), _text(facts))
-        except (OSError, MemoryError, FormatError, IntegrityError) as error:
-            self._report(name, error)
-            return None
+        sidecar = self._read(reader, kind, _text(facts))
+        return None if sidecar is None else sidecar.arrays
 
     def all_of(self, reader: SegmentReader) -> list[Kept]:
         """Read all sidecars of a segment, to `keep` them for another segment with the same tokens.
 
         Unreadable sidecars are skipped and counted.
         """
-        sidecars = []
-        try:
+        kinds: Collection[str] = ()
+        with suppress(OSError):
             kinds = self.sizes().get(reader.id, {})
-        except OSError:
-            kinds = {}
-        for kind in kinds:
-            name = f"{reader.id}.{kind}"
-            try:
-                file = self._open(name)
-                if file.head.content == _content_of(reader):
-                    sidecars.append(Kept(kind, self._arrays(name, file), json.loads(file.head.facts)))
-            except (OSError, MemoryError, FormatError, IntegrityError) as error:
-                self._report(name, error)
-        return sidecars
+        return [sidecar for kind in kinds if (sidecar := self._read(reader, kind)) is not None]
+
+    def _read(self, reader: SegmentReader, kind: str, facts: str | None = None) -> Kept | None:
+        """Return a sidecar of a segment. None if there is none for these facts, or, counted, if it cannot be used."""
+        name = f"{reader.id}.{kind}"
+        try:
+            opened = self._open(name)
+            if opened.head.content == _content_of(reader) and facts in (None, opened.head.facts):
+                return Kept(kind, self._arrays(name, opened), json.loads(opened.head.facts))
+        except (OSError, MemoryError, FormatError, IntegrityError) as error:
+            self._report(name, error)
+        return None
 
     def _report(self, name: str, error: Exception) -> None:
         """Count and log a failed read. A damaged file is deleted, so that it is made again."""
         if isinstance(error, FileNotFoundError):
             return
-        damaged = isinstance(error, FormatError | IntegrityError)
-        figure = "verification_failures" if damaged else "read_errors"
-        if isinstance(error, NewerFormatError | OtherKeyError):
-            damaged, figure = False, "newer_files" if isinstance(error, NewerFormatError) else "other_key_files"
-        self._counters.add(figure)
-        self._notices.warn(name, f"{self._backend.where(name)} cannot be used: {error}; it is created again")
-        if damaged and self._backend.writable:
+        figure = figure_of(error)
+        self._faults.note(figure, name, f"{self._backend.where(name)} cannot be used: {error}; it is created again")
+        if figure == "verification_failures" and self._backend.writable:
             self._delete(name)
 
     # --- files
-
-    def _read(self, name: str, content: str, facts: str) -> dict[str, torch.Tensor] | None:
-        """Return the arrays of a file if content and facts match. Raises FormatError, IntegrityError or OSError."""
-        file = self._open(name)
-        is_match = (file.head.content, file.head.facts) == (content, facts)
-        return self._arrays(name, file) if is_match else None
 
     def _open(self, name: str) -> _Open:
         """Open a file and verify its header. Raises FormatError or OSError."""

@@ -13,8 +13,8 @@ from families import build, prompt
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store import memory as memory_module
+from hf_tiered_cache.store.faults import Notices
 from hf_tiered_cache.store.memory import page_locked, to_device
-from hf_tiered_cache.store.notices import Notices
 from hf_tiered_cache.tiers import streams
 from hf_tiered_cache.tiers.residency import Residency
 from hf_tiered_cache.tiers.streams import Staging

@@ -1,0 +1,102 @@
+"""Faults: their causes, the figures that count them, and log lines, which are written once per topic."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from ..errors import FormatError, IntegrityError, NotOursError, OtherKeyError
+
+if TYPE_CHECKING:
+    from ..stats import Counters
+
+LOGGER = logging.getLogger("hf_tiered_cache")
+LINE_FORMAT = "[hf_tiered_cache] %(message)s"
+"""Format in the style of transformers: `[transformers] ...`."""
+
+
+class StandaloneHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Handler that prints to standard error, unless another handler gets the record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(LINE_FORMAT))
+
+    @property
+    def stream(self) -> TextIO:
+        """Current standard error stream, which programs and notebooks may replace."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Ignore the stream that the base class sets."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, unless a handler that the program configured gets it."""
+        other_handlers = [handler for handler in LOGGER.handlers if handler is not self]
+        if not other_handlers and not (LOGGER.propagate and logging.getLogger().handlers):
+            super().emit(record)
+
+
+def mark_lines() -> None:
+    """Add the library's handler to its logger. Further calls have no effect."""
+    if not any(isinstance(handler, StandaloneHandler) for handler in LOGGER.handlers):
+        LOGGER.addHandler(StandaloneHandler())
+
+
+class Notices:
+    """Logger of warnings, once per topic. Occurrences are counted elsewhere."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def warn(self, topic: str, message: str) -> None:
+        """Log a warning, unless a warning on this topic was logged before."""
+        if topic not in self._said:
+            self._said.add(topic)
+            LOGGER.warning("%s", message)
+
+
+class Faults(Notices):
+    """Counter and logger of faults.
+
+    Args:
+        counters: statistics that count them.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        super().__init__()
+        self.counters = counters
+
+    def note(self, figure: str, topic: str, message: str) -> None:
+        """Count a fault in a figure of the statistics, and log it, unless a fault on this topic was logged before."""
+        self.counters.add(figure)
+        self.warn(topic, message)
+
+
+def figure_of(error: BaseException) -> str:
+    """Return the figure of the statistics that counts an error of a file."""
+    if isinstance(error, NotOursError):
+        return "other_key_files" if isinstance(error, OtherKeyError) else "newer_files"
+    return "verification_failures" if isinstance(error, FormatError | IntegrityError) else "read_errors"
+
+
+_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
+_OF_THE_PROCESS = _NO_DESCRIPTORS | {
+    *(errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EAGAIN, errno.EACCES, errno.EPERM, errno.ETIMEDOUT),
+    errno.EFAULT,  # the destination memory is at fault
+}
+
+
+def out_of_descriptors(error: BaseException) -> bool:
+    """Return whether an error means that no file descriptors are left."""
+    return isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS
+
+
+def is_of_the_process(error: BaseException) -> bool:
+    """Return whether an error comes from this process or is temporary, and says nothing about the file to be read."""
+    if isinstance(error, OSError):
+        return error.errno in _OF_THE_PROCESS
+    return isinstance(error, MemoryError | RuntimeError)
