@@ -210,24 +210,13 @@ class KVStore:
             ConfigError: an argument is invalid.
             StoreError: the labels cannot be saved. The passages are stored nevertheless.
         """
-        if not passages:
-            if labels is not None:
-                raise ConfigError("labels apply to passages only; also pass passages=True")
-            return precompute(
-                self._opened, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag
-            )
-        return precompute_passages(
-            self._opened,
-            model,
-            input_ids,
-            method=method,
-            progress=progress,
-            pin=pin,
-            label=label,
-            labels=labels,
-            batch_tokens=batch_tokens,
-            tag=tag,
-        )
+        settings: dict[str, Any] = {"method": method, "progress": progress, "pin": pin, "label": label, "tag": tag}
+        if passages:
+            settings |= {"labels": labels, "batch_tokens": batch_tokens}
+            return precompute_passages(self._opened, model, input_ids, **settings)
+        if labels is not None:
+            raise ConfigError("labels apply to passages only; also pass passages=True")
+        return precompute(self._opened, model, input_ids, **settings)
 
     def rank(self, method: Method | str, *, ids: Iterable[str] | None = None, progress: bool = True) -> int:
         """Rank the tokens of stored passages for a method, and add or update the ranking.

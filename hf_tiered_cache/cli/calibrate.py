@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +18,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..cache.calibrations import PrefixCosts, QualityFinding, WindowFindings
+    from ..kvstore import KVStore
 
 
+_NewStore = Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")]
+_Model = Annotated[str, typer.Option(help="Causal LM: a name on the Hub, or a folder.")]
+_Memory = Annotated[str, typer.Option(metavar="SIZE", help="Host memory of the store.")]
+_DType = Annotated[
+    str,
+    typer.Option(help="Data type of the model, such as bfloat16; auto: as saved. Use the type that you serve with."),
+]
 _MEASUREMENTS_OF_OPTION = {
     **dict.fromkeys(("passages", "tokens", "warm"), ("",)),
     "repeats": ("", "--prefix"),
@@ -29,8 +39,8 @@ passages is the default: no option requests it, which is written as ""."""
 
 def calibrate(
     context: typer.Context,
-    store: Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")],
-    model: Annotated[str, typer.Option(help="Causal LM: a name on the Hub, or a folder.")],
+    store: _NewStore,
+    model: _Model,
     passages: Annotated[int, typer.Option(min=1, help="Number of passages in the measured prompt.")] = 8,
     tokens: Annotated[int, typer.Option(min=16, help="Number of tokens in each passage.")] = 512,
     prefix: Annotated[
@@ -66,14 +76,9 @@ def calibrate(
             min=1, help="Repetitions of each measurement, of which the median is used. Use more on a busy machine."
         ),
     ] = 3,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory of the store.")] = "1GiB",
+    memory: _Memory = "1GiB",
     warm: Annotated[bool, typer.Option("--warm", help="Load passages from memory instead of from disk.")] = False,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Data type of the model, such as bfloat16; auto: as saved. Use the type that you serve with."
-        ),
-    ] = "auto",
+    dtype: _DType = "auto",
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -99,44 +104,28 @@ def calibrate(
     ContiguousKV(quality=0.02) uses the smallest budget with a mean loss of at most a quarter of 0.02, and a loss of at
     most half of it in 95 % of the questions, so that other kinds of text keep the target, too. Any target can be used.
     """
-    parse_bytes(memory, "--memory")
     lengths = _lengths(prefix)
     measurements = {"--prefix": bool(lengths), "--quality": quality is not None}
     _check_together(context, [name for name in measurements if measurements[name]])
     if quality is not None and not text:
         raise Refused("--quality measures the loss on your own text: pass it with --text FILE")
     plt = plotting() if plot is not None else None
-    import torch
-
-    from ..kvstore import KVStore
-    from ..store.cipher import read_key_file
-
-    key = read_key_file(key_file)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch_model = load_model(model, dtype, device)
-        with KVStore(store, host_memory=memory, key=key) as kv_store:
-            if quality is not None:
-                prompts = _prompts(model, text or [], length)
-                findings = kv_store.calibrate_quality(
-                    torch_model, prompts, methods=methods.split(","), progress=not as_json
-                )
-                if plot is not None:
-                    _draw_losses(plt, plot, findings, quality)
-                return _show_losses(findings, quality, as_json)
-            if lengths:
-                return _show_prefixes(
-                    kv_store.calibrate_prefix(torch_model, tokens=lengths, repeats=repeats, progress=not as_json),
-                    as_json,
-                )
-            calibration = kv_store.calibrate(
-                torch_model, passages=passages, tokens=tokens, repeats=repeats, cold=not warm, progress=not as_json
+    amount, advice = f"{passages} passages of {tokens} tokens", "fewer --passages, fewer --tokens"
+    with _measuring(store, model, dtype, memory, key_file, amount, advice) as (kv_store, torch_model):
+        if quality is not None:
+            prompts = _prompts(model, text or [], length)
+            findings = kv_store.calibrate_quality(
+                torch_model, prompts, methods=methods.split(","), progress=not as_json
             )
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise Refused(
-            f"{model} and {passages} passages of {tokens} tokens do not fit into the memory of this {device}; use "
-            "fewer --passages, fewer --tokens, or a smaller --dtype"
-        ) from error
+            if plot is not None:
+                _draw_losses(plt, plot, findings, quality)
+            return _show_losses(findings, quality, as_json)
+        if lengths:
+            costs = kv_store.calibrate_prefix(torch_model, tokens=lengths, repeats=repeats, progress=not as_json)
+            return _show_prefixes(costs, as_json)
+        calibration = kv_store.calibrate(
+            torch_model, passages=passages, tokens=tokens, repeats=repeats, cold=not warm, progress=not as_json
+        )
     if as_json:
         return print_json(calibration.as_dict())
     table = figures("share recomputed", "time to first token", "", right=("share recomputed", "time to first token"))
@@ -244,6 +233,29 @@ def _show_prefixes(costs_by_length: list[PrefixCosts], as_json: bool) -> None:
     print("saved for this model and device; use Exact(recompute=0, decline=False) to restore all tokens anyway")
 
 
+@contextmanager
+def _measuring(
+    store: str, model: str, dtype: str, memory: str, key_file: Path | None, amount: str, advice: str, **options: Any
+) -> Iterator[tuple[KVStore, nn.Module]]:
+    """Open a store and load a model. Raises Refused if the measured `amount` of KV does not fit into memory."""
+    parse_bytes(memory, "--memory")
+    import torch
+
+    from ..kvstore import KVStore
+    from ..store.cipher import read_key_file
+
+    key = read_key_file(key_file)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch_model = load_model(model, dtype, device)
+        with KVStore(store, host_memory=memory, key=key, **options) as kv_store:
+            yield kv_store, torch_model
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise Refused(
+            f"{model} and {amount} do not fit into the memory of this {device}; use {advice}, or a smaller --dtype"
+        ) from error
+
+
 def load_model(name: str, dtype: str, device: str) -> nn.Module:
     """Load a causal LM on a device, in evaluation mode. Raises Refused if it cannot be loaded."""
     import torch
@@ -263,8 +275,8 @@ def load_model(name: str, dtype: str, device: str) -> nn.Module:
 
 
 def profile(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")],
-    model: Annotated[str, typer.Option(help="Causal LM: a name on the Hub, or a folder.")],
+    store: _NewStore,
+    model: _Model,
     text: Annotated[
         list[Path],
         typer.Option(
@@ -283,13 +295,8 @@ def profile(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot the window sizes, as a .png or .svg file.")
     ] = None,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory of the store.")] = "1GiB",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Data type of the model, such as bfloat16; auto: as saved. Use the type that you serve with."
-        ),
-    ] = "auto",
+    memory: _Memory = "1GiB",
+    dtype: _DType = "auto",
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -308,34 +315,23 @@ def profile(
     measures the time per token with each window size: KVDrive() uses the memory of the fastest one unless you set
     `window`. Window sizes do not change the model's output.
     """
-    parse_bytes(memory, "--memory")
     plt = plotting() if plot is not None else None
-    import torch
     from transformers import AutoTokenizer
 
-    from ..kvstore import KVStore
     from ..methods import KVDrive, make_method
     from ..selection.window_sizes import uniform_sizes
-    from ..store.cipher import read_key_file
 
-    key, kv_drive = read_key_file(key_file), make_method(method)
+    kv_drive = make_method(method)
     if not isinstance(kv_drive, KVDrive):
         raise Refused(
             f"--method {method} has no windows; use kv_drive, with the settings that differ from its defaults"
         )
-    texts = [read_text(path) for path in text]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch_model = load_model(model, dtype, device)
+    texts, amount = [read_text(path) for path in text], f"contexts of {tokens} tokens"
+    with _measuring(store, model, dtype, memory, key_file, amount, "fewer --tokens", policy=kv_drive.policy) as opened:
+        kv_store, torch_model = opened
         tokenizer = AutoTokenizer.from_pretrained(model)
         ids = [tokenizer(content, verbose=False)["input_ids"][: tokens + steps] for content in texts]
-        with KVStore(store, host_memory=memory, key=key, policy=kv_drive.policy) as kv_store:
-            findings = kv_store.profile_windows(torch_model, ids, method=kv_drive, steps=steps, progress=not as_json)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise Refused(
-            f"{model} and contexts of {tokens} tokens do not fit into the memory of this {device}; use fewer "
-            "--tokens, or a smaller --dtype"
-        ) from error
+        findings = kv_store.profile_windows(torch_model, ids, method=kv_drive, steps=steps, progress=not as_json)
     window = findings.quickest if kv_drive.window == "auto" else kv_drive.window_multiple
     assert window is not None
     sizes, uniform = findings.chosen(window), findings.chosen(window, uniform_sizes)

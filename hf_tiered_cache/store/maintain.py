@@ -51,14 +51,7 @@ class VerifyReport:
         return len(self.bad) == len(self.removed)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"segments": self.segments, "blocks": self.blocks, "bytes": self.nbytes} | {
-            "sidecars": self.sidecars,
-            "bad": self.bad,
-            "removed": self.removed,
-            "unread": self.unread,
-            "newer": self.newer,
-            "unknown": self.unknown,
-        }
+        return {"bytes" if name == "nbytes" else name: value for name, value in vars(self).items()}
 
 
 @dataclass
