@@ -110,44 +110,15 @@ def _has_magic(beginning: bytes) -> bool:
     return beginning[:8] in (SEGMENT_MAGIC, SIDECAR_MAGIC)
 
 
-def _is_holder(name: str, beginning: bytes) -> bool:
-    return json_object(beginning).keys() == {"pid", "since"}
-
-
 def _is_calibrations(name: str, beginning: bytes) -> bool:
     facts = json_object(beginning)
     return bool(facts) and all(_FINGERPRINT.search(key) for key in facts)
-
-
-def _is_marker(name: str, beginning: bytes) -> bool:
-    return json_object(beginning).get("format") == MARKER_FORMAT
 
 
 def _is_database(name: str, beginning: bytes) -> bool:
     """Return whether this is a catalogue, with its schema in the first page, or an SQLite database without tables."""
     has_no_cells = beginning.startswith(b"SQLite format 3\0") and beginning[103:105] in (b"", b"\0\0")
     return has_no_cells or SCHEMA_MARK in beginning
-
-
-def _is_log(name: str, beginning: bytes) -> bool:
-    return beginning[:4] in _WAL_MAGIC
-
-
-def _is_journal(name: str, beginning: bytes) -> bool:
-    return beginning[:8] == _JOURNAL_MAGIC
-
-
-def _is_shared_memory(name: str, beginning: bytes) -> bool:
-    return beginning[:4] == _SHM_VERSION
-
-
-def _is_lock(name: str, beginning: bytes) -> bool:
-    """Return True: the content of the locks of the store and its catalogue is never read, written or deleted."""
-    return True
-
-
-def _is_empty(name: str, beginning: bytes) -> bool:
-    return not beginning
 
 
 def _kind(folder: str, names: str, recognises: Callable[[str, bytes], bool], most_bytes: int = PAGE_BYTES) -> FileKind:
@@ -173,19 +144,22 @@ _DATABASE = re.escape(CATALOGUE_NAME)
 SEGMENT = _kind("segments", rf"{_HEX}\.kv", _is_container)
 SIDECAR = _kind("beside", rf"{_HEX}\.[a-z][a-z0-9_]{{0,31}}", _is_container)
 TEMPORARY = _kind("tmp", r"\d+-\d+-\d+", _is_temporary)
-TEMPORARY_LOCK = _kind("tmp", r"\d+-\d+-\d+\.lock", _is_empty)
-PIN = _kind("pins", _HEX, _is_empty)
+TEMPORARY_LOCK = _kind("tmp", r"\d+-\d+-\d+\.lock", lambda _, beginning: not beginning)
+PIN = _kind("pins", _HEX, lambda _, beginning: not beginning)
 CONVERSATION = _record_kind("conversations", "id")
-CONVERSATION_LOCK = _kind("conversations", rf"{_HEX}\.lock", _is_holder)
+CONVERSATION_LOCK = _kind(
+    "conversations", rf"{_HEX}\.lock", lambda _, beginning: json_object(beginning).keys() == {"pid", "since"}
+)
 DOCUMENT = _record_kind("documents", "label", "fingerprint", "made")
 CALIBRATIONS = _kind("", re.escape(CALIBRATIONS_NAME), _is_calibrations, RECORD_BYTES)
-MARKER = _kind("", re.escape(MARKER_NAME), _is_marker)
-LOCK = _kind("", "lock", _is_lock)
-CATALOGUE_LOCK = _kind("", rf"{_DATABASE}\.lock", _is_lock)
+MARKER = _kind("", re.escape(MARKER_NAME), lambda _, beginning: json_object(beginning).get("format") == MARKER_FORMAT)
+# the content of these locks is never read, written or deleted
+LOCK = _kind("", "lock", lambda *_: True)
+CATALOGUE_LOCK = _kind("", rf"{_DATABASE}\.lock", lambda *_: True)
 CATALOGUE = _kind("", _DATABASE, _is_database)
-CATALOGUE_LOG = _kind("", rf"{_DATABASE}-wal", _is_log)
-CATALOGUE_SHARED_MEMORY = _kind("", rf"{_DATABASE}-shm", _is_shared_memory)
-CATALOGUE_JOURNAL = _kind("", rf"{_DATABASE}-journal", _is_journal)
+CATALOGUE_LOG = _kind("", rf"{_DATABASE}-wal", lambda _, beginning: beginning[:4] in _WAL_MAGIC)
+CATALOGUE_SHARED_MEMORY = _kind("", rf"{_DATABASE}-shm", lambda _, beginning: beginning[:4] == _SHM_VERSION)
+CATALOGUE_JOURNAL = _kind("", rf"{_DATABASE}-journal", lambda _, beginning: beginning[:8] == _JOURNAL_MAGIC)
 
 DATABASE_FILES = {
     f"{CATALOGUE_NAME}-wal": CATALOGUE_LOG,

@@ -13,10 +13,10 @@ import errno
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ _LOCK_SECONDS = 30.0
 """Seconds to wait for the lock of the place."""
 _ATTEMPTS = 100
 """Maximum number of attempts to read an object that is replaced between two reads each time."""
+_T = TypeVar("_T")
 _RECORD_FOLDERS = ("", "conversations", "documents")
 
 
@@ -141,17 +142,23 @@ class ObjectBackend(ABC, SegmentBackend):
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
         name = _object_name(*file_of(segment_id))
+
+        def read(stored: Stored) -> tuple[Stored, bytes]:
+            page = self.get_object(name, stored.version, 0, HEADER_BYTES)
+            rest = max(0, length(stored, page) - HEADER_BYTES)
+            return stored, page + (self.get_object(name, stored.version, HEADER_BYTES, rest) if rest else b"")
+
+        return self._read_version(name, read)
+
+    def _read_version(self, name: str, read: Callable[[Stored], _T]) -> _T:
+        """Return the result of `read`, which reads one version of an object, again if another one replaces it."""
         for _ in range(_ATTEMPTS):
             stored = self.find_object(name)
             if stored is None:
-                raise FileNotFoundError(errno.ENOENT, "it does not exist", self.where(segment_id))
+                raise FileNotFoundError(errno.ENOENT, "it does not exist", f"{self.place}/{name}")
             with suppress(FileNotFoundError):  # replaced or deleted meanwhile
-                page = self.get_object(name, stored.version, 0, HEADER_BYTES)
-                remaining = max(0, length(stored, page) - HEADER_BYTES)
-                return stored, page + (
-                    self.get_object(name, stored.version, HEADER_BYTES, remaining) if remaining else b""
-                )
-        raise OSError(errno.EAGAIN, "it is replaced repeatedly", self.where(segment_id))
+                return read(stored)
+        raise OSError(errno.EAGAIN, "it is replaced repeatedly", f"{self.place}/{name}")
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, ObjectFile]:
         stored, head = self.head(segment_id, length)
@@ -291,15 +298,13 @@ class ObjectRecords:
         path = _object_name(kind, name)
         if path in self._locks:
             return self._locks[path]
-        for _ in range(_ATTEMPTS):
-            stored = self._backend.find_object(path)
-            if stored is None:
-                raise FileNotFoundError(errno.ENOENT, "it does not exist", self.where(kind, name))
+
+        def read(stored: Stored) -> bytes:
             if kind.is_record and stored.size > kind.most_bytes:
                 raise FormatError(f"a record of {stored.size} bytes is too large")
-            with suppress(FileNotFoundError):  # replaced or deleted meanwhile
-                return self._backend.get_object(path, stored.version, 0, min(stored.size, kind.most_bytes))
-        raise OSError(errno.EAGAIN, "it is replaced repeatedly", self.where(kind, name))
+            return self._backend.get_object(path, stored.version, 0, min(stored.size, kind.most_bytes))
+
+        return self._backend._read_version(path, read)
 
     def is_own(self, kind: FileKind, name: str) -> bool:
         try:

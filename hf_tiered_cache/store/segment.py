@@ -150,10 +150,15 @@ class SegmentReader:
         """Verify runs of blocks that were read, and decrypt them in place.
 
         Raises:
-            IntegrityError: a block fails its checksum.
+            IntegrityError: a block fails its checksum. It names the first bad chunk.
         """
+        if self._guard is None:
+            return
         for first, blocks in runs:
-            self._open(block_group, first, blocks)
+            expected = self.digests[block_group][first : first + blocks.shape[0]]
+            bad = self._guard.open(self.shape.first_block(block_group) + first, blocks, expected)
+            if bad is not None:
+                raise self.damaged(block_group, first + bad)
 
     def read(self, block_group: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
         """Read runs of blocks of one KV cache group, and verify every block. See `read_batch`."""
@@ -174,19 +179,6 @@ class SegmentReader:
         """Allocate memory for all blocks of one KV cache group, uint8 `[chunks, block_bytes]`."""
         group = self.shape.block_groups[block_group]
         return aligned_bytes(self.shape.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
-
-    def _open(self, block_group: int, first: int, blocks: torch.Tensor) -> None:
-        """Verify blocks, and decrypt them in place.
-
-        Raises:
-            IntegrityError: a block fails its checksum. It names the first bad chunk.
-        """
-        if self._guard is None:
-            return
-        expected = self.digests[block_group][first : first + blocks.shape[0]]
-        bad = self._guard.open(self.shape.first_block(block_group) + first, blocks, expected)
-        if bad is not None:
-            raise self.damaged(block_group, first + bad)
 
 
 Asked = tuple[SegmentReader, int, Sequence[BlockRun]]
