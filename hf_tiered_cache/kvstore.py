@@ -36,7 +36,7 @@ from .store.documents import DocumentInfo
 from .store.engines import Engine
 from .store.folder import FolderBackend
 from .store.geometry import Geometry
-from .store.publish import Limits
+from .store.quota import Limits
 from .tiers import make_policy
 from .tiers.residency import Residency
 from .units import parse_bytes

@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from ..errors import (
-    ConfigError,
     FormatError,
     IntegrityError,
     ModelChangedError,
@@ -26,24 +27,24 @@ from ..errors import (
     StoreError,
 )
 from ..stats import Counters
-from . import publish as quota
-from .backend import SegmentBackend
+from .backend import SegmentBackend, Upload
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
-from .digest import Group
+from .container import write_blocks
+from .digest import Group, PackedBlocks, content_of
 from .faults import Faults, figure_of, is_of_the_process, out_of_descriptors
-from .format import SegmentHeader, lay_out
-from .index import Index
-from .process import OpenSegments
-from .publish import Publisher, Written
+from .format import SegmentHeader, encode_head, lay_out
+from .quota import Limits, Space
 from .segment import SegmentReader, read_head
-from .sidecars import Sidecars
 
 _HIDDEN_SECONDS = 60.0
 """Seconds for which a segment is not used after a read error."""
 
+Written = Callable[[int, torch.Tensor, int], None]
+"""Callback for a written KV cache group: its number, its blocks, and the content hash in `SegmentReader.owner`."""
 
-class SegmentStore:
+
+class SegmentStore(Space):
     """Segments in one place, shared by any number of processes.
 
     Args:
@@ -60,22 +61,13 @@ class SegmentStore:
         backend: SegmentBackend,
         *,
         verify: bool,
-        limits: quota.Limits,
+        limits: Limits,
         counters: Counters,
         cipher: Plain | None = None,
     ) -> None:
-        self.backend, self.place = backend, backend.place
-        self.limits, self.counters, self.cipher = limits, counters, cipher or Plain()
-        self.readers: OpenSegments[SegmentReader] = OpenSegments()
-        self.on_gone: list[Callable[[Collection[str]], None]] = []
-        """Callbacks that receive the ids of deleted or replaced segments."""
+        super().__init__(backend, limits, Faults(counters), cipher or Plain())
         self._verify = verify
-        self._faults = Faults(counters)
         self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are not used
-        self.index = Index(backend, self._faults)
-        self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
-        self._publisher = Publisher(backend, self.index, self.cipher, self.make_room, self.is_hidden)
-        self.sidecars = Sidecars(backend, self.cipher, self._faults, self._publisher.reserved)
         self._keys = self.index.keys() - {""}  # of the segments present when the store was opened
 
     def path(self, segment_id: str) -> Path:
@@ -229,7 +221,7 @@ class SegmentStore:
                 "it is encrypted",
             )
         try:
-            nbytes, replaced = self._publisher.write(header, prefix_hashes, block_groups, written)
+            nbytes, replaced = self._write(header, prefix_hashes, block_groups, written)
         except FileExistsError:
             self.counters.add("duplicate_writes")
             if self.index.row(header.id) is None:
@@ -252,6 +244,90 @@ class SegmentStore:
         self.index.touch([*ancestors, header.id])
         return True
 
+    def _write(
+        self, header: SegmentHeader, prefix_hashes: list[bytes], block_groups: Iterable[Group], written: Written
+    ) -> tuple[int, bool]:
+        """Write a segment whose header has its sections, and publish it. See `publish`.
+
+        Returns:
+            Size of the segment in bytes, and whether it replaced another segment.
+
+        Raises:
+            FileExistsError: a segment with this id exists, and is not to be replaced.
+            QuotaError: there is no room within the quota or on the disk.
+            StoreBusyError: the store or its catalogue is locked by another process, or the catalogue cannot be opened.
+            OSError: the segment cannot be written.
+        """
+        guard, replaces = self.cipher.guard(header.seal), self._makes_way(header.id)
+        if not self.index.is_shared():
+            raise StoreBusyError("the catalogue cannot be opened, so the segment could not be found")
+        with self.reserved(header.id, header.file_bytes) as upload:
+            digests = []
+            offset = header.blocks.offset
+            for block_group, group in enumerate(block_groups):
+                blocks, linear = group if isinstance(group, PackedBlocks) else (group, None)
+                first = header.shape.first_block(block_group)
+                digests.append(write_blocks(upload, offset, guard, first, blocks, linear))
+                written(block_group, blocks, content_of(digests[-1]))
+                offset += blocks.numel()
+            upload.write(memoryview(encode_head(header, prefix_hashes, np.concatenate(digests), guard)), 0)
+            row = SegmentRow.of(header, b"".join(prefix_hashes), upload.nbytes())
+            # before the upload's context ends, so that its bytes stay counted
+            self._publish(header, row, upload, replaces)
+        return row.nbytes, replaces
+
+    def _publish(self, header: SegmentHeader, row: SegmentRow, upload: Upload, replaces: bool) -> None:
+        """Publish the file and its catalogue row together. If the row cannot be added, a new file is deleted again."""
+        is_published = False
+
+        def publish() -> None:
+            nonlocal is_published
+            if not is_published:  # it may be called again, after the catalogue was replaced
+                upload.publish(replaces)
+                is_published = True
+
+        def enter(catalogue: Catalogue) -> bool:
+            catalogue.add(row, header.model, publish)
+            return True
+
+        is_listed = False
+        try:
+            is_listed = self.index.ask(enter, False)
+        finally:  # Ctrl-C interrupts before or after the row is added
+            if is_published and not is_listed and not replaces and self.index.row(header.id) is None:
+                self.backend.delete(header.id)
+        if not is_listed:
+            raise StoreBusyError("the segment cannot be added to the catalogue; end the process that keeps it locked")
+
+    def _makes_way(self, segment_id: str) -> bool:
+        """Return whether an existing segment is to be replaced, because it is damaged, expired or failing.
+
+        Raises:
+            FileExistsError: the existing segment is usable.
+            NotOursError: the existing segment has another key or a newer format.
+            OSError: the existing segment cannot be read.
+        """
+        listed_row = self.index.row(segment_id)
+        try:
+            header = read_head(partial(self.backend.head, segment_id), self.cipher).header
+        except FileNotFoundError:
+            return False
+        except NotOursError:  # before its base class, of damaged files
+            raise
+        except FormatError:
+            return True
+        except OSError:
+            if self.is_hidden(segment_id):
+                return True
+            raise
+        # the row corrects clocks that were ahead
+        expires = header.expires if listed_row is None else listed_row.expires
+        if self.is_hidden(segment_id) or (listed_row is not None and not listed_row.valid_hashes):
+            return True
+        if expires is not None and expires <= time.time():
+            return True
+        raise FileExistsError(segment_id)
+
     def sync(self) -> None:
         """Make what was published durable. Raises StoreError."""
         try:
@@ -260,157 +336,6 @@ class SegmentStore:
             raise StoreError(
                 f"{self.place} cannot be synchronized to disk ({error.strerror}); check the disk and call flush() again"
             ) from error
-
-    # --- space
-
-    def used_bytes(self) -> int:
-        """Return the bytes that the store takes on disk (segments, sidecars, catalogue), plus catalogue growth.
-
-        Raises:
-            OSError: the size cannot be determined.
-        """
-        written = self.backend.usage()  # first: a file that is published meanwhile must count twice rather than never
-        segment_bytes = self.index.listed_bytes()
-        if segment_bytes is None:  # no shared catalogue, or a new one, which may lack segments of other processes
-            total = sum(map(self.nbytes_of, self.backend.names()))
-        else:
-            total = segment_bytes + sum(map(self.nbytes_of, self.index.unlisted))
-        return total + quota.CATALOGUE_GROWTH + written + sum(self.backend.sidecars().values())
-
-    def nbytes_of(self, segment_id: str) -> int:
-        """Return the bytes that a segment takes on disk; 0 if it is gone. Raises OSError."""
-        stored = self.backend.find(segment_id)
-        return 0 if stored is None else stored.nbytes
-
-    def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
-        """Evict segments until `nbytes` more fit. The caller holds the backend's lock.
-
-        Args:
-            nbytes: bytes to be written.
-            spared: ids of segments to keep, in addition to pinned ones.
-
-        Raises:
-            QuotaError: evicting all permitted segments would not free enough; then no segment is evicted.
-            OSError: the sizes cannot be determined, or a segment cannot be deleted.
-        """
-        self.clean_up()
-        self.forget_lost_readers()
-        used = 0 if self.limits.quota is None else self.used_bytes()
-        needed, desired = self.limits.shortfall(nbytes, used, self.backend.free())
-        if desired <= 0:
-            return
-        swept = sum(self.sidecars.sweep().values())
-        needed, desired = needed - swept, desired - swept
-        candidates = self.victims(desired, spared)
-        if sum(nbytes for _, nbytes in candidates) < needed:
-            raise QuotaError(
-                f"no room for {nbytes} bytes; raise disk_quota, lower free_space_floor, or free space on the disk"
-            )
-        self.evict(candidates)
-
-    def victims(self, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
-        """Select the segments to evict until `nbytes` are freed, except pinned ones and `but`.
-
-        Returns:
-            Ids, and bytes including sidecars.
-        """
-        sidecars = self.sidecars.by_segment()
-        uses = [
-            (name, size + sidecars.get(name, 0), expires)
-            for name, size, expires in self.index.ask(Catalogue.by_use, [])
-        ]
-        return quota.victims(uses, nbytes, self.backend.pinned().union(but), time.time())
-
-    def evict(self, segments: list[tuple[str, int]]) -> None:
-        """Delete segments as returned by `victims`. Raises OSError if one could not be deleted."""
-        removed, failed = self._remove([segment_id for segment_id, _ in segments])
-        self.counters.add("evicted_segments", removed)
-        if failed is not None:
-            raise failed
-
-    def clean_up(self, dry_run: bool = False) -> dict[str, int]:
-        """Delete unfinished files of dead processes. The caller holds the backend's lock.
-
-        Returns:
-            Bytes of each deleted file, or with `dry_run` of each file to be deleted.
-        """
-        removed, published = self.backend.clean_up(dry_run)
-        if published and not dry_run:  # killed after the file was published, and before its row was added
-            self.index.scan()
-        return removed
-
-    def check_writable(self) -> None:
-        """Raise StoreError if the store cannot be written."""
-        if not self.backend.writable:
-            raise StoreError(f"{self.place} is not writable, so nothing in it can be changed; check its permissions")
-
-    # --- deletion
-
-    def remove(self, ids: Iterable[str]) -> int:
-        """Delete segments and their sidecars. Returns the number of deleted segments.
-
-        Raises:
-            StoreError: the store is not writable. OSError: a segment could not be deleted; the others were.
-        """
-        self.check_writable()
-        removed, failed = self._remove(list(ids))
-        if failed is not None:
-            raise failed
-        return removed
-
-    def _remove(self, ids: Collection[str]) -> tuple[int, OSError | None]:
-        removed_ids, removed, failed = [], 0, None
-        self._removed.extend(ids)
-        self.sidecars.remove(ids)  # first, so that no sidecar remains without its segment
-        for segment_id in ids:
-            try:
-                removed += self.backend.delete(segment_id)
-                removed_ids.append(segment_id)
-                self.backend.pin(segment_id, False)
-            except OSError as error:
-                failed = error
-        self.let_go(removed_ids)
-        self.index.remove(removed_ids)
-        return removed, failed
-
-    def let_go(self, ids: Collection[str]) -> None:
-        """Drop everything that this process holds of deleted or replaced segments."""
-        for segment_id in ids:
-            if (reader := self.readers.get(segment_id)) is not None:
-                reader.gone = True
-                self.readers.drop(segment_id)
-        for tell in self.on_gone:
-            tell(ids)
-
-    def forget_lost_readers(self) -> None:
-        """Close segments that other processes deleted or replaced: an open file still takes disk space."""
-        opened = [(segment_id, self.readers.get(segment_id)) for segment_id in self.readers]
-        lost = [name for name, reader in opened if reader is not None and not reader.is_current()]
-        if lost:
-            self.let_go(lost)
-
-    def forget_deleted(self, ids: Iterable[str]) -> None:
-        """Drop the given segments that other processes deleted."""
-        with suppress(OSError):  # an error proves nothing
-            if lost := [segment_id for segment_id in ids if self.backend.find(segment_id) is None]:
-                self.let_go(lost)
-
-    def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Pin segments, which protects them from eviction, or unpin them (`pinned=False`).
-
-        Raises:
-            ConfigError: an id to pin is unknown. StoreError: the store is not writable.
-        """
-        self.check_writable()
-        ids = list(ids)
-        unknown = set(ids) - self.index.ask(Catalogue.ids, set(ids))
-        if pinned and unknown:
-            raise ConfigError(
-                f"segment {min(map(str, unknown))!r} does not exist; store.segments() lists all segments, and "
-                "store.precompute(model, input_ids, pin=True) pins a prompt"
-            )
-        for segment_id in ids:
-            self.backend.pin(segment_id, pinned)
 
     def close(self) -> None:
         self.readers.clear()

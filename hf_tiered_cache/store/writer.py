@@ -17,10 +17,9 @@ from typing import Any
 
 from ..errors import ModelChangedError, StoreBusyError, StoreClosedError
 from .digest import Group, PackedBlocks
-from .disk import SegmentStore
+from .disk import SegmentStore, Written
 from .format import SegmentHeader
 from .interrupts import Latch
-from .publish import Written
 
 logger = logging.getLogger("hf_tiered_cache")
 

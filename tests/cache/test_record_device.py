@@ -17,7 +17,7 @@ from side_stream import Computed, SideStream
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache import recorder as record_module
-from hf_tiered_cache.store import publish as publish_module
+from hf_tiered_cache.store import disk as disk_module
 from hf_tiered_cache.store.digest import PackedBlocks, lin64
 from hf_tiered_cache.store.writer import KeptOnDevice, PendingSegment, Writer
 from hf_tiered_cache.tiers import streams as staging_module
@@ -119,12 +119,12 @@ def slow(monkeypatch):
     """A disk that writes as many block groups as it is allowed to."""
     gate = SimpleNamespace(let=threading.Semaphore(0), note=lambda: None)
 
-    def write(*args, real=publish_module.write_blocks):
+    def write(*args, real=disk_module.write_blocks):
         assert gate.let.acquire(timeout=60)
         gate.note()
         return real(*args)
 
-    monkeypatch.setattr(publish_module, "write_blocks", write)
+    monkeypatch.setattr(disk_module, "write_blocks", write)
     return gate
 
 

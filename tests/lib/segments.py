@@ -24,7 +24,7 @@ from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.folder import FolderBackend, head_of_file
 from hf_tiered_cache.store.format import HASH_BYTES, SegmentHeader
 from hf_tiered_cache.store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV
-from hf_tiered_cache.store.publish import Limits
+from hf_tiered_cache.store.quota import Limits
 from hf_tiered_cache.store.segment import Head, read_head
 from hf_tiered_cache.store.shape import SegmentShape
 

@@ -382,7 +382,7 @@ def descriptors(root):
     return [target for target in targets if target.startswith(str(root))]
 
 
-@pytest.mark.parametrize("where", ["store.disk.Index.scan", "cache.storage.ScoreTable.load"])
+@pytest.mark.parametrize("where", ["store.index.Index.scan", "cache.storage.ScoreTable.load"])
 def test_an_interrupt_while_a_store_is_opened_leaves_nothing_open(tmp_path, monkeypatch, where):
     before = set(threading.enumerate())
     with monkeypatch.context() as patch:

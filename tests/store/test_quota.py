@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_tiered_cache.store.publish import Limits, victims
+from hf_tiered_cache.store.quota import Limits, victims
 
 
 @pytest.mark.parametrize(

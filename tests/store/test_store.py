@@ -84,7 +84,7 @@ def test_a_file_of_another_key_or_a_newer_version_is_no_duplicate(tmp_path, monk
     def not_ours(*_):
         raise NotOursError("a newer version has written it")
 
-    monkeypatch.setattr("hf_tiered_cache.store.publish.read_head", not_ours)
+    monkeypatch.setattr("hf_tiered_cache.store.disk.read_head", not_ours)
     assert not store.publish(header, chain, [b + 1 for b in blocks])
     counted = store.counters.snapshot()
     assert (counted.duplicate_writes, counted.dropped_writes) == (0, 1)
@@ -441,7 +441,7 @@ store.publish(header, chain, blocks)
 def test_a_file_being_written_is_no_orphan(tmp_path):
     """Another process collects garbage while ours writes."""
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
-    with ours._publisher.reserved("0" * 32, 100_000) as upload:
+    with ours.reserved("0" * 32, 100_000) as upload:
         assert theirs.clean_up() == {}
         assert upload.path.exists()
     assert not list((tmp_path / "tmp").iterdir())
@@ -453,7 +453,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from segments import *
 store = open_store(Path(sys.argv[2]))
-with store._publisher.reserved("0" * 32, 100_000) if sys.argv[3] == "a temporary file" else store.backend.locked():
+with store.reserved("0" * 32, 100_000) if sys.argv[3] == "a temporary file" else store.backend.locked():
     print("ready", flush=True)
     time.sleep(600)
 """

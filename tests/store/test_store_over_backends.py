@@ -14,7 +14,7 @@ from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic
 from hf_tiered_cache.store.backends import BACKENDS, register_backend
 from hf_tiered_cache.store.kinds import CALIBRATIONS_NAME
-from hf_tiered_cache.store.publish import CATALOGUE_GROWTH
+from hf_tiered_cache.store.quota import CATALOGUE_GROWTH
 
 IDS = prompt(96)
 GREEDY = {"do_sample": False, "max_new_tokens": 8}

@@ -20,8 +20,7 @@ from segments import hashes, open_store, read_back, segment
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import IntegrityError, QuotaError, StoreBusyError, StoreError
-from hf_tiered_cache.store import database, disk, folder, index, maintain, process, writer
-from hf_tiered_cache.store import publish as quota
+from hf_tiered_cache.store import database, disk, folder, index, maintain, process, quota, writer
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.store.writer import PendingSegment, Writer

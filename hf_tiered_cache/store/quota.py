@@ -1,0 +1,275 @@
+"""Space of a store: its limits, eviction and deletion."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..errors import ConfigError, QuotaError, StoreError
+from .backend import SegmentBackend, Upload
+from .catalogue import Catalogue
+from .cipher import Plain
+from .faults import Faults
+from .index import Index
+from .process import OpenSegments
+from .segment import SegmentReader
+from .sidecars import Sidecars
+
+CATALOGUE_GROWTH = 256 << 10
+"""Bytes reserved within the quota for growth of the catalogue and its log until usage is measured again."""
+Use = tuple[str, int, float | None]
+"""Id of a segment, its size in bytes, and its expiry in Unix seconds, or None."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the disk space that a store may use.
+
+    Args:
+        quota: maximum size of the store's folder in bytes, or None for no quota.
+        high: share of the quota above which eviction starts.
+        low: share of the quota down to which it evicts.
+        floor: bytes that always stay free on the file system.
+    """
+
+    quota: int | None = None
+    high: float = 0.95
+    low: float = 0.85
+    floor: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high <= 1:
+            raise ConfigError(f"watermarks must satisfy 0 < low <= high <= 1, not low={self.low}, high={self.high}")
+        if self.quota is not None and self.quota < 0:
+            raise ConfigError(f"disk_quota must not be negative: {self.quota}")
+
+    def shortfall(self, nbytes: int, used: int, free: int | None) -> tuple[int, int]:
+        """Return the number of bytes to evict before `nbytes` more are written.
+
+        Args:
+            nbytes: bytes to write.
+            used: bytes that the store uses; ignored without a quota.
+            free: free bytes on the disk, or None if unlimited.
+
+        Returns:
+            Bytes that must be evicted, and bytes that should be. Values that are not positive mean no eviction.
+        """
+        needed = 0 if free is None else nbytes + self.floor - free
+        desired = needed + nbytes if needed > 0 else needed  # room for two such writes, so that not every write evicts
+        if self.quota is not None:
+            needed = max(needed, used + nbytes - self.quota)
+            if used + nbytes > self.quota * self.high:
+                desired = max(desired, needed, used + nbytes - int(self.quota * self.low))
+        return needed, desired
+
+    def overflow(self, used: int) -> int:
+        """Return the bytes to evict to get down to the low watermark; 0 if `used` is not above the high watermark."""
+        over = self.quota is not None and used > self.quota * self.high
+        return used - int(self.quota * self.low) if self.quota is not None and over else 0
+
+
+def victims(uses: Sequence[Use], nbytes: int, spared: Collection[str], now: float) -> list[tuple[str, int]]:
+    """Select segments to evict until `nbytes` are freed: expired ones first, then the least recently used.
+
+    Args:
+        uses: all segments, most recently used last; with equal times, the segment at the larger position first.
+        nbytes: bytes to free.
+        spared: ids of segments that are not evicted.
+        now: current time in Unix seconds.
+
+    Returns:
+        Ids and sizes in bytes of the selected segments.
+    """
+    rows = [row for row in uses if row[0] not in spared]
+    rows.sort(key=lambda row: row[2] is None or row[2] > now)  # a stable sort: the order of use is kept
+    freed = accumulate((size for _, size, _ in rows), initial=0)
+    return [(segment_id, size) for (segment_id, size, _), before in zip(rows, freed, strict=False) if before < nbytes]
+
+
+class Space:
+    """Space that a store takes: usage, quota, eviction and deletion.
+
+    Args:
+        backend: place of the store.
+        limits: quota, watermarks and free-space floor.
+        faults: counts and logs faults.
+        cipher: encrypts sidecars, if the store has a key.
+    """
+
+    def __init__(self, backend: SegmentBackend, limits: Limits, faults: Faults, cipher: Plain) -> None:
+        self.backend, self.place, self.limits, self.cipher = backend, backend.place, limits, cipher
+        self._faults, self.counters = faults, faults.counters
+        self.readers: OpenSegments[SegmentReader] = OpenSegments()
+        self.on_gone: list[Callable[[Collection[str]], None]] = []
+        """Callbacks that receive the ids of deleted or replaced segments."""
+        self.index = Index(backend, faults)
+        self.sidecars = Sidecars(backend, cipher, faults, self.reserved)
+        self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
+
+    def used_bytes(self) -> int:
+        """Return the bytes that the store takes on disk (segments, sidecars, catalogue), plus catalogue growth.
+
+        Raises:
+            OSError: the size cannot be determined.
+        """
+        written = self.backend.usage()  # first: a file that is published meanwhile must count twice rather than never
+        segment_bytes = self.index.listed_bytes()
+        if segment_bytes is None:  # no shared catalogue, or a new one, which may lack segments of other processes
+            total = sum(map(self.nbytes_of, self.backend.names()))
+        else:
+            total = segment_bytes + sum(map(self.nbytes_of, self.index.unlisted))
+        return total + CATALOGUE_GROWTH + written + sum(self.backend.sidecars().values())
+
+    def nbytes_of(self, segment_id: str) -> int:
+        """Return the bytes that a segment takes on disk; 0 if it is gone. Raises OSError."""
+        stored = self.backend.find(segment_id)
+        return 0 if stored is None else stored.nbytes
+
+    def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
+        """Evict segments until `nbytes` more fit. The caller holds the backend's lock.
+
+        Args:
+            nbytes: bytes to be written.
+            spared: ids of segments to keep, in addition to pinned ones.
+
+        Raises:
+            QuotaError: evicting all permitted segments would not free enough; then no segment is evicted.
+            OSError: the sizes cannot be determined, or a segment cannot be deleted.
+        """
+        self.clean_up()
+        self.forget_lost_readers()
+        used = 0 if self.limits.quota is None else self.used_bytes()
+        needed, desired = self.limits.shortfall(nbytes, used, self.backend.free())
+        if desired <= 0:
+            return
+        swept = sum(self.sidecars.sweep().values())
+        needed, desired = needed - swept, desired - swept
+        candidates = self.victims(desired, spared)
+        if sum(nbytes for _, nbytes in candidates) < needed:
+            raise QuotaError(
+                f"no room for {nbytes} bytes; raise disk_quota, lower free_space_floor, or free space on the disk"
+            )
+        self.evict(candidates)
+
+    def victims(self, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
+        """Select the segments to evict until `nbytes` are freed, except pinned ones and `but`.
+
+        Returns:
+            Ids, and bytes including sidecars.
+        """
+        sidecars = self.sidecars.by_segment()
+        uses = [
+            (name, size + sidecars.get(name, 0), expires)
+            for name, size, expires in self.index.ask(Catalogue.by_use, [])
+        ]
+        return victims(uses, nbytes, self.backend.pinned().union(but), time.time())
+
+    def evict(self, segments: list[tuple[str, int]]) -> None:
+        """Delete segments as returned by `victims`. Raises OSError if one could not be deleted."""
+        removed, failed = self._remove([segment_id for segment_id, _ in segments])
+        self.counters.add("evicted_segments", removed)
+        if failed is not None:
+            raise failed
+
+    def clean_up(self, dry_run: bool = False) -> dict[str, int]:
+        """Delete unfinished files of dead processes. The caller holds the backend's lock.
+
+        Returns:
+            Bytes of each deleted file, or with `dry_run` of each file to be deleted.
+        """
+        removed, published = self.backend.clean_up(dry_run)
+        if published and not dry_run:  # killed after the file was published, and before its row was added
+            self.index.scan()
+        return removed
+
+    def check_writable(self) -> None:
+        """Raise StoreError if the store cannot be written."""
+        if not self.backend.writable:
+            raise StoreError(f"{self.place} is not writable, so nothing in it can be changed; check its permissions")
+
+    @contextmanager
+    def reserved(self, name: str, nbytes: int, spared: Collection[str] = ()) -> Iterator[Upload]:
+        """Reserve room, within the quota and on the backend, and yield the upload to write to.
+
+        Args:
+            name: name to publish under.
+            nbytes: bytes to reserve.
+            spared: segments that are not evicted.
+        """
+        with ExitStack() as stack:
+            with self.backend.locked():
+                self.make_room(nbytes, spared)
+                upload = stack.enter_context(self.backend.write(name, nbytes))
+            yield upload
+
+    # --- deletion
+
+    def remove(self, ids: Iterable[str]) -> int:
+        """Delete segments and their sidecars. Returns the number of deleted segments.
+
+        Raises:
+            StoreError: the store is not writable. OSError: a segment could not be deleted; the others were.
+        """
+        self.check_writable()
+        removed, failed = self._remove(list(ids))
+        if failed is not None:
+            raise failed
+        return removed
+
+    def _remove(self, ids: Collection[str]) -> tuple[int, OSError | None]:
+        removed_ids, removed, failed = [], 0, None
+        self._removed.extend(ids)
+        self.sidecars.remove(ids)  # first, so that no sidecar remains without its segment
+        for segment_id in ids:
+            try:
+                removed += self.backend.delete(segment_id)
+                removed_ids.append(segment_id)
+                self.backend.pin(segment_id, False)
+            except OSError as error:
+                failed = error
+        self.let_go(removed_ids)
+        self.index.remove(removed_ids)
+        return removed, failed
+
+    def let_go(self, ids: Collection[str]) -> None:
+        """Drop everything that this process holds of deleted or replaced segments."""
+        for segment_id in ids:
+            if (reader := self.readers.get(segment_id)) is not None:
+                reader.gone = True
+                self.readers.drop(segment_id)
+        for tell in self.on_gone:
+            tell(ids)
+
+    def forget_lost_readers(self) -> None:
+        """Close segments that other processes deleted or replaced: an open file still takes disk space."""
+        opened = [(segment_id, self.readers.get(segment_id)) for segment_id in self.readers]
+        lost = [name for name, reader in opened if reader is not None and not reader.is_current()]
+        if lost:
+            self.let_go(lost)
+
+    def forget_deleted(self, ids: Iterable[str]) -> None:
+        """Drop the given segments that other processes deleted."""
+        with suppress(OSError):  # an error proves nothing
+            if lost := [segment_id for segment_id in ids if self.backend.find(segment_id) is None]:
+                self.let_go(lost)
+
+    def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
+        """Pin segments, which protects them from eviction, or unpin them (`pinned=False`).
+
+        Raises:
+            ConfigError: an id to pin is unknown. StoreError: the store is not writable.
+        """
+        self.check_writable()
+        ids = list(ids)
+        unknown = set(ids) - self.index.ask(Catalogue.ids, set(ids))
+        if pinned and unknown:
+            raise ConfigError(
+                f"segment {min(map(str, unknown))!r} does not exist; store.segments() lists all segments, and "
+                "store.precompute(model, input_ids, pin=True) pins a prompt"
+            )
+        for segment_id in ids:
+            self.backend.pin(segment_id, pinned)
