@@ -30,9 +30,7 @@ from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC
 FORMAT_VERSION = 8
-"""Newest version. Each file gets the lowest version that supports its content, so that older programs can read it."""
-_PAIRS_VERSION, _TABLES_VERSION, _CODED_VERSION, _ENCRYPTED_VERSION = 7, 6, 5, 4
-_RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 3, 2, 1
+"""Newest version that is read. Older programs can read a file if its version is lower (see `_version`)."""
 HEADER_BYTES = ALIGNMENT
 _NUMBER_BYTES = 4  # of an entry of the sections order, tables and importance
 _SECTIONS = ("chain", "digests", "scan", "order", "tables", "importance", "blocks")
@@ -238,19 +236,18 @@ def _encode_json(data: dict[str, Any]) -> bytes:
 
 
 def _version(header: SegmentHeader) -> int:
-    if header.scan.nbytes:
-        return FORMAT_VERSION
-    if header.shape.geometry.pairs:
-        return _PAIRS_VERSION
-    if header.tables.nbytes:
-        return _TABLES_VERSION
-    if header.shape.geometry.codec != RAW:
-        return _CODED_VERSION
-    if header.seal is not None:
-        return _ENCRYPTED_VERSION
-    if header.importance.nbytes:
-        return _RANKED_VERSION
-    return _ORDERED_VERSION if header.order.nbytes or header.shape.geometry.solo_layers else _PLAIN_VERSION
+    """Return the lowest format version that supports the content of a file."""
+    geometry = header.shape.geometry
+    needs = {
+        8: header.scan.nbytes,
+        7: geometry.pairs,
+        6: header.tables.nbytes,
+        5: geometry.codec != RAW,
+        4: header.seal,
+        3: header.importance.nbytes,
+        2: header.order.nbytes or geometry.solo_layers,
+    }
+    return next((version for version, is_needed in needs.items() if is_needed), 1)
 
 
 def sections(header: SegmentHeader) -> dict[str, Section]:
