@@ -18,16 +18,16 @@ from .runner import FULL
 
 _INTRODUCTION = """# Leaderboard
 
-Methods on pretrained models, best first at each share. `make eval-real DATA=folder` measures, `make leaderboard` writes
-this page.
+Methods on pretrained models. At each share, the method with the smallest divergence comes first.
+`make eval-real DATA=folder` measures, and `make leaderboard` writes this page.
 
 - *same token, %*: how often the first new token is the same as with full KV. *KL, nats*: divergence of its distribution
   from that of full KV. Both are means over the tasks. The link of a table leads to intervals, plots and times.
 - *KV read, %*: share of the stored prefix's KV that was read for the first token, including what the selection was made
   from. An index in memory has its own column. *computed, %*: share of the passages' stored tokens that was recomputed.
 - For running text, these figures are means over the next 32 tokens, which are fed one by one, and the KV read is the
-  total for these tokens. So methods that reselect for each token can be compared with those that select once.
-- Each method has its defaults, unless its name says otherwise; `.paper` has its paper's settings.
+  total for these tokens. Methods that reselect for each token can therefore be compared with those that select once.
+- Methods have their defaults and the options in their names. `.paper` means the settings of the paper.
 """
 
 
@@ -98,10 +98,10 @@ def _figure(row: Row, name: str, form: str) -> str:
 
 
 def main(
-    folders: Annotated[list[Path], typer.Argument(help="The --out of each run of eval.run.")],
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("docs/leaderboard.md"),
+    folders: Annotated[list[Path], typer.Argument(help="Results folder of each run: the --out of eval.run.")],
+    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("docs/leaderboard.md"),
 ) -> None:
-    """Write one page that compares several runs."""
+    """Write a page that compares methods over several runs."""
     try:
         text = page(folders, out)
     except EvalError as error:

@@ -23,14 +23,14 @@ _IN_WORDS = {"qa_f1": "F1", "qa_f1_zh": "F1", "rouge_l": "ROUGE-L", "rouge_l_zh"
 _PANELS_A_ROW = 4
 _SHARE = "share attended to or recomputed"
 _MEASURED = {
-    "compute": "computed of what is stored, measured, %",
+    "compute": "recomputed tokens, measured, %",
     "brought": "KV read for the first token, measured",
     "answered": "KV read for the answer, measured",
 }
 """X-axis labels of measured figures, which replace the share if all methods with a share have them."""
 _TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LINEAR_BELOW = 1e-4
-_LABELS = {"kl": "KL to full KV, nats", "top1": "first token as full KV's, %"}
+_LABELS = {"kl": "KL to full KV, nats", "top1": "same first token as full KV, %"}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Plots and a Markdown page from the results of `eval.run`.
+"""Draw plots and write a Markdown page from the results of `eval.run`.
 
 python -m eval.report results/
 """
@@ -29,31 +29,84 @@ class _Column:
     interval: bool = False
     zeros: bool = True
     """True if the column is shown even if it is 0 in all rows."""
+    about: str = ""
+    """Explanation below the title of the page, with the column's name."""
 
 
 _COLUMNS = (
     _Column("", "score", ".1f", interval=True),  # the heading is the name of the metric
-    _Column("top-1, %", "top1", ".1f", interval=True),
-    _Column("KL, nats", "kl", ".2g", interval=True),
-    _Column("answer's top-1, %", "answer_top1", ".1f", interval=True),
+    _Column(
+        "top-1, %",
+        "top1",
+        ".1f",
+        interval=True,
+        about="`top-1`: how often the most likely first new token is that of full KV.",
+    ),
+    _Column(
+        "KL, nats",
+        "kl",
+        ".2g",
+        interval=True,
+        about="`KL`: KL divergence of the first new token's distribution from that of full KV.",
+    ),
+    _Column(
+        "answer's top-1, %",
+        "answer_top1",
+        ".1f",
+        interval=True,
+        about="`answer's top-1`, `answer's KL`: means over the tokens of the reference answer, which is fed token by "
+        "token.",
+    ),
     _Column("answer's KL, nats", "answer_kl", ".2g", interval=True),
-    _Column("computed, %", "compute", ".1f"),
-    _Column("read, %", "read", ".1f"),
-    _Column("identified, %", "identified", ".1f", zeros=False),
-    _Column("guessed, %", "guessed", ".1f", zeros=False),
-    _Column("a token, %", "per_token", ".2f", zeros=False),
-    _Column("index, %", "index", ".1f", zeros=False),
+    _Column(
+        "computed, %",
+        "compute",
+        ".1f",
+        about="`computed`: share of the passages' stored tokens that was recomputed, mean over the layers.",
+    ),
+    _Column(
+        "read, %",
+        "read",
+        ".1f",
+        about="`read`: share of the stored prefix's KV that was read for the first token, from any tier. Blocks with "
+        "at least one token that it attends to count in full.",
+    ),
+    _Column(
+        "identified, %",
+        "identified",
+        ".1f",
+        zeros=False,
+        about="`identified`: the same for blocks that were read only to select.",
+    ),
+    _Column(
+        "guessed, %",
+        "guessed",
+        ".1f",
+        zeros=False,
+        about="`guessed`: the same for blocks that were prefetched for a selection that turned out differently.",
+    ),
+    _Column(
+        "a token, %",
+        "per_token",
+        ".2f",
+        zeros=False,
+        about="`a token`: KV that was read for each token after the first, in percent of the prefix's KV.",
+    ),
+    _Column(
+        "index, %",
+        "index",
+        ".1f",
+        zeros=False,
+        about="`index`: size of the index that was in memory before the request, in percent of the KV without padding.",
+    ),
     _Column("TTFT, ms", "ttft", ".3g", 1e3, interval=True),
     _Column("restored tokens", "restored", ".0f"),
-    _Column("attended", "attended", ".1f"),
-)
-_READ = (
-    "`read`: share of the stored prefix's KV, in bytes of its blocks, that was read for the first token from any tier "
-    "and that the token attends to. `identified`: the same for blocks that were used only to select. `guessed`: the "
-    "same for blocks that were prefetched for a selection that turned out differently. `a token`: all KV that was read "
-    "for each token after the first. `index`: size of the index in memory, if there is one; it was in memory before "
-    "the request. `attended`: number of restored tokens that layers attended to, mean over these layers. The x-axis of "
-    "plots is the share of all KV that was read for what they show. "
+    _Column(
+        "attended",
+        "attended",
+        ".1f",
+        about="`attended`: number of restored tokens that a layer attended to, mean over the layers.",
+    ),
 )
 
 
@@ -80,21 +133,19 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
 
 def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
     """Return the Markdown page."""
-    notes = ""
-    if any("compute" in row for rows in tasks.values() for row in rows):
-        notes = "`computed`: of the passages' stored tokens, as measured, a mean over the layers. "
-    if (half := config.get("half")) is not None:
-        notes += f"Of the examples that were drawn every second one, from number {half} on. "
-    if any("read" in row for rows in tasks.values() for row in rows):
-        notes += _READ
+    half = config.get("half")
+    selection = "" if half is None else f"Every second example, starting with number {half}. "
+    rows_of_all = [row for rows in tasks.values() for row in rows]
     lines = [
-        f"# {Path(config['model']).name}: methods against full KV",
+        f"# {Path(config['model']).name}: methods compared with full KV",
         "",
         f"{config['dtype']}, seed {config['seed']}, prefixes of up to {config['prefix_tokens']} tokens, "
-        f"{config['max_length']} with question and answer. {notes}Means, with 95 % bootstrap "
-        "intervals over examples. `top-1` and `KL` compare the first new token with full KV's, `answer's` "
-        "the tokens of the reference answer, fed one by one. In plots, points of several methods at one share stand "
-        "side by side.",
+        f"{config['max_length']} with question and answer. {selection}Cells are means, with 95 % bootstrap intervals "
+        "over the examples.",
+        "",
+        *(f"- {column.about}" for column in _columns_of(rows_of_all) if column.about),
+        "- The x-axis of plots is the measured share, if there is one. Otherwise it is the share in the method's name, "
+        "and methods with the same share are drawn side by side.",
     ]
     if len(tasks) > 1:
         lines += ["", "![all tasks](overview.png)"]
@@ -126,8 +177,12 @@ def _cell(row: Row, column: _Column) -> str:
     return f"{unit * value['mean']:{form}}{low_high}"
 
 
-def main(folder: Annotated[Path, typer.Argument(help="The --out of eval.run.")]) -> None:
-    """Plot metrics and divergence against shares, metrics against TTFT; write README.md and metrics.json."""
+def main(folder: Annotated[Path, typer.Argument(help="Results folder of a run: the --out of eval.run.")]) -> None:
+    """Draw plots of a run, and write its README.md and metrics.json.
+
+    Plots show metric and KL divergence over the share that was read, attended to or recomputed, and the metric over the
+    time to first token.
+    """
     try:
         config, tasks = read(folder)
     except EvalError as error:
@@ -142,7 +197,7 @@ def main(folder: Annotated[Path, typer.Argument(help="The --out of eval.run.")])
     lines = ",\n".join(map(json.dumps, all_rows))
     (folder / "metrics.json").write_text(f"[{lines}]\n", encoding="utf-8")
     (folder / "README.md").write_text(page(config, tasks), encoding="utf-8")
-    typer.echo(f"{folder / 'README.md'}, and its plots")
+    typer.echo(f"wrote {folder / 'README.md'} and its plots")
 
 
 if __name__ == "__main__":

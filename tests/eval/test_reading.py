@@ -219,7 +219,7 @@ def test_plots_go_against_what_was_read_where_that_is_known():
     answers, first, divergence, _ = figure.axes
     labels = [axes.get_xlabel() for axes in (answers, first, divergence)]
     assert labels == ["KV read for the answer, measured", *["KV read for the first token, measured"] * 2]
-    assert first.get_ylabel() == "first token as full KV's, %"
+    assert first.get_ylabel() == "same first token as full KV, %"
     for axes, expected in ((answers, [0.35, 0.08]), (first, [0.3, 0.04]), (divergence, [0.3, 0.04])):
         assert [container.lines[0].get_xdata().tolist() for container in axes.containers] == [[x] for x in expected]
     assert [label.get_text() for label in first.get_xticklabels()] == ["5 %", "10 %", "20 %"]
@@ -237,7 +237,7 @@ def test_an_overview_has_answers_and_first_tokens():
     figure = draw_overview(tasks, styles_of([row for rows in tasks.values() for row in rows]))
     assert [axes.get_ylabel() for axes in figure.axes[::3]] == [
         "accuracy, %",
-        "first token as full KV's, %",
+        "same first token as full KV, %",
         "KL to full KV, nats",
     ]
     assert [axes.get_xlabel() for axes in figure.axes[::3]] == [
