@@ -1,19 +1,18 @@
-"""Selective re-prefill on disks of many speeds: where on that curve the paper's machine stands, and what it shows.
+"""Selective re-prefill on disks of different speeds, including the relative speed of the paper's machine.
 
     python bench/bandwidths.py                    # half of Qwen2.5-0.5B's layers: about 20 minutes on 2 slow cores
     python bench/bandwidths.py --layers 24 --prefixes 8 --requests 60 --warm-up 18
     python bench/bandwidths.py --bandwidths 38,66,0 --requests 40
 
-At a budget of 5 %, ContiguousKV as it is by default and as in its paper, IMPRESS, H2O and AttentionStore, with the
-workload and the memory of reprefill.py, but fewer prefixes and requests: 6 prefixes and, on each disk, 24 requests
-after 12. On each disk all systems are asked in turns, from memory that is empty and stores that are the same: IMPRESS
-has ordered its tokens, and ContiguousKV scored its chunks, in requests from the real disk (--learn). Computing
-everything needs no disk, and is timed once. Results are written behind each disk, so that of a run that was interrupted
-there is what it has measured.
+Compares ContiguousKV (with its defaults and with its paper's settings), IMPRESS, H2O and AttentionStore at a budget of
+5 %. Workload and memory are those of reprefill.py, but with fewer prefixes and requests: 6 prefixes and, on each disk,
+24 requests after 12. On each disk, the systems answer the requests in turns, from empty memory and equal stores.
+IMPRESS has ordered its tokens and ContiguousKV has scored its chunks in earlier requests from the real disk (--learn).
+Recomputation needs no disk and is timed once. Results are written after each disk, so an interrupted run keeps them.
 
-On the paper's machine loading a token's KV takes a certain share of the time that computing a token takes. Which disk
-that is here depends on the token: one of a prefix that is computed in bulk, which the paper's figure is of, or one of a
-short suffix, which takes longer. Both are measured, and marked on the curve.
+On the paper's machine, the time to load a token's KV is a certain share of the time to compute the token. The disk with
+the same share on this machine depends on how tokens are computed: in bulk prefill, as in the paper, or in a short
+suffix, which takes longer per token. The plot marks both disks.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from hf_tiered_cache.methods import ContiguousKV
 
 WANTED = (OURS, AHEAD, KEYS, IMPRESS, H2O_LFU, ATTENTION_STORE)
 BANDWIDTHS = "19,38,66,94,150,300,0"
-READINGS = {"bulk": "bulk prefill", "suffix": "a suffix"}
-"""The two calibrations, and what they time."""
+READINGS = {"bulk": "bulk prefill", "suffix": "suffix"}
+"""Names of the two calibrations, and the passes that they time."""
 
 
 def measure(
@@ -117,29 +116,31 @@ def report(document: dict[str, Any]) -> str:
         f"# Selective re-prefill over the disk's bandwidth, {document['model']} in {document['dtype']} on "
         f"{on['device']}, budget {document['budget']:.0%}\n",
         f"{on['cpu']}, {on['cores']} cores; PyTorch {on['torch']}, transformers {on['transformers']}; {on['date']}. "
-        f"{workload_and_memory(document)} on each disk. {document['prompts']} {OURS} chooses for "
-        f"{ContiguousKV.period} layers at once, *{AHEAD}* a layer before the first of them has its queries; as in the "
-        f"paper it is {document['period']} layers. IMPRESS's probes are taken to agree at "
-        f"{PAPER_AGREEING:.0%} of the choices, as in its paper.\n",
+        f"{workload_and_memory(document)} on each disk. {document['prompts']} {OURS} selects once "
+        f"per {ContiguousKV.period} layers. *{AHEAD}* selects one layer earlier, with predicted queries. With the "
+        f"paper's settings, a selection serves {document['period']} layers. IMPRESS's probes are assumed to agree in "
+        f"{PAPER_AGREEING:.0%} of the selections, as in its paper.\n",
         "## Time to first token, ms\n",
         table(["disk, MB/s", *WANTED], times),
-        "Means of a request. On each disk all systems took turns, from empty memory. What outlives a process, "
-        f"IMPRESS's order of tokens and ContiguousKV's scores, came from {document['learned']} requests to each prefix "
-        "before. "
-        f"Computing everything, which needs no disk, takes {recompute:.2f} s, timed once.\n",
-        f"## Beside {OURS}\n",
+        "Mean per request. On each disk, all systems take turns, from empty memory. IMPRESS's order of tokens and "
+        f"ContiguousKV's scores, which outlive a process, come from {document['learned']} earlier requests per prefix. "
+        f"Recomputation, which needs no disk, takes {recompute:.2f} s, timed once.\n",
+        f"## Relative to {OURS}\n",
         table(["disk, MB/s", *others, "recompute"], ratios),
-        "Mean time to first token over that of ContiguousKV as it is by default, on the same disk.\n",
+        "Mean time to first token, divided by that of ContiguousKV with its defaults on the same disk.\n",
         "## On the paper's disk\n",
-        table(["by the time of a token in", "MB/s", *(f"{name} (aim {aim})" for name, aim in TIMES_FASTER.items())],
+        table(["time of a token in", "MB/s", *(f"{name} (aim {aim})" for name, aim in TIMES_FASTER.items())],
               [_reading(document, name, label) for name, label in READINGS.items()]),
-        f"{calibrated(document)} Ratios as above, between the two measured disks on either side: logarithms of times "
-        "lie on straight lines there.\n",
+        f"{calibrated(document)} Ratios as above, interpolated between the nearest measured disks, linearly in the "
+        "logarithms.\n",
         "## The resident index\n",
-        table(["disk, MB/s", "first TTFT, ms", "MiB read", "scoring", "identification, ms", "the same, later"], first),
-        f"{_memory(disks)} The table is of *{OURS}*, means over the first request to each prefix, of which memory has "
-        "nothing yet: what is read for *scoring*, and *identification* beyond what it takes *later*, is what the "
-        "first read of the index costs.\n",
+        table(
+            ["disk, MB/s", "first TTFT, ms", "MiB read", "scoring", "identification, ms", "identification later, ms"],
+            first,
+        ),
+        f"{_memory(disks)} The table shows *{OURS}*, means over the first request to each prefix, of which nothing is "
+        "in memory yet. The first read of the index costs the bytes of *scoring*, and the difference between "
+        "*identification* and *identification later*.\n",
     ])  # fmt: skip
 
 
@@ -170,7 +171,7 @@ def _memory(disks: list[dict[str, Any]]) -> str:
             told.append(
                 f"*{name}* has {blocks:.1f} MiB of memory for blocks and {memory['index'] / MIB:.1f} for its index"
             )
-    return f"{'; '.join(told) or 'No system has one'}; the others have the same together, all for blocks."
+    return f"{'; '.join(told) or 'No system has an index'}; the others use the same total for blocks only."
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
@@ -207,15 +208,20 @@ def plot(document: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--bandwidths", default=BANDWIDTHS, help=f"of emulated disks, MB/s; 0: the real disk (default: {BANDWIDTHS})"
+        "--bandwidths",
+        default=BANDWIDTHS,
+        help=f"bandwidths of emulated disks in MB/s; 0: the real disk (default: {BANDWIDTHS})",
     )
-    parser.add_argument("--layers", type=int, default=12, help="so many of the shape's (default: 12)")
+    parser.add_argument("--layers", type=int, default=12, help="number of layers of the model (default: 12)")
     parser.add_argument(
-        "--period", type=int, default=8, help="layers for which the paper's ContiguousKV chooses once (at most all)"
+        "--period",
+        type=int,
+        default=8,
+        help="layers per selection with the paper's settings of ContiguousKV, at most all",
     )
-    parser.add_argument("--prefixes", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a prefix")
-    parser.add_argument("--learn", type=int, default=8, help="requests to each prefix before, without the slow disk")
+    parser.add_argument("--prefixes", type=int, default=6, help="number of prefixes")
+    parser.add_argument("--tokens", type=int, default=4096, help="number of tokens in a prefix")
+    parser.add_argument("--learn", type=int, default=8, help="earlier requests per prefix, without the slow disk")
     add_arguments(parser, one_disk=False)
     parser.set_defaults(requests=24, warm_up=12)
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""A benchmark of this checkout and of others, in turns: are figures worse than before?
+"""Compare a benchmark of this checkout with the same benchmark of other checkouts, to find regressions.
 
     git worktree add ../before COMMIT
     python bench/beside.py prefix.py --source ../before -- --prefixes 4096 --repeats 5 --recompute-repeats 1
 
-Each round runs every checkout's own script with its own library, in a process of its own, and the order alternates. All
-numbers that the scripts' JSON have in common by name are compared: medians over rounds, and the median of the ratios
-within a round.
+Each round runs the script of every checkout with its own library, in a process of its own. The order alternates. All
+numbers with the same name in the JSON files are compared: medians over rounds, and the median of the ratios within a
+round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     arguments = arguments_of()
     sources = [source.resolve() for source in [*arguments.source, HERE]]
     if len({commit_of(source) for source in sources}) < len(sources):
-        raise SystemExit("two of the checkouts are of one commit: there is nothing to compare")
+        raise SystemExit("two of the checkouts have the same commit, so there is nothing to compare")
     found: dict[Path, list[dict[str, float]]] = {source: [] for source in sources}
     with tqdm(total=arguments.rounds * len(sources), desc=arguments.script) as bar:
         for turn in range(arguments.rounds):
@@ -53,10 +53,10 @@ def main() -> None:
 
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", help="of bench/, in every checkout")
-    parser.add_argument("--source", type=Path, action="append", required=True, help="another checkout; may be repeated")
-    parser.add_argument("--rounds", type=int, default=2, help="processes for each checkout")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("script", help="script of bench/, in every checkout")
+    parser.add_argument("--source", type=Path, action="append", required=True, help="another checkout; can be repeated")
+    parser.add_argument("--rounds", type=int, default=2, help="number of processes per checkout")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     said = sys.argv[1:]
     end = said.index("--") if "--" in said else len(said)  # what is behind it is the script's
     arguments = parser.parse_args(said[:end])
@@ -105,9 +105,9 @@ def report(results: dict[str, dict[str, list[float]]], arguments: argparse.Names
         ratios = [f"{ratio(last, by_commit[commit]):.3f}" if all(by_commit[commit]) else "" for commit in commits[:-1]]
         rows.append([name, *times, *ratios])
     heading = (
-        f"# {arguments.script} beside another commit's\n\n{about['cpu']}, {about['cores']} cores; {about['date']}. "
-        f"Options: `{' '.join(arguments.options)}`. Medians of {arguments.rounds} rounds, and of the ratios within a "
-        "round.\n\n"
+        f"# {arguments.script} compared with another commit\n\n{about['cpu']}, {about['cores']} cores; "
+        f"{about['date']}. Options: `{' '.join(arguments.options)}`. Medians of {arguments.rounds} rounds, and medians "
+        "of the ratios within a round.\n\n"
     )
     return heading + table(["", *commits, *(f"now / {commit}" for commit in commits[:-1])], rows)
 

@@ -1,9 +1,9 @@
-"""What "bit for bit" means: restored prefixes against the same passes, and against one single pass.
+"""Meaning of "bit for bit": restored prefixes, compared with the same passes and with a single pass.
 
     python bench/bits.py --out bench/results
 
-Of each prompt the prefix is stored and the rest is new. The answer is compared with a DynamicCache filled by the same
-two passes, and with one pass over the whole prompt, which such a DynamicCache does not equal either.
+The prefix of each prompt is stored, and the rest is new. The answer is compared with that of a DynamicCache filled by
+the same two passes, and with that of one pass over the whole prompt. Such a DynamicCache also differs from one pass.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def compare(model: PreTrainedModel, prompts: int, tokens: int, store: KVStore) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=60)
-    parser.add_argument("--tokens", type=int, default=24, help="of each greedy answer")
-    parser.add_argument("--out", type=Path, help="folder of results; without it they are printed")
+    parser.add_argument("--prompts", type=int, default=60, help="number of prompts")
+    parser.add_argument("--tokens", type=int, default=24, help="number of tokens in each greedy answer")
+    parser.add_argument("--out", type=Path, help="folder for results (default: print them)")
     arguments = parser.parse_args()
     cpu, results = torch.device("cpu"), {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -79,9 +79,9 @@ def main() -> None:
     headings = [
         "model",
         "compared",
-        "first logits differ",
-        "by at most",
-        f"answers of {arguments.tokens} tokens differ",
+        "first logits that differ",
+        "largest difference",
+        f"answers of {arguments.tokens} tokens that differ",
     ]
     rows = [
         [
@@ -94,7 +94,7 @@ def main() -> None:
         for model, found in results.items()
         for pair in found["logits_differ"]
     ]
-    page = "# What bit for bit means\n\n" + __doc__.split("\n\n", 2)[2] + "\n" + table(headings, rows)
+    page = "# Meaning of bit for bit\n\n" + __doc__.split("\n\n", 2)[2] + "\n" + table(headings, rows)
     if arguments.out is None:
         print(page)
     else:

@@ -1,16 +1,16 @@
-"""Simulate which tokens a budget buys: the loss of the first token by how KV is cut, shared and ordered.
+"""Simulate selections within a budget: loss of the first token, by how KV is cut, shared and ordered.
 
     PYTHONPATH=. python bench/choices.py --model smollm2-135m --data DATA  # SST-2, RTE and running text, 1,000 tokens
     PYTHONPATH=. python bench/choices.py --model MODEL --data DATA --tasks text --tokens 4000 --half 1
 
-The prefix is computed once. Then the last queries of each layer choose what the question attends to, as in
-`ContiguousKV`. The first token is compared with that of full KV: KL divergence in nats, and whether the likeliest token
-is the same. Nothing is stored or read.
+The prefix is computed once. The last queries of each layer then select what the question attends to, as in
+`ContiguousKV`. The first token is compared with that of full KV: KL divergence in nats, and top-1 agreement. Nothing is
+stored or read.
 
-A way says which tokens come together (a unit), which heads and layers share a choice, and in which order tokens are cut
-into units: by position; by clusters of keys (spherical k-means), known when a prompt is stored; or by the attention of
-earlier questions about the same prefix, known from the second question on. Ways that need an earlier question are
-compared with the others on the questions that have one ("later questions").
+A variant determines the unit of selection (a token or a chunk), which heads and layers share a selection, and the order
+in which tokens are cut into units. The order is by position, by clusters of keys (spherical k-means, known when a
+prompt is stored), or by the attention of earlier questions about the same prefix (known from the second question on).
+Variants that need an earlier question are compared on the questions that have one ("later questions").
 """
 
 from __future__ import annotations
@@ -264,11 +264,11 @@ def summary(rows: list[dict[str, Any]], share: float, way: str, later: bool) -> 
 
 def report(document: dict[str, Any]) -> str:
     """Return the tables in Markdown."""
-    arguments, parts = document["arguments"], ["# Which tokens a budget buys: simulated choices\n"]
+    arguments, parts = document["arguments"], ["# Simulated selections within a budget\n"]
     parts.append(
-        f"{arguments['model']}, float32, behind about {arguments['tokens']:,} tokens. Mean KL divergence of the first "
-        "token from full KV in nats, with a 95 % interval by bootstrap, and how often the likeliest token is the same, "
-        "in per cent. Columns: share of the prefix's KV that each layer and head attends to; no index is counted.\n"
+        f"{arguments['model']}, float32, prefixes of about {arguments['tokens']:,} tokens. Cells: mean KL divergence "
+        "of the first token from full KV in nats, with its 95 % bootstrap interval / top-1 agreement in percent. "
+        "Columns: share of the prefix's KV that each layer and head attends to. Indexes are not counted.\n"
     )
     for task, rows in document["tasks"].items():
         for later in (False, True):
@@ -288,15 +288,19 @@ def report(document: dict[str, Any]) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a short name of eval.models, a model of the hub, or a folder")
-    parser.add_argument("--data", type=Path, help="folder of data sets; without it, the hub")
-    parser.add_argument("--tasks", default="sst2,rte,text")
-    parser.add_argument("--tokens", type=int, default=1000, help="of a prefix, about")
-    parser.add_argument("--limit", type=int, default=64, help="questions of each task")
-    parser.add_argument("--half", type=int, choices=(0, 1), help="every second question, from this on")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.1, 0.25])
-    parser.add_argument("--seed", type=int, default=47)
-    parser.add_argument("--out", type=Path, help="folder of results; without it they are printed")
+    parser.add_argument("--model", required=True, help="short name of eval.models, name on the Hub, or folder")
+    parser.add_argument("--data", type=Path, help="folder with data sets (default: the Hub)")
+    parser.add_argument("--tasks", default="sst2,rte,text", help="tasks, separated by commas")
+    parser.add_argument("--tokens", type=int, default=1000, help="approximate number of tokens in a prefix")
+    parser.add_argument("--limit", type=int, default=64, help="number of questions per task")
+    parser.add_argument(
+        "--half", type=int, choices=(0, 1), help="use only every second question, starting with this one"
+    )
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.05, 0.1, 0.25], help="budgets, as shares of the prefix"
+    )
+    parser.add_argument("--seed", type=int, default=47, help="random seed")
+    parser.add_argument("--out", type=Path, help="folder for results (default: print them)")
     return parser.parse_args(arguments)
 
 

@@ -1,16 +1,16 @@
-"""What codecs save, and what they cost: bytes on disk, time to first token, and agreement with full KV.
+"""Savings and costs of codecs: bytes on disk, time to first token, and agreement with full KV.
 
     PYTHONPATH=. python bench/codec.py --models eval/reference/xs
 
-Bytes and times are of one stored prefix behind a new suffix, random weights of a known shape: from an emulated slow
-disk, from the disk there is (cold, O_DIRECT), and from host memory, where what differs is decoding. All ways are
-measured in every turn; figures are medians.
+Bytes and times are those of one stored prefix and a new suffix, for random weights of a known shape: from an emulated
+slow disk, from the real disk (cold, O_DIRECT), and from host memory, where only decoding differs. All variants are
+measured in every turn. Figures are medians.
 
-Agreement is that of reference models, which were trained: the distributions of each next token of questions and their
-answers behind a context, against a DynamicCache filled by the same two passes. Beside our codecs stand transformers'
-QuantizedCache in its eight-bit forms: backend "fp8", which has one scale a tensor and layer, and backend "hqq" with
-eight bits, or where hqq is not installed its scheme by hand: codes from 0 to 255 with a scale and a zero point for each
-64 numbers, by the smallest and the largest of them, without hqq's optimization of the zero point.
+Agreement is measured on trained reference models: the distribution of each next token of questions and answers is
+compared with that of a DynamicCache filled by the same two passes. Peers are the 8-bit forms of transformers'
+QuantizedCache: the backend "fp8", with one scale per tensor and layer, and the backend "hqq" with eight bits. If hqq is
+not installed, its scheme is computed directly: codes from 0 to 255, with a scale and a zero point for each 64 numbers
+from their minimum and maximum, without hqq's optimization of the zero point.
 """
 
 from __future__ import annotations
@@ -227,12 +227,12 @@ def report(document: dict[str, Any]) -> str:
     text = [
         "# Codecs\n",
         f"{on['cpu']}, {on['cores']} cores; PyTorch {on['torch']}, transformers {on['transformers']}; {on['date']}. "
-        f"Load average {document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end: above "
-        f"{on['cores']} others worked beside.\n",
-        f"## Bytes and times, {document['shape']}'s shape\n",
-        f"A prefix under a suffix of {SUFFIX} tokens; medians of {document['repeats']} turns. The slow disk gives "
-        f"{document['bandwidth'] / 1e6:.0f} MB/s. In brackets: the share of raw's bytes, and the median ratio of raw's "
-        "time to this one within a turn.\n",
+        f"Load average {document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end; above "
+        f"{on['cores']}, other programs were running.\n",
+        f"## Bytes and times, shape of {document['shape']}\n",
+        f"A stored prefix and a suffix of {SUFFIX} tokens; medians of {document['repeats']} turns. The slow disk has "
+        f"{document['bandwidth'] / 1e6:.0f} MB/s. In brackets: bytes relative to raw, and the median speedup over raw "
+        "within a turn.\n",
     ]
     rows = [
         [
@@ -263,12 +263,15 @@ def report(document: dict[str, Any]) -> str:
             ]
             for way, row in one["ways"].items()
         ]
-        text += [head, table(["KV", "same top-1", "KL, mean", "99 %", "most", "answers right"], rows)]
+        text += [
+            head,
+            table(["KV", "top-1 agreement", "KL, mean", "KL, 99th percentile", "KL, maximum", "right answers"], rows),
+        ]
     text.append(
-        "KL in nats, from full KV's distribution of the next token to this one's, over all tokens of questions and "
-        "answers. Our codecs have keys before their rotation; QuantizedCache and its scheme by hand have them rotated, "
-        "and its fp8 backend also codes the tokens behind the prefix. These models are small (8 layers, heads of 32 "
-        "dims); large ones have not been measured.\n"
+        "KL: divergence of the next token's distribution from that of full KV, in nats, over all tokens of questions "
+        "and answers. Our codecs encode keys before rotation. QuantizedCache, and hqq's scheme, encode rotated keys, "
+        "and the backend fp8 also encodes the tokens after the prefix. These models are small (8 layers, heads of 32 "
+        "dimensions); large ones have not been measured.\n"
     )
     return "\n".join(text)
 
@@ -276,17 +279,17 @@ def report(document: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="separated by commas")
-    parser.add_argument("--prefixes", default="1024,4096", help="tokens, separated by commas")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--bandwidth", type=float, default=100e6, help="of the slow disk, bytes a second")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="data types, separated by commas")
+    parser.add_argument("--prefixes", default="1024,4096", help="numbers of prefix tokens, separated by commas")
+    parser.add_argument("--repeats", type=int, default=7, help="number of turns")
+    parser.add_argument("--bandwidth", type=float, default=100e6, help="bytes per second of the slow disk")
     parser.add_argument(
         "--models", default="eval/reference/xs", help="folders of reference models, separated by commas"
     )
-    parser.add_argument("--tokens", default="512", help="of a context, for each model")
-    parser.add_argument("--questions", default="100", help="about contexts, for each model")
-    parser.add_argument("--store", type=Path, help="a folder on the disk to measure; default: a temporary one")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--tokens", default="512", help="number of context tokens for each model, separated by commas")
+    parser.add_argument("--questions", default="100", help="number of questions for each model, separated by commas")
+    parser.add_argument("--store", type=Path, help="folder on the disk to measure (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     folder, load_before = Path(tempfile.mkdtemp(prefix="bench-codec-", dir=arguments.store)), os.getloadavg()[0]
     try:
@@ -324,10 +327,10 @@ def main() -> None:
             "machine": machine(torch.device("cpu"), folder),
             "times": times,
             "agreement": agreed,
-            "beside": "hqq is installed: QuantizedCache with eight bits is transformers' own."
+            "beside": "hqq is installed: QuantizedCache with eight bits is that of transformers."
             if is_hqq_available()
-            else "hqq is not installed, and quanto has no eight bits: beside transformers' own fp8 stands hqq's scheme "
-            "by hand (groups of 64, scale and zero point in float32, by least and most).",
+            else "hqq is not installed, and quanto has no eight bits. In addition to transformers' fp8, hqq's scheme "
+            "is computed directly (groups of 64, scale and zero point in float32, from minimum and maximum).",
         }
         save(arguments.out, "codec-cpu", document, report(document))
         print(report(document))

@@ -1,23 +1,23 @@
-"""Conversations that come back, more of them than memory holds: time to first token, bytes and bubbles of all systems.
+"""Conversations that resume, with more KV than fits in memory: time to first token, bytes and idle time of all systems.
 
     python bench/conversation.py                         # 8 layers of Qwen2.5-0.5B's shape, this machine's CPU
     python bench/conversation.py --rates 5,0 --conversations 3 --turns 3
     python bench/conversation.py --model eval/reference/long --opening 1024
     python bench/conversation.py --shape tiny --layers 4 --rates 2 --conversations 2 --turns 2 --opening 64 --answer 4
 
-A trace says who asks when: each conversation begins with a long prompt, and goes on after think times, all drawn with a
-seed. Time is simulated, so nobody sleeps, but conversations come back in the order that these times give, and find
-their KV in memory or on disk as the others have left it. At each turn every system, each with a store of its own, is
-given the whole history and the new tokens; then tokens are decoded, which the trace says, too, and the conversation is
-suspended. Systems take turns, and who comes first alternates.
+A trace defines when conversations continue: each one begins with a long prompt and continues after think times, all
+drawn with a seed. Time is simulated, so nothing sleeps. Conversations resume in the order of the simulated times, and
+find their KV in memory or on disk, depending on the others. At each turn, each system gets the whole history and the
+new tokens. It has a store of its own. The tokens of the trace are then decoded, and the conversation is suspended.
+Systems take turns, in alternating order.
 
-A rate is that of an emulated disk, in MB/s, for reads; 0 is the real one, without the page cache. A bubble is time in
-which the model waits for KV, or no read is under way and one is still to come.
+A rate is the read bandwidth of an emulated disk, in MB/s; 0 is the real disk, without the page cache. Idle time is
+the time in which the model waits for KV, or the disk is idle although reads are still to come.
 
-With random weights no layers are alike. Which pairs share is then of no consequence, so Krul is told to share in any
-case (`gamma=0, alike=1`): this is about time and bytes, and says nothing of quality. With `--model` it chooses by
-itself. MiniCache always shares. H2O-like stands for evicting tokens while a conversation lasts: its time is that of
-loading so many of the first tokens as it would keep, and its bytes are theirs; no token is really chosen.
+With random weights no layers are similar, and pairs have no meaning. Krul is therefore forced to merge layers
+(`gamma=0, alike=1`); the benchmark measures time and bytes, not quality. With `--model`, Krul selects pairs itself.
+MiniCache always merges. H2O-like stands for systems that evict tokens during a conversation: its time and bytes are
+those of loading as many of the first tokens as it would keep. No tokens are selected.
 """
 
 from __future__ import annotations
@@ -285,19 +285,19 @@ def report(document: dict[str, Any]) -> str:
     """The page of results, as Markdown."""
     on, options = document["machine"], document["options"]
     parts = [
-        f"# Conversations that come back: {document['layers']} layers of {document['shape']} in {options['dtype']}, "
+        f"# Conversations that resume: {document['layers']} layers of {document['shape']} in {options['dtype']}, "
         f"{on['device']}\n\n{on['cpu']}, {on['cores']} cores, {on['torch_threads']} threads; PyTorch {on['torch']}, "
         f"transformers {on['transformers']}; {on['date']}, commit {on['commit']}. {document['about']} "
         f"{options['conversations']} conversations of {options['turns']} turns: about {options['opening']} tokens, "
-        f"then {options['new']} at a time, and {options['answer']} decoded. {document['token_bytes']} bytes of KV a "
-        f"token; host memory for {options['host_share']:.0%} of it all. Each system has a store of its own. Times are "
-        "of turns at which a conversation came back, ratios of what was measured side by side.\n"
+        f"then {options['new']} per turn, and {options['answer']} decoded tokens. {document['token_bytes']} bytes of "
+        f"KV per token; host memory for {options['host_share']:.0%} of all KV. Each system has a store of its own. "
+        "Times are those of turns that resume a conversation. Ratios are taken within a turn.\n"
     ]
     if options["model"] is None:
         parts.append(
-            "\nKrul's pairs are forced (`gamma=0, alike=1`): no layers of a model with random weights are alike.\n"
+            "\nKrul's pairs are forced (`gamma=0, alike=1`): a model with random weights has no similar layers.\n"
         )
-    headings = ["", "TTFT, s", "p90", "full load ÷ it", "partial ÷ it", "bytes a token", "in memory", "on disk"]
+    headings = ["", "TTFT, s", "p90", "full load ÷ it", "partial ÷ it", "bytes per token", "in memory", "on disk"]
     headings += ["computed", "waits", "disk idle", "suspend, s", "decode, ms"]
     for rate, of in document["rates"].items():
         figures = summarise(of["rows"])
@@ -324,16 +324,16 @@ def report(document: dict[str, Any]) -> str:
     if document["decode"]:
         found = watching(document["decode"])
         parts.append(
-            "\n## Watching queries\n\nDecoding, token by token in turns, over a DynamicCache's: "
+            "\n## Observing queries\n\nTime of a decoded token relative to that of a DynamicCache, measured in turns: "
             + ", ".join(f"{name} {over:.3f}" for name, over in found.items() if name != "DynamicCache")
             + f" (aim: Krul ≤ {WATCHING}).\n"
         )
     parts.append(
-        "\n*In memory*, *on disk*, *computed*: where the history came from, as shares of its tokens, a mean over "
-        "layers. *Waits* (the model, for KV) and *disk idle* (with reads still to come) are shares of all time to "
-        "the first token, and together the bubbles. *H2O-like* is a full load of the "
-        f"first {options['keep']:.0%} of the history. All but the two full loads compute everything where "
-        "calibration says that this is quicker.\n"
+        "\n*In memory*, *on disk*, *computed*: source of the history, as shares of its tokens, means over the layers. "
+        "*Waits* (the model waits for KV) and *disk idle* (while reads are still to come) are shares of the time to "
+        "first token; their sum is the idle time. *÷ it* is the time of another system divided by that of the row. "
+        f"*H2O-like* loads the first {options['keep']:.0%} of the history. All systems but the two full loads compute "
+        "everything if this is faster according to the calibration.\n"
     )
     return "".join(parts)
 
@@ -351,7 +351,7 @@ def aims(figures: dict[str, dict[str, float]]) -> str:
         f"{'' if loaded['stall_share'] > 0.5 else 'not '}the bottleneck. Aims of {KRUL}: "
         f"full load ≥ {OVER_LOAD} × its TTFT, {krul['load_over_it']:.2f}, {met(krul['load_over_it'] >= OVER_LOAD)}; "
         f"partial recompute ≥ {OVER_PARTIAL} ×, {krul['partial_over_it']:.2f}, "
-        f"{met(krul['partial_over_it'] >= OVER_PARTIAL)}; bubbles ≤ {BUBBLES:.0%}, {bubbles:.1%}, "
+        f"{met(krul['partial_over_it'] >= OVER_PARTIAL)}; idle time ≤ {BUBBLES:.0%}, {bubbles:.1%}, "
         f"{met(bubbles <= BUBBLES)}. Bytes: {loaded['stored_bytes'] / krul['stored_bytes']:.2f} × less than full."
     )
 
@@ -375,25 +375,38 @@ def plot(document: dict[str, Any], path: Path) -> None:
 def arguments_of() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen2.5-0.5b")
-    parser.add_argument("--layers", type=int, default=8, help="so many instead of all, which is faster; 0 for all")
-    parser.add_argument("--model", type=Path, help="a folder with a trained model instead, such as eval/reference/long")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rates", type=_rates, default=[2, 5, 20, 0], help="MB/s, by comma; 0: the real disk")
-    parser.add_argument("--conversations", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=4, help="of each conversation")
-    parser.add_argument("--opening", type=int, default=1024, help="tokens of the first prompt, about")
-    parser.add_argument("--new", type=int, default=32, help="tokens of each further one, about")
-    parser.add_argument("--answer", type=int, default=16, help="decoded tokens of each turn, about")
-    parser.add_argument("--think", type=float, default=60.0, help="simulated seconds between turns, a mean")
-    parser.add_argument("--host-share", type=float, default=0.5, help="of the KV of all conversations, in host memory")
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of a model with random weights")
+    parser.add_argument("--layers", type=int, default=8, help="number of layers; fewer are faster, 0 for all")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a trained model to use instead, such as eval/reference/long"
+    )
+    parser.add_argument("--dtype", default="float32", help="data type of the model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
+    parser.add_argument(
+        "--rates",
+        type=_rates,
+        default=[2, 5, 20, 0],
+        help="disk bandwidths in MB/s, separated by commas; 0: the real disk",
+    )
+    parser.add_argument("--conversations", type=int, default=4, help="number of conversations")
+    parser.add_argument("--turns", type=int, default=4, help="number of turns per conversation")
+    parser.add_argument("--opening", type=int, default=1024, help="approximate number of tokens in the first prompt")
+    parser.add_argument("--new", type=int, default=32, help="approximate number of tokens in each later prompt")
+    parser.add_argument("--answer", type=int, default=16, help="approximate number of decoded tokens per turn")
+    parser.add_argument("--think", type=float, default=60.0, help="mean number of simulated seconds between turns")
+    parser.add_argument(
+        "--host-share", type=float, default=0.5, help="host memory, as a share of the KV of all conversations"
+    )
     parser.add_argument("--keep", type=float, default=0.5, help="share of the history that H2O-like keeps")
-    parser.add_argument("--decode-steps", type=int, default=8, help=f"runs of {SAMPLED} tokens to compare decoding by")
-    parser.add_argument("--calibrate-repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of the trace")
-    parser.add_argument("--folder", type=Path, default=None, help="where stores are made; default: a temporary one")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument(
+        "--decode-steps", type=int, default=8, help=f"number of runs of {SAMPLED} tokens for the comparison of decoding"
+    )
+    parser.add_argument("--calibrate-repeats", type=int, default=3, help="number of repetitions of the calibration")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the trace")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="parent folder of the stores (default: a temporary one)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args()
 
 

@@ -1,22 +1,21 @@
-"""What it costs in answers to keep conversations in less space: Krul and its peers, by bytes stored.
+"""Loss of keeping conversations in less space: Krul and its peers, over the bytes stored.
 
     PYTHONPATH=. python bench/conversation_answers.py --model eval/reference/xs --tokens 480
     PYTHONPATH=. python bench/conversation_answers.py --model smollm2-135m --tokens 768 --data DATA --dtype float32
 
-A conversation is computed and suspended, and it comes back for each question, through a store. Reported are right
-answers, and how far each token of an answer is from what full KV gives: whether the likeliest token is the same, and
-the Kullback-Leibler divergence. The right answer is given, token by token, so that all see the same. Of running text
-the last 128 tokens stand for the new turn (Krul, Section 8.1). Chats are people's (ShareGPT): the first turns are the
-conversation, and the next question and the beginning of its answer stand behind it. Questions are asked of the
-reference models alone, in whose language they are.
+A conversation is computed, suspended, and resumed from the store for each question. The page reports right answers, and
+the distance of each answer token from full KV: top-1 agreement and KL divergence. The right answer is fed token by
+token, so that all variants see the same tokens. In running text, the last 128 tokens are the new turn (Krul, Section
+8.1). Chats are from people (ShareGPT): the first turns are the conversation, the next question and the beginning of its
+answer are the new turn. Only reference models get questions, in their own language.
 
-Bytes are those that a token's keys and values take, all layers together, as a share of all of them in the model's
-dtype. What blocks are padded to is left out, since these models' heads are small, and so are token tables; the bytes of
-the files, which hold both, stand beside. H2O (Zhang et al. 2023) forgets tokens for good, each head those that the
-context itself attended to least. It is done on KV in memory.
+Bytes are those of the keys and values of a token in all layers, relative to their size in the model's dtype. They
+exclude padding, since the heads of these models are small, and token tables. The sizes of files, which include both,
+are listed as well. H2O (Zhang et al. 2023) drops tokens permanently: each head those that the context attended to
+least. It runs on KV in memory.
 
-Conversations of the first half of the seeds are for choosing settings; reported are the others. On the first half, too,
-the pairs are chosen that are fixed for the model.
+Conversations of the first half of the seeds are for choosing settings, and for the pairs that are fixed for the model.
+The others are reported.
 """
 
 from __future__ import annotations
@@ -79,20 +78,33 @@ class Conversation:
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="eval/reference/xs", help="a folder, or a short name of eval.models")
-    parser.add_argument("--tokens", type=int, default=480, help="of a conversation, a multiple of 16")
-    parser.add_argument("--count", type=int, default=20, help="of conversations of each kind")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model and its KV")
-    parser.add_argument("--data", type=Path, help="a folder of evaluation sets, with longbench and sharegpt")
-    parser.add_argument("--ways", nargs="+", choices=ways(), default=list(ways()), metavar="WAY", help="beside full")
-    parser.add_argument("--suffix", default="", help="of the name of the results, where not all ways are measured")
-    parser.add_argument("--choosing", action="store_true", help="the other half of the seeds, to choose settings on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--model", default="eval/reference/xs", help="folder, or short name of eval.models")
+    parser.add_argument("--tokens", type=int, default=480, help="number of tokens in a conversation, a multiple of 16")
+    parser.add_argument("--count", type=int, default=20, help="number of conversations of each kind")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="data type of the model and its KV"
+    )
+    parser.add_argument("--data", type=Path, help="folder with data sets, including longbench and sharegpt")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=ways(),
+        default=list(ways()),
+        metavar="WAY",
+        help="variants to measure, in addition to full KV",
+    )
+    parser.add_argument(
+        "--suffix", default="", help="suffix for the name of the results, if not all variants are measured"
+    )
+    parser.add_argument(
+        "--choosing", action="store_true", help="use the other half of the seeds, for choosing settings"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args(argv)
     arguments.name, arguments.model = Path(arguments.model).name, Path(resolve(arguments.model))
     arguments.ways = list(dict.fromkeys(["full", NOISE, *arguments.ways]))  # what all are compared with
     if arguments.tokens % 16:
-        parser.error("--tokens is a multiple of 16: the rest would be computed, and not restored")
+        parser.error("--tokens must be a multiple of 16; other tokens would be computed, not restored")
     return arguments
 
 
@@ -331,13 +343,12 @@ def report(document: dict[str, Any]) -> str:
     """Markdown."""
     about, alike = document["machine"], document["alike"]
     parts = [
-        f"# Answers of conversations that come back: {document['model']}, {document['tokens']} tokens\n\n"
+        f"# Answers of conversations that resume: {document['model']}, {document['tokens']} tokens\n\n"
         f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {document['dtype']}, "
-        f"up to {document['count']} conversations of each kind. *Storage*: bytes of keys and values, as a share of all "
-        "of them; padding and token tables are in *file* alone, beside the file of full KV. A *front* is not stored, "
-        "but computed when the conversation comes back, which takes time that others do not. *KL*: nats a token. In "
-        "brackets: 95 % of bootstrapped means. *Rounded otherwise*: computed in pieces of 7 tokens; what that loses is "
-        "noise.\n",
+        f"up to {document['count']} conversations of each kind. *Storage*: bytes of keys and values relative to full "
+        "KV. *File*: the same for files, which include padding and token tables. A *front* (recomputed prefix) is not "
+        "stored, but recomputed on resume, which takes additional time. *KL*: nats per token. In brackets: 95 % "
+        "bootstrap intervals. *Rounded otherwise*: full KV, computed in pieces of 7 tokens; its loss is noise.\n",
         alike_text(alike),
     ]
     for kind, found in document["found"].items():
@@ -353,13 +364,14 @@ def alike_text(alike: dict[str, Any]) -> str:
     count = sum(relative[a, b] <= ALIKE for a, b in pairwise(range(len(relative))))
     fixed = "; ".join(f"{name}: {', '.join(f'{a}-{b}' for a, b in pairs)}" for name, pairs in alike["fixed"].items())
     overlaps = " ".join(
-        f"{name} chooses {np.mean([len(pairs) for pairs in chosen]):.1f} pairs for a conversation; of those that one "
-        f"or the other of two would choose both would {overlap(chosen):.0f} %."
+        f"{name} selects {np.mean([len(pairs) for pairs in chosen]):.1f} pairs per conversation. Two conversations "
+        f"agree on {overlap(chosen):.0f} % of the pairs that either of them selects."
         for name, chosen in alike["chosen"].items()
     )
     return (
-        f"\nRelative distance of neighbouring layers, mean of the conversations to choose on: {steps}. {count} of "
-        f"{len(relative) - 1} are alike (up to {ALIKE:g}). Pairs that are fixed for the model: {fixed}. {overlaps}\n"
+        f"\nRelative distance of neighboring layers, mean over the conversations for choosing settings: {steps}. "
+        f"{count} of {len(relative) - 1} are similar (at most {ALIKE:g}). Pairs that are fixed for the model: {fixed}. "
+        f"{overlaps}\n"
     )
 
 
@@ -380,16 +392,25 @@ def kind_text(found: dict[str, Any], score: str) -> str:
         asked += [f"{np.mean(of['top 1']):.1f}"] * (score != "top 1")
         figures = [f"{np.mean(of['pairs']):.1f}", f"{storage:.1f} %", f"{100 / storage:.2f}", file]
         rows.append([name, *figures, *asked, f"{max(0.0, np.mean(of['KL'])):.4f}"])
-    heads = ["way", "pairs", "storage", "times less", "file", f"{score}, %", *["top 1, %"] * (score != "top 1"), "KL"]
+    heads = [
+        "variant",
+        "pairs",
+        "storage",
+        "saving, ×",
+        "file",
+        f"{score}, %",
+        *["top 1, %"] * (score != "top 1"),
+        "KL",
+    ]
     saving = [
         [system, name or "none", f"{100 / np.mean(found[name]['storage']):.2f}" if name else "1"]
         for system, name in largest_saving(found, score, every).items()
     ]
     rounded, full = (np.mean(found[name][score]) for name in (NOISE, "full"))
-    doubt = " Rounding alone loses more than that here, so this figure cannot tell." * bool(rounded < WITHIN * full)
+    doubt = " Rounding alone loses more than that here, so this figure says nothing." * bool(rounded < WITHIN * full)
     return (
         f"{len(found['full'][score])} questions.\n\n{table(heads, rows)}\nLargest storage saving within 1 % of full KV "
-        f"({score}).{doubt}\n\n{table(['system', 'way', 'times less'], saving)}"
+        f"({score}).{doubt}\n\n{table(['system', 'variant', 'saving, ×'], saving)}"
     )
 
 
@@ -414,7 +435,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
                     }
                     panel.plot(*zip(*points, strict=True), label=system, linewidth=1, **look)
             panel.set(
-                xlabel="storage, % of full KV", ylabel="KL, nats a token" if figure_of == "KL" else f"{figure_of}, %"
+                xlabel="storage, % of full KV", ylabel="KL, nats per token" if figure_of == "KL" else f"{figure_of}, %"
             )
         axes[0, column].axhline(WITHIN * np.mean(found["full"][SCORES[kind]]), color="gray", linestyle=":", linewidth=1)
         axes[0, column].set_title(kind)

@@ -1,10 +1,10 @@
-"""How fast a corpus of passages is stored: tokens a second, one at a time and batched, ranked or not.
+"""Speed of storing a corpus of passages: tokens per second, one at a time and batched, with and without ranking.
 
     python bench/corpus.py                                   # 1,000 passages, Qwen2.5-0.5B's shape with four layers
     python bench/corpus.py --model eval/reference/xs --passages 200
 
-Each turn stores the corpus in a new store. For `context` each passage is computed once more, without
-the text that stands before it when it is stored.
+Each turn stores the corpus in a new store. For the ranking `context`, each passage is computed a second time, without
+the lead text.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def report(document: dict[str, Any]) -> str:
 {document["passages"]:,} passages of {document["least"]} to {document["most"]} tokens, {tokens:,} in all; float32.
 {on["cpu"]}, {on["torch_threads"]} threads; torch {on["torch"]}; {on["date"]}. Load average {document["load"]:.1f}.
 
-Tokens of the corpus a second, medians of {document["repeats"]}; passages of one length are computed together, up to so
-many tokens.
+Tokens of the corpus per second, medians of {document["repeats"]}. Passages of one length are computed together, up to
+the number of tokens in the heading.
 
 {table(["ranking", *wide, "last ÷ first"], rows)}
 """
@@ -82,14 +82,20 @@ many tokens.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen2.5-0.5b", help=f"a folder, or a shape: {', '.join(SHAPES)}")
-    parser.add_argument("--layers", type=int, default=4, help="of a shape")
-    parser.add_argument("--passages", type=int, default=1000)
-    parser.add_argument("--tokens", default="256,512", help="of a passage, from least to most")
-    parser.add_argument("--batch-tokens", type=int, nargs="+", default=[1, BATCH_TOKENS])
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--store", default=None, help="where stores are made for as long as this runs")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--model", default="qwen2.5-0.5b", help=f"folder, or a shape: {', '.join(SHAPES)}")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers of a shape")
+    parser.add_argument("--passages", type=int, default=1000, help="number of passages")
+    parser.add_argument("--tokens", default="256,512", help="minimum and maximum number of tokens in a passage")
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        nargs="+",
+        default=[1, BATCH_TOKENS],
+        help="maximum numbers of tokens that are computed together",
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="number of turns")
+    parser.add_argument("--store", default=None, help="parent folder of the stores, which are removed at the end")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     cpu, shape = torch.device("cpu"), arguments.model in SHAPES
     model = (

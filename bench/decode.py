@@ -1,32 +1,29 @@
-"""Decoding behind long contexts: tokens per second of KVDrive and its peers, and where the time goes.
+"""Decoding with long contexts: tokens per second of KVDrive and its peers, and how the time is spent.
 
     PYTHONPATH=. python bench/decode.py                          # Qwen2.5-0.5B's shape, 4 of its layers
     PYTHONPATH=. python bench/decode.py --layers 24 --contexts 131072 --batches 1
     PYTHONPATH=. python bench/decode.py --contexts 8192 32768 --batches 4 8 --disk-bandwidth 5e8 --tokens 4 --turns 2
 
-Random weights of a known shape; `--layers` takes fewer layers, and of the vocabulary the same part. No model has read
-the contexts: their KV is made (see `synthetic_kv.py`), written into a store as a cache would write it, and found there
-by the hashes of its tokens. Each row of a batch is a context of its own. What queries ask for is made, too: a hook on
-each layer's query projection, which runs as it would, puts made queries in the place of its output, the same ones for
-every system, so that choices move as a real model's do. What the model says means nothing; what it costs is what it
-would cost.
+The model has random weights and a known shape; `--layers` takes fewer layers, and the same share of the vocabulary.
+The KV of the contexts is synthetic (see `synthetic_kv.py`). It is written to a store and found by the hashes of its
+tokens. Each row of a batch has its own context. Queries are synthetic, too: a hook replaces the output of each layer's
+query projection, which still runs. All systems get the same queries, so that selections change as in a trained model.
+Only the time of the output has a meaning, not its content.
 
-All systems have a cache of their own over the same contexts, and decode `--tokens` tokens in turns, who comes first
-alternating. Figures are medians over the tokens of all turns but the first. Full attention in memory is transformers'
-DynamicCache, which copies its KV at each token, and ours (Exact), which does not. transformers' offloaded cache moves
-KV between a GPU and the host; on a CPU there is nothing to move. "Full, layer by layer from disk" is FlexGen's way:
-each layer's whole KV is read at each token, the next layer's while one computes, from a file of its own that holds it
-rotated and in order, with the store's engine. The others choose chunks in the same frame, so that what differs is
-index, window and eviction: Quest keeps nothing from token to token, ShadowKV what it has just used, RetroInfer twice
-as much, by LRU.
+Each system has its own cache over the same contexts, and decodes `--tokens` tokens in turns, in alternating order.
+Figures are medians over the tokens of all turns but the first. Full attention in memory is transformers' DynamicCache,
+which copies its KV at each token, and ours (Exact), which does not. transformers' offloaded cache moves KV between GPU
+and host; on a CPU it moves nothing. "Full, layer by layer from disk" is FlexGen's method: at each token, all KV of a
+layer is read while the previous layer computes, from a file that holds it rotated and in order, with the store's
+engine. The other systems select chunks in the same framework, and differ in index, window and eviction. Quest keeps
+nothing from token to token, ShadowKV keeps the last selection, RetroInfer keeps twice as much, by LRU.
 
-With memory alone all of the KV lies in host memory. With a disk the host holds `--host-share` of it, each system its
-own, and the rest is read past the page cache; `--disk-bandwidth` emulates a slower disk. Bytes moved are those of
-blocks that a token brought from host memory or disk. Time is split by what the cache's statistics say: select
-(ranking, and what moves), wait (for reads), fetch (the rest of what the cache does), compute (the rest of the pass).
-CPU is the time of all threads on processors, which others on the machine change less. Choosing and moving is many small
-steps; where others want the processors, too, PyTorch's threads wait for each other at each of them, so that
-`--threads 1` is the faster.
+With memory only, all KV is in host memory. With a disk, the host memory of each system holds `--host-share` of it, and
+the rest is read without the page cache. `--disk-bandwidth` emulates a slower disk. Bytes moved are those of blocks that
+a token fetched from host memory or disk. Time is split by the statistics of the cache: select (ranking and planning),
+wait (for reads), fetch (the rest of the cache's work), compute (the rest of the pass). CPU is the processor time of all
+threads, which other programs affect less. Selection consists of many small steps. On a busy machine, PyTorch's threads
+wait for each other at each of them, and `--threads 1` is faster.
 """
 
 from __future__ import annotations
@@ -79,27 +76,39 @@ SYSTEMS = (FULL, OFFLOADED, OFFLOAD, *methods(0.5))
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="of the model")
-    parser.add_argument("--layers", type=int, default=4, help="of the shape's; 0 for all")
-    parser.add_argument("--device", default="cpu", help="that the model runs on")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens, in 16s")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8], help="rows, a context each")
-    parser.add_argument("--places", choices=(MEMORY, DISK), nargs="+", default=[MEMORY, DISK], help="of the KV")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of the model")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers; 0 for all")
+    parser.add_argument("--device", default="cpu", help="device of the model")
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[8192, 32768, 131072],
+        help="numbers of context tokens, multiples of 16",
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 4, 8], help="numbers of rows, each with its own context"
+    )
+    parser.add_argument("--places", choices=(MEMORY, DISK), nargs="+", default=[MEMORY, DISK], help="places of the KV")
     parser.add_argument(
         "--systems",
         choices=SYSTEMS,
         nargs="+",
         default=list(SYSTEMS),
         metavar="SYSTEM",
-        help=f"of: {'; '.join(SYSTEMS)}",
+        help=f"systems to measure: {'; '.join(SYSTEMS)}",
     )
     parser.add_argument("--budget", type=float, default=0.0156, help="share of the context that is attended to")
-    parser.add_argument("--tokens", type=int, default=8, help="decoded by each system in each turn")
-    parser.add_argument("--turns", type=int, default=4, help="that count; there is one more before")
-    parser.add_argument("--host-share", type=float, default=0.25, help="of the KV, in host memory beside a disk")
+    parser.add_argument("--tokens", type=int, default=8, help="number of tokens that each system decodes per turn")
+    parser.add_argument("--turns", type=int, default=4, help="number of measured turns, after one of warm-up")
+    parser.add_argument(
+        "--host-share", type=float, default=0.25, help="share of the KV in host memory, if there is a disk"
+    )
     parser.add_argument("--disk-bandwidth", type=float, help="bytes per second of an emulated disk, such as 5e8")
-    parser.add_argument("--threads", type=int, help="that PyTorch computes with, for all systems; else as it chooses")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="a folder for the results")
+    parser.add_argument(
+        "--threads", type=int, help="number of PyTorch's threads, for all systems (default: PyTorch's choice)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -267,11 +276,11 @@ def report(document: dict[str, Any]) -> str:
     """Markdown."""
     about = document["machine"]
     parts = [
-        f"# Decoding behind long contexts: {document['layers']} layers of {document['shape']}'s shape, float32, "
+        f"# Decoding with long contexts: {document['layers']} layers of {document['shape']}, float32, "
         f"{about['device']}\n\n{about['cpu']}, {about['cores']} cores, {about['torch_threads']} threads; "
-        f"{about['date']}, commit {about['commit']}. Made KV and queries (`bench/lib/synthetic_kv.py`); a budget of "
-        f"{document['budget']:.2%}. Medians over tokens; bytes are means. With a disk the host holds "
-        f"{document['host_share']:.0%} of the KV.\n"
+        f"{about['date']}, commit {about['commit']}. Synthetic KV and queries (`bench/lib/synthetic_kv.py`), random "
+        f"weights, a budget of {document['budget']:.2%}. Medians over tokens; bytes are means. With a disk, host "
+        f"memory holds {document['host_share']:.0%} of the KV.\n"
     ]
     for result in document["results"]:
         figures, rows = summary(result["systems"]), []

@@ -1,12 +1,11 @@
-"""What choosing chunks at each token costs in answers: KVDRIVE's index and its peers, at equal budgets.
+"""Loss of selecting chunks at each token: KVDrive's index and its peers, at equal budgets.
 
     PYTHONPATH=. python bench/decode_answers.py --model eval/reference/long --tokens 4096
 
-A context is stored, and questions about it are asked behind it, each in a cache of its own: the question's tokens and
-the answer's attend to what each index chooses. Right answers, and how far each decoded token is from what full
-attention gives: whether the likeliest token is the same, and the Kullback-Leibler divergence. The answer is the full
-model's, token by token, so that all see the same. Contexts of the first half of the seeds are for choosing settings;
-reported are the others.
+A context is stored, and questions about it are answered, each with a cache of its own. The tokens of question and
+answer attend to what each index selects. The page reports right answers, and the distance of each decoded token from
+full attention: top-1 agreement and KL divergence. The answer of full attention is fed token by token, so that all
+indexes see the same tokens. Contexts of the first half of the seeds are for choosing settings; the others are reported.
 """
 
 from __future__ import annotations
@@ -43,14 +42,26 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("eval/reference/long"), help="a reference model")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a context")
-    parser.add_argument("--contexts", type=int, default=10, help="that are reported, with a question of each kind")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.0156, 0.03125, 0.0625, 0.25])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="to measure")
-    parser.add_argument("--suffix", default="", help="of the name of the results, where not all ways are measured")
-    parser.add_argument("--choosing", action="store_true", help="the other half of the seeds, to choose settings on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--model", type=Path, default=Path("eval/reference/long"), help="folder of a reference model")
+    parser.add_argument("--tokens", type=int, default=4096, help="number of context tokens")
+    parser.add_argument(
+        "--contexts", type=int, default=10, help="number of reported contexts, with a question of each kind"
+    )
+    parser.add_argument(
+        "--budgets",
+        type=float,
+        nargs="+",
+        default=[0.0156, 0.03125, 0.0625, 0.25],
+        help="budgets, as shares of the context",
+    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="indexes to measure")
+    parser.add_argument(
+        "--suffix", default="", help="suffix for the name of the results, if not all indexes are measured"
+    )
+    parser.add_argument(
+        "--choosing", action="store_true", help="use the other half of the seeds, for choosing settings"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -118,16 +129,16 @@ def report(document: dict[str, Any]) -> str:
     about, found, budgets = document["machine"], document["results"], document["budgets"]
     questions = len(found["full"]["answers"])
     parts = [
-        f"# Answers with chunks chosen at each token: {document['model']}, {document['tokens']} tokens\n\n"
+        f"# Answers with chunks selected at each token: {document['model']}, {document['tokens']} tokens\n\n"
         f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {questions} questions, "
-        f"full attention answers {np.mean(found['full']['answers']):.0f} %. Beside the budget all attend to the "
-        "first chunk and the last 64 tokens.\n"
+        f"of which full attention answers {np.mean(found['full']['answers']):.0f} %. In addition to the budget, all "
+        "attend to the first chunk and the last 64 tokens.\n"
     ]
     for figure, digits in (("answers", 0), ("first tokens", 0), ("top 1", 1), ("KL", 3)):
         rows = [
             [way, *(f"{np.mean(found[f'{way} {b}'][figure]):.{digits}f}" for b in budgets)] for way in document["ways"]
         ]
-        unit = "nats a token" if figure == "KL" else "%"
+        unit = "nats per token" if figure == "KL" else "%"
         parts.append(f"\n## {figure}, {unit}\n\n" + table(["index", *(f"{b:.2%}" for b in budgets)], rows))
     return "".join(parts)
 

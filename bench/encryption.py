@@ -1,10 +1,10 @@
-"""What encryption costs: restoring from disk and recording with a key, against none; and how fast blocks are decrypted.
+"""Cost of encryption: restoring from disk and recording with and without a key, and the speed of decryption.
 
     python bench/encryption.py                                      # Qwen2.5-0.5B's shape, float32, this machine's CPU
 
-Both ways are measured in every turn, and who comes first alternates. Figures are medians; ratios are taken within a
-turn. Reads are cold: O_DIRECT, and the page cache is told to forget the files. Of blocks in memory the best of many
-short turns is told: nothing but other programs makes one slower.
+Both variants are measured in every turn, in alternating order. Figures are medians; ratios are taken within a turn.
+Reads are cold: O_DIRECT, and the files are dropped from the page cache. For blocks in memory, the best of many short
+turns is reported, since only other programs slow a turn down.
 """
 
 from __future__ import annotations
@@ -224,15 +224,15 @@ def report(document: dict[str, Any]) -> str:
         f"{on['cpu']}, {on['cores']} cores, {on['file_system']}; PyTorch {on['torch']}, transformers "
         f"{on['transformers']}, cryptography {document['cryptography']}; {on['date']}, commit {on['commit']}. Random "
         f"weights, suffix of {SUFFIX} tokens. Medians of {document['repeats']} turns ({document['record_repeats']} of "
-        "recording); ratios, with a key over without, are taken within a turn. The load average was "
-        f"{document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end: above 2 others worked "
-        "beside, so that times are longer, and differ by chance. The spread is in the JSON.\n\n"
+        "recording). Ratios are those with a key to those without, within a turn. The load average was "
+        f"{document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end; above 2, other programs "
+        "were running, and times are longer and less certain. The JSON has all times.\n\n"
         "## Restoring from disk, cold\n\n"
         + table(
             [
                 "prefix",
                 "KV",
-                "first token, plain",
+                "first token",
                 "with a key",
                 "ratio",
                 "read and check",
@@ -245,10 +245,10 @@ def report(document: dict[str, Any]) -> str:
         + table(
             [
                 "prefix",
-                "first request, plain",
+                "first request",
                 "with a key",
                 "ratio",
-                "until on disk, plain",
+                "until stored on disk",
                 "with a key",
                 "ratio",
             ],
@@ -262,14 +262,14 @@ def report(document: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--prefixes", default="1024,4096", help="tokens, separated by commas")
-    parser.add_argument("--repeats", type=int, default=9, help="turns of what reads")
-    parser.add_argument("--record-repeats", type=int, default=4, help="turns of what computes the whole prompt")
-    parser.add_argument("--raw-turns", type=int, default=60, help="turns of blocks in memory")
-    parser.add_argument("--raw-bytes", type=int, default=8 << 20, help="of blocks in memory")
-    parser.add_argument("--store", type=Path, help="a folder on the disk to measure; default: a temporary one")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--dtype", default="float32", help="data type of the model")
+    parser.add_argument("--prefixes", default="1024,4096", help="numbers of prefix tokens, separated by commas")
+    parser.add_argument("--repeats", type=int, default=9, help="number of turns of reads")
+    parser.add_argument("--record-repeats", type=int, default=4, help="number of turns that compute the whole prompt")
+    parser.add_argument("--raw-turns", type=int, default=60, help="number of turns with blocks in memory")
+    parser.add_argument("--raw-bytes", type=int, default=8 << 20, help="bytes of blocks in memory")
+    parser.add_argument("--store", type=Path, help="folder on the disk to measure (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-encryption-", dir=arguments.store))
     try:

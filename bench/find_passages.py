@@ -1,8 +1,8 @@
-"""How long it takes to find the stored passages in a prompt, step by step, beside a hash in Python at every token.
+"""Time to find stored passages in a prompt, step by step, compared with a hash in Python at every token.
 
     python bench/find_passages.py          # prompts of 31,000 tokens, stores of 60 and of 1,000 passages
 
-No KV is read: the model is tiny, and what counts is hashes. Times are of one thread, best and median of many turns.
+No KV is read: the model is tiny, and only hashes matter. Times are those of one thread, best and median of many turns.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hf_tiered_cache.methods import CacheTune
 from hf_tiered_cache.passages.finder import find_passages, sink_token
 
 STEPS = {
-    "scan": "quick hashes of the prompt, at every token",
-    "index": "which of them are stored, and where",
-    "found": "all: these two, runs of them, and the hashes of 16 tokens compared",
-    "matched": "the same in a request: prefix looked up, segments opened, scores read",
-    "before": "a hash of 16 tokens at every token, one by one in Python",
+    "scan": "scan hashes of the prompt, at every token",
+    "index": "lookup of the scan hashes",
+    "found": "everything: both steps, merging, and comparison of the hashes of 16 tokens",
+    "matched": "the same within a request, with prefix lookup, opening segments and reading scores",
+    "before": "hash of 16 tokens at every token, in a Python loop",
 }
 
 
@@ -107,8 +107,8 @@ def report(document: dict[str, Any]) -> str:
     headings = ["passages stored", f"prompt of {document['prompt']:,} tokens", "step", "best", "median"]
     return f"""# Finding passages
 
-{on["cpu"]}, one thread; Python {on["python"]}; {on["date"]}. Load average {document["load"]:.1f}: above
-{on["cores"]} others worked beside.
+{on["cpu"]}, one thread; Python {on["python"]}; {on["date"]}. Load average {document["load"]:.1f}; above
+{on["cores"]}, other programs were running.
 
 {table(headings, rows)}
 """
@@ -116,12 +116,14 @@ def report(document: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passages", default="60,1000", help="stored, for each store")
-    parser.add_argument("--tokens", type=int, default=512, help="of a passage")
-    parser.add_argument("--prompt", type=int, default=31000, help="tokens of the prompts")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--store", default=None, help="where stores are made for as long as this runs")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument(
+        "--passages", default="60,1000", help="numbers of stored passages, one store for each, separated by commas"
+    )
+    parser.add_argument("--tokens", type=int, default=512, help="number of tokens in a passage")
+    parser.add_argument("--prompt", type=int, default=31000, help="number of tokens in the prompts")
+    parser.add_argument("--repeats", type=int, default=30, help="number of turns")
+    parser.add_argument("--store", default=None, help="parent folder of the stores, which are removed at the end")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = {}

@@ -1,10 +1,10 @@
-"""What it costs to name a model: the first time, at each request and at each pass, beside loading it.
+"""Cost of identifying a model: the first time, per request and per pass, compared with loading the model.
 
     python bench/fingerprint.py                                    # Qwen2.5-0.5B's shape, bfloat16, this machine's CPU
     python bench/fingerprint.py --shape qwen2.5-7b --device cuda
 
-In each turn the model is loaded from a folder with `from_pretrained`: first with its files out of the page cache, then
-with them in it. Files may be mapped and read when they are first used, so loading lasts until every weight was read.
+In each turn, the model is loaded from a folder with `from_pretrained`: first with its files dropped from the page
+cache, then with its files in it. Files can be mapped and read on first use, so loading ends when every weight was read.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ AIMS = {"first fingerprint / loading": 0.05, "request": 0.5e-3}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights, as torch names it")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt whose pass is timed for comparison")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="folder of results; without it they are printed")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of the model")
+    parser.add_argument("--dtype", default="bfloat16", help="data type of the weights, as named by torch")
+    parser.add_argument("--device", default="cpu", help="device of the model")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="number of tokens of a prompt that is timed for comparison"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="number of turns")
+    parser.add_argument("--out", type=Path, help="folder for results (default: print them)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     with tempfile.TemporaryDirectory() as name:
@@ -120,16 +122,16 @@ def report(results: dict[str, float], arguments: argparse.Namespace) -> str:
     rows = [
         ["loading, files on disk", ms("loading from disk"), ""],
         ["loading, files in the page cache", ms("loading from page cache"), ""],
-        ["first fingerprint after that", ms("first fingerprint, after disk"), _share(results, "loading from disk")],
+        ["first fingerprint after loading", ms("first fingerprint, after disk"), _share(results, "loading from disk")],
         ["", ms("first fingerprint, after page cache"), _share(results, "loading from page cache")],
         ["", "", f"{results['first fingerprint / pass over a prompt']:.1%} of a pass over {arguments.tokens} tokens"],
         ["each request", ms("request"), f"aim: at most {1e3 * AIMS['request']:.1f} ms"],
         ["each pass", ms("pass"), ""],
         ["reading all weights again", ms("reading all again"), f"{results['bytes per second'] / 1e9:.1f} GB/s"],
-        ["the same of 8 billion parameters, by bytes", ms("8 billion parameters, by bytes"), "not measured"],
+        ["the same for 8 billion parameters, by bytes", ms("8 billion parameters, by bytes"), "calculated"],
     ]
     heading = (
-        f"# The fingerprint's cost: {arguments.shape}, {arguments.dtype}, {arguments.device}\n\n"
+        f"# Cost of the fingerprint: {arguments.shape}, {arguments.dtype}, {arguments.device}\n\n"
         f"{results['bytes'] / 1e9:.2f} GB of weights in {results['modules']:.0f} modules; "
         f"medians of {arguments.repeats} turns.\n\n"
     )

@@ -1,10 +1,10 @@
-"""Does lm-evaluation-harness score stored KV as it scores plain transformers? Five tasks, one model, `hf` beside ours.
+"""Scores of lm-evaluation-harness with stored KV, compared with those of plain transformers (`hf`), on five tasks.
 
     PYTHONPATH=. python bench/harness.py --model smollm2-135m --data DATA
 
-The tasks are SST-2, RTE, COPA, PIQA and OpenBookQA, from local files, behind solved examples, the same ones in front of
-all questions. `hf` and `hf-tiered` with the exact method must choose the same answer everywhere; within a budget
-`hf-tiered` is asked at several shares.
+The tasks are SST-2, RTE, COPA, PIQA and OpenBookQA, from local files, after the same solved examples for all questions.
+`hf` and `hf-tiered` with the exact method must choose the same answers. `hf-tiered` is also measured at several
+budgets.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def report(document: dict[str, Any]) -> str:
     return (
         f"# lm-evaluation-harness: {document['model']}\n\n{about['cpu']}, {about['cores']} cores; {about['date']}. "
         f"float32, {document['shots']} solved examples, {document['limit']} questions of each task. Right answers in "
-        "per cent; *same choice* and *largest difference* of an answer's log-likelihood compare with `hf`. Seconds are "
-        f"of one run in this order, on a machine that may have been busy.\n\n{table(headings, rows)}\n"
+        "percent. *Same choice* and *largest difference* of an answer's log-likelihood are relative to `hf`. Seconds "
+        f"are those of one run in this order, on a machine that may have been busy.\n\n{table(headings, rows)}\n"
     )
 
 
@@ -134,12 +134,14 @@ def way_of(budget: float) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="a short name of eval.models, of the hub, or a folder")
-    parser.add_argument("--data", type=Path, required=True, help="folder of data sets")
-    parser.add_argument("--shots", type=int, default=16, help="solved examples in front of each question")
-    parser.add_argument("--limit", type=int, default=16, help="questions of each task")
-    parser.add_argument("--budgets", type=float, nargs="*", default=[0.05, 0.1, 0.25])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--model", default="smollm2-135m", help="short name of eval.models, name on the Hub, or folder")
+    parser.add_argument("--data", type=Path, required=True, help="folder with data sets")
+    parser.add_argument("--shots", type=int, default=16, help="number of solved examples before each question")
+    parser.add_argument("--limit", type=int, default=16, help="number of questions per task")
+    parser.add_argument(
+        "--budgets", type=float, nargs="*", default=[0.05, 0.1, 0.25], help="budgets, as shares of the prefix"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(arguments)
 
 

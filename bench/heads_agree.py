@@ -1,10 +1,10 @@
-"""Do heads attend to the same tokens, as IMPRESS's probes assume? Its test, asked of pretrained models.
+"""Measure whether heads attend to the same tokens, as IMPRESS assumes: its test, on pretrained models.
 
     PYTHONPATH=. python bench/heads_agree.py --model smollm2-135m qwen2.5-coder-0.5b --data DATA
 
-At each choice of IMPRESS (one for each layer and question) all kv heads are taken as probes: each chooses its tokens of
-the prefix. Reported are the mean Jaccard index of the sets of two heads, the share of the choices in which it reaches
-IMPRESS's threshold, so that one set may stand for all heads, and what two random sets have.
+At each selection of IMPRESS (one per layer and question), all KV heads are probes: each selects its tokens of the
+prefix. The page reports the mean Jaccard index of the sets of two heads, the share of the selections in which it
+reaches IMPRESS's threshold, so that one set is used for all heads, and the index of two random sets.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
         for run in (run for run in runs if run["model"] == model):
             alike = np.array(run["alike"])[..., 0].mean(0)
             panel.plot(alike, marker=".", label=f"{run['task']}, {run['budget']:.0%}")
-        panel.set(title=model, xlabel="layer", ylabel="Jaccard index of two heads' tokens", ylim=(0, 1))
+        panel.set(title=model, xlabel="layer", ylabel="Jaccard index of the tokens of two heads", ylim=(0, 1))
         panel.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -96,16 +96,44 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", required=True, help="names as of eval.models.load; two kv heads at least")
-    parser.add_argument("--data", type=Path, help="folder of data sets; without it, the hub")
-    parser.add_argument("--tasks", default="sst2,rte,squad,text")
-    parser.add_argument("--tokens", type=int, default=1000, help="of a prefix, about")
-    parser.add_argument("--limit", type=int, default=8, help="questions of each task")
-    parser.add_argument("--half", type=int, choices=(0, 1), help="every second question, from this on")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.25])
-    parser.add_argument("--seed", type=int, default=47)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument(
+        "--model", nargs="+", required=True, help="names for eval.models.load; models with at least two KV heads"
+    )
+    parser.add_argument("--data", type=Path, help="folder with data sets (default: the Hub)")
+    parser.add_argument("--tasks", default="sst2,rte,squad,text", help="tasks, separated by commas")
+    parser.add_argument("--tokens", type=int, default=1000, help="approximate number of tokens in a prefix")
+    parser.add_argument("--limit", type=int, default=8, help="number of questions per task")
+    parser.add_argument(
+        "--half", type=int, choices=(0, 1), help="use only every second question, starting with this one"
+    )
+    parser.add_argument(
+        "--budgets", type=float, nargs="+", default=[0.1, 0.25], help="budgets, as shares of the prefix"
+    )
+    parser.add_argument("--seed", type=int, default=47, help="random seed")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(arguments)
+
+
+def report(document: dict[str, Any]) -> str:
+    """Return the page in Markdown."""
+    rows = [
+        [
+            *(run["model"], f"{run['kv_heads']}", run["task"], f"{run['budget']:.0%}"),
+            *summary(np.array(run["alike"]), run["budget"]),
+        ]
+        for run in document["runs"]
+    ]
+    headings = [
+        *("model", "KV heads", "task", "budget", "Jaccard", "Jaccard, random sets", "threshold", "agree, %"),
+        *("lowest layer", "highest layer"),
+    ]
+    return (
+        f"# Do heads attend to the same tokens?\n\nPrefixes of about {document['tokens']:,} tokens, "
+        f"{document['runs'][0]['questions']} questions of each task, float32. *Jaccard*: index of the tokens that two "
+        "KV heads select, mean over questions, layers and heads, with its lowest and highest mean of one layer. "
+        f"*Agree*: share of the selections in which it reaches IMPRESS's threshold (alpha {Impress.alpha:g}), so that "
+        f"the set of the probe heads is used for all heads.\n\n{table(headings, rows)}\n"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -119,28 +147,12 @@ def main(argv: list[str] | None = None) -> None:
                 found = measure(model, prompts, budget)
                 about = {"model": Path(name).name, "task": task, "budget": budget, "questions": len(prompts)}
                 runs.append(about | {"kv_heads": model.config.num_key_value_heads, "alike": found.round(4).tolist()})
-    rows = [
-        [
-            *(run["model"], f"{run['kv_heads']}", run["task"], f"{run['budget']:.0%}"),
-            *summary(np.array(run["alike"]), run["budget"]),
-        ]
-        for run in runs
-    ]
-    headings = [
-        *("model", "kv heads", "task", "tokens chosen", "Jaccard", "of random sets", "threshold", "agree, %"),
-        *("least alike layer", "most alike layer"),
-    ]
     document = {
         "machine": machine(torch.device("cpu"), Path(__file__).parent),
         "tokens": arguments.tokens,
         "runs": runs,
     }
-    text = (
-        f"# Do heads attend to the same tokens?\n\nPrefixes of about {arguments.tokens:,} tokens, "
-        f"{runs[0]['questions']} questions of each task, float32. *Jaccard*: of the sets that two kv heads choose, "
-        "mean over questions, layers and heads. *Agree*: choices in which it reaches IMPRESS's threshold (alpha "
-        f"{Impress.alpha:g}), so that the probes' set may stand for all heads.\n\n{table(headings, rows)}\n"
-    )
+    text = report(document)
     save(arguments.out, "heads-agree", document, text)
     plot(runs, arguments.out / "heads-agree.png")
     print(text)

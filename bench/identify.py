@@ -1,12 +1,12 @@
-"""How much of what all keys would choose do cheaper ways of identification choose, too?
+"""Recall of cheaper ways to select chunks, relative to a selection by all keys.
 
     PYTHONPATH=. python bench/identify.py --model eval/reference/xs
 
-For the same queries, at every layer: the chunks that ContiguousKV chooses by all keys, against those by keys in eight
-bits (identify="index"), by the keys of the first kv head (identify="probe_heads"), by the mean of each chunk's keys,
-and by their smallest and largest values in each dimension (Quest, Tang et al. 2024); all of them rotated. Recall is the
-share of the former that the latter has as well. Contexts and questions are of the reference models' language; layers go
-on with a quarter of the chunks, chosen by all keys.
+For the same queries, at every layer, the chunks that ContiguousKV selects by all keys are compared with selections by
+keys in eight bits (identify="index"), by the keys of the first KV head (identify="probe_heads"), by the mean of each
+chunk's keys, and by their minimum and maximum in each dimension (Quest, Tang et al. 2024). All keys are rotated. Recall
+is the share of the chunks selected by all keys that the other selection contains. Contexts and questions are in the
+language of the reference models. Layers continue with a quarter of the chunks, selected by all keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_tiered_cache.selection.selector import Selection, SelectionInput, budget
 from hf_tiered_cache.selection.selectors import TopChunks, head_mass
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
-WAYS = ("eight bits", "first kv head", "chunk means", "chunk min/max")
+WAYS = ("eight bits", "first KV head", "chunk means", "chunk min/max")
 
 Note = dict[tuple[str, float], float]
 """Recall of each way at each budget, for one question and layer."""
@@ -107,10 +107,10 @@ class NotingKV(ContiguousKV):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("eval/reference/xs"))
-    parser.add_argument("--tokens", type=int, default=512, help="of a context")
-    parser.add_argument("--questions", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--model", type=Path, default=Path("eval/reference/xs"), help="folder of a reference model")
+    parser.add_argument("--tokens", type=int, default=512, help="number of context tokens")
+    parser.add_argument("--questions", type=int, default=100, help="number of questions")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"), help="folder for results")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
@@ -139,8 +139,8 @@ def main() -> None:
     name = f"identify-{arguments.model.name}"
     heading = ["way, budget", "all layers", *(f"layer {layer}" for layer in range(layers))]
     page = (
-        f"# Recall of identification, {arguments.model.name}\n\nPercent of the chunks that all keys choose, "
-        f"at contexts of {arguments.tokens} tokens, {len(notes) // layers} questions, chunks of 16."
+        f"# Recall of identification, {arguments.model.name}\n\nRecall in percent of the chunks selected by all keys, "
+        f"contexts of {arguments.tokens} tokens, {len(notes) // layers} questions, chunks of 16."
         f"\n\n{table(heading, rows)}"
     )
     figures = {"tokens": arguments.tokens, "questions": len(notes) // layers, "recall_percent": by_layer}

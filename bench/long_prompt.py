@@ -1,12 +1,12 @@
-"""Prompts longer than memory: time, peak memory and agreement of computing them in pieces, beside transformers' ways.
+"""Prompts longer than memory: time, peak memory and agreement of prefill in pieces, compared with transformers.
 
     PYTHONPATH=. python bench/long_prompt.py --model eval/reference/long --tokens 32768 --host-memory 16MiB
     PYTHONPATH=. python bench/long_prompt.py --model qwen2.5-0.5b --layers 4 --tokens 16384 65536
 
-Each way computes the prompt and decodes behind it in a process of its own, which says how far its memory rose above
-what it took with the model loaded; blocks on disk are no memory of a process. "at once" is one pass with a
-DynamicCache, "chunked" the same with `prefill_chunk_size`, "in pieces" KVDrive out of an empty store, "stored" a second
-process on that store. All decode the same tokens; how likely each finds the next one is compared with "chunked".
+Each variant computes the prompt and decodes in a process of its own, which reports how far its memory rose above that
+with the loaded model. Blocks on disk do not count. "at once" is one pass with a DynamicCache, "chunked" the same with
+`prefill_chunk_size`, "in pieces" KVDrive with an empty store, and "stored" a second process with this store. All decode
+the same tokens. The probabilities of the next tokens are compared with those of "chunked".
 """
 
 from __future__ import annotations
@@ -56,16 +56,20 @@ class Asked:
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="eval/reference/long", help="a reference model, or a shape of common.py")
-    parser.add_argument("--layers", type=int, default=0, help="of a shape, instead of all")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="of prompts")
-    parser.add_argument("--new-tokens", type=int, default=32, help="decoded behind each")
-    parser.add_argument("--piece", type=int, default=4096, help="tokens of a piece, and of transformers' chunks")
+    parser.add_argument(
+        "--model", default="eval/reference/long", help="folder of a reference model, or a shape of common.py"
+    )
+    parser.add_argument("--layers", type=int, default=0, help="number of layers of a shape (default: all)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="numbers of prompt tokens")
+    parser.add_argument("--new-tokens", type=int, default=32, help="number of decoded tokens")
+    parser.add_argument(
+        "--piece", type=int, default=4096, help="number of tokens in a piece, and in transformers' chunks"
+    )
     parser.add_argument("--budget", type=float, default=0.0156, help="share of the chunks that a token attends to")
-    parser.add_argument("--host-memory", default="64MiB", help="of the store")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--host-memory", default="64MiB", help="host memory of the store")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="variants to measure")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -173,11 +177,12 @@ def report(document: dict[str, Any]) -> str:
         f"# Prompts longer than memory: {Path(options['model']).name}{layers}, float32\n\n"
         f"{about['device']}, {about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. Host "
         f"memory of the store: {options['host_memory']}; pieces and chunks of {options['piece']} tokens; "
-        f"{options['budget']:.2%} of the chunks attended to while decoding. Memory is what the process took beyond the "
-        "loaded model, at most; agreement is with DynamicCache, chunked, over the same tokens.\n\n"
+        f"{options['budget']:.2%} of the chunks are attended to while decoding. Memory is the peak of the process "
+        "beyond the loaded model. KL and top-1 agreement are relative to the chunked DynamicCache, over the same "
+        "tokens.\n\n"
     )
-    headings = ["way", "tokens", "first token", "memory until then", "a token", "memory since", "disk", "index"]
-    headings += ["read", "KL of the first", "KL", "top 1"]
+    headings = ["variant", "tokens", "TTFT", "memory, prefill", "time per token", "memory, decoding", "disk"]
+    headings += ["index, share of TTFT", "read", "KL of the first token", "KL", "top-1 agreement"]
     rows = []
     for one in document["results"]:
         seconds = one["first_s"]

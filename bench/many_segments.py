@@ -1,9 +1,9 @@
-"""Measure how long a store with many segments and conversations takes to open, look up, list and collect.
+"""Measure how long a store with many segments and conversations takes to open, look up, list and clean up.
 
     python bench/many_segments.py          # 20,000 segments and 1,000 conversations, and a tenth and a hundredth
 
-One store grows from size to size. Segments have 32 tokens of a tiny model: what counts is how many there are. Opening
-and commands run in processes of their own; opening is timed without imports, commands with them.
+One store grows from size to size. Segments have 32 tokens of a tiny model, since only their number matters. Opening and
+commands run in processes of their own. Opening is timed without imports, commands with them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MEASURES = {
     "open": "open, file cache dropped",
     "open, catalogue lost": "open after the catalogue was deleted: all headers are read",
     "hit": "look up a stored prompt",
-    "miss": "look up another one",
-    "restore": "restore a stored prompt, one pass of the model included",
+    "miss": "look up a prompt that is not stored",
+    "restore": "restore a stored prompt, including one pass of the model",
     "gc": "`store.gc()`, nothing to collect",
     "conversations": "`store.conversations()`",
     "ls": "`hf-tiered-cache ls`",
@@ -154,8 +154,8 @@ def report(document: dict[str, Any]) -> str:
     return f"""# Many segments
 
 {on["cpu"]}, {on["cores"]} cores, {on["file_system"]}; Python {on["python"]}; {on["date"]}. Medians of
-{document["repeats"]} repeats, of look-ups and restores of {20 * document["repeats"]}. Segments of {TOKENS} tokens;
-the stores take {stored}.
+{document["repeats"]} repetitions ({20 * document["repeats"]} for look-ups and restores). Segments of {TOKENS} tokens;
+sizes of the stores: {stored}.
 
 {table(["", *sizes], rows)}
 ![times](many-segments-cpu.png)
@@ -194,11 +194,13 @@ def draw(document: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--segments", default="200,2000,20000", help="stored, ascending")
-    parser.add_argument("--share", type=int, default=20, help="every how manieth segment is a conversation's")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--store", default=None, help="where the store is made for as long as this runs")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument(
+        "--segments", default="200,2000,20000", help="numbers of stored segments, ascending, separated by commas"
+    )
+    parser.add_argument("--share", type=int, default=20, help="segments per conversation")
+    parser.add_argument("--repeats", type=int, default=5, help="number of repetitions")
+    parser.add_argument("--store", default=None, help="parent folder of the store, which is removed at the end")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = []

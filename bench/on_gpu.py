@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in one run of ten minutes on a machine that is lent for as long."""
+"""All measurements that need a GPU, in one run of ten minutes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=N
 
 @app.callback()
 def _top() -> None:
-    """Measure this library on a machine with a GPU, within ten minutes, and read what came of it.
+    """Measure this library on a machine with a GPU within ten minutes, and show the results.
 
     \b
       python bench/on_gpu.py run results/                 all of it, 540 seconds
@@ -26,32 +26,34 @@ def _top() -> None:
       python bench/on_gpu.py run results/ --shape tiny    the same code on a CPU, in a minute or two
       python bench/on_gpu.py read results/                tables, each time as a share of the roofline
 
-    The folder holds at most five small files: rows.jsonl (a line for each measurement, written at once), report.md,
-    trace.json.gz, gpu-tests.txt and log.txt. A run that is killed leaves what it had, and `read` reads that. What a
-    machine lacks (a GPU, kvikio, pytest, room) is a row that says so, and never stops the rest.
+    The folder contains at most five small files: rows.jsonl (a line for each measurement, written immediately),
+    report.md, trace.json.gz, gpu-tests.txt and log.txt. If a run is killed, `read` shows what it has measured. A
+    missing part of the machine (GPU, kvikio, pytest, disk space) is reported as a row and does not stop the run.
     """
 
 
 @app.command()
 def run(
-    out: Annotated[Path, typer.Argument(help="Folder for results; made if missing.")],
+    out: Annotated[Path, typer.Argument(help="Folder for results; created if missing.")],
     seconds: Annotated[
-        float, typer.Option(help="For all of it. Each stage has a share; what it leaves goes on.")
+        float, typer.Option(help="Time limit. Each stage has a share of it; unused time goes to later stages.")
     ] = 540,
     stages: Annotated[
-        str, typer.Option(help="Which, by comma: see `python bench/on_gpu.py stages`. All if empty.")
+        str, typer.Option(help="Stages, separated by commas; see `python bench/on_gpu.py stages`. Default: all.")
     ] = "",
     shape: Annotated[
-        str, typer.Option(help="Models of random weights, by comma; tiny is for trying it out.")
+        str, typer.Option(help="Shapes of models with random weights, separated by commas; use tiny for a test.")
     ] = "qwen2.5-7b,qwen2.5-0.5b",
-    prefixes: Annotated[str, typer.Option(help="Lengths in tokens, by comma, in the order of interest.")] = "",
-    dtype: Annotated[str, typer.Option(help="Of the models.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="cuda, cpu, or auto.")] = "auto",
-    turns: Annotated[int, typer.Option(min=1, help="How often each time to first token is taken.")] = 5,
-    disk: Annotated[str, typer.Option(help="Bytes that stores may take at once, such as 20GiB.")] = "60GiB",
-    folder: Annotated[Path | None, typer.Option(help="Where stores are made: on the disk to measure.")] = None,
+    prefixes: Annotated[
+        str, typer.Option(help="Prefix lengths in tokens, separated by commas, most important first.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="Data type of the models.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Device: cuda, cpu, or auto.")] = "auto",
+    turns: Annotated[int, typer.Option(min=1, help="Number of measurements of each time to first token.")] = 5,
+    disk: Annotated[str, typer.Option(help="Maximum disk space of the stores, such as 20GiB.")] = "60GiB",
+    folder: Annotated[Path | None, typer.Option(help="Parent folder of the stores, on the disk to measure.")] = None,
 ) -> None:
-    """Measure, and write rows as they come."""
+    """Measure, and write each result immediately."""
     # asked by an import, the runtime would be begun in this process, and fail in those that are forked from it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from lib.gpu_run import REPORT, ROWS, Run, described, read_rows, run_all
@@ -76,7 +78,7 @@ def run(
     wanted = set(filter(None, stages.split(",")))
     known = stages_of(shapes)
     if unknown := wanted - {stage.name.split()[0] for stage in known}:
-        raise typer.BadParameter(f"there is no stage {min(unknown)}")
+        raise typer.BadParameter(f"unknown stage {min(unknown)}; `python bench/on_gpu.py stages` lists the stages")
     planned.row("asked", **described(planned), seconds=seconds, imported_after_s=round(time.monotonic() - BEGAN, 1))
     run_all(planned, [stage for stage in known if not wanted or stage.name.split()[0] in wanted], seconds)
     page = report(read_rows(out))
@@ -85,8 +87,8 @@ def run(
 
 
 @app.command()
-def read(folder: Annotated[Path, typer.Argument(help="What a run has left, whole or killed.")]) -> None:
-    """Print what was measured as Markdown: medians, and each as a share of the roofline."""
+def read(folder: Annotated[Path, typer.Argument(help="Folder of a run, complete or killed.")]) -> None:
+    """Print the results as Markdown: medians, and shares of the roofline."""
     from lib.gpu_report import report
     from lib.gpu_run import read_rows
 
@@ -95,7 +97,7 @@ def read(folder: Annotated[Path, typer.Argument(help="What a run has left, whole
 
 @app.command("stages")
 def list_stages() -> None:
-    """Say what the stages are, in order, and how many of 540 seconds each may take."""
+    """List the stages in order, with the share of each in 540 seconds."""
     from lib.gpu_stages import stages_of
 
     for stage in stages_of(("qwen2.5-7b", "qwen2.5-0.5b")):

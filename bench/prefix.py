@@ -1,10 +1,10 @@
-"""Exact prefix reuse: time to first token from disk and host memory, beside recomputing, DynamicCache and other files.
+"""Exact prefix reuse: time to first token from disk and host memory, compared with recomputing, DynamicCache and files.
 
     python bench/prefix.py                                      # Qwen2.5-0.5B's shape, float32, this machine's CPU
     python bench/prefix.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --device-memory 20GiB
 
-Every figure is a median over turns in which all ways are measured one after the other; ratios are taken within a turn.
-Reads are cold: O_DIRECT, and the page cache is told to forget the files.
+Every figure is a median over turns that measure all variants in succession. Ratios are taken within a turn. Reads are
+cold: O_DIRECT, and the files are dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -329,11 +329,11 @@ def report(document: dict[str, Any]) -> str:
              "recompute / disk", "host / DynamicCache", "disk / DynamicCache"],
             rows,
         )
-        + f"\n## Beside what users write\n\n{peers.report(results)}"
+        + f"\n## Compared with code of your own\n\n{peers.report(results)}"
         + "\n## Disk, recording, decoding\n\n"
         + table(
             ["prefix", "read with checks", "raw O_DIRECT read", "fio", "read / raw", "first request, recording / not",
-             "decode tok/s", "DynamicCache's", "ratio"],
+             "decode tok/s", "DynamicCache, tok/s", "ratio"],
             more,
         )
         + "\n## Aims\n\n"
@@ -374,19 +374,21 @@ def plot(document: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prefixes", default="1024,4096,16384", help="tokens, separated by commas")
-    parser.add_argument("--repeats", type=int, default=9, help="turns of each measurement")
-    parser.add_argument("--long-repeats", type=int, default=5, help="turns for prefixes over 8k")
-    parser.add_argument("--recompute-repeats", type=int, default=3, help="turns of what computes the whole prompt")
-    parser.add_argument("--decode-steps", type=int, default=60)
-    parser.add_argument("--engine", default="auto", help="auto, kvikio or posix")
-    parser.add_argument("--host-memory", default="2GiB")
-    parser.add_argument("--device-memory", default="0")
-    parser.add_argument("--store", type=Path, help="a folder on the disk to measure; default: a temporary one")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--name", help="of the result files; default: prefix-<shape>-<dtype>-<device>")
+    parser.add_argument("--dtype", default="float32", help="data type of the model")
+    parser.add_argument("--device", default="cpu", help="device of the model")
+    parser.add_argument("--prefixes", default="1024,4096,16384", help="numbers of prefix tokens, separated by commas")
+    parser.add_argument("--repeats", type=int, default=9, help="number of turns")
+    parser.add_argument("--long-repeats", type=int, default=5, help="number of turns for prefixes over 8k")
+    parser.add_argument(
+        "--recompute-repeats", type=int, default=3, help="number of turns that compute the whole prompt"
+    )
+    parser.add_argument("--decode-steps", type=int, default=60, help="number of decoded tokens")
+    parser.add_argument("--engine", default="auto", help="engine: auto, kvikio or posix")
+    parser.add_argument("--host-memory", default="2GiB", help="host memory of the store")
+    parser.add_argument("--device-memory", default="0", help="device memory of the store")
+    parser.add_argument("--store", type=Path, help="folder on the disk to measure (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
+    parser.add_argument("--name", help="name of the result files (default: prefix-<shape>-<dtype>-<device>)")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-prefix-", dir=arguments.store))
     try:

@@ -1,12 +1,13 @@
-"""A prefix that is loaded, computed, or both at once: time to first token from disks of several speeds, cold.
+"""A prefix that is loaded, computed, or both at once: time to first token from cold disks of several speeds.
 
     python bench/pyramid.py                              # Qwen2.5-0.5B's shape, float32, this machine's CPU
     python bench/pyramid.py --shape tiny --prefixes 64,128 --rates 5 --repeats 1
     python bench/pyramid.py --layers 6 --prefixes 512,2048 --rates 50,200,800,0
 
-`Exact()`, calibrated on each disk, against the same method that loads all and one that computes all. They are asked the
-same prompts in turns. A rate is that of an emulated disk, in MB/s; 0 is the real one, without the page cache. Weights
-are random. A bubble is time in which the model waits for KV, or no read is under way and one is still to come.
+`Exact()`, calibrated on each disk, is compared with the same method that loads everything, and with recomputation. They
+answer the same prompts in turns. A rate is the bandwidth of an emulated disk, in MB/s; 0 is the real disk, without the
+page cache. Weights are random. Idle time is the time in which the model waits for KV, or the disk is idle although
+reads are still to come.
 """
 
 from __future__ import annotations
@@ -112,19 +113,18 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"# A prefix loaded, computed, or both, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
         f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
         f"{measured_on['transformers']}; {measured_on['date']}, commit {measured_on['commit']}. "
-        f"{result['layers']} layers, {result['token_bytes']} bytes of KV a token, {result['suffix']} tokens "
-        f"behind each prefix; medians of {result['repeats']} in turns, ratios of what was measured side by "
-        "side. Random weights.\n",
+        f"{result['layers']} layers, {result['token_bytes']} bytes of KV per token, suffixes of "
+        f"{result['suffix']} tokens; medians of {result['repeats']} turns, ratios within a turn. Random weights.\n",
     ]
-    headings = ["prefix", "loaded, s", "computed, s", "auto, s", "computed of it"]
-    headings += ["auto ÷ better", f"≤ {NEAR}", "waits for KV", "disk idle", "disk busy", f"bubbles ≤ {BUBBLES:.0%}"]
+    headings = ["prefix", "loaded, s", "computed, s", "auto, s", "recomputed"]
+    headings += ["auto ÷ better", f"≤ {NEAR}", "waits for KV", "disk idle", "disk busy", f"idle time ≤ {BUBBLES:.0%}"]
     for disk, of in result["disks"].items():
         rows = []
         for length, found in of["prefixes"].items():
             bubbles = found["stall_share"] + found["load_idle_share"]
             rows.append(
                 [
-                    f"{length:,}",
+                    f"{int(length):,}",  # a string if it was read from JSON
                     *(f"{median(found['ttft_s'][name]):.2f}" for name in (LOADED, COMPUTED, AUTO)),
                     f"{found['recomputed']:.0%}",
                     f"{found['auto_over_better']:.2f} ×",
@@ -135,27 +135,43 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
             )
         text += [f"## {disk}\n", table(headings, rows)]
     text += [
-        "\n*Computed of it*: the share of the prefix that `Exact()` computes, a mean over the layers. *Waits for KV*, "
-        "*disk idle* (with reads still to come) and *disk busy* are shares of its time to first token; the first two "
-        "are the bubbles. Where all is loaded the model waits, for there is nothing else to do.\n",
+        "\n*Recomputed*: share of the prefix that `Exact()` computes, mean over the layers. *Waits for KV*, *disk "
+        "idle* (while reads are still to come) and *disk busy* are shares of its time to first token; the first two "
+        "are the idle time. If everything is loaded, the model only waits.\n",
     ]
     return "\n".join(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen2.5-0.5b")
-    parser.add_argument("--layers", type=int, default=None, help="so many instead of all, which is faster")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--prefixes", type=_numbers, default=[512, 2048, 8192, 16384], help="tokens, by comma")
-    parser.add_argument("--suffix", type=int, default=32, help="tokens behind each prefix")
-    parser.add_argument("--rates", type=_rates, default=[2, 5, 20, 200, 0], help="MB/s, by comma; 0: the real disk")
-    parser.add_argument("--repeats", type=int, default=3, help="turns that are measured, after one that warms up")
-    parser.add_argument("--calibrate", type=_numbers, help="lengths; the least and the greatest, or 4096")
-    parser.add_argument("--calibrate-repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None, help="where the store is made; default: a temporary one")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of the model")
+    parser.add_argument("--layers", type=int, default=None, help="number of layers; fewer are faster (default: all)")
+    parser.add_argument("--dtype", default="float32", help="data type of the model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
+    parser.add_argument(
+        "--prefixes",
+        type=_numbers,
+        default=[512, 2048, 8192, 16384],
+        help="numbers of prefix tokens, separated by commas",
+    )
+    parser.add_argument("--suffix", type=int, default=32, help="number of tokens after each prefix")
+    parser.add_argument(
+        "--rates",
+        type=_rates,
+        default=[2, 5, 20, 200, 0],
+        help="disk bandwidths in MB/s, separated by commas; 0: the real disk",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="number of measured turns, after one of warm-up")
+    parser.add_argument(
+        "--calibrate",
+        type=_numbers,
+        help="calibrated prefix lengths (default: shortest and longest prefix, at most 4096)",
+    )
+    parser.add_argument("--calibrate-repeats", type=int, default=3, help="number of repetitions of the calibration")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="parent folder of the store (default: a temporary one)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(arguments, Path(folder))

@@ -1,11 +1,10 @@
-"""Are quality targets met on text that nothing was calibrated by?
+"""Measure whether quality targets are met on text that was not used for calibration.
 
     PYTHONPATH=. python bench/quality.py --model smollm2-135m --data DATA
 
-What methods lose is measured on one kind of text (a story, `store.calibrate_quality`). Then prompts of other kinds are
-asked with `quality=` as the target, and compared with full KV: the mean loss of the first token, the share of prompts
-that lose no more than twice the target, and the bytes of KV that came for it. Each method learns, if it does, from the
-questions as they come.
+The loss of methods is calibrated on one kind of text (a story, `store.calibrate_quality`). Prompts of other kinds then
+use `quality=` as the target, and are compared with full KV: mean loss of the first token, share of the prompts that
+lose at most twice the target, and bytes read. Methods that learn do so from the questions in their order.
 """
 
 from __future__ import annotations
@@ -90,16 +89,48 @@ def ask(model: Any, prompts: list[Any], method: Any, findings: list[Any], target
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a short name of eval.models, a name on the hub, or a folder")
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--tasks", default="sst2,rte,squad")
-    parser.add_argument("--data", type=Path, help="folder of data sets; without it, the hub")
-    parser.add_argument("--tokens", type=int, default=1000, help="of a prefix, about")
-    parser.add_argument("--limit", type=int, default=24, help="prompts of each task")
-    parser.add_argument("--text", type=Path, default=STORY, help="to calibrate by")
-    parser.add_argument("--seed", type=int, default=49)
-    parser.add_argument("--out", type=Path, help="folder of results; without it they are printed")
+    parser.add_argument("--model", required=True, help="short name of eval.models, name on the Hub, or folder")
+    parser.add_argument("--methods", default=METHODS, help="methods, separated by commas")
+    parser.add_argument("--tasks", default="sst2,rte,squad", help="tasks, separated by commas")
+    parser.add_argument("--data", type=Path, help="folder with data sets (default: the Hub)")
+    parser.add_argument("--tokens", type=int, default=1000, help="approximate number of tokens in a prefix")
+    parser.add_argument("--limit", type=int, default=24, help="number of prompts per task")
+    parser.add_argument("--text", type=Path, default=STORY, help="text for the calibration")
+    parser.add_argument("--seed", type=int, default=49, help="random seed")
+    parser.add_argument("--out", type=Path, help="folder for results (default: print them)")
     return parser.parse_args(arguments)
+
+
+def report(document: dict[str, Any]) -> str:
+    """Return the page in Markdown."""
+    arguments = document["arguments"]
+    rows = [
+        [
+            *(row["method"], row["task"], f"{row['target']:g}", f"{row['budget']:.0%}", f"{row['loss']:.2g}"),
+            *(f"{row['within_twice']:.0%}", f"{row['brought']:.0%}"),
+        ]
+        for row in document["rows"]
+    ]
+    calibrated = [
+        [
+            finding["method"],
+            f"{finding['budget']:.0%}",
+            f"{np.mean(finding['losses']):.2g}",
+            f"{finding['brought']:.0%}",
+        ]
+        for finding in document["calibrated"]
+    ]
+    return "\n".join(
+        [
+            "# Quality targets on text that was not used for calibration\n",
+            f"{arguments['model']}, float32, prefixes of about {arguments['tokens']:,} tokens, {arguments['limit']} "
+            "prompts of each task. Losses are KL divergences of the first token from full KV, in nats. *KV read*: "
+            "bytes read for the first token, as a share of the prefix's KV, without the index.\n",
+            table(["method", "task", "target", "budget", "mean loss", "within twice the target", "KV read"], rows),
+            f"\n## Calibrated on {arguments['text']}\n",
+            table(["method", "budget", "mean loss", "KV read"], calibrated),
+        ]
+    )
 
 
 def main() -> None:
@@ -121,35 +152,17 @@ def main() -> None:
             method = make_method(f"{name}:quality={target}")
             for task, prompts in asked.items():
                 rows.append({"method": name, "task": task} | ask(model, prompts, method, findings, target))
-    lines = [
-        [
-            *(row["method"], row["task"], f"{row['target']:g}", f"{row['budget']:.0%}", f"{row['loss']:.2g}"),
-            *(f"{row['within_twice']:.0%}", f"{row['brought']:.0%}"),
-        ]
-        for row in rows
-    ]
-    calibrated = [[one.method, f"{one.budget:.0%}", f"{one.loss:.2g}", f"{one.brought:.0%}"] for one in findings]
     name = Path(arguments.model).name
-    text = "\n".join(
-        [
-            "# Quality targets on text that nothing was calibrated by\n",
-            f"{name}, float32, prefixes of about {arguments.tokens:,} tokens, {arguments.limit} prompts of each task. "
-            "Losses are KL divergences of the first token from full KV, in nats; brought: bytes that came for it, of "
-            "all KV of the prefix, without the index that is chosen by.\n",
-            table(["method", "task", "target", "budget", "mean loss", "within twice the target", "brought"], lines),
-            f"\n## Calibrated on {arguments.text.name}\n",
-            table(["method", "budget", "mean loss", "brought"], calibrated),
-        ]
-    )
+    document = {
+        "arguments": {**vars(arguments), "model": name, "data": None, "out": None, "text": arguments.text.name},
+        "weights": revision_of(arguments.model),
+        "machine": machine(torch.device("cpu"), Path(__file__).parent),
+        "calibrated": [asdict(one) for one in findings],
+        "rows": rows,
+    }
+    text = report(document)
     print(text)
     if arguments.out is not None:
-        document = {
-            "arguments": {**vars(arguments), "model": name, "data": None, "out": None, "text": arguments.text.name},
-            "weights": revision_of(arguments.model),
-            "machine": machine(torch.device("cpu"), Path(__file__).parent),
-            "calibrated": [asdict(one) for one in findings],
-            "rows": rows,
-        }
         save(arguments.out, f"quality-{name}", document, text)
 
 

@@ -1,21 +1,20 @@
-"""Passages anywhere in a prompt: CacheTune and what it is compared with, from memory and from disks of several speeds.
+"""Passages anywhere in a prompt: CacheTune and its peers, from memory and from disks of several speeds.
 
     python bench/rag.py                                  # 6 layers of Qwen2.5-0.5B's shape, float32, this machine's CPU
     python bench/rag.py --shape tiny --pool 6 --passages 4 --tokens 64 --requests 2 --media host,disk
     python bench/rag.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --device-memory 10GiB
 
-Passages are stored as a corpus, before any prompt is known. Every prompt is an instruction, a draw of them, in any
-order, and a new question: so no passage begins a prompt, where it would be exact. All systems are asked the same
-prompts, one after the other, every second time the other way round, so that a machine that slows down slows all of them
-down. Media: `host`, all passages in memory; `disk`, the real one, cold each time (O_DIRECT); `ssd` and `hdd`, a disk
-that is slowed down until computing and loading balance at the ratios that the paper found to be best on such disks
-(0.31 and 0.36). `auto` is the ratio that calibration found on that medium. Prefix caching has the instruction and the
-first passage of each prompt stored as its beginning, as if another prompt had begun so. Weights are random: quality is
-measured in eval/.
+Passages are stored as a corpus, before any prompt is known. A prompt consists of an instruction, a random selection of
+passages in any order, and a new question, so no passage is at the beginning, where its KV would be exact. All systems
+answer the same prompts in succession, every second time in reverse order, so that a slower machine affects all of
+them. Media: `host`, all passages in memory; `disk`, the real disk, cold each time (O_DIRECT); `ssd` and `hdd`, an
+emulated disk on which computing and loading balance at the best ratios of the paper for such disks (0.31 and 0.36).
+`auto` is the ratio that the calibration finds for the medium. For prefix caching, the instruction and the first passage
+of each prompt are stored as its beginning. Weights are random; eval/ measures quality.
 
-Arrivals: requests come at random (Poisson) at rising rates and are served one at a time. The queue is simulated over
-the measured times, 2,000 requests a rate. Beside it real clients ask one model at once, in threads, and decode; and
-prompts come in batches (rag_load.py). What is measured is written at once.
+Arrivals: requests arrive at random (Poisson) with increasing rates and are served one at a time. The queue is simulated
+with the measured times, 2,000 requests per rate. In addition, real clients use one model simultaneously, in threads,
+and decode, and prompts run in batches (rag_load.py). Results are written immediately.
 """
 
 from __future__ import annotations
@@ -267,9 +266,9 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"# Passages in a prompt, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
         f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
         f"{measured_on['transformers']}; {measured_on['date']}. Prompts of {result['passages']} passages of "
-        f"{result['tokens']} tokens out of {result['pool']}, with {result['instruction']} tokens before them and "
-        f"{result['suffix']} behind; medians of {result['requests']} prompts. Random weights. Passages are stored as a "
-        "corpus, before any prompt is known.[^together]\n",
+        f"{result['tokens']} tokens out of {result['pool']}, with {result['instruction']} tokens before and "
+        f"{result['suffix']} after them; medians of {result['requests']} prompts. Random weights. Passages are stored "
+        "as a corpus, before any prompt is known.[^together]\n",
     ]
     for medium, of in result["media"].items():
         full, loaded = of[FULL]["ttft_median_s"], result["arrivals"][medium]
@@ -285,8 +284,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
                     "MiB read",
                     "amplification",
                     "stall, s",
-                    "under load: TTFT, s",
-                    "requests a minute, at most",
+                    "TTFT under load, s",
+                    "maximum requests per minute",
                 ],
                 [
                     [
@@ -307,13 +306,13 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         ]
     text += [tables(result), "## Aims\n", table(["aim", "measured", "met"], aims(result["media"], result["ratio"]))]
     text += [
-        "\n*Tokens computed*: a mean over the layers; CacheBlend computes all of them in the first one.",
-        "*auto* was calibrated on prompts of this length, of other passages. *Under load*: requests arrive at random "
-        "and are served one at a time, a queue simulated over the measured times; TTFT, waiting included, at 0.9 of "
-        "the rate that full recompute can serve. All rates: the figure, and the JSON. Prefix caching is asked one "
-        "prompt.\n",
-        "[^together]: Stored together with the other passages of one prompt they are ranked behind these. That changes "
-        "which tokens are computed, and neither how many nor what is read, so it is no other figure here.\n",
+        "\n*Tokens computed*: mean over the layers; CacheBlend computes all tokens in the first layer.",
+        "*auto* was calibrated on prompts of this length, with other passages. *TTFT under load*: requests arrive at "
+        "random and are served one at a time, in a queue simulated with the measured times. It includes waiting, at "
+        "0.9 of the rate that full recompute can serve. The plot and the JSON have all rates. Prefix caching is "
+        "measured on one prompt.\n",
+        "[^together]: If passages are stored together with the others of a prompt, they are ranked after these. This "
+        "changes which tokens are computed, but not how many, nor what is read, so the figures are the same.\n",
     ]
     return "\n".join(text)
 
@@ -327,8 +326,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for panel, (medium, of) in zip(axes[0], media.items(), strict=True):
         for name, points in of.items():
             panel.plot([p["rate"] for p in points], [p["ttft_s"] for p in points], "o-", markersize=3, label=name)
-        panel.set(title=medium, xlabel="arrivals a second", yscale="log")
-    axes[0][0].set_ylabel("mean TTFT, s, waiting included")
+        panel.set(title=medium, xlabel="arrivals per second", yscale="log")
+    axes[0][0].set_ylabel("mean TTFT including waiting, s")
     axes[0][-1].legend(fontsize="x-small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -336,25 +335,29 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen2.5-0.5b")
-    parser.add_argument("--layers", type=int, default=6, help="of the model; 0: all of the shape's")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--pool", type=int, default=12, help="passages that there are")
-    parser.add_argument("--passages", type=int, default=10, help="in a prompt")
-    parser.add_argument("--tokens", type=int, default=512, help="of a passage")
-    parser.add_argument("--instruction", type=int, default=24, help="tokens before the passages")
-    parser.add_argument("--suffix", type=int, default=32, help="tokens behind the passages")
-    parser.add_argument("--ratio", type=float, default=0.15, help="of recomputation, where it is fixed")
-    parser.add_argument("--requests", type=int, default=4, help="that are measured, after one that warms up")
-    parser.add_argument("--media", default=",".join(MEDIA[:3]), help="of " + ", ".join(MEDIA))
-    parser.add_argument("--clients", default="1,2,4", help="that ask at once")
-    parser.add_argument("--decode", type=int, default=8, help="tokens of each answer that a client waits for")
-    parser.add_argument("--batches", default="1,2,4,8", help="prompts in a batch")
-    parser.add_argument("--load-requests", type=int, default=8, help="prompts of clients and batches")
-    parser.add_argument("--device-memory", default="0")
-    parser.add_argument("--folder", type=Path, help="where stores are made; a temporary one if not given")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of the model")
+    parser.add_argument("--layers", type=int, default=6, help="number of layers; 0: all")
+    parser.add_argument("--dtype", default="float32", help="data type of the model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
+    parser.add_argument("--pool", type=int, default=12, help="number of different passages")
+    parser.add_argument("--passages", type=int, default=10, help="number of passages in a prompt")
+    parser.add_argument("--tokens", type=int, default=512, help="number of tokens in a passage")
+    parser.add_argument("--instruction", type=int, default=24, help="number of tokens before the passages")
+    parser.add_argument("--suffix", type=int, default=32, help="number of tokens after the passages")
+    parser.add_argument("--ratio", type=float, default=0.15, help="recomputed share, where it is fixed")
+    parser.add_argument("--requests", type=int, default=4, help="number of measured requests, after one of warm-up")
+    parser.add_argument(
+        "--media",
+        default=",".join(MEDIA[:3]),
+        help=f"media, separated by commas: {', '.join(MEDIA)}" + ", ".join(MEDIA),
+    )
+    parser.add_argument("--clients", default="1,2,4", help="numbers of simultaneous clients, separated by commas")
+    parser.add_argument("--decode", type=int, default=8, help="number of tokens in the answer of a client")
+    parser.add_argument("--batches", default="1,2,4,8", help="batch sizes, separated by commas")
+    parser.add_argument("--load-requests", type=int, default=8, help="number of prompts for clients and batches")
+    parser.add_argument("--device-memory", default="0", help="device memory of the stores")
+    parser.add_argument("--folder", type=Path, help="parent folder of the stores (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"), help="folder for results")
     arguments = parser.parse_args()
     arguments.layers = arguments.layers or None
     kept = ("shape", "layers", "dtype", "pool", "passages", "tokens", "instruction", "suffix", "ratio", "requests")

@@ -1,14 +1,15 @@
-"""What choosing again while decoding costs: tokens per second beside the prompt's choice, and beside all KV.
+"""Cost of reselection while decoding: tokens per second, compared with one selection for the prompt, and with all KV.
 
     python bench/rechoose.py                                    # Qwen2.5-0.5B's shape, random weights
-    python bench/rechoose.py --model FOLDER --prefix 512  # a trained model, whose choices move less
+    python bench/rechoose.py --model FOLDER --prefix 512  # a trained model, whose selections change less
 
-*Each token* is the default: what a token chooses takes the place of what is held where it gains 5 % of its attention.
-*Whatever it gains* (`gain=0`) takes each choice. Random weights spread attention evenly, so that no choice gains as
-much, and the former shows what choosing costs; the latter exchanges most of what is held at each token.
+*Each token* is the default: a new selection replaces the current one if it holds 5 % more of the token's attention.
+With *gain=0*, each new selection replaces the current one. Random weights spread attention evenly, so no selection
+gains 5 %. The former therefore shows the cost of selecting; the latter replaces most of the selection at each token.
 
-Each way holds a cache of its own over the same prefix, and decodes the same tokens; they take turns token by token, and
-ratios are of sums over tokens. Answers, chosen once and again: eval/results/reference-xs.
+Each variant has a cache of its own over the same prefix, and decodes the same tokens. Variants take turns token by
+token. Ratios are those of sums over tokens. For answers with one selection and with reselection, see
+eval/results/reference-xs.
 """
 
 from __future__ import annotations
@@ -31,22 +32,24 @@ AIM = 1.05
 WAYS: dict[str, dict[str, Any]] = {
     "once": {"reselect": False},
     "each token": {},
-    "whatever it gains": {"gain": 0},
+    "each token, gain=0": {"gain": 0},
 }
 AGAIN = [name for name in WAYS if name != "once"]
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="of a model with random weights")
-    parser.add_argument("--model", type=Path, help="folder of a model to take instead")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prefix", type=int, default=1024, help="stored tokens")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.1])
-    parser.add_argument("--periods", type=int, nargs="+", default=[2, 8])
-    parser.add_argument("--tokens", type=int, default=32, help="decoded, of each")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of a model with random weights")
+    parser.add_argument("--model", type=Path, help="folder of a model to use instead")
+    parser.add_argument("--dtype", default="float32", help="data type of the model")
+    parser.add_argument("--device", default="cpu", help="device of the model")
+    parser.add_argument("--prefix", type=int, default=1024, help="number of stored tokens")
+    parser.add_argument(
+        "--budgets", type=float, nargs="+", default=[0.05, 0.1], help="budgets, as shares of the prefix"
+    )
+    parser.add_argument("--periods", type=int, nargs="+", default=[2, 8], help="numbers of layers per selection")
+    parser.add_argument("--tokens", type=int, default=32, help="number of decoded tokens")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -114,13 +117,13 @@ def report(results: list[dict[str, Any]], what: str, about: dict[str, Any], pref
         "period",
         "budget",
         "all KV",
-        *(f"chosen {name}" for name in WAYS),
+        *(f"selected {name}" for name in WAYS),
         *(f"{name} / once" for name in AGAIN),
     ]
     return (
-        f"# Choosing again while decoding: {what}, {about['device']}\n\n"
+        f"# Reselection while decoding: {what}, {about['device']}\n\n"
         f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. A prefix of {prefix} "
-        f"tokens; tokens per second, and time over that of the prompt's choice (aim: at most {AIM}).\n\n"
+        f"tokens. Cells: tokens per second, and time relative to one selection (aim: at most {AIM}).\n\n"
         + table(headings, rows)
     )
 

@@ -1,24 +1,27 @@
-"""Selective re-prefill: ContiguousKV, IMPRESS and the systems they beat, on one workload, in one run.
+"""Selective re-prefill: ContiguousKV, IMPRESS and the systems that they are compared with, on one workload.
 
     python bench/reprefill.py                                   # Qwen2.5-0.5B's shape, float32, this machine's CPU
     python bench/reprefill.py --shape llama-3.2-1b --layers 8 --period 4 --prefixes 6
-    PYTHONPATH=. python bench/reprefill.py --model eval/reference/xs --period 1 --prefixes 40 \
+    PYTHONPATH=. python bench/reprefill.py --model eval/reference/xs --period 1 --prefixes 40 \\
         --requests 120 --warm-up 80
-    python bench/reprefill.py --ablation --budget 0.25          # what each part of ContiguousKV does
-    python bench/reprefill.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --bandwidth 0 \
+    python bench/reprefill.py --ablation --budget 0.25          # effect of each part of ContiguousKV
+    python bench/reprefill.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --bandwidth 0 \\
         --device-memory 10GiB --host-memory 24GiB --prefixes 64 --tokens 8192
 
-Many shared prefixes, together larger than the memory for them, are asked again and again under new suffixes; how often
-each is asked follows a normal distribution (ContiguousKV, Section 5.1). Every request goes to all systems, one after
-the other, each with a store and budgets of its own, so that a machine that slows down slows all of them down. All get
-the same memory: what a resident index takes of it is missing for blocks. Reads are cold (O_DIRECT), from a disk that is
-slowed down: unless --bandwidth says otherwise, so much that loading the KV of a token takes as long, beside computing
-one in bulk prefill, as on the paper's machine (Qwen2.5-7B on an A800, an SSD of 7.45 GB/s). A token of a suffix takes
-longer to compute than one in bulk; the disk by that reading is told, too, and bandwidths.py measures on many disks.
-With --shape, weights and tokens are random, so which chunks are chosen means nothing, and IMPRESS's probe heads, which
-never agree then, are taken to agree in a share of the layers; with --model, a reference model that was trained is asked
-in its language, and they agree as they do. Accuracy is measured in eval/. Memory should be 8 MiB or more: less of it is
-not shared out among blocks of several sizes.
+Many shared prefixes, which together exceed their memory, are requested repeatedly with new suffixes. The number of
+requests per prefix follows a normal distribution (ContiguousKV, Section 5.1). All systems answer every request in
+succession, each with a store and budgets of its own, so that a slower machine affects all of them. All have the same
+memory; a resident index takes a part of it.
+
+Reads are cold (O_DIRECT), from an emulated disk. Without --bandwidth, its speed is chosen so that the ratio of loading
+to computing a token in bulk prefill equals that of the paper's machine (Qwen2.5-7B on an A800, an SSD of 7.45 GB/s). A
+token of a suffix takes longer to compute than one in bulk prefill; the page also states the disk for this reading, and
+bandwidths.py measures many disks.
+
+With --shape, weights and tokens are random, so the content of selections has no meaning. IMPRESS's probe heads would
+never agree and are assumed to agree in a share of the layers. With --model, a trained reference model answers questions
+in its language, and the probe heads agree as measured. eval/ measures accuracy. Use a memory of at least 8 MiB; smaller
+memories are not divided among blocks of several sizes.
 """
 
 from __future__ import annotations
@@ -158,35 +161,34 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"# Selective re-prefill, {result['model']} in {result['dtype']} on {measured_on['device']}, "
         f"budget {result['budget']:.0%}\n",
         f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
-        f"{measured_on['transformers']}; {measured_on['date']}. {disk_and_memory(result)} {OURS} chooses for "
-        f"{ContiguousKV.period} layers at once, *{AHEAD}* a layer before the first of them has its queries; as in the "
-        f"paper it is {result['period']} layers. {budgets(result)}"
-        f"{probes(result)}\n",
+        f"{measured_on['transformers']}; {measured_on['date']}. {disk_and_memory(result)} {OURS} selects once per "
+        f"{ContiguousKV.period} layers. *{AHEAD}* selects one layer earlier, with predicted queries. With the paper's "
+        f"settings, a selection serves {result['period']} layers. {budgets(result)}{probes(result)}\n",
         "## What is read\n",
         table(
             ["system", "TTFT, ms", "p95", "MiB read", "scoring", "mis-speculated", "tokens read",
              "amplification", "hits device / host / disk, %", "memory, MiB"],
             [_read(name, row) for name, row in rows.items()],
         ),
-        "Means of a request. *Tokens read*: bytes that came from disk, but for scoring reads, divided by the "
-        f"{result['token_bytes'] / 1024:g} KiB that all layers keep of a token. *Amplification*: bytes read to be "
-        "attended to, for each byte that was; scoring reads and mis-speculated reads are left out. Blocks "
-        "that are read for scoring, and then attended to (H2O's keys), count as attended to. *Memory*: for blocks, and "
-        "behind a plus for a resident index; all systems have the same together.\n",
-        "## The first request to a prefix\n",
+        "Means per request. *Tokens read*: bytes read from disk, without scoring reads, divided by the KV of a token "
+        f"in all layers ({result['token_bytes'] / 1024:g} KiB). *Amplification*: bytes of the blocks that are attended "
+        "to, per byte that is attended to, without scoring and mis-speculated reads. Blocks that are read for scoring "
+        "and then attended to (H2O's keys) count as attended to. *Memory*: for blocks + for a resident index; all "
+        "systems have the same total.\n",
+        "## First request to a prefix\n",
         first_requests(rows),
-        "Means over the prefixes, in the warm-up as far as that goes: memory has nothing of them yet. What is read for "
-        "*scoring*, and *identification* beyond what it takes *later*, is what the first read of a resident index "
-        "costs.\n",
-        "## Where the time goes\n",
+        "Means over the prefixes, of which nothing is in memory yet; most of these requests are in the warm-up. The "
+        "first read of a resident index costs the bytes of *scoring*, and the difference between *identification* and "
+        "*identification later*.\n",
+        "## Parts of the time\n",
         table(
-            ["system", "TTFT, ms", "identification", "of it waiting", "stall", "copying", "compute", "look-up", "load"],
+            ["system", "TTFT, ms", "identification", "waiting in it", "stall", "copying", "compute", "lookup", "load"],
             [_time(name, row) for name, row in rows.items()],
         ),
-        "Means of a request, ms. *Identification*: choosing what to attend to, and waiting for what that takes. "
-        "*Stall*: waiting for what was chosen. *Copying*: starting reads, bringing blocks to their columns, rotating "
-        "keys. *Compute*: the rest, the model and `generate()`. These and the look-up add up to the TTFT. *Load*: time "
-        "during which a read was under way, beside all of these.\n",
+        "Means per request, ms. *Identification*: selecting what to attend to, and waiting for its reads. *Stall*: "
+        "waiting for selected blocks. *Copying*: starting reads, copying blocks to positions, rotating keys. "
+        "*Compute*: the rest, the model and `generate()`. These parts and the lookup add up to the TTFT. *Load*: time "
+        "during which a read was in progress, concurrent with the other parts.\n",
     ]  # fmt: skip
     if "aims" in result:
         text += [
@@ -195,7 +197,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
                 ["aim", "measured", "met"],
                 [[aim["text"], aim["shown"], "yes" if aim["met"] else "no"] for aim in result["aims"]],
             ),
-            f"Of *{OURS}*, against IMPRESS with reordering, and probes as said above.{accuracy(result['budget'])}\n",
+            f"Aims of *{OURS}*, compared with IMPRESS with reordering and the probes as stated above."
+            f"{accuracy(result['budget'])}\n",
         ]
     return "\n".join(text)
 
@@ -203,8 +206,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
 def budgets(result: dict[str, Any]) -> str:
     """How much each unit of choice buys of a prefix, in a sentence."""
     return (
-        f"Of a prefix's {result['prefix_tokens']} tokens the budget is {result['chosen_tokens']['chunks']} in whole "
-        f"chunks, rounded down, and {result['chosen_tokens']['tokens']} where single tokens are chosen. "
+        f"Of a prefix's {result['prefix_tokens']} tokens, the budget is {result['chosen_tokens']['chunks']} in whole "
+        f"chunks, rounded down, and {result['chosen_tokens']['tokens']} for methods that select single tokens. "
     )
 
 
@@ -213,14 +216,12 @@ def probes(result: dict[str, Any]) -> str:
     if (found := result.get("probes")) is None:
         return ""
     asked = min(found["asked"], found["kv_heads"])
-    text = (
-        f"IMPRESS asks {asked} of {found['kv_heads']} KV heads; its probes agreed at {found['agreed'][IMPRESS]:.0%} of "
-    )
+    text = f"IMPRESS probes {asked} of {found['kv_heads']} KV heads, which agree in {found['agreed'][IMPRESS]:.0%} of "
     if found["emulated"] is None:
-        return text + "the choices, measured on this trained model. "
+        return text + "the selections, measured on this trained model. "
     as_they_are = found["agreed"][f"{IMPRESS}, probes as they are"]
     return (
-        f"{text}the choices, which is emulated, as in its paper: with random weights they agree at {as_they_are:.0%} "
+        f"{text}the selections. This is emulated, as in its paper; with random weights they agree in {as_they_are:.0%} "
         "(*probes as they are*). "
     )
 
@@ -236,7 +237,7 @@ def accuracy(budget: float, measured: Path = ACCURACY) -> str:
             found.append(f"{method} {' / '.join(f'{mean:.0f}' for mean in means)}")
     if not found:
         return ""
-    return f" Of the reference model's answers / first tokens are right at this budget, %: {', '.join(found)} (eval/)."
+    return f" Right answers / right first tokens of the reference model at this budget, %: {', '.join(found)} (eval/)."
 
 
 def _read(name: str, row: dict[str, Any]) -> list[str]:
@@ -277,7 +278,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for name, mean in zip(names, left, strict=True):
         if mean > end:
             axes.text(0.98 * end, name, f"{mean:.0f} ms →", ha="right", va="center", color="white")
-    axes.set(xlim=(0, end), xlabel="time to first token, ms (mean, in parts)")
+    axes.set(xlim=(0, end), xlabel="mean time to first token by part, ms")
     axes.set_title(f"{result['model']}, {result['dtype']}, budget {result['budget']:.0%}")
     axes.invert_yaxis()
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
@@ -287,17 +288,28 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a trained reference model, in place of --shape")
+    parser.add_argument("--model", type=Path, help="folder of a trained reference model, instead of --shape")
     parser.add_argument("--budget", type=float, default=BUDGET_OF_AIMS, help="share of the prefix that is attended to")
     parser.add_argument(
-        "--period", type=int, default=8, help="layers for which the paper's ContiguousKV chooses once (at most all)"
+        "--period",
+        type=int,
+        default=8,
+        help="layers per selection with the paper's settings of ContiguousKV, at most all",
     )
-    parser.add_argument("--layers", type=int, help="so many of the shape's, in place of all")
-    parser.add_argument("--agreeing", type=float, default=PAPER_AGREEING, help="share of choices at which IMPRESS's "
-                        "probes are taken to agree, with --shape")  # fmt: skip
-    parser.add_argument("--ablation", action="store_true", help="ContiguousKV alone, without one part after the other")
-    parser.add_argument("--prefixes", type=int, default=8)
-    parser.add_argument("--tokens", type=int, help=f"of a prefix (default: 4096; with --model {CONTEXT - 16})")
+    parser.add_argument("--layers", type=int, help="number of layers of the shape (default: all)")
+    parser.add_argument(
+        "--agreeing",
+        type=float,
+        default=PAPER_AGREEING,
+        help="share of the selections in which IMPRESS's probes are assumed to agree, with --shape",
+    )
+    parser.add_argument(
+        "--ablation", action="store_true", help="measure ContiguousKV only, without one of its parts at a time"
+    )
+    parser.add_argument("--prefixes", type=int, default=8, help="number of prefixes")
+    parser.add_argument(
+        "--tokens", type=int, help=f"number of tokens in a prefix (default: 4096; with --model {CONTEXT - 16})"
+    )
     add_arguments(parser)
     arguments = parser.parse_args()
     dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)

@@ -194,30 +194,33 @@ def report(found: dict[str, Any]) -> str:
     ]
     computing = ", ".join(f"{1e3 * seconds:.0f} ms at {share}" for share, seconds in found["compute_s"].items())
     return (
-        f"{found['model']['name']}, {found['model']['dtype_bytes']} bytes a number, a prefix of {found['prefix']:,} "
+        f"{found['model']['name']}, {found['model']['dtype_bytes']} bytes per number, a prefix of {found['prefix']:,} "
         f"tokens and a suffix of {found['suffix']}: {found['kv_bytes'] / 1e6:.1f} MB of KV "
-        f"({found['kv_bytes'] // found['prefix'] / 1024:g} KiB a token), {found['flops'] / 1e12:.0f} TFLOP. Computing "
-        f"all of it takes {computing} of peak; the suffix alone, behind a prefix that is there, "
+        f"({found['kv_bytes'] // found['prefix'] / 1024:g} KiB per token), {found['flops'] / 1e12:.0f} TFLOP. "
+        f"Computing everything takes {computing} of peak. The suffix alone, after a restored prefix, takes "
         f"{1e3 * found['suffix_s']:.1f} ms.\n\n"
-        + table(["from", "transfer", "time to first token, at least", "computing ÷ it", "pays from (tokens)"], rows)
+        + table(["from", "transfer", "minimum TTFT", "computing ÷ TTFT", "pays off from (tokens)"], rows)
     )
 
 
 def main(
-    shape: Annotated[str, typer.Option(help=f"Of the model: {', '.join(SHAPES)}.")] = "qwen2.5-7b",
-    dtype_bytes: Annotated[int, typer.Option(help="Bytes of a number: 2 in bfloat16.")] = 2,
-    prefix: Annotated[int, typer.Option(help="Tokens that are restored.")] = 16384,
-    suffix: Annotated[int, typer.Option(help="Tokens behind them, which are computed.")] = 64,
-    peak: Annotated[float, typer.Option(help="TFLOP/s of the device, dense.")] = Machine.peak / 1e12,
-    share: Annotated[float, typer.Option(help="Share of it that prefill reaches.")] = Machine.share,
-    hbm: Annotated[float, typer.Option(help="GB/s of device memory.")] = Machine.hbm / GB,
-    h2d: Annotated[float, typer.Option(help="GB/s from pinned host memory to the device.")] = Machine.h2d / GB,
-    page_cache: Annotated[float, typer.Option(help="GB/s out of the page cache.")] = Machine.page_cache / GB,
-    disk: Annotated[list[float] | None, typer.Option(help="GB/s of a disk; may be repeated.")] = None,
-    overhead: Annotated[float, typer.Option(help="ms of a restore, whatever its size.")] = Machine.overhead * 1e3,
+    shape: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "qwen2.5-7b",
+    dtype_bytes: Annotated[int, typer.Option(help="Bytes per number: 2 for bfloat16.")] = 2,
+    prefix: Annotated[int, typer.Option(help="Number of restored tokens.")] = 16384,
+    suffix: Annotated[int, typer.Option(help="Number of computed tokens after them.")] = 64,
+    peak: Annotated[float, typer.Option(help="Peak TFLOP/s of the device, dense.")] = Machine.peak / 1e12,
+    share: Annotated[float, typer.Option(help="Share of the peak that prefill reaches.")] = Machine.share,
+    hbm: Annotated[float, typer.Option(help="Bandwidth of device memory, GB/s.")] = Machine.hbm / GB,
+    h2d: Annotated[float, typer.Option(help="Bandwidth from pinned host memory to the device, GB/s.")] = Machine.h2d
+    / GB,
+    page_cache: Annotated[
+        float, typer.Option(help="Bandwidth of copies from the page cache, GB/s.")
+    ] = Machine.page_cache / GB,
+    disk: Annotated[list[float] | None, typer.Option(help="Bandwidth of a disk, GB/s. Can be repeated.")] = None,
+    overhead: Annotated[float, typer.Option(help="Constant time of a restore, ms.")] = Machine.overhead * 1e3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compute what a machine allows for restoring a prefix, and from which length on that pays. Measures nothing."""
+    """Compute the minimum time to restore a prefix, and the length from which it pays off. Measures nothing."""
     machine = Machine(peak * 1e12, share, hbm * GB, h2d * GB, page_cache * GB, overhead=overhead / 1e3)
     disks = [speed * GB for speed in disk or (1.5, 7.0, 14.0)]
     found = roofline(ModelShape.of(shape, dtype_bytes), machine, prefix, suffix, disks)

@@ -1,12 +1,12 @@
-"""One copy of stored KV for all processes of a machine: what they take in memory, and what it costs in time.
+"""One copy of stored KV for all processes of a machine: memory savings and cost in time.
 
     python bench/sharing.py                                             # 4 processes, Qwen2.5-0.5B's shape, 6 layers
     python bench/sharing.py --shape tiny --layers 2 --prompts 2 --tokens 64 --processes 2 --repeats 1
 
-N processes ask for the same prompts at once, in orders of their own, with one thread each. *Own copies*: each keeps all
-in host memory of its own. *Page cache*: `KVStore(engine="page_cache", host_memory=0)`. *Disk*: nobody keeps anything.
-Processes are new ones in each turn, and a first round, which fills memory, does not count. Memory is what the
-processes have grown by since they had a model, and what the kernel caches of the store's files. Weights are random.
+N processes request the same prompts simultaneously, each in its own order, with one thread each. *Own copies*: each
+process keeps all KV in its own host memory. *Page cache*: `KVStore(engine="page_cache", host_memory=0)`. *Disk*: no
+process keeps KV. Each turn starts new processes; a first round, which fills memory, is not counted. Memory is the
+growth of the processes after loading the model, and the store's files in the kernel's page cache. Weights are random.
 """
 
 from __future__ import annotations
@@ -152,25 +152,25 @@ def report(document: dict[str, Any]) -> str:
         f"# One copy for {said['processes']} processes, {said['shape']} in float32 on CPU\n\n"
         f"{on['cpu']}, {on['cores']} cores; PyTorch {on['torch']}, transformers {on['transformers']}; {on['date']}, "
         f"commit {on['commit']}. {said['layers'] or 'All'} layers; {said['prompts']} prompts of {said['tokens']:,} "
-        f"stored tokens, {document['kv_bytes'] / mib:,.0f} MiB of KV, and {said['suffix']} new ones; each process asks "
-        f"for each prompt {said['rounds']} times after a round that fills memory; medians of {said['repeats']} turns. "
-        "Random weights.\n\n" + table(headings, rows) + "\n*Memory*: what all processes have grown by since they had a "
-        "model, and what the kernel caches of the store's files. *÷ own copies*: median of the ratios within a turn.\n"
+        f"stored tokens, {document['kv_bytes'] / mib:,.0f} MiB of KV, and {said['suffix']} new tokens. Each process "
+        f"requests each prompt {said['rounds']} times after a round that fills memory. Medians of {said['repeats']} "
+        "turns. Random weights.\n\n" + table(headings, rows) + "\n*Memory*: growth of all processes after loading the "
+        "model, and the store's files in the kernel's page cache. *÷ own copies*: median of the ratios within a turn.\n"
     )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen2.5-0.5b")
-    parser.add_argument("--layers", type=int, default=6, help="so many instead of all")
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=2048, help="stored tokens of each prompt")
-    parser.add_argument("--suffix", type=int, default=32, help="new tokens behind them")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds through all prompts that count")
-    parser.add_argument("--repeats", type=int, default=3, help="turns, each with processes of its own")
-    parser.add_argument("--folder", type=Path, help="where the store is made; default: a temporary one")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of the model")
+    parser.add_argument("--layers", type=int, default=6, help="number of layers")
+    parser.add_argument("--processes", type=int, default=4, help="number of processes")
+    parser.add_argument("--prompts", type=int, default=16, help="number of prompts")
+    parser.add_argument("--tokens", type=int, default=2048, help="number of stored tokens per prompt")
+    parser.add_argument("--suffix", type=int, default=32, help="number of new tokens after them")
+    parser.add_argument("--rounds", type=int, default=2, help="number of measured rounds through all prompts")
+    parser.add_argument("--repeats", type=int, default=3, help="number of turns, each with new processes")
+    parser.add_argument("--folder", type=Path, help="parent folder of the store (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(arguments)
 
 

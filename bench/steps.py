@@ -1,15 +1,14 @@
-"""Work of a warm pass: functions entered, how many there are, how often the file changes; kernels and views.
+"""Work of a warm pass: calls, distinct functions, and changes of file; kernels and views.
 
     python bench/steps.py                        # this checkout
-    python bench/steps.py --source ../before     # another beside it, such as `git worktree add ../before COMMIT` makes
+    python bench/steps.py --source ../before     # compared with one of `git worktree add ../before COMMIT`
 
-A pass of a Llama of two small layers over a prefix that lies in host memory, so that there is little to see but this
-library's own work. Counted are functions of the package that are entered in the calling thread; comprehensions, and
-generators that go on, are not, because what of these is a call depends on Python's version. Counts do not vary
-from run to run. Kernels and views are those that one more layer asks for, beyond what it does with `DynamicCache`: here
-all query heads have keys of their own, since what the CPU's attention spares where they share some is another matter;
-and an operation on nothing is no kernel. Times are beside `DynamicCache`'s, in turns; sources take turns, too, with a
-process for each round.
+Measures a pass of a Llama with two small layers over a prefix in host memory, which is mostly this library's own work.
+Counts functions of the package that are entered in the calling thread. Comprehensions and resumed generators are not
+counted, because they depend on the version of Python. Counts do not vary from run to run. Kernels and views are those
+that one more layer needs in addition to `DynamicCache`. Here every query head has keys of its own, since the CPU's
+attention saves work if heads share keys. An operation on an empty tensor is not a kernel. Times are those beyond
+`DynamicCache`, measured in turns. Sources take turns, too, with a process for each round.
 """
 
 from __future__ import annotations
@@ -290,23 +289,26 @@ def report(document: dict[str, Any]) -> str:
         f"{on['cpu']}, {on['cores']} cores; Python {on['python']}, PyTorch {on['torch']}, transformers "
         f"{on['transformers']}; {on['date']}. A Llama of two layers, a prefix of {PREFIX} tokens (for CacheTune two "
         f"passages of {PREFIX}) in host memory, a suffix of {SUFFIX}. Columns are commits.\n\n"
-        "## Calls / functions / changes of file\n\n"
+        "## Calls / distinct functions / changes of file\n\n"
         + table(["pass of", *sources], rows(counts, KINDS))
-        + "\n## Kernels / views that a layer adds to DynamicCache's, exact\n\n"
+        + "\n## Kernels / views that a layer needs in addition to DynamicCache, exact method\n\n"
         + table(["pass of", *sources], [[f"a {kind}", *map(partial(asked, kind), sources.values())] for kind in KINDS])
-        + f"\n## Time beyond DynamicCache's\n\nMedians of {document['rounds']} rounds of {document['turns']} turns. "
-        "For CacheTune, which computes a part of its passages, that is not a price but another prompt.\n\n"
+        + "\n## Time in addition to DynamicCache\n\n"
+        f"Medians of {document['rounds']} rounds of {document['turns']} turns. "
+        "CacheTune computes a part of its passages, so its time is not an overhead.\n\n"
         + table(["", *sources], rows(times, ("first token", "token")))
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, action="append", default=[], help="another checkout; may be repeated")
-    parser.add_argument("--rounds", type=int, default=3, help="processes for each source")
-    parser.add_argument("--turns", type=int, default=60, help="of what is timed, in each round")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--apart", action="store_true", help="print this process's figures as JSON, and save nothing")
+    parser.add_argument("--source", type=Path, action="append", default=[], help="another checkout; can be repeated")
+    parser.add_argument("--rounds", type=int, default=3, help="number of processes per source")
+    parser.add_argument("--turns", type=int, default=60, help="number of timed turns per round")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
+    parser.add_argument(
+        "--apart", action="store_true", help="print the figures of this process as JSON, and save nothing"
+    )
     arguments = parser.parse_args()
     if arguments.apart:
         print(json.dumps(measure(arguments.turns)))

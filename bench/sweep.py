@@ -1,15 +1,15 @@
-"""ContiguousKV alone: what its chunk, period, subperiod and budget do, and the length of the prefix.
+"""ContiguousKV alone: effect of chunk size, period, subperiod, budget and prefix length.
 
     python bench/sweep.py                                  # Qwen2.5-0.5B's shape on this machine's CPU
     python bench/sweep.py --sweeps budget,tokens --requests 24
     python bench/sweep.py --shape tiny --tokens 256 --lengths 128,256 --prefixes 2 --warm-up 2 --requests 4
 
-Each is varied alone from the method's defaults (chunks of 8 tokens, a period of 2 layers, both in a block, a quarter
-of the prefix), with the resident index and with all keys (identify="index" and "keys"). Every request goes to all
-settings, one after the other, each with a store and memory of its own, so that a machine that slows down slows all of
-them down. The KV of each prefix is computed once, and laid out anew for each geometry. Prompts, the emulated disk and
-memory, of which the resident index takes a part, are those of reprefill.py: with random weights, times and bytes mean
-something, and which chunks are chosen does not.
+One setting at a time is varied from the method's defaults (chunks of 8 tokens, a period of 2 layers, both in a block, a
+quarter of the prefix), with the resident index and with all keys (identify="index" and "keys"). All settings answer
+every request in succession, each with a store and memory of its own, so that a slower machine affects all of them. The
+KV of each prefix is computed once, and rewritten for each geometry. Prompts, emulated disk and memory, of which the
+resident index takes a part, are those of reprefill.py. With random weights, times and bytes have a meaning, but not the
+content of selections.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"# ContiguousKV's settings, {result['model']} in {result['dtype']} on {measured_on['device']}\n",
         f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
         f"{measured_on['transformers']}; {measured_on['date']}. {disk_and_memory(result)}\n",
-        f"Each setting is varied alone from {result['defaults']}. Where the "
-        "length of the prefix varies, so do all KV and the memory for it.\n",
+        f"One setting at a time is varied from {result['defaults']}. All KV and its memory vary with the length of the "
+        "prefix.\n",
     ]
     heading = ["identify", "TTFT, ms", "p95", "MiB read for scoring", "mis-speculated", "attended to", "amplification",
                "hits device / host / disk, %"]  # fmt: skip
@@ -121,9 +121,9 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
             table([title, *heading], [_cells(row) for row in rows]),
         ]
     text.append(
-        "Means of a request. Bytes are those read from disk: for scoring, mis-speculated, and the rest, whose "
-        "amplification is bytes read for each byte that was attended to (blocks are whole pages of "
-        "4 KiB, which small ones do not fill).\n"
+        "Means per request. Bytes are those read from disk: for scoring, mis-speculated, and attended to. "
+        "Amplification: bytes read per byte that is attended to (blocks are whole pages of 4 KiB, which small blocks "
+        "do not fill).\n"
     )
     return "\n".join(text)
 
@@ -192,16 +192,18 @@ def _panel(times: Any, reads: Any, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweeps", default=",".join(SWEEPS), help="which, separated by commas (default: all)")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a prefix, where that is not what varies")
-    parser.add_argument("--lengths", default="512,1024,2048,4096", help="of prefixes, where that is")
-    parser.add_argument("--prefixes", type=int, default=4, help="of each length")
+    parser.add_argument(
+        "--sweeps", default=",".join(SWEEPS), help="settings to vary, separated by commas (default: all)"
+    )
+    parser.add_argument("--tokens", type=int, default=2048, help="number of tokens in a prefix, unless it is varied")
+    parser.add_argument("--lengths", default="512,1024,2048,4096", help="numbers of prefix tokens, if they are varied")
+    parser.add_argument("--prefixes", type=int, default=4, help="number of prefixes of each length")
     add_arguments(parser)
     parser.set_defaults(requests=12, warm_up=4)
     arguments = parser.parse_args()
     wanted = arguments.sweeps.split(",")
     if unknown := sorted(set(wanted) - set(SWEEPS)):
-        parser.error(f"there is no sweep {unknown[0]!r}; there are {', '.join(SWEEPS)}")
+        parser.error(f"unknown sweep {unknown[0]!r}; choose from {', '.join(SWEEPS)}")
     lengths = [int(length) for length in arguments.lengths.split(",")]
     layers = SHAPES[arguments.shape]["num_hidden_layers"]
     default = ContiguousKV(period=min(ContiguousKV.period, layers))

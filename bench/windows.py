@@ -1,11 +1,11 @@
-"""What windows of device memory save while decoding: KVDRIVE's Figures 3, 8 and 15 and its Table 3, redrawn.
+"""Savings by windows of device memory while decoding: KVDrive's Figures 3, 8 and 15 and Table 3.
 
     PYTHONPATH=. python bench/windows.py --model eval/reference/long --tokens 4096
 
-Contexts of the model's language are stored; the model reads on behind each, and then questions about it with their
-answers, token by token. What its heads choose is recorded once, and windows of all sizes and policies are put through
-it: what a window holds changes no choice. Contexts of one half of the seeds are for choosing (sizes by layer and head,
-how many candidates are ranked), those of the other half are reported.
+Contexts in the model's language are stored. The model decodes text after each context, and then questions about it with
+their answers, token by token. The selections of its heads are recorded once, and windows of all sizes and policies are
+simulated with them, since a window does not change selections. Contexts of one half of the seeds determine settings
+(sizes by layer and head, number of ranked candidates); those of the other half are reported.
 """
 
 from __future__ import annotations
@@ -93,12 +93,16 @@ Records = Mapping[tuple[str, float], list[Recorded]]
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("eval/reference/long"), help="a reference model")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a context, about")
-    parser.add_argument("--steps", type=int, default=192, help="tokens decoded behind each")
-    parser.add_argument("--contexts", type=int, default=4, help="to choose by, and as many to report")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.0156, 0.0625])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--model", type=Path, default=Path("eval/reference/long"), help="folder of a reference model")
+    parser.add_argument("--tokens", type=int, default=4096, help="approximate number of context tokens")
+    parser.add_argument("--steps", type=int, default=192, help="number of decoded tokens per context")
+    parser.add_argument(
+        "--contexts", type=int, default=4, help="number of reported contexts, and of contexts that determine settings"
+    )
+    parser.add_argument(
+        "--budgets", type=float, nargs="+", default=[0.0156, 0.0625], help="budgets, as shares of the context"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -196,14 +200,14 @@ def report(document: dict[str, Any]) -> str:
     parts = [
         f"# Windows while decoding: {document['model']}, {document['tokens']} tokens\n\n"
         f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {document['contexts']} "
-        f"contexts reported, as many others chosen by; {document['steps']} tokens decoded behind each, the last "
-        f"{_ASKED} at most questions with their answers, of four tokens each, so that what a head attends to tends to "
-        f"come back after four; the first {1 + (document['steps'] + 1) // 8} are not counted. {layers} layers of "
+        f"contexts are reported, as many others determine settings. {document['steps']} tokens are decoded after each, "
+        f"the last {_ASKED} at most are questions with answers, of four tokens each, so that selections tend to repeat "
+        f"after four. The first {1 + (document['steps'] + 1) // 8} tokens are not counted. {layers} layers of "
         f"{heads} KV heads; a head attends to {' / '.join(str(results[b]['columns']) for b in budgets)} chunks of "
         f"{one['entry_bytes']} bytes, keys and values, at budgets of {' / '.join(named)}. {INDEXES[OURS]}, lookahead, "
-        f"{POOLS[0]} candidates for each chosen chunk, unless it says otherwise. Windows in multiples of what a head "
-        "attends to; ×0 keeps nothing.\n",
-        "\n## KiB moved a step (Figure 3)\n\n" + table(["window", *named], moved),
+        f"{POOLS[0]} candidates per selected chunk, unless stated otherwise. Window sizes are multiples of the number "
+        "of selected chunks; ×0 keeps nothing.\n",
+        "\n## KiB moved per step (Figure 3)\n\n" + table(["window", *named], moved),
     ]
     for budget, name in zip(budgets, named, strict=True):
         found = results[budget]
@@ -222,14 +226,14 @@ def report(document: dict[str, Any]) -> str:
         parts += [
             f"\n## Hit ratio by eviction, ×2, at {name}, % (Table 3)\n\n"
             + table(["index", "LRU", "lookahead", "points"], eviction),
-            f"\n## Hit ratio by layer and head at {name}, % (Figure 15)\n\nOf the same memory. Sizes are chosen by the "
-            "other contexts, and are the best there; the last column says how near the greedy choice comes.\n\n"
+            f"\n## Hit ratio by layer and head at {name}, % (Figure 15)\n\nWith the same memory. The sizes are optimal "
+            "for the other contexts. Last column: result of the greedy choice relative to the optimum.\n\n"
             + table(["memory", "one size", "by layer and head", "fewer bytes, %", "greedy / best"], memory),
             f"\n## Sizes in the memory of ×2 at {name} (Figure 8)\n\n"
             + table(["layer", *(f"head {head}" for head in range(heads))], by_head),
-            f"\n## Hit ratio by candidates ranked for each chunk, at {name}, %\n\nThe contexts to choose by. "
-            f"Choices are those made among {POOLS[-1]:g} times as many candidates; windows see so many of them.\n\n"
-            + table(["candidates", "×2", "×3"], pools),
+            f"\n## Hit ratio by ranked candidates per selected chunk, at {name}, %\n\nContexts that determine "
+            f"settings. Selections are made among {POOLS[-1]:g} times as many candidates; windows see the number "
+            "in the table.\n\n" + table(["candidates", "×2", "×3"], pools),
         ]
     return "".join(parts)
 
@@ -254,8 +258,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
             rates = [100 * np.mean(by[kind]) for by in found["memory"].values()]
             name = {"uniform": "one size", "2d": "by layer and head"}[kind]
             axes[1].plot(windows, rates, style, marker="o", color=line.get_color(), label=f"{label}, {name}")
-    axes[0].set(xlabel="window, × what a head attends to", ylabel="KiB moved a step", yscale="log", xticks=TIMES)
-    axes[1].set(xlabel="memory, × what a head attends to", ylabel="hit ratio, %")
+    axes[0].set(xlabel="window, × selected chunks", ylabel="KiB moved per step", yscale="log", xticks=TIMES)
+    axes[1].set(xlabel="memory, × selected chunks", ylabel="hit ratio, %")
     for one in axes[:2]:
         one.legend(fontsize="small")
         one.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""The first twenty seconds on a machine: what it is, and how fast bytes move on it without this library."""
+"""Probe of a machine in 20 seconds: its parts, and how fast bytes move without this library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def device_of(run: Run) -> torch.device:
 
 
 def probe(run: Run) -> None:
-    """Versions first; then bandwidths, the most telling first."""
+    """Record versions, then measure bandwidths, the most informative first."""
     device = device_of(run)
     small = run.shapes[0] == "tiny"
     nbytes = 16 << 20 if small else 512 << 20

@@ -76,13 +76,13 @@ def _ms(values: Iterable[float]) -> str:
 def _machine(rows: Rows) -> str:
     found = next((row for row in rows if row["what"] == "machine"), None)
     if found is None:
-        return "# A run without a probe\n"
-    packages = ", ".join(f"{name} {version or 'not there'}" for name, version in found["packages"].items())
+        return "# Run without a probe\n"
+    packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["packages"].items())
     return (
         f"# Measured on {found['device']}\n\n{found['cpu']}, {found['cores']} cores, "
         f"{found['ram_bytes'] / 2**30:.0f} GiB of memory, {found['file_system']}; {found['date']}, "
         f"commit {found['commit']}. Python {found['python']}, CUDA "
-        f"{found['cuda']}, driver {found['driver']}, nvidia-fs {'there' if found['nvidia_fs'] else 'not there'}; "
+        f"{found['cuda']}, driver {found['driver']}, nvidia-fs {'loaded' if found['nvidia_fs'] else 'not loaded'}; "
         f"{packages}. Random weights. Medians.\n"
     )
 
@@ -93,7 +93,7 @@ def _probe(rows: Rows) -> str:
         speed = median(row.get("bytes_per_s") or row["flops_per_s"] for row in some)
         shown = f"{speed / 1e9:.2f} GB/s" if "bytes_per_s" in some[0] else f"{speed / 1e12:.0f} TFLOP/s"
         lines.append([what, shown, _ms(row["seconds"] for row in some), str(len(some))])
-    return "## Probe\n\n" + table(["", "speed", "time", "times"], lines) if lines else ""
+    return "## Probe\n\n" + table(["", "speed", "time", "n"], lines) if lines else ""
 
 
 def _tests(rows: Rows) -> str:
@@ -102,7 +102,7 @@ def _tests(rows: Rows) -> str:
         return ""
     said = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "error", "skipped") if name in counts)
     failed = "".join(f"- {row['test']}\n" for row in rows if row["what"] == "failed test")
-    return f"## tests/gpu\n\n{said or 'none was run'}\n\n{failed}"
+    return f"## tests/gpu\n\n{said or 'no test was run'}\n\n{failed}"
 
 
 def _prefixes(rows: Rows, machine: Machine, assumed: str) -> str:
@@ -123,12 +123,14 @@ def _prefixes(rows: Rows, machine: Machine, assumed: str) -> str:
             ])  # fmt: skip
     if not lines:
         return ""
-    inputs = f"; assumed, since the probe has not measured it: {assumed}" if assumed else ""
+    inputs = f" (assumed, because the probe did not measure it: {assumed})" if assumed else ""
     return (
-        "## Time to first token behind a prefix\n\n"
-        + table(["shape, prefix: from", "median", "range, ms", "n", "computed ÷ it", "roofline", "share of it"], lines)
-        + "\nThe roofline of what is restored is the larger of moving its KV, at the probe's bandwidths"
-        + f"{inputs}, and DynamicCache's time beside it; that of *computed* is the peak's (docs/roofline.md).\n"
+        "## Time to first token after a prefix\n\n"
+        + table(
+            ["shape, prefix: from", "median", "range, ms", "n", "computed ÷ it", "roofline", "share of roofline"], lines
+        )
+        + "\nThe roofline of a restore is the maximum of two times: moving its KV with the probe's bandwidths"
+        + f"{inputs}, and the time with a DynamicCache. That of *computed* uses the peak (docs/roofline.md).\n"
     )
 
 
@@ -155,7 +157,7 @@ def _decoding(rows: Rows) -> str:
             over = ratio(ours[:turns], theirs[:turns])
             lines.append([f"{shape}, {prefix}", _ms(ours), _ms(theirs), f"{over:.3f}", str(turns)])
     return (
-        "## A decoded token\n\n" + table(["shape, prefix", "ours", "DynamicCache", "ratio", "n"], lines)
+        "## Time of a decoded token\n\n" + table(["shape, prefix", "ours", "DynamicCache", "ratio", "n"], lines)
         if lines
         else ""
     )
@@ -168,14 +170,14 @@ def _syncs(rows: Rows) -> str:
     lines = [[row["what"], str(row["count"]), str(row["layers"])] for row in totals]
     sites = [[row["what"].removesuffix(", site"), row["site"], str(row["count"])] for row in rows if "site" in row]
     kind = (
-        "as CUDA warns of them"
+        "from the warnings of CUDA"
         if totals[0]["kind"] == "_sync_sites"
-        else "counted on the CPU, as tests/restore/test_waits.py does"
+        else "counted on the CPU, as in tests/restore/test_waits.py"
     )
     return (
         f"## Waits for the GPU, {kind}\n\n"
         + table(["", "waits", "layers"], lines)
-        + ("\n" + table(["", "asked for in", "waits"], sites) if sites else "")
+        + ("\n" + table(["", "call site", "waits"], sites) if sites else "")
     )
 
 
@@ -185,7 +187,7 @@ def _trace(rows: Rows) -> str:
         for row in rows
     ]
     return (
-        "## A warm pass, profiled\n\n" + table(["", "kernels", "copies", "operations", "layers"], lines)
+        "## Profile of a warm pass\n\n" + table(["", "kernels", "copies", "operations", "layers"], lines)
         if lines
         else ""
     )
@@ -209,7 +211,7 @@ def _times(heading: str, rows: Rows, slowest: str) -> str:
     known = ", ".join(
         f"{name} {about[name]}" for name in ("shape", "dtype", "prefixes", "prefix", "tokens") if name in about
     )
-    return f"## {heading}\n\n{known}.\n\n" + table(["", "time to first token", "computed ÷ it", "n"], lines)
+    return f"## {heading}\n\n{known}.\n\n" + table(["", "time to first token", "recompute ÷ it", "n"], lines)
 
 
 def _skipped(rows: Rows) -> str:
@@ -217,5 +219,5 @@ def _skipped(rows: Rows) -> str:
     begun = {row["stage"] for row in rows} - {"run"}
     lines = [f"- {row['stage']}, {row['what']}: {row['skipped']}" for row in rows if "skipped" in row]
     told = {row["stage"] for row in rows if row.get("skipped") and row["what"] in ("the rest", "all of it")}
-    lines += [f"- {stage}: the run ended in it" for stage in sorted(begun - done - told)]
-    return "## What was not measured\n\n" + "\n".join(dict.fromkeys(lines)) + "\n" if lines else ""
+    lines += [f"- {stage}: the run ended in this stage" for stage in sorted(begun - done - told)]
+    return "## Not measured\n\n" + "\n".join(dict.fromkeys(lines)) + "\n" if lines else ""

@@ -1,4 +1,4 @@
-"""What `on_gpu.py` measures behind its probe, a function for each stage. Each writes a row for each thing measured."""
+"""Stages of `on_gpu.py` after its probe, one function each. Each measurement writes a row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PACKAGE = Path(hf_tiered_cache.__file__).parent
 
 
 def stages_of(shapes: tuple[str, ...]) -> list[Stage]:
-    """All stages, the most telling first, with their share of 540 seconds."""
+    """Return all stages, the most informative first, with their share of 540 seconds."""
     share = 180 / len(shapes)
     return [
         Stage("probe", 20, probe),
@@ -59,7 +59,7 @@ def stages_of(shapes: tuple[str, ...]) -> list[Stage]:
 
 
 def gpu_tests(run: Run) -> None:
-    """tests/gpu: bits, tiers, streams, engines."""
+    """Run tests/gpu: bits, tiers, streams, engines."""
     if importlib.util.find_spec("pytest") is None:
         return run.skip("tests/gpu", "pytest is not installed")
     if device_of(run).type != "cuda":
@@ -143,12 +143,12 @@ class Prefix:
 
 
 def prefixes(run: Run, shape: str) -> None:
-    """Time to first token behind a prefix: computed, kept in a DynamicCache, ours from each tier."""
+    """Measure TTFT after a prefix: computed, with a DynamicCache, and restored from each tier."""
     _each_prefix(run, shape, _ways)
 
 
 def kvikio(run: Run) -> None:
-    """The same from a cold disk through kvikio, beside posix; apart, since opening files through it has hung before."""
+    """Measure TTFT from a cold disk with kvikio and posix, separately, since kvikio can hang when it opens files."""
     try:
         open_engine("kvikio").close()
     except EngineUnavailableError as error:
@@ -232,7 +232,7 @@ def _token_bytes(model: PreTrainedModel) -> int:
 
 
 def decoding(run: Run) -> None:
-    """Steps of one token behind the same prefix, ours and DynamicCache's in turns."""
+    """Measure decoding after the same prefix, ours and DynamicCache in turns."""
     for shape in run.shapes:
         model = build(shape, getattr(torch, run.dtype), device_of(run))
         asked = Prefix(run, model, min(run.prefixes))
@@ -300,7 +300,7 @@ def _cpu_sites() -> Iterator[Counter]:
 
 
 def syncs(run: Run) -> None:
-    """Waits of the thread for the GPU in a warm prompt and in decoded tokens, by call site."""
+    """Count waits of the thread for the GPU in a warm prompt and in decoded tokens, by call site."""
     device, shape, steps = device_of(run), run.shapes[-1], 4
     model = build(shape, getattr(torch, run.dtype), device)
     counting = _sync_sites if device.type == "cuda" else _cpu_sites
@@ -323,7 +323,7 @@ def syncs(run: Run) -> None:
 
 
 def trace(run: Run) -> None:
-    """Operations and kernels of a warm pass beside DynamicCache's, and a trace for chrome://tracing."""
+    """Count operations and kernels of a warm pass and of DynamicCache, and write a trace for chrome://tracing."""
     from torch.profiler import ProfilerActivity, profile
 
     device, shape = device_of(run), run.shapes[-1]
@@ -364,7 +364,7 @@ def trace(run: Run) -> None:
 
 
 def selective(run: Run) -> None:
-    """Prefixes that memory holds a half of, 5 % attended to: ours, IMPRESS, H2O, all of it, and recompute.
+    """Measure a budget of 5 % with memory for half of the prefixes: ours, IMPRESS, H2O, all KV, and recompute.
 
     IMPRESS's probes, which random weights never let agree, agree in the share of layers that its paper has.
     """
@@ -400,7 +400,7 @@ def selective(run: Run) -> None:
 
 
 def passages(run: Run) -> None:
-    """Prompts of passages: recomputed, reused whole, and with 15 % computed anew, from memory and a cold disk."""
+    """Measure prompts of passages: recompute, full reuse, and 15 % recomputed, from memory and a cold disk."""
     shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
     arguments = argparse.Namespace(
         shape=shape, dtype=run.dtype, device=str(device_of(run)), ratio=0.15, suffix=32, device_memory="0",

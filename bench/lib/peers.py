@@ -126,10 +126,10 @@ def report(results: Iterable[dict[str, Any]]) -> str:
             ours = OURS if name.endswith("cold") else OURS_WARM
             cells += [f"{median(times[name]) * 1e3:.0f} ms", f"{ratio(times[ours], times[name]):.3f}"]
         rows.append([name, *cells])
-    headings = [f"{result['prefix']}{what}" for result in results for what in ("", ", ours over it")]
+    headings = [f"{result['prefix']}{what}" for result in results for what in ("", ", ours ÷ it")]
     return (
-        "Time to first token of what users write themselves. It includes loading, and of ours, cold, opening a store; "
-        "not the fingerprint of the model, which a process makes once. Ours from a cold disk stands over what is cold, "
-        "ours from host memory over what is not. Of these files nothing is checked.\n\n"
-        + table(["way", *headings], rows)
+        "Time to first token of code without this library. It includes loading, and with a cold disk also opening our "
+        "store, but not the fingerprint of the model, which a process computes once. Cold variants are compared with "
+        "ours from a cold disk, the others with ours from host memory. The files of the other variants are read "
+        "without checks.\n\n" + table(["variant", *headings], rows)
     )

@@ -118,16 +118,16 @@ def tables(result: dict[str, Any]) -> str:
     text = []
     if any(result["load"].values()):
         text += [
-            "## Clients at once\n",
-            "Passages in memory. Each client is a thread that calls `generate()` on the one model, with a cache of its "
-            f"own, for {result['decode']} tokens, and asks again when it has its answer. *Computed*: of all of the "
-            "prompt's tokens. *One at a time*: a queue simulated over what one client's requests took, in which each "
-            "request waits until the one before it is whole. Threads share the cores, so more requests a second than "
-            "that are what they gain by not waiting for one another.\n",
+            "## Simultaneous clients\n",
+            "Passages are in memory. Each client is a thread that calls `generate()` on the same model, with a cache "
+            f"of its own, for {result['decode']} tokens, and sends the next request after the answer. *Computed*: "
+            "share of all tokens of the prompt. *One at a time*: a queue simulated with the times of one client, in "
+            "which each request waits for the previous one. Threads share the cores. The gain over one at a time comes "
+            "from not waiting for each other.\n",
             table(
                 [
                     *("system", "clients", "requests", "TTFT, median, s", "p95, s", "requests/s", "computed"),
-                    *("one at a time: TTFT, s", "requests/s"),
+                    *("one at a time: TTFT, s", "one at a time: requests/s"),
                 ],
                 [
                     [
@@ -149,7 +149,7 @@ def tables(result: dict[str, Any]) -> str:
     if any(result["batches"].values()):
         text += [
             "## Batches\n",
-            "Passages in memory, another prompt in each row. Each row computes its own tokens.\n",
+            "Passages are in memory, and each row has another prompt. Each row computes its own tokens.\n",
             table(
                 ["system", "batch", "TTFT, s", "prompts/s", "computed"],
                 [

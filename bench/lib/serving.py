@@ -36,7 +36,7 @@ LATENCY_S = 100e-6
 
 PARTS = {
     "identify_wait_s": "waiting for scoring reads",
-    "identify_s": "choosing",
+    "identify_s": "selecting",
     "stall_s": "waiting for selected blocks",
     "copy_s": "copying",
     "compute_s": "computing",
@@ -327,23 +327,30 @@ def add_arguments(parser: argparse.ArgumentParser, one_disk: bool = True) -> Non
     Args:
         one_disk: whether they are of one disk, and can be told which.
     """
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="of a model with random weights (see common.py)")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--suffix", type=int, default=32, help="random tokens of a suffix")
-    parser.add_argument("--requests", type=int, default=60, help="that are measured")
-    parser.add_argument("--warm-up", type=int, default=18, help="requests before, the first ones of each prefix")
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of a model with random weights, see common.py")
+    parser.add_argument("--dtype", default="float32", help="data type of the model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
+    parser.add_argument("--suffix", type=int, default=32, help="number of random tokens in a suffix")
+    parser.add_argument("--requests", type=int, default=60, help="number of measured requests")
     parser.add_argument(
-        "--memory-share", type=float, default=0.2, help="host memory, indexes included, as a share of all KV"
+        "--warm-up",
+        type=int,
+        default=18,
+        help="number of requests before the measurement, including the first one to each prefix",
     )
-    parser.add_argument("--host-memory", help="instead, such as 24GiB")
-    parser.add_argument("--device-memory", default="0")
+    parser.add_argument(
+        "--memory-share", type=float, default=0.2, help="host memory for KV and indexes, as a share of all KV"
+    )
+    parser.add_argument("--host-memory", help="host memory in bytes, such as 24GiB; replaces --memory-share")
+    parser.add_argument("--device-memory", default="0", help="device memory for KV, such as 10GiB")
     if one_disk:
         parser.add_argument(
-            "--bandwidth", type=float, help="bytes a second of the emulated disk; 0: the real one (default: see above)"
+            "--bandwidth",
+            type=float,
+            help="bytes per second of the emulated disk; 0: the real disk (default: see above)",
         )
     else:
         parser.set_defaults(bandwidth=0.0)
-    parser.add_argument("--name", help="of the results (default: from the model, dtype and device)")
-    parser.add_argument("--folder", type=Path, help="where stores are made; a temporary one if not given")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--name", help="name of the result files (default: from model, dtype and device)")
+    parser.add_argument("--folder", type=Path, help="parent folder of the stores (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results", help="folder for results")

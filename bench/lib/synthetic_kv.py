@@ -113,7 +113,9 @@ def locality(keys: torch.Tensor, asked: torch.Tensor, budget: float) -> dict[str
     ranked = np.stack([rank([index], asked[:, step : step + 1], None, pool)[0].numpy() for step in range(steps)])
     chosen = np.zeros((steps, heads, chunks), bool)
     np.put_along_axis(chosen, ranked[..., :count], True, 2)
-    found = {f"again {lag} on": float((chosen[lag:] & chosen[:-lag]).sum() / chosen[lag:].sum()) for lag in LAGS}
+    found = {
+        f"selected again after {lag}": float((chosen[lag:] & chosen[:-lag]).sum() / chosen[lag:].sum()) for lag in LAGS
+    }
     for policy, times in (("lru", 1), ("lru", 2), ("lookahead", 2), ("lru", 4), ("lookahead", 4)):
         window = Window(count, np.full(heads, times * count), chunks, policy)
         for step in range(steps):
@@ -126,8 +128,8 @@ def locality(keys: torch.Tensor, asked: torch.Tensor, budget: float) -> dict[str
     weights = weights.softmax(-1).unflatten(1, (-1, steps))  # [kv_heads, group, steps, n]
     found["tokens attended to"] = float((-(weights * weights.clamp_min(1e-30).log()).sum(-1)).exp().mean())
     by_chunk = weights.mean(1).unflatten(-1, (chunks, 8)).sum(-1).transpose(0, 1).numpy()  # [steps, kv_heads, chunks]
-    found["attention to what is chosen"] = float((by_chunk * chosen).sum() / (steps * heads))
-    return found | {"explained by clusters": explained(index, mean_keys(keys, 8))}
+    found["attention to selected chunks"] = float((by_chunk * chosen).sum() / (steps * heads))
+    return found | {"variance explained by clusters": explained(index, mean_keys(keys, 8))}
 
 
 def explained(index: ClusterIndex, means: torch.Tensor) -> float:

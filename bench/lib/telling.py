@@ -1,4 +1,4 @@
-"""What the pages about selective re-prefill say alike: workload, disk, memory, and the first requests."""
+"""Sentences and tables that pages about selective re-prefill share: workload, disk, memory, first requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def workload_and_memory(result: dict[str, Any]) -> str:
     """The part of it that is the same on any disk, without a full stop."""
     return (
         f"{result['prefixes']} prefixes of {result['prefix_tokens']} tokens, {result['kv_bytes'] / MIB:.0f} MiB of KV, "
-        f"{sum(result['memory_bytes'].values()) / MIB:.1f} MiB of memory for it, indexes included; "
-        f"{result['requests']['measured']} requests after {result['requests']['warm_up']}"
+        f"{sum(result['memory_bytes'].values()) / MIB:.1f} MiB of memory for KV and indexes; "
+        f"{result['requests']['measured']} requests after {result['requests']['warm_up']} requests of warm-up"
     )
 
 
@@ -29,10 +29,10 @@ def calibrated(result: dict[str, Any]) -> str:
     """Which disk is to this machine as the paper's is to its own, by both readings, in a sentence."""
     bulk, suffix = (result["calibration"][name] for name in ("bulk", "suffix"))
     return (
-        f"A token takes {1e3 * bulk['token_s']:.3g} ms to compute in the bulk prefill of a prefix, and "
-        f"{1e3 * suffix['token_s']:.3g} ms in a suffix of {result['suffix_tokens']}: loading a token beside computing "
-        f"one takes as long as on the paper's machine at {bulk['bytes_per_second'] / 1e6:.3g} MB/s by the former, and "
-        f"at {suffix['bytes_per_second'] / 1e6:.3g} MB/s by the latter."
+        f"Computing a token takes {1e3 * bulk['token_s']:.3g} ms in the bulk prefill of a prefix, and "
+        f"{1e3 * suffix['token_s']:.3g} ms in a suffix of {result['suffix_tokens']} tokens. The ratio of loading to "
+        f"computing equals that of the paper's machine at {bulk['bytes_per_second'] / 1e6:.3g} MB/s (bulk prefill) or "
+        f"{suffix['bytes_per_second'] / 1e6:.3g} MB/s (suffix)."
     )
 
 
@@ -46,7 +46,7 @@ def memory_cell(row: dict[str, Any]) -> str:
 def first_requests(systems: dict[str, dict[str, Any]]) -> str:
     """A table of the first request to each prefix, and what identification takes later."""
     return table(
-        ["system", "TTFT, ms", "MiB read", "scoring", "identification, ms", "the same, later"],
+        ["system", "TTFT, ms", "MiB read", "scoring", "identification, ms", "identification later, ms"],
         [[name, *first_cells(row)] for name, row in systems.items()],
     )
 

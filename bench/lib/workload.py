@@ -37,7 +37,7 @@ class RandomTokens:
         suffix: tokens of a suffix.
     """
 
-    about = "Random weights and tokens: what is chosen means nothing."
+    about = "Weights and tokens are random, so selections have no meaning."
 
     def __init__(self, vocabulary: int, count: int, tokens: int, suffix: int) -> None:
         self._vocabulary, self._suffix = vocabulary, suffix
@@ -57,7 +57,7 @@ class ReferenceLanguage:
         tokens: of each prefix.
     """
 
-    about = "A trained model; prefixes are documents of its language, each suffix is one of many questions about them."
+    about = "A trained model. Prefixes are documents in its language, and each suffix is a question about them."
 
     def __init__(self, model: Path, count: int, tokens: int) -> None:
         # machines that only measure random weights need nothing of what evaluation needs

@@ -239,8 +239,8 @@ def test_rag(tmp_path, monkeypatch, caplog):
     of_one_client = document["load"][ours][0]["computed"]
     assert of_one_client == pytest.approx(document["batches"][ours][0]["computed"], abs=1 / tokens)
     page = written[-1][3]
-    assert page.index("stored as a corpus") < page.index("| system |") < page.index("Stored together")
-    assert "## Clients at once" in page and "## Batches" in page
+    assert page.index("stored as a corpus") < page.index("| system |") < page.index("are stored together")
+    assert "## Simultaneous clients" in page and "## Batches" in page
     assert "without the ranking" not in caplog.text
 
 
@@ -272,7 +272,7 @@ def test_conversation(tmp_path, monkeypatch):
     assert summary[conversation.LOAD]["load_over_it"] == summary[conversation.PARTIAL]["partial_over_it"] == 1
     assert {len(times) for times in document["decode"].values()} == {conversation.SAMPLED}
     page = (tmp_path / "conversation-tiny-4l-float32-cpu.md").read_text()
-    assert "## 2 MB/s" in page and "Aims of Krul, auto" in page and "Watching queries" in page
+    assert "## 2 MB/s" in page and "Aims of Krul, auto" in page and "Observing queries" in page
 
 
 def test_turns_come_in_the_order_of_their_times_and_go_on_from_one_another():
@@ -557,7 +557,7 @@ def test_on_gpu_whole_on_the_cpu(tmp_path):
     assert sum(files.values()) < 16 << 20
     assert not list(tmp_path.glob("on-gpu-*"))  # stores are gone
     page = (tmp_path / "out" / gpu_run.REPORT).read_text()
-    assert "share of it" in page and "tiny, 128: host" in page and page.strip() in output
+    assert "share of roofline" in page and "tiny, 128: host" in page and page.strip() in output
 
 
 def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
@@ -577,7 +577,7 @@ def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
     time.sleep(1.0)
     assert path.read_text() == before  # nobody is left who measures
     page = report(gpu_run.read_rows(tmp_path / "out"))
-    assert "host" in page and "- prefix tiny: the run ended in it" in page
+    assert "host" in page and "- prefix tiny: the run ended in this stage" in page
     path.write_text(before[:-10])  # torn in the middle of a line
     assert len(gpu_run.read_rows(tmp_path / "out")) == before.count("\n") - 1
     gpu_run._sweep(tmp_path / "on-gpu-0")

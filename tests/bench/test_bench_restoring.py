@@ -202,9 +202,9 @@ def test_reprefill(tmp_path, monkeypatch):
     assert rows[reprefill.OURS]["memory_bytes"]["index"] > 0
     assert all(row["first"]["requests"] == 2 for name, row in rows.items() if name != "recompute")
     assert document["calibration"]["bulk"]["token_s"] > 0 < document["calibration"]["suffix"]["token_s"]
-    assert "IMPRESS asks 3 of 8 KV heads; its probes agreed at 100% of the choices, which is emulated" in page
+    assert "IMPRESS probes 3 of 8 KV heads, which agree in 100% of the selections. This is emulated" in page
     assert "24 in whole chunks" in page
-    assert "first tokens are right at this budget, %: contiguous_kv 100 / 100, impress" in page
+    assert "first tokens of the reference model at this budget, %: contiguous_kv 100 / 100, impress" in page
     assert reprefill.accuracy(0.07) == ""
 
 
@@ -231,7 +231,7 @@ def test_ablation(tmp_path, monkeypatch):
     for name in (reprefill.OURS, reprefill.KEYS):
         assert rows[f"{name}, no guesses"]["bytes_guessed"] == rows[f"{name}, no prefetch"]["bytes_guessed"] == 0
         assert {f"{name}, LFU", f"{name}, LRU"} <= rows.keys()
-    assert "IMPRESS asks" not in page
+    assert "IMPRESS probes" not in page
 
 
 def _narrow():
