@@ -154,7 +154,7 @@ def report(document: dict[str, Any]) -> str:
     return f"""# Many segments
 
 {on["cpu"]}, {on["cores"]} cores, {on["file_system"]}; Python {on["python"]}; {on["date"]}. Medians of
-{document["repeats"]} repetitions ({20 * document["repeats"]} for look-ups and restores). Segments of {TOKENS} tokens;
+{document["repeats"]} repetitions ({20 * document["repeats"]} for lookups and restores). Segments of {TOKENS} tokens;
 sizes of the stores: {stored}.
 
 {table(["", *sizes], rows)}

@@ -40,7 +40,7 @@ PARTS = {
     "stall_s": "waiting for selected blocks",
     "copy_s": "copying",
     "compute_s": "computing",
-    "match_s": "look-up",
+    "match_s": "lookup",
 }
 """The parts that a time to first token is the sum of. See `summarise`."""
 
