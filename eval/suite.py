@@ -71,12 +71,12 @@ def arguments_of(name: str, suites: Mapping[str, Mapping[str, Any]], data: Path 
 
 @app.command(help=__doc__)
 def main(
-    name: Annotated[str, typer.Argument(help="Group or run of eval/suites.toml.")] = "",
+    name: Annotated[str, typer.Argument(help="Group or run of eval/suites.toml. Default: list the groups.")] = "",
     data: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="Folder of data sets; default: the hub.")
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with data sets. Default: the Hub.")
     ] = None,
-    results: Annotated[Path, typer.Option(file_okay=False, help="Folder of all results.")] = RESULTS,
-    list_: Annotated[bool, typer.Option("--list", help="Show groups and runs, and stop.")] = False,
+    results: Annotated[Path, typer.Option(file_okay=False, help="Folder for all results.")] = RESULTS,
+    list_: Annotated[bool, typer.Option("--list", help="List groups and runs, and exit.")] = False,
 ) -> None:
     """Run a group or a run, and write its report."""
     suites = read_suites()

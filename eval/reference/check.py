@@ -181,18 +181,18 @@ def show(console: Console, title: str, findings: Findings) -> None:
 
 def main(
     model: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the model.")],
-    tokens: Annotated[list[int], typer.Option(min=128, help="Tokens of a context; may be given several times.")] = [  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(min=128, help="Number of context tokens. Can be repeated.")] = [  # noqa: B006
         512
     ],
-    count: Annotated[int, typer.Option(min=1, help="Contexts; each is asked one question of each kind.")] = 100,
+    count: Annotated[int, typer.Option(min=1, help="Number of contexts, with one question of each kind.")] = 100,
     long: Annotated[
-        bool, typer.Option("--long", help="Also what models of long context know: values, track, needles.")
+        bool, typer.Option("--long", help="Also run the tasks of models of long context: values, track, needles.")
     ] = False,
     yarn_beyond: Annotated[
-        int, typer.Option(help="Longer contexts than this are read with YaRN, too, and the factor they need; 0: none.")
+        int, typer.Option(help="Also read contexts longer than this with YaRN and the factor they need; 0: never.")
     ] = 0,
     seed: int = 1,
-    out: Annotated[Path | None, typer.Option(help="Write the figures here, as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the figures to this file, as JSON.")] = None,
 ) -> None:
     """Measure a reference model and compare the figures with their minimums."""
     language, console = language_of(model), Console()

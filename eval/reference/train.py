@@ -213,12 +213,14 @@ def main(
     size: Annotated[str, typer.Option(help=f"One of: {', '.join(SIZES)}.")] = "xs",
     continue_from: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="Folder of the model to go on from; the long sizes need one."),
+        typer.Option(
+            exists=True, file_okay=False, help="Folder of the model to continue from; required by the long sizes."
+        ),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Stop after this long; run again to go on.")] = 600,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves it to PyTorch.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of weights, contexts and questions: the same run again.")] = 0,
-    megabytes: Annotated[int, typer.Option(min=1, help="How much of the text is used.")] = 8,
+    minutes: Annotated[float, typer.Option(help="Time limit; run the same command again to continue.")] = 600,
+    threads: Annotated[int, typer.Option(help="Number of CPU threads; 0: PyTorch's choice.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of weights, contexts and questions.")] = 0,
+    megabytes: Annotated[int, typer.Option(min=1, help="Maximum size of the text that is used, in MB.")] = 8,
 ) -> None:
     """Train a reference model on the generated language.
 
@@ -238,10 +240,14 @@ def main(
     an interruption, or when --minutes are over, the same command resumes training. Sizes are defined in recipes.py.
     """
     if size not in SIZES:
-        raise typer.BadParameter(f"{size} is none of {', '.join(SIZES)}", param_hint="--size")
+        raise typer.BadParameter(f"{size} is not one of {', '.join(SIZES)}", param_hint="--size")
     recipe = SIZES[size]
     if recipe.continues != (continue_from is not None):
-        needs = "goes on from another model: name its folder" if recipe.continues else "is trained from scratch"
+        needs = (
+            "continues from another model; pass the folder of that model"
+            if recipe.continues
+            else "is trained from scratch"
+        )
         raise typer.BadParameter(f"{size} {needs}", param_hint="--continue-from")
     if threads:
         torch.set_num_threads(threads)
