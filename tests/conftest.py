@@ -69,11 +69,17 @@ def _no_check_by_chance(monkeypatch):
 
 
 @pytest.fixture
-def store(tmp_path):
+def root(tmp_path):
+    """Folder of `store`."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root):
     """An empty one; tests that want another define their own."""
     from hf_tiered_cache import KVStore
 
-    with KVStore(tmp_path / "store", engine="posix") as opened:
+    with KVStore(root, engine="posix") as opened:
         yield opened
 
 

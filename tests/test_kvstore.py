@@ -13,6 +13,7 @@ import processes
 import pytest
 import torch
 from families import build, prompt
+from threads import run_in_threads
 from transformers import DynamicCache
 
 from hf_tiered_cache import (
@@ -301,23 +302,16 @@ def test_many_threads_write_and_read_one_store(tmp_path):
     models = [build("llama") for _ in range(4)]
     prompts = [prompt(80 + 10 * i, seed=i % 3) for i in range(8)]
     expected = [models[0].generate(p, **GREEDY) for p in prompts]
-    failures = []
     with KVStore(tmp_path, host_memory="500KiB", disk_quota="3MiB", queue_memory="1KiB") as store:
 
         def work(number):
-            try:
-                for i in range(12):
-                    which = (number + i) % len(prompts)
-                    cache = TieredCache(models[number], store)
-                    ours = models[number].generate(prompts[which], past_key_values=cache, **GREEDY)
-                    assert torch.equal(ours, expected[which])
-            except BaseException as error:
-                failures.append(error)
+            for i in range(12):
+                which = (number + i) % len(prompts)
+                cache = TieredCache(models[number], store)
+                ours = models[number].generate(prompts[which], past_key_values=cache, **GREEDY)
+                assert torch.equal(ours, expected[which])
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
-        assert failures == []
+        run_in_threads(work, range(4))
         assert store.verify().ok
 
 

@@ -22,13 +22,6 @@ from hf_tiered_cache.methods.budget import DEFAULT_BUDGET
 from hf_tiered_cache.patches import attachment_of
 from hf_tiered_cache.store.codecs.scaled import Int8
 
-
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store") as opened:
-        yield opened
-
-
 # --- models and methods
 
 

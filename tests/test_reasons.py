@@ -16,12 +16,6 @@ from hf_tiered_cache.methods import CacheTune, ContiguousKV, Epic
 GREEDY = {"do_sample": False, "max_new_tokens": 4}
 
 
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store") as opened:
-        yield opened
-
-
 def ask(model, store, ids=None, **settings):
     cache = TieredCache(model, store, **settings)
     model.generate(prompt(80) if ids is None else ids, past_key_values=cache, **GREEDY)

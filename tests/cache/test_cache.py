@@ -34,12 +34,6 @@ def model(request):
     return build(request.param)
 
 
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store") as opened:
-        yield opened
-
-
 def plain(model, ids, **arguments):
     return model.generate(ids, **GREEDY | arguments)
 

@@ -19,12 +19,6 @@ def model(request):
     return build(request.param)
 
 
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store") as opened:
-        yield opened
-
-
 def plain(model, ids, **more):
     return model.generate(ids, **GREEDY | more)
 

@@ -22,7 +22,7 @@ from transformers import (
     TextIteratorStreamer,
 )
 
-from hf_tiered_cache import ConfigError, KVStore, TieredCache, attach, detach, reasons, tiered
+from hf_tiered_cache import ConfigError, TieredCache, attach, detach, reasons, tiered
 from hf_tiered_cache.patches import attachment_of
 from hf_tiered_cache.patches.scope import CACHE_ARGUMENTS
 
@@ -38,12 +38,6 @@ def lively(family="qwen2", seed=0):
 @pytest.fixture
 def model():
     return lively()
-
-
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store") as opened:
-        yield opened
 
 
 # --- calls that use the store

@@ -7,7 +7,7 @@ import torch
 import transformers
 from families import prompt
 
-from hf_tiered_cache import KVStore, TieredCache, reasons
+from hf_tiered_cache import TieredCache, reasons
 
 GREEDY = {"do_sample": False, "max_new_tokens": 5}
 IMAGE, START, END = 150, 152, 153
@@ -59,12 +59,6 @@ def model(request):
     made = getattr(transformers, f"{request.param}ForConditionalGeneration")(config).eval()
     made.generation_config.pad_token_id = 0
     return made
-
-
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path) as opened:
-        yield opened
 
 
 def text(tokens, seed=1, rows=1):

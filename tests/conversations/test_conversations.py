@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import processes
 import pytest
 import torch
+from conversing import Conversing
 from families import build, prompt
 from reference import Remembering, prefilled
 
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
-from hf_tiered_cache.methods import ContiguousKV, Exact, ForConversation, describe_method, make_method
+from hf_tiered_cache.methods import ContiguousKV, Exact, describe_method, make_method
 from hf_tiered_cache.store.codecs import coded_provenance
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, conversation_name
 from hf_tiered_cache.store.kinds import CONVERSATION_LOCK
@@ -35,17 +36,6 @@ FIRST = 60
 @pytest.fixture(scope="module")
 def model():
     return build("llama")
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def store(root):
-    with KVStore(root) as opened:
-        yield opened
 
 
 def turn(model, cache, history, more=12, seed=5):
@@ -762,7 +752,7 @@ def test_a_damaged_record_is_none(model, store, root, way):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Private(ContiguousKV, ForConversation):
+class Private(ContiguousKV, Conversing):
     """Restores a part, and stores what it computes behind that, under a name of each conversation's own."""
 
     whose: str = ""
@@ -773,12 +763,6 @@ class Private(ContiguousKV, ForConversation):
 
     def for_conversation(self, name):
         return replace(self, whose=name)
-
-    def compact(self, idle):
-        return None
-
-    def observer(self, later):
-        return None
 
 
 def test_what_is_computed_behind_a_choice_is_the_conversations_own(model, store):
@@ -836,14 +820,8 @@ def test_columns_that_could_have_been_taken_back_are_kept(model, store):
     assert info(store).tokens == 64 and len(store.segments()) == 1
 
 
-class Compacting(Exact, ForConversation):
-    """Exact reuse of a conversation, which neither observes it nor has KV of its own."""
-
-    def for_conversation(self, name):
-        return self
-
-    def observer(self, later):
-        return None
+class Compacting(Exact, Conversing):
+    """Exact reuse of a conversation."""
 
 
 def test_the_method_is_told_before_the_record_is_written(model, store):
@@ -882,53 +860,28 @@ def test_methods_in_words_are_what_make_method_takes(said):
 # --- kill -9
 
 KILLED = f"""
-import fcntl, os, random, shutil, signal, sys
+import sys
 sys.path.insert(0, {LIB!r})
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from families import *
+from kill_steps import count_writes, kill_at_steps
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store.catalogue import Catalogue
 
 root, draws, method = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-model, steps, last = build("llama"), 0, 0
-
-def dying(real):
-    def call(*args, **kwargs):
-        global steps
-        steps += 1
-        if steps == last: os.kill(os.getpid(), signal.SIGKILL)
-        done = real(*args, **kwargs)
-        return done
-    return call
+model = build("llama")
 
 def suspend(folder):
     with KVStore(folder) as store:
         cache = TieredCache(model, store, conversation="alice-42", method=method)
         history = torch.load(root / "history.pt")
         model.generate(history, past_key_values=cache, do_sample=False, max_new_tokens=4)
-        for name in "open pwrite link rename replace unlink fsync fdatasync posix_fallocate".split():
-            setattr(os, name, dying(getattr(os, name)))
-        fcntl.flock, Catalogue.add, Catalogue.touch = map(dying, (fcntl.flock, Catalogue.add, Catalogue.touch))
+        count_writes(Catalogue, "add", "touch")
         cache.suspend()
-    return steps
 
-def child(folder):
-    shutil.copytree(root / "first", folder)
-    pid = os.fork()
-    if pid: return os.waitpid(pid, 0)[1]
-    done = suspend(folder)
-    (root / "steps").write_text(str(done))
-    os._exit(0)
-
-assert child(root / "whole") == 0
-most = int((root / "steps").read_text())
-drawn = random.Random(7).sample(range(1, most - 12), draws - 12)
-for number, last in enumerate([*drawn, *range(most - 12, most)]):  # the record is written at the end
-    done = child(root / f"killed-{{number}}")  # with fewer steps if the writer was quicker than the first time
-    assert done == signal.SIGKILL or (done == 0 and int((root / "steps").read_text()) < last), (last, done)
-print(most)
+print(kill_at_steps(root, suspend, draws - 12, 12))  # the record is written at the end
 """
 
 

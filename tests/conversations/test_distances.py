@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conversing import Conversing
 from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from hf_tiered_cache.cache.forward_pass import ForwardPass
 from hf_tiered_cache.conversations.attention_sums import AttentionSums, SampledWindow, SampledWindows
 from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.identity import watch
-from hf_tiered_cache.methods import Exact, ForConversation
+from hf_tiered_cache.methods import Exact
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from steps import Operations
@@ -43,18 +44,8 @@ FULL = {"qwen2_sliding": (0, 1, 2), "gemma3": (2, 5)}
 """The layers with full attention, where not all six have it."""
 
 
-class Observing(ForConversation):
-    """Only observes."""
-
-    def for_conversation(self, name):
-        return self
-
-    def compact(self, idle):
-        return None
-
-
 @dataclass(frozen=True, kw_only=True)
-class Watched(Exact, Observing):
+class Watched(Exact, Conversing):
     """Exact reuse, with somebody who watches."""
 
     options: dict = field(default_factory=lambda: dict(ALL), hash=False)
@@ -63,7 +54,7 @@ class Watched(Exact, Observing):
         return AttentionDistances(**self.options)
 
 
-class Pyramid(Chosen, Observing):
+class Pyramid(Chosen, Conversing):
     """A plan with depth, watched."""
 
     def observer(self, later):
@@ -84,12 +75,6 @@ def model_of(family, **changes):
 @pytest.fixture
 def model():
     return model_of("qwen2")
-
-
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "kv", engine="posix") as opened:
-        yield opened
 
 
 def observer_of(cache):

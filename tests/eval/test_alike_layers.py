@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+from conversing import Conversing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.data import Data
@@ -17,7 +18,7 @@ from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.conversations.sharing import ALIKE, calibrated_gamma, share_layers
-from hf_tiered_cache.methods import Exact, ForConversation
+from hf_tiered_cache.methods import Exact
 
 XS = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
@@ -25,14 +26,8 @@ KINDS = {"fact": 1.0, "alias": 1.0, "hop": 1.0, "shot": 1.0}
 EVERY_ROW = {"every": 1, "prompt_every": 1, "prompt_rows": 1 << 30}
 
 
-class Watched(Exact, ForConversation):
+class Watched(Exact, Conversing):
     """Exact reuse, with somebody who watches."""
-
-    def for_conversation(self, name):
-        return self
-
-    def compact(self, idle):
-        return None
 
     def observer(self, later):
         return AttentionDistances()

@@ -9,19 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from reference import assert_like_reference
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
+from conversing import Conversing
 from families import FAMILIES, build, prompt
-from reference import kv_of, prefilled
 from segments import read_back
 
 from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
 from hf_tiered_cache.conversations.distances import AttentionDistances
-from hf_tiered_cache.methods import Exact, ForConversation, make_method
+from hf_tiered_cache.methods import Exact, make_method
 from hf_tiered_cache.store.codecs import CODECS
 from hf_tiered_cache.store.digest import block_digests, lin64
 from hf_tiered_cache.store.engines import open_engine
@@ -51,12 +52,7 @@ def question(ids, seed):
 def ask(model, store, ids, reference_ids):
     """Generate and compare bit for bit with a DynamicCache of the same passes."""
     cache = TieredCache(model, store, record=False)
-    ours = model.generate(ids, past_key_values=cache, **GREEDY)
-    reference = prefilled(model, [kv_of(model, reference_ids)], cache.stats.tokens_restored)
-    theirs = model.generate(ids, past_key_values=reference, **GREEDY)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    for a, b in zip(ours.logits, theirs.logits, strict=True):
-        assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()}"
+    assert_like_reference(model, cache, ids, reference_ids, GREEDY)
     return cache.stats
 
 
@@ -285,14 +281,8 @@ def test_layers_make_nobody_wait_for_anybody(tmp_path, record):
             assert cache.stats.tokens_restored > 0
 
 
-class _Watched(Exact, ForConversation):
+class _Watched(Exact, Conversing):
     """Exact reuse, watched: prompts are reduced on the host, decoded tokens where the keys lie."""
-
-    def for_conversation(self, name):
-        return self
-
-    def compact(self, idle):
-        return None
 
     def observer(self, later):
         return AttentionDistances(every=2, prompt_every=1, prompt_rows=1 << 30, later=later)

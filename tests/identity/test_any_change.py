@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -62,6 +63,15 @@ def records(model, store):
     store.flush()
 
 
+@contextmanager
+def changed(site, model):
+    undo = site.change(model)
+    try:
+        yield
+    finally:
+        undo()
+
+
 @pytest.fixture(scope="module")
 def model():
     return rich()
@@ -73,11 +83,8 @@ def test_between_two_requests(tmp_path_factory, model, site):
     with KVStore(tmp_path_factory.mktemp("kv"), spot_checks=0) as store:
         records(model, store)
         assert asks(model, store) == 48
-        undo = site.change(model)
-        try:
+        with changed(site, model):
             asks(model, store)
-        finally:
-            undo()
         assert asks(model, store) == 48
 
 
@@ -86,11 +93,8 @@ def test_between_two_requests(tmp_path_factory, model, site):
 def test_before_it_is_stored(tmp_path_factory, model, site):
     """What another process restores is not what was computed under the change."""
     with KVStore(tmp_path_factory.mktemp("kv"), spot_checks=0) as store:
-        undo = site.change(model)
-        try:
+        with changed(site, model):
             records(model, store)
-        finally:
-            undo()
         asks(copy.deepcopy(model), store)
         asks(model, store)
 
@@ -100,13 +104,9 @@ def test_before_it_is_stored(tmp_path_factory, model, site):
 @example(site=next(site for site in inventory() if site.name == "model.rotary_emb in a module"))
 def test_stored_and_asked_under_it(tmp_path_factory, model, site):
     """What was stored under a change is exact for the model under this change, if it is restored."""
-    with KVStore(tmp_path_factory.mktemp("kv"), spot_checks=0) as store:
-        undo = site.change(model)
-        try:
-            records(model, store)
-            asks(model, store)
-        finally:
-            undo()
+    with KVStore(tmp_path_factory.mktemp("kv"), spot_checks=0) as store, changed(site, model):
+        records(model, store)
+        asks(model, store)
 
 
 @property_settings
@@ -137,16 +137,10 @@ def test_between_two_tokens(tmp_path_factory, model, site, tokens):
 @given(first=any_site, second=any_site)
 def test_one_change_is_not_taken_for_another(tmp_path_factory, model, first, second):
     with KVStore(tmp_path_factory.mktemp("kv"), spot_checks=0) as store:
-        undo = first.change(model)
-        try:
+        with changed(first, model):
             records(model, store)
-        finally:
-            undo()
-        undo = second.change(model)
-        try:
+        with changed(second, model):
             asks(model, store)
-        finally:
-            undo()
 
 
 def test_nothing_of_the_inventory_is_left_changed(tmp_path, model):

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, build, prompt
+from families import FAMILIES, build, longrope, prompt
 
 from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
 from hf_tiered_cache.identity import Fingerprinter, fingerprint, rope_regime
@@ -288,14 +288,7 @@ def test_weights_on_the_meta_device_cannot_be_named():
 
 # --- RoPE that follows the length
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
-    "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
-    "original_max_position_embeddings": 80,
-}
+LONGROPE = longrope(80)
 
 
 def test_longrope_keeps_its_two_regimes_apart(tmp_path):
@@ -334,6 +327,6 @@ def test_dynamic_scaling_reuses_only_what_it_does_not_scale(tmp_path):
 
 def test_regimes_of_known_configurations():
     assert rope_regime(build("llama").config, 5000) == ""
-    longrope = build("llama", rope_parameters=LONGROPE).config
-    assert (rope_regime(longrope, 80), rope_regime(longrope, 81)) == ("short", "long")
+    config = build("llama", rope_parameters=LONGROPE).config
+    assert (rope_regime(config, 80), rope_regime(config, 81)) == ("short", "long")
     assert rope_regime(build("gemma3").config, 10) == ""

@@ -89,16 +89,6 @@ def steer(module, args, output):
 
 
 @contextmanager
-def child(owner, name, module):
-    before = getattr(owner, name)
-    setattr(owner, name, module)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def implementation(model):
     def sharp(module, query, key, value, mask, scaling=None, **kwargs):
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling * 20, **kwargs)
@@ -133,13 +123,14 @@ def replaced(layer):
 
 
 @contextmanager
-def configured(config, name, value):
-    before = getattr(config, name)
-    setattr(config, name, value)
+def replacing(owner, name, value):
+    """A setting, or a module that is registered in another."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(config, name, before)
+        setattr(owner, name, before)
 
 
 def layer(model, n=2):
@@ -168,10 +159,10 @@ CHANGES = {
         lambda module, args, output: output * 1.1 if isinstance(module, nn.Linear) else None,
     ),
     "forward": lambda model: replaced(layer(model)),
-    "activation": lambda model: child(layer(model).mlp, "act_fn", nn.ReLU()),
+    "activation": lambda model: replacing(layer(model).mlp, "act_fn", nn.ReLU()),
     "scaling": lambda model: attribute(layer(model).self_attn, "scaling", 1.0),
     "epsilon": lambda model: attribute(layer(model).input_layernorm, "variance_epsilon", 0.5),
-    "module": lambda model: child(layer(model).mlp, "up_proj", nn.Linear(64, 96, bias=False)),
+    "module": lambda model: replacing(layer(model).mlp, "up_proj", nn.Linear(64, 96, bias=False)),
     "layers swapped": lambda model: attribute(
         model.model.layers, "_modules", dict(zip("012345", [*model.model.layers][::-1], strict=True))
     ),
@@ -343,7 +334,7 @@ def test_what_has_no_name_runs_plain_and_says_so_until_it_is_named(tmp_path):
 def test_tokens_that_look_ahead_are_not_reused(tmp_path):
     model, ids = build("gemma3"), prompt(TOKENS)
     with KVStore(tmp_path) as store:
-        with configured(model.config, "use_bidirectional_attention", True):
+        with replacing(model.config, "use_bidirectional_attention", True):
             for _ in range(2):
                 assert asks_right(model, store, ids).reason == reasons.LOOKS_AHEAD
         with attribute(model.model.layers[1].self_attn, "is_causal", False):  # found causal, and not looked at again

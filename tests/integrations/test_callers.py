@@ -8,7 +8,7 @@ import pytest
 from families import CHAT_TEMPLATE
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from hf_tiered_cache import KVStore, tiered
+from hf_tiered_cache import tiered
 
 REFERENCE = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 TEXT = "the old man saw a small house near the river , and went in to see who was there . " * 4
@@ -25,12 +25,6 @@ def tokenizer():
     loaded = AutoTokenizer.from_pretrained(REFERENCE)
     loaded.chat_template = CHAT_TEMPLATE
     return loaded
-
-
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store") as opened:
-        yield opened
 
 
 @pytest.fixture

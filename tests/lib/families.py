@@ -97,6 +97,18 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **chan
     return made.to(dtype).eval()
 
 
+def longrope(original_length: int) -> dict[str, Any]:
+    """Parameters of a RoPE with other frequencies in prompts beyond this length."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
+        "original_max_position_embeddings": original_length,
+    }
+
+
 def prompt(tokens: int, seed: int = 1, rows: int = 1) -> torch.Tensor:
     """Random token ids, int64 `[rows, tokens]`, none of them padding."""
     return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))

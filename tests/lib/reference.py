@@ -71,6 +71,35 @@ def put(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
         layer.cumulative_length = keys.shape[2]
 
 
+def assert_same(ours: Any, theirs: Any, atol: float = 0.0) -> None:
+    """The tokens that two `generate()` returned are equal, and the logits of each step to within `atol`."""
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert len(ours.logits) == len(theirs.logits)
+    for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        assert a.shape == b.shape
+        assert torch.allclose(a, b, rtol=0, atol=atol), f"step {step}: logits differ by {(a - b).abs().max()}"
+
+
+def assert_like_reference(
+    model: PreTrainedModel,
+    cache: Any,
+    ids: torch.Tensor,
+    stored_ids: torch.Tensor,
+    settings: dict[str, Any],
+    atol: float = 0.0,
+) -> None:
+    """What `generate()` returns with `cache` is what it returns with a DynamicCache of the same passes.
+
+    Args:
+        stored_ids: the prompt, or one that begins with what `cache` restores of it.
+        settings: of `generate()`; with logits.
+        atol: see `assert_same`.
+    """
+    ours = model.generate(ids, past_key_values=cache, **settings)
+    reference = prefilled(model, [kv_of(model, stored_ids)], cache.stats.tokens_restored)
+    assert_same(ours, model.generate(ids, past_key_values=reference, **settings), atol)
+
+
 @torch.no_grad()
 def attending_to(
     model: PreTrainedModel, stored: KV, chosen: Sequence[np.ndarray], own: KV, inputs: torch.Tensor, position: int

@@ -40,6 +40,12 @@ def hashes(count: int, seed: str = "a", parent: bytes = b"") -> list[bytes]:
     return result
 
 
+def without_catalogue(root: Path) -> None:
+    """Delete the catalogue of a closed store."""
+    for suffix in ("", "-wal", "-shm"):
+        (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+
+
 def segment(
     chain: list[bytes],
     *,

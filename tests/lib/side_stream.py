@@ -37,6 +37,18 @@ class Point:
         self.stream.done = max(self.stream.done, self.number)
 
 
+class Pending:
+    """A point that the device has not reached yet."""
+
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
 class Computed:
     """The end of a computation, which is done when it was waited for."""
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import write_stores
 from families import FAMILIES, build, prompt
-from reference import KV, Remembering, kv_of, prefilled, put, trimming_first_pass
+from reference import KV, Remembering, assert_same, kv_of, prefilled, put, trimming_first_pass
 from write_stores import DTYPES, PROMPTS
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -64,13 +64,6 @@ def store(stores, family, dtype):
 def cache(model, store):
     """Restores, and leaves the store as it is for the next test."""
     return TieredCache(model, store, record=False)
-
-
-def assert_same(ours, theirs):
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert len(ours.logits) == len(theirs.logits)
-    for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
-        assert torch.equal(a, b), f"step {step}: logits differ by {(a - b).abs().max()}"
 
 
 def longer(name: str, keep: int, more: int, seed: int = 7) -> torch.Tensor:

@@ -45,11 +45,6 @@ def model():
     return build("qwen2")
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "store"
-
-
 @torch.no_grad()
 def said(model, cache, ids):
     return model(input_ids=ids, past_key_values=cache, logits_to_keep=4).logits

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from families import build, prompt
-from test_selective import GREEDY, ask, fill, question, same
+from reference import assert_same
+from test_selective import GREEDY, ask, fill, question
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_tiered_cache import KVStore, LostKVError, TieredCache
@@ -110,7 +111,7 @@ def test_a_whole_budget_is_the_exact_method(model, tmp_path):
         fill(store, model, ids, METHOD)
         exact, _ = ask(model, store, question(ids), None)
         ours, cache = ask(model, store, question(ids), KVDrive(budget=1.0))
-        same(ours, exact)
+        assert_same(ours, exact)
         assert cache.stats.tokens_attended == cache.stats.tokens_restored == TOKENS
 
 
@@ -125,7 +126,7 @@ def test_nothing_depends_on_where_a_chunk_was(eviction, model, tmp_path):
                 method = KVDrive(budget=0.2, local=16, window=window, eviction=eviction)
                 found.append(ask(model, store, question(ids), method))
     for other, _ in found[1:]:
-        same(other, found[0][0])
+        assert_same(other, found[0][0])
     read = [cache.stats.bytes_read for _, cache in found]
     assert read[1] < read[0] and read[2] < read[1]  # larger windows read less
     assert read[5] == 0  # the second request has all of it on the host
@@ -175,7 +176,7 @@ def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, m
             cache = TieredCache(model, store, method=METHOD, record=False)
             found.append((model.generate(ids, past_key_values=cache, **GREEDY), cache.stats))
     for answer, stats in found[1:]:
-        same(answer, found[0][0])
+        assert_same(answer, found[0][0])
         assert stats.bytes_used == found[0][1].bytes_used > 0
 
 
@@ -239,8 +240,8 @@ def test_any_geometry_will_do_and_is_spoken_of(model, tmp_path, caplog):
         assert "store.relayout(method)" in caplog.text
         store.relayout(METHOD, progress=False)
         again, fitting = ask(model, store, question(ids), METHOD)
-    same(found, expected)
-    same(again, expected)
+    assert_same(found, expected)
+    assert_same(again, expected)
     assert fitting.stats.bytes_read < wide.stats.bytes_read
 
 
@@ -322,14 +323,14 @@ def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
     monkeypatch.setattr(DECODE_INDEXES[METHOD.index], "build", None)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         found, cache = ask(model, store, question(ids), METHOD)
-        same(found, expected)
+        assert_same(found, expected)
         assert cache.stats.index_seconds == 0 < first.stats.index_seconds
         assert cache.stats.bytes_identifying == store.stats.index.bytes < first.stats.bytes_identifying
         (kept,) = (tmp_path / "beside").iterdir()
         kept.write_bytes(bytes(64) + kept.read_bytes()[64:])
     monkeypatch.undo()
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:  # what is damaged is made again
-        same(ask(model, store, question(ids), METHOD)[0], expected)
+        assert_same(ask(model, store, question(ids), METHOD)[0], expected)
 
 
 # --- caches that go ways of their own
@@ -407,7 +408,7 @@ def test_an_index_that_left_memory_comes_from_its_file_again(model, tmp_path, mo
         monkeypatch.setattr(DECODE_INDEXES[METHOD.index], "build", None)
         get = resident.get
         monkeypatch.setattr(resident, "get", lambda owner, device: get(owner, device) if owner[1] == 0 else None)
-        same(ask(model, store, question(ids), METHOD)[0], expected)
+        assert_same(ask(model, store, question(ids), METHOD)[0], expected)
         assert len(reads) == 1
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, build, prompt
-from reference import kv_of, put
+from reference import assert_same, kv_of, put
 from transformers import DynamicCache
 
 from eval.baselines import H2O, AttentionStore, Recompute, TopTokens
@@ -84,19 +84,13 @@ def question(ids, tokens=24, seed=5):
     return torch.cat([ids, prompt(tokens, seed=seed)], dim=1)
 
 
-def same(ours, theirs):
-    assert torch.equal(ours.sequences, theirs.sequences)
-    for a, b in zip(ours.logits, theirs.logits, strict=True):
-        assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()}"
-
-
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in BLIND])
 def test_a_whole_budget_is_the_exact_method(family, store):
     model, ids = build(family), prompt(PREFIX)
     store.precompute(model, ids, method=METHOD, progress=False)  # of any attention: it is exact
     exact, _ = ask(model, store, question(ids), None)
     ours, cache = ask(model, store, question(ids), replace(METHOD, budget=1.0))
-    same(ours, exact)
+    assert_same(ours, exact)
     assert cache.stats.tokens_attended == cache.stats.tokens_restored > 0
 
 
@@ -105,7 +99,7 @@ def test_a_whole_budget_is_the_exact_method_for_each(method, model, store):
     ids = prompt(PREFIX)
     fill(store, model, ids, method)
     exact, _ = ask(model, store, question(ids), None)
-    same(ask(model, store, question(ids), replace(method, budget=1.0))[0], exact)
+    assert_same(ask(model, store, question(ids), replace(method, budget=1.0))[0], exact)
 
 
 @every_method
@@ -192,7 +186,7 @@ def test_prefetched_or_not_cold_or_warm_is_all_the_same(method, model, tmp_path)
                     results[memory, ahead, turn] = ask(model, store, question(ids), own)
     first, _ = results["0", 0, "cold"]
     for ours, _ in results.values():
-        same(ours, first)
+        assert_same(ours, first)
     assert results["64MiB", 0, "warm"][1].stats.bytes_read == 0
     assert results["0", 0, "warm"][1].stats.bytes_read > 0
 
@@ -289,7 +283,7 @@ def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen
     assert cold.stats.bytes_identifying > 0
     assert warm.stats.bytes_identifying == longer.stats.bytes_identifying == 0
     assert warm.stats.bytes_read == warm.stats.bytes_used + warm.stats.bytes_guessed + _padding(warm)
-    same(again, first)
+    assert_same(again, first)
     assert coarse[0] == chosen[0].tolist()  # eight bits are enough for the same choice here
 
 
@@ -302,7 +296,7 @@ def test_an_index_outlives_the_process(model, tmp_path):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         again, found = ask(model, store, question(ids[:, :100]), method)
         _, longer = ask(model, store, question(ids), method)
-    same(again, first)
+    assert_same(again, first)
     heads, dim, layers = 2, 16, 6
     coded = layers // 2 * heads * 192 * (dim + 4)  # of a layer in two, eight bits a value and a scale
     assert made.stats.bytes_identifying > coded
@@ -337,7 +331,7 @@ def test_the_index_stays_within_its_budget(model, tmp_path):
             assert 0 < store.stats.index.bytes <= store.stats.index.budget == 40_000
         first, _ = ask(model, store, question(prompt(PREFIX, seed=0)), method)  # long gone, and read again
     with KVStore(tmp_path, engine="posix", index_memory=0) as store:
-        same(ask(model, store, question(prompt(PREFIX, seed=0)), method)[0], first)
+        assert_same(ask(model, store, question(prompt(PREFIX, seed=0)), method)[0], first)
         assert (store.stats.index.bytes, store.stats.index.budget) == (0, 0)
 
 
@@ -529,11 +523,11 @@ def test_baselines(model, store):
     fill(store, model, ids, AttentionStore())
     plain = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)
     nothing, cache = ask(model, store, question(ids), Recompute())
-    same(nothing, plain)
+    assert_same(nothing, plain)
     assert cache.stats.tokens_restored == 0
     exact, _ = ask(model, store, question(ids), None)
     everything, cache = ask(model, store, question(ids), AttentionStore())
-    same(everything, exact)
+    assert_same(everything, exact)
     assert cache.stats.tokens_attended == cache.stats.tokens_restored == 192
 
 
@@ -635,7 +629,7 @@ def test_an_empty_store_is_filled_exactly(model, store):
     ids = question(prompt(PREFIX))
     ours, cache = ask(model, store, ids, record=True)
     plain = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
-    same(ours, plain)
+    assert_same(ours, plain)
     cache.store_now()
     store.flush()
     assert ask(model, store, ids, None)[1].stats.tokens_restored > 200
@@ -652,8 +646,8 @@ def test_segments_of_another_geometry_serve_too(model, tmp_path):
         with KVStore(tmp_path / name, engine="posix") as store:
             fill(store, model, ids, cut_by)
             results.append(ask(model, store, question(ids))[0])
-    same(results[1], results[0])
-    same(results[2], results[0])
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
 
 
 @pytest.mark.parametrize("identifies", [False, True])
@@ -672,7 +666,7 @@ def test_a_damaged_block_is_computed_anew(model, store, identifies):
     path.write_bytes(data)
     store._storage.residency.clear()
     ours, cache = ask(model, store, question(ids))
-    same(ours, plain)
+    assert_same(ours, plain)
     assert cache.stats.verification_failures and cache.stats.recomputed
     assert cache.stats.tokens_attended == 0
 

@@ -27,17 +27,6 @@ def model():
     return build("qwen2")
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def store(root):
-    with KVStore(root, engine="posix") as opened:
-        yield opened
-
-
 def fill(store, model, texts, labels, method=EPIC, **options):
     return store.precompute(model, texts, passages=True, method=method, labels=labels, progress=False, **options)
 
@@ -253,75 +242,55 @@ def test_a_document_is_replaced_while_another_process_reads(root, model):
 
 
 KILLED = f"""
-import fcntl, os, random, shutil, signal, sys
+import sys
 sys.path = {sys.path!r}
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from families import *
+from kill_steps import count_writes, kill_at_steps
 from test_corpus import *
 from hf_tiered_cache.store.catalogue import Catalogue
 
-root, draws, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-model, steps, last = build("qwen2"), 0, 0
-
-def dying(real):
-    def call(*args, **kwargs):
-        global steps
-        steps += 1
-        if steps == last: os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-    return call
+model = build("qwen2")
 
 def replace(folder):
     with KVStore(folder, engine="posix") as store:
-        for name in "open pwrite link rename replace unlink fsync fdatasync posix_fallocate".split():
-            setattr(os, name, dying(getattr(os, name)))
-        fcntl.flock, Catalogue.add, Catalogue.remove = map(dying, (fcntl.flock, Catalogue.add, Catalogue.remove))
+        count_writes(Catalogue, "add", "remove")
         fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3)
-    return steps
 
-def child(folder):
-    shutil.copytree(root / "first", folder)
-    pid = os.fork()
-    if pid: return os.waitpid(pid, 0)[1]
-    done = replace(folder)
-    (root / "steps").write_text(str(done))
-    os._exit(0)
-
-assert child(root / "whole") == 0
-most = int((root / "steps").read_text())
-end = min(end, most - 1)
-drawn = random.Random(7).sample(range(1, most - end), min(draws, most - end - 1))
-for number, last in enumerate([*drawn, *range(most - end, most)]):  # labels are entered at the end
-    done = child(root / f"killed-{{number}}")  # with fewer steps if the writer was quicker than the first time
-    assert done == signal.SIGKILL or (done == 0 and int((root / "steps").read_text()) < last), (last, done)
-print(most)
+kill_at_steps(Path(sys.argv[1]), replace, int(sys.argv[2]), int(sys.argv[3]))  # labels are entered at the end
 """
+
+
+def stores_killed(tmp_path, code, draws, end):
+    """The store that `code` has changed, and those that it has changed in part: each with its folder, verified."""
+    command = [sys.executable, "-c", code, str(tmp_path), str(draws), str(end)]
+    done = processes.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    for folder in [*tmp_path.glob("killed-*"), tmp_path / "whole"]:
+        with KVStore(folder, engine="posix") as store:
+            assert store.verify().ok
+            yield folder, store
 
 
 def test_kill_9_while_a_document_is_replaced_leaves_the_old_one_or_the_new_one(model, tmp_path):
     with KVStore(tmp_path / "first", engine="posix") as store:
         fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[2]], ["report", "report", "other"])
-    command = [sys.executable, "-c", KILLED, str(tmp_path), "10", "30"]
-    done = processes.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
     seen = set()
-    for folder in [*tmp_path.glob("killed-*"), tmp_path / "whole"]:
-        with KVStore(folder, engine="posix") as store:
-            assert store.verify().ok
-            report, other = store.documents("report")[0], store.documents("other")[0]
-            assert report.evicted == other.evicted == 0 and report.tokens == report.tokens_there
-            assert report.tokens in (160, 240)
-            seen.add(report.tokens)
-            texts = PASSAGES[:2] if report.tokens == 160 else [PASSAGES[1], *NEW]
-            assert [found(store, model, text) for text in texts] == list(map(len, texts))
-            store.gc()
-            if report.tokens == 240:  # what was replaced is gone, whatever was killed
-                assert lengths(store) == [48, 64, 112, 128]
-            assert fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3).restored >= 64
+    for folder, store in stores_killed(tmp_path, KILLED, 10, 30):
+        report, other = store.documents("report")[0], store.documents("other")[0]
+        assert report.evicted == other.evicted == 0 and report.tokens == report.tokens_there
+        assert report.tokens in (160, 240)
+        seen.add(report.tokens)
+        texts = PASSAGES[:2] if report.tokens == 160 else [PASSAGES[1], *NEW]
+        assert [found(store, model, text) for text in texts] == list(map(len, texts))
+        store.gc()
+        if report.tokens == 240:  # what was replaced is gone, whatever was killed
             assert lengths(store) == [48, 64, 112, 128]
-            assert {path.suffix for path in (folder / "documents").iterdir()} == {".json"}
+        assert fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3).restored >= 64
+        assert lengths(store) == [48, 64, 112, 128]
+        assert {path.suffix for path in (folder / "documents").iterdir()} == {".json"}
     assert seen == {160, 240}
 
 
@@ -332,23 +301,18 @@ def test_kill_9_while_a_document_is_removed_loses_nothing_else_and_it_can_be_rem
     assert REMOVED != KILLED
     with KVStore(tmp_path / "first", engine="posix") as store:
         fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[1], PASSAGES[2]], ["report", "report", "other", "other"])
-    command = [sys.executable, "-c", REMOVED, str(tmp_path), "8", "16"]
-    done = processes.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
     left = set()
-    for folder in [*tmp_path.glob("killed-*"), tmp_path / "whole"]:
-        with KVStore(folder, engine="posix") as store:
-            assert store.verify().ok
-            (other,) = store.documents("other")
-            assert other.evicted == 0 and other.tokens == other.tokens_there
-            assert [found(store, model, text) for text in PASSAGES[1:3]] == list(map(len, PASSAGES[1:3]))
-            left.add((bool(store.documents("report")), found(store, model, PASSAGES[0])))
-            if store.documents("report"):
-                store.remove_document("report")
-            store.gc()
-            assert not store.documents("report")
-            assert lengths(store) == sorted(len(text) // 16 * 16 for text in PASSAGES[1:3])
-            assert {path.suffix for path in (folder / "documents").iterdir()} == {".json"}
+    for folder, store in stores_killed(tmp_path, REMOVED, 8, 16):
+        (other,) = store.documents("other")
+        assert other.evicted == 0 and other.tokens == other.tokens_there
+        assert [found(store, model, text) for text in PASSAGES[1:3]] == list(map(len, PASSAGES[1:3]))
+        left.add((bool(store.documents("report")), found(store, model, PASSAGES[0])))
+        if store.documents("report"):
+            store.remove_document("report")
+        store.gc()
+        assert not store.documents("report")
+        assert lengths(store) == sorted(len(text) // 16 * 16 for text in PASSAGES[1:3])
+        assert {path.suffix for path in (folder / "documents").iterdir()} == {".json"}
     assert {(True, len(PASSAGES[0])), (False, 0)} <= left <= {(True, len(PASSAGES[0])), (True, 0), (False, 0)}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from families import build, prompt
+from threads import run_in_threads
 from torch import nn
 from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -198,23 +198,16 @@ def test_one_model_in_several_threads(tmp_path):
     model = build("qwen2")
     prompts = [prompt(80, seed=i % 3) for i in range(6)]
     expected = [model.generate(p, **GREEDY) for p in prompts]
-    failures = []
     with KVStore(tmp_path, host_memory="200KiB") as store:
 
         def work(number):
-            try:
-                for _ in range(6):
-                    cache = None if number == 0 else TieredCache(model, store)
-                    out = model.generate(prompts[number], past_key_values=cache, **GREEDY)
-                    assert torch.equal(out, expected[number])
-                    assert current() is None
-            except BaseException as error:
-                failures.append(error)
+            for _ in range(6):
+                cache = None if number == 0 else TieredCache(model, store)
+                out = model.generate(prompts[number], past_key_values=cache, **GREEDY)
+                assert torch.equal(out, expected[number])
+                assert current() is None
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
-    assert failures == []
+        run_in_threads(work, range(6))
     assert model.config._attn_implementation == "sdpa"
 
 

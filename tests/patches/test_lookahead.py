@@ -9,7 +9,8 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from families import build, prompt
-from test_selective import GREEDY, ask, fill, question, same
+from reference import assert_same
+from test_selective import GREEDY, ask, fill, question
 
 from hf_tiered_cache import KVStore, TieredCache, attach, detach
 from hf_tiered_cache.cache.forward_pass import RestoringForward
@@ -97,7 +98,7 @@ def test_where_layers_add_nothing_the_prediction_is_right(family, ahead, tmp_pat
     answer = asked(model, keep(tmp_path, model), ahead)
     assert layers_of(predicted)
     assert all(torch.equal(guess, own) for _, _, guess, own in predicted)
-    same(answer, asked(model, (tmp_path / "kv", prompt(TOKENS)), 0))
+    assert_same(answer, asked(model, (tmp_path / "kv", prompt(TOKENS)), 0))
 
 
 def test_each_layer_but_the_first_is_predicted_from_as_far_as_there_are_layers(model):
@@ -188,7 +189,7 @@ def test_layers_of_accelerate_run_as_before(tmp_path, predicted):
     expected = asked(model, stored, 0)
     detach(model)
     model = dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
-    same(asked(model, stored, 2), expected)
+    assert_same(asked(model, stored, 2), expected)
     assert not layers_of(predicted)
 
 
@@ -205,7 +206,7 @@ def test_a_layer_that_needs_its_cache_runs_as_before(tmp_path, monkeypatch, capl
     monkeypatch.setattr(kind, "forward", forward)
     stored = keep(tmp_path, model)
     expected = asked(model, stored, 0)
-    same(asked(model, stored, 1), expected)
+    assert_same(asked(model, stored, 1), expected)
     tried = [record.msg for record in caplog.records if record.name == "tried"]
     assert not layers_of(predicted) and tried == [2, 4]  # the layers that choose
 
@@ -220,5 +221,7 @@ def test_a_layer_that_writes_to_its_hidden_states_writes_to_its_own(tmp_path, mo
     monkeypatch.setattr(kind, "forward", forward)
     stored = keep(tmp_path, model)
     expected = asked(model, stored, 0)
-    same(asked(model, stored, 1), expected)  # RMSNorm undoes the factor, so the predicted queries are the layer's own
+    assert_same(
+        asked(model, stored, 1), expected
+    )  # RMSNorm undoes the factor, so the predicted queries are the layer's own
     assert layers_of(predicted)

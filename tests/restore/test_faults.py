@@ -6,15 +6,15 @@ import errno
 import os
 import struct
 import sys
-import threading
 
 import processes
 import pytest
 import torch
 from drawn_faults import path_of
 from families import build, prompt
-from reference import kv_of, prefilled
+from reference import assert_like_reference
 from test_forged import forge, page_of
+from threads import run_in_threads
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
@@ -54,12 +54,8 @@ def file_of(root, tokens):
 def ask(model, store, ids=IDS, record=True):
     """Generate, check the logits against a DynamicCache of the same passes, and return the stats."""
     cache = TieredCache(model, store, record=record)
-    ours = model.generate(ids, past_key_values=cache, **GREEDY)
-    reference = prefilled(model, [kv_of(model, ids)], cache.stats.tokens_restored)
-    theirs = model.generate(ids, past_key_values=reference, **GREEDY)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    for a, b in zip(ours.logits, theirs.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)  # recomputed tails come from passes of another shape
+    # recomputed tails come from passes of another shape
+    assert_like_reference(model, cache, ids, ids, GREEDY, atol=1e-5)
     return cache.stats
 
 
@@ -405,21 +401,14 @@ def test_requests_in_many_threads_over_a_damaged_store(model, root):
     path, reader = file_of(root, 144)
     flip(path, reader.header.blocks.offset + 5 * reader.shape.block_groups[0].block_bytes)
     expected = model.generate(IDS, **GREEDY).sequences
-    failures = []
     with KVStore(root) as store:
 
-        def work():
-            try:
-                for _ in range(4):
-                    cache = TieredCache(model, store)
-                    assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY).sequences, expected)
-            except BaseException as error:
-                failures.append(error)
+        def work(_):
+            for _ in range(4):
+                cache = TieredCache(model, store)
+                assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY).sequences, expected)
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        assert failures == []
+        run_in_threads(work, range(4))
         store.flush()
         assert ask(model, store).tokens_restored == 144
 

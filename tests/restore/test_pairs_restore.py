@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from families import build, prompt
-from reference import Remembering, kv_of, prefilled
+from reference import Remembering, assert_same, kv_of, prefilled
 from side_stream import with_device
-from test_selective import GREEDY, ask, fill, question, same
+from test_selective import GREEDY, ask, fill, question
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import METHODS, Exact, Impress, Method
@@ -126,7 +126,7 @@ def test_logits_are_those_of_a_dynamic_cache_whose_layers_were_merged(family, dt
         for tier in ("disk", "host"):
             ours, cache = ask(model, store, question(ids), method)
             assert (cache.stats.tokens_restored, cache.stats.tier) == (PREFIX, tier)
-            same(ours, theirs)
+            assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
@@ -185,7 +185,7 @@ def test_what_was_merged_goes_on_and_is_merged_again(family, tmp_path, monkeypat
         assert row.tokens == 160
         after, cache = ask(model, store, question(ids), method)
         assert cache.stats.tokens_restored == 160
-        same(after, before)
+        assert_same(after, before)
         suspend(store)
         again, cache = ask(model, store, question(ids), method)
         assert cache.stats.tokens_restored == 160
@@ -222,7 +222,7 @@ def test_a_plan_brings_the_same_however_far_ahead(fronts, ahead, tmp_path):
         suspend(store, fronts=fronts)
         expected, first = ask(model, store, question(ids), cut_for())
         found, cache = ask(model, store, question(ids), Paired(geometry=Geometry(16, 1), ahead_bytes=ahead))
-        same(found, expected)
+        assert_same(found, expected)
         assert cache.stats.bytes_read == first.stats.bytes_read > 0
 
 
@@ -274,9 +274,9 @@ def test_a_damaged_block_of_any_group_is_computed_and_never_served(direct, tmp_p
             ours, cache = ask(model, store, question(ids), method)
             assert (cache.stats.verification_failures, cache.stats.tokens_restored) == (1, good)
             if good:
-                same(ours, theirs)
+                assert_same(ours, theirs)
             else:
-                same(ours, model.generate(question(ids), **GREEDY))
+                assert_same(ours, model.generate(question(ids), **GREEDY))
 
 
 def test_device_memory_keeps_and_serves_them(tmp_path, monkeypatch):
@@ -289,7 +289,7 @@ def test_device_memory_keeps_and_serves_them(tmp_path, monkeypatch):
     with store:
         for tier in ("disk", "device"):
             found, cache = ask(model, store, question(ids), method)
-            same(found, expected)
+            assert_same(found, expected)
             assert cache.stats.tier == tier
         assert cache.stats.bytes_read == 0
 
@@ -328,7 +328,7 @@ def test_the_rest_of_a_store_goes_by_such_segments_unharmed(tmp_path, run):
         assert store.warm(model, longer, method=method, progress=False).bytes["host"] == reader.shape.blocks_bytes
         again, cache = ask(model, store, question(ids), method)
         assert cache.stats.tier == "host" and cache.stats.bytes_read == 0
-        same(again, expected)
+        assert_same(again, expected)
     assert "paired" in run("ls", tmp_path)[1]
     _, out, _ = run("stat", tmp_path, reader.id[:8])
     assert "merged layers: 1 with 4, 2 with 3" in out and "merged keys and values" in out

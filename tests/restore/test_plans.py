@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, build, prompt
+from families import FAMILIES, build, longrope, prompt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import kv_of
@@ -195,14 +195,7 @@ SCALINGS = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 256,
     },
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
-        "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
-        "original_max_position_embeddings": 256,
-    },
+    "longrope": longrope(256),
 }
 
 

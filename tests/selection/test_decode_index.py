@@ -79,6 +79,14 @@ def best_of(scores, count):
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
 
 
+def assert_ranked_by(weights, indexes, query, head):
+    """A head's chunks are ranked by these weights, for a scale of 0.3."""
+    for count in counts_of(len(weights)):
+        chunks, scores = rank(indexes, query, 0.3, count)
+        assert chunks[head].tolist() == best_of(weights, count)
+        assert scores[head].tolist() == pytest.approx(sorted(weights, reverse=True)[:count], rel=1e-4)
+
+
 def clusters_of(indexes, head):
     """Centroid and chunks, numbered through all indexes, of each cluster that has some."""
     found, first = [], 0
@@ -172,10 +180,7 @@ def test_page_bounds_are_quests(shape):
                     sum(max(x * a, x * b) for x, a, b in zip(q, low, high, strict=True)) * 0.3 for low, high in bounds
                 ]
                 weights = [a + b for a, b in zip(weights, softmax_of(found), strict=True)]
-        for count in counts_of(len(pages)):
-            chunks, scores = rank(indexes, query, 0.3, count)
-            assert chunks[head].tolist() == best_of(weights, count)
-            assert scores[head].tolist() == pytest.approx(sorted(weights, reverse=True)[:count], rel=1e-4)
+        assert_ranked_by(weights, indexes, query, head)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -191,10 +196,7 @@ def test_all_keys_rank_by_the_attention_that_a_chunk_gets(shape):
                 attention = [a + b for a, b in zip(attention, found, strict=True)]
         every = iter(attention)
         weights = [sum(next(every) for _ in chunk) for chunk in chunks]
-        for count in counts_of(len(chunks)):
-            best, scores = rank(indexes, query, 0.3, count)
-            assert best[head].tolist() == best_of(weights, count)
-            assert scores[head].tolist() == pytest.approx(sorted(weights, reverse=True)[:count], rel=1e-4)
+        assert_ranked_by(weights, indexes, query, head)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from families import build, prompt
-from reference import attending_to, kv_of
-from test_selective import GREEDY, NEW, PREFIX, ask, fill, question, same
+from reference import assert_same, attending_to, kv_of
+from test_selective import GREEDY, NEW, PREFIX, ask, fill, question
 from torch.nn.functional import pad
 
 from hf_tiered_cache import KVStore, TieredCache, detach
@@ -186,7 +186,7 @@ def test_all_the_mass_is_the_whole_budget(model, store, mode, budget):
         assert cache.stats.tokens_attended == budget * RESTORED * mode.get("num_return_sequences", 1) * mode.get(
             "num_beams", 1
         )
-    same(found[1], found[0])
+    assert_same(found[1], found[0])
 
 
 def test_a_whole_budget_is_the_exact_method(model, store):
@@ -194,7 +194,7 @@ def test_a_whole_budget_is_the_exact_method(model, store):
     fill(store, model, ids, METHOD)
     exact, _ = ask(model, store, question(ids), None)
     for mass in (0.5, 1.0):
-        same(ask(model, store, question(ids), replace(METHOD, budget=1.0, mass=mass))[0], exact)
+        assert_same(ask(model, store, question(ids), replace(METHOD, budget=1.0, mass=mass))[0], exact)
 
 
 # --- rows
@@ -339,11 +339,11 @@ def test_a_conversation_goes_idle_and_comes_back(model, store, chosen):
     first, _ = ask(model, store, question(ids), AGAIN)
     cache = TieredCache(model, store, method=AGAIN, conversation="alice")
     for _ in range(2):
-        same(model.generate(question(ids), past_key_values=cache, **GREEDY), first)
+        assert_same(model.generate(question(ids), past_key_values=cache, **GREEDY), first)
         assert cache.suspend().tokens == RESTORED
         assert {layer.get_mask_sizes(3) for layer in cache.layers} == {(3, 0)}
     with TieredCache(model, store, method=AGAIN, conversation="alice") as again:
-        same(model.generate(question(ids), past_key_values=again, **GREEDY), first)
+        assert_same(model.generate(question(ids), past_key_values=again, **GREEDY), first)
         goes_on(model, again, kv_of(model, ids), chosen, prompt(1, seed=9))
         turn = torch.cat([first.sequences, prompt(40, seed=9)], dim=1)
         model.generate(turn, past_key_values=again, **GREEDY)

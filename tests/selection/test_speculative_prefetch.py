@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 from families import build, prompt
+from reference import assert_same
 from test_lookahead import without_layers
-from test_selective import PREFIX, ask, fill, question, same
+from test_selective import PREFIX, ask, fill, question
 
 from eval.baselines import H2O
 from hf_tiered_cache import KVStore
@@ -146,7 +147,7 @@ def test_no_more_is_under_way_than_was_told(blocks, model, tmp_path, monkeypatch
         monkeypatch.setattr(Residency, "fetch", fetch)
         monkeypatch.setattr(Fetcher, "wait_for", wait_for)
         found, _ = ask(model, store, question(ids), replace(TWO, ahead_bytes=blocks * size))
-    same(found, expected)
+    assert_same(found, expected)
     assert most <= blocks * size
     assert bool(most) == bool(blocks)
     if blocks == 7:
@@ -173,7 +174,7 @@ def test_a_choice_made_ahead_has_its_blocks_on_their_way_layers_before(model, tm
         2: [(AHEAD, 4, "kv")],
         3: [(AHEAD, 5, "kv")],
     }
-    same(again, first)  # where the indexes had to be made first, the same queries chose, but later
+    assert_same(again, first)  # where the indexes had to be made first, the same queries chose, but later
     assert cache.stats.bytes_guessed == 0
 
 
@@ -184,7 +185,7 @@ def test_without_room_ahead_a_choice_made_ahead_is_fetched_by_its_layer(model, t
         expected, _ = ask(model, store, question(ids), EACH)
         fetched.clear()
         found, _ = ask(model, store, question(ids), none)
-    same(found, expected)
+    assert_same(found, expected)
     assert fetched == {layer: [(NOW, layer, "kv")] for layer in range(6)}
 
 
@@ -196,7 +197,7 @@ def test_where_layers_add_nothing_a_choice_made_ahead_is_the_layers_own(ahead, p
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, own)
         expected, _ = ask(model, store, question(ids), own)
-        same(ask(model, store, question(ids), replace(own, ahead=ahead))[0], expected)
+        assert_same(ask(model, store, question(ids), replace(own, ahead=ahead))[0], expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "smollm3", "phi3", "gpt_neox", "opt"])
@@ -218,7 +219,7 @@ def test_a_choice_made_ahead_is_made_before_the_layer_has_run(family, tmp_path, 
         again, _ = ask(model, store, question(ids), EACH)
     assert all(not ahead for _, ahead in late)
     assert asked == [(number, number > 0) for number, _ in late]
-    same(again, first)
+    assert_same(again, first)
 
 
 @pytest.mark.parametrize("ahead", [-1, True, 1.5])

@@ -12,7 +12,8 @@ import pytest
 from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from test_selective import ask, fill, question, same
+from reference import assert_same
+from test_selective import ask, fill, question
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.cache.calibrations import profiled_windows
@@ -254,7 +255,7 @@ def test_windows_follow_the_profile_and_no_output_does(model, profiled, windows)
     hits = [windows[layer].hits for layer in sorted(windows)]
     uniform, _ = ask(model, store, ids, replace(method, window_sizes="uniform"))
     assert capacities(windows, columns) == [[1.5, 1.5]] * 6
-    same(ours, uniform)
+    assert_same(ours, uniform)
     others = [windows[layer].hits for layer in sorted(windows)]
     assert not all(np.array_equal(a.fetched, b.fetched) for a, b in zip(hits, others, strict=True))
     ask(model, store, ids, replace(METHOD, window=3))  # one profile for all windows

@@ -9,6 +9,7 @@ import pytest
 import torch
 from memory_backend import MemoryBackend
 from segments import hashes, read_back, segment, store_over
+from threads import run_in_threads
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreClosedError
 from hf_tiered_cache.store import folder, maintain, objects
@@ -197,22 +198,16 @@ def test_a_read_past_the_end_fails(backend):
 
 def test_many_threads_read_and_write_at_once(backend):
     put(backend)
-    file, failed = opened(backend), []
+    file = opened(backend)
 
     def work(number):
         name = f"{number:032x}"
-        try:
-            for _ in range(10):
-                put(backend, name, data=filled(number), replace=True)
-                assert whole(backend, name) == filled(number)
-                assert blocks_of(backend, file, 0, 8192) == [DATA[:4096], DATA[8192:12288]]
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(10):
+            put(backend, name, data=filled(number), replace=True)
+            assert whole(backend, name) == filled(number)
+            assert blocks_of(backend, file, 0, 8192) == [DATA[:4096], DATA[8192:12288]]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    assert failed == []
+    run_in_threads(work, range(1, 5))
     assert len(backend.names()) == 5
 
 

@@ -13,8 +13,8 @@ import torch
 from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import KV, Remembering, prefilled
-from segments import hashes, open_store, read_back, segment
+from reference import KV, Remembering, assert_same, prefilled
+from segments import hashes, open_store, read_back, segment, without_catalogue
 from test_forged import forge, page_of
 from test_geometry import geometries, layouts
 
@@ -187,11 +187,6 @@ def test_a_large_model_takes_half_of_bfloat16(codec, dtype, of):
 # --- in a store
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "store"
-
-
 def opened(root, codec="raw", **options):
     return KVStore(root, engine="posix", codec=codec, **options)
 
@@ -199,11 +194,6 @@ def opened(root, codec="raw", **options):
 def ask(model, store, ids, method=None, **options):
     cache = TieredCache(model, store, method=method, record=False, **options)
     return model.generate(ids, past_key_values=cache, **GREEDY), cache.stats
-
-
-def same(ours, theirs):
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
 
 
 @torch.no_grad()
@@ -243,7 +233,7 @@ def test_logits_are_those_of_a_dynamic_cache_whose_kv_went_through_the_codec(fam
         for tier in ("disk", "host"):
             ours, stats = ask(model, store, question)
             assert (stats.tokens_restored, stats.tier) == (80, tier)
-            same(ours, theirs)
+            assert_same(ours, theirs)
 
 
 def test_bytes_on_disk(root):
@@ -282,8 +272,8 @@ def test_what_is_stored_with_one_codec_is_found_with_no_other(stored, asked, roo
     with opened(root, asked) as store:
         again, stats = ask(model, store, ids)
         assert stats.tokens_restored == 0
-        same(again, plain)
-        same(plain, model.generate(ids, **GREEDY))
+        assert_same(again, plain)
+        assert_same(plain, model.generate(ids, **GREEDY))
         store.precompute(model, ids, progress=False)
         assert {codec_in(row.provenance) for row in store.segments()} == {stored, asked}
         assert (
@@ -337,7 +327,9 @@ def test_a_methods_codec_goes_before_the_stores(root):
         assert row.provenance == "exact"
         assert struct.unpack_from("<I", store._storage.disk.path(row.id).read_bytes(), 8)[0] == 1
     with opened(root) as store:  # what a store with another default wrote for this method
-        same(ask(model, store, ids)[0], model.generate(ids, past_key_values=prefilled_exactly(model, ids), **GREEDY))
+        assert_same(
+            ask(model, store, ids)[0], model.generate(ids, past_key_values=prefilled_exactly(model, ids), **GREEDY)
+        )
 
 
 def prefilled_exactly(model, ids):
@@ -361,14 +353,14 @@ def test_any_geometry_gives_the_same_bits(codec, cut, root):
         with opened(root / "b", codec) as other:
             other.precompute(model, ids, method=Exact(geometry=cut), progress=False)
             assert other._storage.disk.reader(other.segments()[0].id).shape.geometry == replace(cut, codec=codec)
-            same(ask(model, other, ids)[0], theirs)
+            assert_same(ask(model, other, ids)[0], theirs)
         fields = fields_in(store)
         assert store.relayout(cut, progress=False) == 1
         assert store.relayout(cut, progress=False) == 0
         assert store._storage.disk.reader(store.segments()[0].id).shape.geometry == replace(cut, codec=codec)
         ours, stats = ask(model, store, ids)
         assert stats.tokens_restored == 144
-        same(ours, theirs)
+        assert_same(ours, theirs)
         again = fields_in(store)
         assert all(torch.equal(a, b) for name in fields for a, b in zip(fields[name], again[name], strict=True))
 
@@ -419,7 +411,7 @@ def test_files_with_a_codec_are_of_format_5_and_others_stay_what_they_were(codec
         store._storage.residency.clear()
         ours, stats = ask(model, store, question)
         assert (stats.tokens_restored, stats.tier) == (96, "disk")
-        same(ours, theirs)
+        assert_same(ours, theirs)
         assert store.verify().ok
 
 
@@ -475,12 +467,12 @@ def test_methods_with_a_budget_choose_among_what_was_decoded(method, codec, root
         ours, stats = ask(model, store, question, method)
         assert 0 < stats.tokens_attended < stats.tokens_restored == 192
         exact, _ = ask(model, store, question)
-        same(ask(model, store, question, replace(method, budget=1.0))[0], exact)
+        assert_same(ask(model, store, question, replace(method, budget=1.0))[0], exact)
         kv = coded_kv(model, ids, codec, monkeypatch)
-        same(exact, model.generate(question, past_key_values=prefilled(model, [kv], 192), **GREEDY))
+        assert_same(exact, model.generate(question, past_key_values=prefilled(model, [kv], 192), **GREEDY))
     with opened(root.parent / "other", codec) as other:
         other.precompute(model, ids, progress=False)
-        same(ask(model, other, question, method)[0], ours)
+        assert_same(ask(model, other, question, method)[0], ours)
 
 
 @every_lossy
@@ -497,7 +489,7 @@ def test_reordered_tokens_stay_what_they_were(codec, root):
         assert store._storage.disk.reader(row.id).shape.tables is not None and row.provenance == f"exact {codec}"
         after = fields_in(store)
         assert all(torch.equal(a, b) for name in before for a, b in zip(before[name], after[name], strict=True))
-        same(ask(model, store, question)[0], exact)
+        assert_same(ask(model, store, question)[0], exact)
 
 
 # --- files that say odd things
@@ -505,11 +497,6 @@ def test_reordered_tokens_stay_what_they_were(codec, root):
 
 def coded_segment(codec="int8", **changes):
     return segment(hashes(4), geometry=Geometry(codec=codec), provenance=coded_provenance("exact", codec), **changes)
-
-
-def without_catalogue(root):
-    for suffix in ("", "-wal", "-shm"):
-        (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
 
 
 def coded_file(root):

@@ -20,8 +20,8 @@ import torch
 from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import kv_of, prefilled
-from segments import hashes, open_store, read_back, read_file, segment
+from reference import assert_like_reference
+from segments import hashes, open_store, read_back, read_file, segment, without_catalogue
 from test_forged import ODD, places
 from test_relayout import geometries
 
@@ -67,12 +67,8 @@ def files(root):
 def ask(model, store, ids=IDS, **options):
     """Generate, compare the logits with a DynamicCache's of the same passes, and return the stats."""
     cache = TieredCache(model, store, **options)
-    ours = model.generate(ids, past_key_values=cache, **GREEDY)
-    reference = prefilled(model, [kv_of(model, ids)], cache.stats.tokens_restored)
-    theirs = model.generate(ids, past_key_values=reference, **GREEDY)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    for a, b in zip(ours.logits, theirs.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)  # recomputed tails come from passes of another shape
+    # recomputed tails come from passes of another shape
+    assert_like_reference(model, cache, ids, ids, GREEDY, atol=1e-5)
     return cache.stats
 
 
@@ -685,8 +681,7 @@ def forge(root, base, kind, draw):
             data = with_cipher(data, a)
         mine.write_bytes(whole(data, a))
     if draw(st.booleans()):
-        for suffix in ("", "-wal", "-shm"):
-            (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+        without_catalogue(root)
 
 
 @pytest.mark.parametrize("kind", FORGERIES)

@@ -16,7 +16,7 @@ import pytest
 import segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import hashes, open_store, read_back, read_file, segment
+from segments import hashes, open_store, read_back, read_file, segment, without_catalogue
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
 from hf_tiered_cache.store import maintain
@@ -62,6 +62,21 @@ def places(data, found=()):
         yield from places(value, (*found, key))
 
 
+def put_value(page, way, value):
+    """Put a copy of `value` at the end of a way (see `places`)."""
+    holder = page
+    for key in way[:-1]:
+        holder = holder[key]
+    holder[way[-1]] = copy.deepcopy(value)
+
+
+def assert_counted(store, name):
+    """A file that is not served was counted, or is one of the catalogue's."""
+    stats = store.counters.snapshot()
+    counted = stats.damaged_files + stats.read_errors == 1 or stats.newer_files > 0  # these stay, and count again
+    assert counted or store.index.catalogue.ids() == {name}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     store = open_store(tmp_path_factory.mktemp("forged"))
@@ -81,13 +96,9 @@ def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
     page = page_of(path)
     for _ in range(data.draw(st.integers(1, 2))):
         way = data.draw(st.sampled_from(list(places(page))))
-        holder = page
-        for key in way[:-1]:
-            holder = holder[key]
-        holder[way[-1]] = copy.deepcopy(data.draw(st.sampled_from(ODD)))
+        put_value(page, way, data.draw(st.sampled_from(ODD)))
     forge(path, page)
-    for suffix in ("", "-wal", "-shm"):
-        (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+    without_catalogue(root)
     started = time.monotonic()
     store = open_store(root)
     rows = store.find(hashes(4))
@@ -95,9 +106,7 @@ def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
         with suppress(IntegrityError):  # cut otherwise into as many bytes, blocks fail their checksums: a miss, too
             read_back(store, name)  # what still serves is what was there
     else:
-        stats = store.counters.snapshot()
-        counted = stats.damaged_files + stats.read_errors == 1 or stats.newer_files > 0  # these stay, and count again
-        assert counted or store.index.catalogue.ids() == {name}
+        assert_counted(store, name)
     assert maintain.verify(store).segments == 1
     assert time.monotonic() - started < 5
     store.close()
@@ -177,8 +186,7 @@ def test_a_sparse_file_takes_no_memory(tmp_path):
     forge(path, page, huge.file_bytes)
     assert decode_header(path.open("rb").read(HEADER_BYTES))[0].blocks == huge.blocks  # nothing is wrong with the page
     assert huge.blocks.offset > 300 << 20 > path.stat().st_blocks * 512
-    for suffix in ("", "-wal", "-shm"):
-        (tmp_path / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+    without_catalogue(tmp_path)
     arguments = [sys.executable, "-c", OPEN, os.path.dirname(segments.__file__), str(tmp_path)]
     mebibytes, counted = map(int, subprocess.run(arguments, capture_output=True, check=True, timeout=60).stdout.split())
     assert mebibytes < 64

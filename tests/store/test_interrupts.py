@@ -21,6 +21,7 @@ from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segments import hashes, open_store, runs_of, segment
+from side_stream import Pending
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.sequence import SequenceState
@@ -225,18 +226,6 @@ def test_real_signals_leave_no_thread(monkeypatch):
         time.sleep(0.01)
     assert hits > 50
     assert len(os.listdir("/proc/self/task")) <= threads
-
-
-class Pending:
-    """A point that the device has not reached yet."""
-
-    done = False
-
-    def query(self):
-        return self.done
-
-    def synchronize(self):
-        self.done = True
 
 
 @pytest.mark.parametrize("device", [0, 30])

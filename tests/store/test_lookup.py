@@ -10,12 +10,6 @@ from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Passages
 
 
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store") as opened:
-        yield opened
-
-
 @pytest.fixture(scope="module")
 def model():
     return build("llama")

@@ -313,21 +313,15 @@ def test_a_store_of_a_newer_version_is_refused(tmp_path):
     assert look(tmp_path) == before
 
 
-DYING = """
-import os, signal, sys
+DYING = f"""
+import os, sys
+sys.path = {sys.path!r}
+import kill_steps
 from hf_tiered_cache import KVStore
-steps, last = 0, int(sys.argv[2])
-def dying(real):
-    def call(*args, **kwargs):
-        global steps
-        steps += 1
-        if steps == last: os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-    return call
-for name in "open mkdir pwrite".split():
-    setattr(os, name, dying(getattr(os, name)))
+kill_steps.last = int(sys.argv[2])
+kill_steps.count(os, "open", "mkdir", "pwrite")
 store = KVStore(sys.argv[1], engine="posix")
-print(steps, flush=True)
+print(kill_steps.steps, flush=True)
 os._exit(0)
 """
 

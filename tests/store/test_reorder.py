@@ -18,10 +18,10 @@ import torch
 from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import kv_of
+from reference import assert_same, kv_of
 from segments import LAYOUT, hashes, open_store, read_back, segment
 from test_relayout import geometries, tensors
-from test_selective import ask, fill, question, same
+from test_selective import ask, fill, question
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.forward_pass import RestoringForward
@@ -153,7 +153,7 @@ def test_the_exact_method_reads_any_order(family, cut, apart, tmp_path):
         shuffle(store, apart=apart)
         for whole, expected, tokens in zip(asked, before, (192, 96), strict=True):
             found, cache = ask(model, store, whole, None)
-            same(found, expected)
+            assert_same(found, expected)
             assert cache.stats.tokens_restored == tokens
             assert cache.stats.verification_failures == 0
 
@@ -166,7 +166,7 @@ def test_a_batch_and_a_second_turn_over_a_shuffled_store(model, tmp_path):
         before, _ = ask(model, store, rows, None)
         shuffle(store)
         found, cache = ask(model, store, rows, None)
-        same(found, before)
+        assert_same(found, before)
         turn = torch.cat([found.sequences, prompt(20, seed=8).expand(2, -1)], dim=1)
         again = TieredCache(model, store)
         assert torch.equal(
@@ -187,7 +187,7 @@ def test_every_method_chooses_the_same_from_any_order(name, apart, model, tmp_pa
         before, _ = ask(model, store, question(ids), method)
         shuffle(store, apart=apart)
         after, cache = ask(model, store, question(ids), method)
-        same(after, before)
+        assert_same(after, before)
         assert cache.stats.bytes_read > 0
 
 
@@ -214,7 +214,7 @@ def test_impress_lays_out_by_importance_and_then_reads_less(model, tmp_path):
         assert shape.geometry == method.geometry
         again = [ask(model, store, whole, method) for whole in questions[8:]]
         for (before, cold), (after, ordered) in zip(asked[:4], again, strict=True):
-            same(after, before)
+            assert_same(after, before)
             assert ordered.stats.bytes_used == cold.stats.bytes_used
             assert ordered.stats.bytes_read < 0.8 * cold.stats.bytes_read
             assert ordered.stats.read_amplification < cold.stats.read_amplification
@@ -248,7 +248,7 @@ def test_a_request_under_way_reads_the_old_segment_to_its_end(model, tmp_path, m
         monkeypatch.setattr(RestoringForward, "append", take)
         found, cache = ask(model, store, question(ids), METHOD)
         assert swapped
-        same(found, expected)
+        assert_same(found, expected)
         assert cache.stats.recomputed == 0
 
 
@@ -545,11 +545,11 @@ store.reorder(progress=False)
         assert (before in there) == (step != "removed") and len(there) == (2 if step in ("linked", "index") else 1)
         assert not store.verify().bad
         found, cache = ask(model, store, question(ids), METHOD)
-        same(found, expected)
+        assert_same(found, expected)
         assert cache.stats.tokens_restored == 400 and cache.stats.recomputed == 0
         store.gc()
         assert not store.verify().bad
-        same(ask(model, store, question(ids), METHOD)[0], expected)
+        assert_same(ask(model, store, question(ids), METHOD)[0], expected)
 
 
 def test_an_old_segment_stays_while_the_new_one_cannot_be_read(model, tmp_path, monkeypatch):
@@ -561,7 +561,7 @@ def test_an_old_segment_stays_while_the_new_one_cannot_be_read(model, tmp_path, 
         assert store.reorder(progress=False) == 0
         monkeypatch.undo()
         assert before in {row.id for row in store.segments()}
-        same(ask(model, store, question(ids), METHOD)[0], expected)
+        assert_same(ask(model, store, question(ids), METHOD)[0], expected)
 
 
 @pytest.mark.parametrize("room", [False, True])
@@ -579,7 +579,7 @@ def test_the_quota_holds_and_without_room_all_stays(model, tmp_path, room):
         assert store.stats.dropped_writes == (not room)
         assert store._storage.disk.used_bytes() <= quota
         assert not store.verify().bad
-        same(ask(model, store, question(ids), METHOD)[0], expected)
+        assert_same(ask(model, store, question(ids), METHOD)[0], expected)
 
 
 def test_a_request_keeps_the_indexes_that_it_began_with(model, tmp_path, monkeypatch):

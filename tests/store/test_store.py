@@ -17,6 +17,7 @@ import processes
 import pytest
 import torch
 from segments import hashes, open_store, read_back, segment, written_at_once
+from threads import run_in_threads
 
 from hf_tiered_cache.errors import IntegrityError, NotOursError, StoreBusyError, StoreError
 from hf_tiered_cache.store import database, folder, maintain, root
@@ -102,9 +103,7 @@ def test_two_writers_at_the_same_moment(tmp_path):
         barrier.wait()
         results.append(store.publish(header, chain, blocks))
 
-    threads = [threading.Thread(target=write, args=(store,)) for store in stores]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
+    run_in_threads(write, stores)
     assert results == [True] * 4
     assert len(list((tmp_path / "segments").iterdir())) == 1
     assert not list((tmp_path / "tmp").iterdir())

@@ -19,6 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from segments import hashes, open_store, runs_of, segment
+from side_stream import Pending
+from threads import run_in_threads
 
 from hf_tiered_cache.errors import IntegrityError, StoreClosedError
 from hf_tiered_cache.stats import StatsCollector
@@ -556,22 +558,15 @@ def test_many_threads_at_once(stored):
     _, readers, blocks = stored
     size = readers[0].shape.block_groups[0].block_bytes
     residency = Residency(14 * size, 7 * size, device_types=frozenset({"cpu"}))
-    errors = []
 
     def work(seed):
         random = np.random.default_rng(seed)
-        try:
-            for _ in range(40):
-                reader, block_group = readers[random.integers(2)], int(random.integers(2))
-                chunks = sorted(random.choice(CHUNKS, random.integers(1, CHUNKS), replace=False).tolist())
-                check(fetch(residency, reader, block_group, chunks), blocks, reader, block_group, chunks)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(40):
+            reader, block_group = readers[random.integers(2)], int(random.integers(2))
+            chunks = sorted(random.choice(CHUNKS, random.integers(1, CHUNKS), replace=False).tolist())
+            check(fetch(residency, reader, block_group, chunks), blocks, reader, block_group, chunks)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    assert errors == []
+    run_in_threads(work, range(6))
     assert residency.host.allocated <= residency.host.budget
 
 
@@ -584,18 +579,6 @@ def test_fresh_blocks_are_admitted_and_served_without_a_read(stored):
     assert collector.stats.bytes_read == 0
     residency.admit(reader.owner(0), blocks[reader.id, 0])  # again: nothing happens
     assert not any(pool.pins.any() for pool in residency.host._pools.values())
-
-
-class Pending:
-    """A point that the device has not reached yet."""
-
-    done = False
-
-    def query(self):
-        return self.done
-
-    def synchronize(self):
-        self.done = True
 
 
 class SlowStream(CopyStream):

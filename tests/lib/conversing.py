@@ -1,0 +1,21 @@
+"""A method for conversations that does nothing: classes of tests derive from it, and override what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_tiered_cache.methods import ForConversation
+
+
+class Conversing(ForConversation):
+    """Has no KV of a conversation's own, observes nothing and compacts nothing."""
+
+    def for_conversation(self, name: str) -> Any:
+        return self
+
+    def compact(self, idle: Any) -> None:
+        return None
+
+    def observer(self, later: Callable[..., Any] | None) -> Any:
+        return None
