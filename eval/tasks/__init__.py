@@ -1,4 +1,4 @@
-"""Registry of tasks. Each data set has its own file."""
+"""Registry of tasks."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ from hf_tiered_cache.errors import suggest
 
 from ..errors import EvalError
 from .base import Draw, Example, Task
+from .choices import CHOICES
 from .conversations import CONVERSATIONS
-from .copa import COPA
 from .longbench import LONGBENCH, LongBench
-from .openbookqa import OPENBOOKQA
-from .piqa import PIQA
 from .rag import RAG
 from .reference import REFERENCE, REFERENCE_NEEDLES
 from .retrieved import RETRIEVED
-from .rte import RTE
 from .ruler import RULER
 from .squad import SQUAD
-from .sst2 import SST2
-from .subj import SUBJ
 from .text import TEXT
-from .trec import TREC
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        *(SST2, SUBJ, TREC, RTE, PIQA, COPA, OPENBOOKQA),
+        *CHOICES,
         *LONGBENCH,
         *RULER,
         *RAG,
@@ -39,7 +33,7 @@ TASKS: dict[str, Task] = {
 }
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "fewshot": ("sst2", "subj", "trec", "rte", "piqa", "copa", "openbookqa"),
+    "fewshot": tuple(task.name for task in CHOICES),
     "longbench": tuple(task.name for task in LONGBENCH),
     "ruler": tuple(task.name for task in RULER),
     "rag": tuple(task.name for task in RAG),

@@ -25,10 +25,9 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class FewShot(Task):
-    """Multiple choice after demonstrations.
+    """Multiple choice after demonstrations. The data set has the name of the task.
 
     Args:
-        dataset: name of the data set.
         columns: required columns.
         render: function from a row to an item.
         shots: maximum number of demonstrations in a prefix, limited by `prefix_tokens`.
@@ -39,7 +38,7 @@ class FewShot(Task):
         by_label: whether to balance the labels of the demonstrations.
     """
 
-    dataset: str
+    metric: str = "accuracy"
     columns: tuple[str, ...]
     render: Callable[[dict[str, Any]], Item]
     shots: int
@@ -49,8 +48,8 @@ class FewShot(Task):
     by_label: bool = True
 
     def examples(self, draw: Draw) -> Iterator[Example]:
-        train = draw.data.rows(self.dataset, self.train, self.columns)
-        test = draw.data.rows(self.dataset, self.test, self.columns)
+        train = draw.data.rows(self.name, self.train, self.columns)
+        test = draw.data.rows(self.name, self.test, self.columns)
         test_indices, train_indices = list(range(len(test))), list(range(len(train)))
         if self.train == self.test:
             test_indices, train_indices = test_indices[::5], [i for i in train_indices if i % 5]

@@ -16,6 +16,11 @@ from .base import Draw, Example, Task
 ASK = "Answer the question from the passages. Give the answer alone.\n\n"
 
 
+def question_text(row: dict[str, Any]) -> str:
+    """Return the end of a prompt."""
+    return f"Question: {row['question'].strip()}\nAnswer:"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rag(Task):
     """Passages and a question.
@@ -30,11 +35,13 @@ class Rag(Task):
         instruction: text before the passages.
     """
 
+    metric: str = "qa_f1"
+    max_new_tokens: int = 32
     dataset: str
-    splits: tuple[str, ...]
+    splits: tuple[str, ...] = ("validation",)
     columns: tuple[str, ...]
     passages: Callable[[dict[str, Any]], list[tuple[str, str]]]
-    question: Callable[[dict[str, Any]], str]
+    question: Callable[[dict[str, Any]], str] = question_text
     answers: Callable[[dict[str, Any]], tuple[str, ...]]
     instruction: str = ASK
     keeps_passages: bool = True
@@ -51,11 +58,6 @@ class Rag(Task):
 def passage_text(title: str, text: str) -> str:
     """Return a passage as it stands in a prompt."""
     return f"{title}\n{text.strip()}\n\n" if title else f"{text.strip()}\n\n"
-
-
-def question_text(row: dict[str, Any]) -> str:
-    """Return the end of a prompt."""
-    return f"Question: {row['question'].strip()}\nAnswer:"
 
 
 def with_sentences(row: dict[str, Any]) -> list[tuple[str, str]]:
@@ -104,49 +106,36 @@ RAG: tuple[Task, ...] = (
     Rag(
         name="musique",
         about="multi-hop questions, 20 passages (Trivedi et al. 2022; CacheTune)",
-        metric="qa_f1",
-        max_new_tokens=32,
         dataset="musique",
         splits=("validation", "train"),
         columns=("paragraphs", "question", "answer", "answer_aliases"),
         passages=lambda row: [(p["title"], p["paragraph_text"]) for p in row["paragraphs"]],
-        question=question_text,
         answers=lambda row: (row["answer"], *row["answer_aliases"]),
     ),
     Rag(
         name="musique_cacheblend",
         about="MuSiQue as CacheBlend cuts it, 10 chunks of about 415 words (CacheBlend; CacheTune)",
-        metric="qa_f1",
-        max_new_tokens=32,
         dataset="musique",
         splits=("validation_cacheblend",),
         columns=("ctxs", "question", "answers"),
         passages=lambda row: [(p["title"], p["text"]) for p in row["ctxs"]],
-        question=question_text,
         answers=lambda row: tuple(row["answers"]),
     ),
     Rag(
         name="2wikimqa",
         about="multi-hop questions, 60 and more passages (Ho et al. 2020, as L-CiteEval has it; CacheTune)",
-        metric="qa_f1",
-        max_new_tokens=32,
         dataset="2wikimultihopqa",
         splits=("validation_lciteeval",),
         columns=("docs", "question", "answer"),
         passages=lambda row: [("", p["text"]) for p in row["docs"]],
-        question=question_text,
         answers=lambda row: (row["answer"],),
     ),
     Rag(
         name="hotpotqa",
         about="two-hop questions, 10 passages (Yang et al. 2018, distractor setting; CacheTune)",
-        metric="qa_f1",
-        max_new_tokens=32,
         dataset="hotpotqa",
-        splits=("validation",),
         columns=("context", "question", "answer"),
         passages=with_sentences,
-        question=question_text,
         answers=lambda row: (row["answer"],),
     ),
     Rag(
