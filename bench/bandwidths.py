@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, machine, pyplot, save, table
+from lib.common import build
+from lib.pages import machine, machine_text, pyplot, save, table
 from lib.serving import Bench, System, add_arguments, ask_all
 from lib.telling import MIB, calibrated, first_cells, workload_and_memory
 from lib.workload import RandomTokens, requests
@@ -115,7 +116,7 @@ def report(document: dict[str, Any]) -> str:
     return "\n".join([
         f"# Selective re-prefill over the disk's bandwidth, {document['model']} in {document['dtype']} on "
         f"{on['device']}, budget {document['budget']:.0%}\n",
-        f"{on['cpu']}, {on['cores']} cores; PyTorch {on['torch']}, transformers {on['transformers']}; {on['date']}. "
+        f"{machine_text(on)} "
         f"{workload_and_memory(document)} on each disk. {document['prompts']} {OURS} selects once "
         f"per {ContiguousKV.period} layers. *{AHEAD}* selects one layer earlier, with predicted queries. With the "
         f"paper's settings, a selection serves {document['period']} layers. IMPRESS's probes are assumed to agree in "

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import commit_of, machine, median, ratio, save, table
+from lib.common import median, parser_of, ratio
+from lib.pages import commit_of, machine, machine_text, save, table
 from tqdm.auto import tqdm
 
 HERE = Path(__file__).parent.parent
@@ -52,11 +53,10 @@ def main() -> None:
 
 
 def arguments_of() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("script", help="script of bench/, in every checkout")
     parser.add_argument("--source", type=Path, action="append", required=True, help="another checkout; can be repeated")
     parser.add_argument("--rounds", type=int, default=2, help="number of processes per checkout")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     said = sys.argv[1:]
     end = said.index("--") if "--" in said else len(said)  # what is behind it is the script's
     arguments = parser.parse_args(said[:end])
@@ -105,8 +105,8 @@ def report(results: dict[str, dict[str, list[float]]], arguments: argparse.Names
         ratios = [f"{ratio(last, by_commit[commit]):.3f}" if all(by_commit[commit]) else "" for commit in commits[:-1]]
         rows.append([name, *times, *ratios])
     heading = (
-        f"# {arguments.script} compared with another commit\n\n{about['cpu']}, {about['cores']} cores; "
-        f"{about['date']}. Options: `{' '.join(arguments.options)}`. Medians of {arguments.rounds} rounds, and medians "
+        f"# {arguments.script} compared with another commit\n\n{machine_text(about)} "
+        f"Options: `{' '.join(arguments.options)}`. Medians of {arguments.rounds} rounds, and medians "
         "of the ratios within a round.\n\n"
     )
     return heading + table(["", *commits, *(f"now / {commit}" for commit in commits[:-1])], rows)

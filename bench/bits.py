@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import build, load, machine, save, table
+from lib.common import build, load
+from lib.pages import machine, save, table
 from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import machine, save, table
+from lib.pages import machine, save, table
 from torch.nn.functional import normalize, pad
 from tqdm.auto import tqdm
 from transformers import DynamicCache

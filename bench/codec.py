@@ -27,18 +27,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import (
-    build,
-    first_token,
-    forget_page_cache,
-    interleaved,
-    load,
-    machine,
-    median,
-    ratio,
-    save,
-    table,
-)
+from lib.common import build, first_token, forget_page_cache, interleaved, load, median, parser_of, ratio
+from lib.pages import machine, machine_text, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache
@@ -226,7 +216,7 @@ def report(document: dict[str, Any]) -> str:
     on = document["machine"]
     text = [
         "# Codecs\n",
-        f"{on['cpu']}, {on['cores']} cores; PyTorch {on['torch']}, transformers {on['transformers']}; {on['date']}. "
+        f"{machine_text(on)} "
         f"Load average {document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end; above "
         f"{on['cores']}, other programs were running.\n",
         f"## Bytes and times, shape of {document['shape']}\n",
@@ -277,7 +267,7 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="data types, separated by commas")
     parser.add_argument("--prefixes", default="1024,4096", help="numbers of prefix tokens, separated by commas")
@@ -289,7 +279,6 @@ def main() -> None:
     parser.add_argument("--tokens", default="512", help="number of context tokens for each model, separated by commas")
     parser.add_argument("--questions", default="100", help="number of questions for each model, separated by commas")
     parser.add_argument("--store", type=Path, help="folder on the disk to measure (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     folder, load_before = Path(tempfile.mkdtemp(prefix="bench-codec-", dir=arguments.store)), os.getloadavg()[0]
     try:

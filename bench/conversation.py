@@ -34,7 +34,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, forget_page_cache, interleaved, load, machine, median, pyplot, ratio, save, seconds, table
+from lib.common import (
+    add_model_arguments,
+    build,
+    forget_page_cache,
+    interleaved,
+    load,
+    median,
+    parser_of,
+    ratio,
+    seconds,
+)
+from lib.pages import machine, machine_text, pyplot, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from lib.workload import Prompts, RandomTokens, ReferenceLanguage, Turn, turns_of
 from tqdm.auto import tqdm
@@ -286,8 +297,7 @@ def report(document: dict[str, Any]) -> str:
     on, options = document["machine"], document["options"]
     parts = [
         f"# Conversations that resume: {document['layers']} layers of {document['shape']} in {options['dtype']}, "
-        f"{on['device']}\n\n{on['cpu']}, {on['cores']} cores, {on['torch_threads']} threads; PyTorch {on['torch']}, "
-        f"transformers {on['transformers']}; {on['date']}, commit {on['commit']}. {document['about']} "
+        f"{on['device']}\n\n{machine_text(on)} {document['about']} "
         f"{options['conversations']} conversations of {options['turns']} turns: about {options['opening']} tokens, "
         f"then {options['new']} per turn, and {options['answer']} decoded tokens. {document['token_bytes']} bytes of "
         f"KV per token; host memory for {options['host_share']:.0%} of all KV. Each system has a store of its own. "
@@ -374,14 +384,11 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 def arguments_of() -> argparse.Namespace:
     """Of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of a model with random weights")
-    parser.add_argument("--layers", type=int, default=8, help="number of layers; fewer are faster, 0 for all")
+    parser = parser_of(__doc__)
+    add_model_arguments(parser, layers=8)
     parser.add_argument(
         "--model", type=Path, help="folder of a trained model to use instead, such as eval/reference/long"
     )
-    parser.add_argument("--dtype", default="float32", help="data type of the model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
     parser.add_argument(
         "--rates",
         type=_rates,
@@ -403,10 +410,6 @@ def arguments_of() -> argparse.Namespace:
     )
     parser.add_argument("--calibrate-repeats", type=int, default=3, help="number of repetitions of the calibration")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the trace")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="parent folder of the stores (default: a temporary one)"
-    )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args()
 
 

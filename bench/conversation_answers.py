@@ -32,8 +32,9 @@ from typing import Any
 import numpy as np
 import torch
 from decode_answers import compared, note
-from lib.common import load, machine, pyplot, save, table
+from lib.common import load, parser_of
 from lib.conversation_ways import NOISE, FixedPairs, Watching, Way, attended, forgetful, ways
+from lib.pages import machine, machine_text, pyplot, save, table
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
@@ -77,7 +78,7 @@ class Conversation:
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="eval/reference/xs", help="folder, or short name of eval.models")
     parser.add_argument("--tokens", type=int, default=480, help="number of tokens in a conversation, a multiple of 16")
     parser.add_argument("--count", type=int, default=20, help="number of conversations of each kind")
@@ -99,7 +100,6 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--choosing", action="store_true", help="use the other half of the seeds, for choosing settings"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args(argv)
     arguments.name, arguments.model = Path(arguments.model).name, Path(resolve(arguments.model))
     arguments.ways = list(dict.fromkeys(["full", NOISE, *arguments.ways]))  # what all are compared with
@@ -344,7 +344,7 @@ def report(document: dict[str, Any]) -> str:
     about, alike = document["machine"], document["alike"]
     parts = [
         f"# Answers of conversations that resume: {document['model']}, {document['tokens']} tokens\n\n"
-        f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {document['dtype']}, "
+        f"{machine_text(about)} {document['dtype']}, "
         f"up to {document['count']} conversations of each kind. *Storage*: bytes of keys and values relative to full "
         "KV. *File*: the same for files, which include padding and token tables. A *front* (recomputed prefix) is not "
         "stored, but recomputed on resume, which takes additional time. *KL*: nats per token. In brackets: 95 % "

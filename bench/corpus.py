@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import SHAPES, build, interleaved, load, machine, median, save, table
+from lib.common import SHAPES, build, interleaved, load, median, parser_of
+from lib.pages import machine, machine_text, save, table
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.methods import CacheTune
@@ -71,7 +72,7 @@ def report(document: dict[str, Any]) -> str:
     return f"""# Storing a corpus of passages, {document["model"]}
 
 {document["passages"]:,} passages of {document["least"]} to {document["most"]} tokens, {tokens:,} in all; float32.
-{on["cpu"]}, {on["torch_threads"]} threads; torch {on["torch"]}; {on["date"]}. Load average {document["load"]:.1f}.
+{machine_text(on)} Load average {document["load"]:.1f}.
 
 Tokens of the corpus per second, medians of {document["repeats"]}. Passages of one length are computed together, up to
 the number of tokens in the heading.
@@ -81,7 +82,7 @@ the number of tokens in the heading.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="qwen2.5-0.5b", help=f"folder, or a shape: {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, default=4, help="number of layers of a shape")
     parser.add_argument("--passages", type=int, default=1000, help="number of passages")
@@ -95,7 +96,6 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=1, help="number of turns")
     parser.add_argument("--store", default=None, help="parent folder of the stores, which are removed at the end")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     cpu, shape = torch.device("cpu"), arguments.model in SHAPES
     model = (

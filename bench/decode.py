@@ -39,9 +39,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import SHAPES, build, interleaved, machine, median, save, table
+from lib.common import SHAPES, build, interleaved, median, parser_of
 from lib.layer_files import LayerFiles, LayerFromDisk
 from lib.made_contexts import SUFFIX, TAG, Contexts
+from lib.pages import machine, machine_text, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import DynamicCache
@@ -75,7 +76,7 @@ SYSTEMS = (FULL, OFFLOADED, OFFLOAD, *methods(0.5))
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of the model")
     parser.add_argument("--layers", type=int, default=4, help="number of layers; 0 for all")
     parser.add_argument("--device", default="cpu", help="device of the model")
@@ -108,7 +109,6 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, help="number of PyTorch's threads, for all systems (default: PyTorch's choice)"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -277,8 +277,7 @@ def report(document: dict[str, Any]) -> str:
     about = document["machine"]
     parts = [
         f"# Decoding with long contexts: {document['layers']} layers of {document['shape']}, float32, "
-        f"{about['device']}\n\n{about['cpu']}, {about['cores']} cores, {about['torch_threads']} threads; "
-        f"{about['date']}, commit {about['commit']}. Synthetic KV and queries (`bench/lib/synthetic_kv.py`), random "
+        f"{about['device']}\n\n{machine_text(about)} Synthetic KV and queries (`bench/lib/synthetic_kv.py`), random "
         f"weights, a budget of {document['budget']:.2%}. Medians over tokens; bytes are means. With a disk, host "
         f"memory holds {document['host_share']:.0%} of the KV.\n"
     ]

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import machine, save, table
+from lib.common import parser_of
+from lib.pages import machine, machine_text, save, table
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
@@ -41,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=Path("eval/reference/long"), help="folder of a reference model")
     parser.add_argument("--tokens", type=int, default=4096, help="number of context tokens")
     parser.add_argument(
@@ -61,7 +62,6 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--choosing", action="store_true", help="use the other half of the seeds, for choosing settings"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -130,7 +130,7 @@ def report(document: dict[str, Any]) -> str:
     questions = len(found["full"]["answers"])
     parts = [
         f"# Answers with chunks selected at each token: {document['model']}, {document['tokens']} tokens\n\n"
-        f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {questions} questions, "
+        f"{machine_text(about)} {questions} questions, "
         f"of which full attention answers {np.mean(found['full']['answers']):.0f} %. In addition to the budget, all "
         "attend to the first chunk and the last 64 tokens.\n"
     ]

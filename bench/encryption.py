@@ -26,7 +26,8 @@ from typing import Any
 import cryptography
 import numpy as np
 import torch
-from lib.common import build, first_token, forget_page_cache, interleaved, machine, median, ratio, save, seconds, table
+from lib.common import build, first_token, forget_page_cache, interleaved, median, parser_of, ratio, seconds
+from lib.pages import machine, machine_text, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -221,8 +222,7 @@ def report(document: dict[str, Any]) -> str:
     ]
     return (
         f"# Encryption at rest, {document['shape']} in {document['dtype']} on {on['device']}\n\n"
-        f"{on['cpu']}, {on['cores']} cores, {on['file_system']}; PyTorch {on['torch']}, transformers "
-        f"{on['transformers']}, cryptography {document['cryptography']}; {on['date']}, commit {on['commit']}. Random "
+        f"{machine_text(on)} cryptography {document['cryptography']}. Random "
         f"weights, suffix of {SUFFIX} tokens. Medians of {document['repeats']} turns ({document['record_repeats']} of "
         "recording). Ratios are those with a key to those without, within a turn. The load average was "
         f"{document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end; above 2, other programs "
@@ -260,7 +260,7 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
     parser.add_argument("--dtype", default="float32", help="data type of the model")
     parser.add_argument("--prefixes", default="1024,4096", help="numbers of prefix tokens, separated by commas")
@@ -269,7 +269,6 @@ def main() -> None:
     parser.add_argument("--raw-turns", type=int, default=60, help="number of turns with blocks in memory")
     parser.add_argument("--raw-bytes", type=int, default=8 << 20, help="bytes of blocks in memory")
     parser.add_argument("--store", type=Path, help="folder on the disk to measure (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-encryption-", dir=arguments.store))
     try:

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, machine, median, save, table
+from lib.common import build, median, parser_of
+from lib.pages import machine, machine_text, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore
@@ -107,7 +108,7 @@ def report(document: dict[str, Any]) -> str:
     headings = ["passages stored", f"prompt of {document['prompt']:,} tokens", "step", "best", "median"]
     return f"""# Finding passages
 
-{on["cpu"]}, one thread; Python {on["python"]}; {on["date"]}. Load average {document["load"]:.1f}; above
+{machine_text(on)} Load average {document["load"]:.1f}; above
 {on["cores"]}, other programs were running.
 
 {table(headings, rows)}
@@ -115,7 +116,7 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--passages", default="60,1000", help="numbers of stored passages, one store for each, separated by commas"
     )
@@ -123,7 +124,6 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=31000, help="number of tokens in the prompts")
     parser.add_argument("--repeats", type=int, default=30, help="number of turns")
     parser.add_argument("--store", default=None, help="parent folder of the stores, which are removed at the end")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = {}

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import SHAPES, build, forget_page_cache, load, machine, median, ratio, save, seconds, table
+from lib.common import SHAPES, build, forget_page_cache, load, median, ratio, seconds
+from lib.pages import machine, save, table
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 

@@ -19,7 +19,8 @@ from typing import Any
 import lm_eval
 import numpy as np
 import torch
-from lib.common import machine, pyplot, save, table
+from lib.common import parser_of
+from lib.pages import machine, machine_text, pyplot, save, table
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -103,7 +104,7 @@ def report(document: dict[str, Any]) -> str:
     headings = ["model type", *TASKS, "same choice, %", "largest difference, nats", "seconds"]
     about = document["machine"]
     return (
-        f"# lm-evaluation-harness: {document['model']}\n\n{about['cpu']}, {about['cores']} cores; {about['date']}. "
+        f"# lm-evaluation-harness: {document['model']}\n\n{machine_text(about)} "
         f"float32, {document['shots']} solved examples, {document['limit']} questions of each task. Right answers in "
         "percent. *Same choice* and *largest difference* of an answer's log-likelihood are relative to `hf`. Seconds "
         f"are those of one run in this order, on a machine that may have been busy.\n\n{table(headings, rows)}\n"
@@ -133,7 +134,7 @@ def way_of(budget: float) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="short name of eval.models, name on the Hub, or folder")
     parser.add_argument("--data", type=Path, required=True, help="folder with data sets")
     parser.add_argument("--shots", type=int, default=16, help="number of solved examples before each question")
@@ -141,7 +142,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budgets", type=float, nargs="*", default=[0.05, 0.1, 0.25], help="budgets, as shares of the prefix"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(arguments)
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from choices import questions
-from lib.common import machine, pyplot, save, table
+from lib.common import parser_of
+from lib.pages import machine, pyplot, save, table
 from tqdm.auto import tqdm
 
 from eval.models import load
@@ -95,7 +96,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--model", nargs="+", required=True, help="names for eval.models.load; models with at least two KV heads"
     )
@@ -110,7 +111,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--budgets", type=float, nargs="+", default=[0.1, 0.25], help="budgets, as shares of the prefix"
     )
     parser.add_argument("--seed", type=int, default=47, help="random seed")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(arguments)
 
 

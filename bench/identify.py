@@ -11,7 +11,6 @@ language of the reference models. Layers continue with a quarter of the chunks, 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lib.common import machine, save, table
+from lib.common import parser_of
+from lib.pages import machine, save, table
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,11 +106,10 @@ class NotingKV(ContiguousKV):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=Path("eval/reference/xs"), help="folder of a reference model")
     parser.add_argument("--tokens", type=int, default=512, help="number of context tokens")
     parser.add_argument("--questions", type=int, default=100, help="number of questions")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"), help="folder for results")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, forget_page_cache, load, machine, median, save, table, vocabulary
+from lib.common import build, forget_page_cache, load, median, parser_of, vocabulary
+from lib.pages import machine, machine_text, save, table
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.reference.asking import language_of
@@ -55,7 +56,7 @@ class Asked:
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--model", default="eval/reference/long", help="folder of a reference model, or a shape of common.py"
     )
@@ -69,7 +70,6 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host-memory", default="64MiB", help="host memory of the store")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="variants to measure")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -175,7 +175,7 @@ def report(document: dict[str, Any]) -> str:
     layers = f" of {options['layers']} layers" if options["layers"] else ""
     text = (
         f"# Prompts longer than memory: {Path(options['model']).name}{layers}, float32\n\n"
-        f"{about['device']}, {about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. Host "
+        f"{about['device']}, {machine_text(about)} Host "
         f"memory of the store: {options['host_memory']}; pieces and chunks of {options['piece']} tokens; "
         f"{options['budget']:.2%} of the chunks are attended to while decoding. Memory is the peak of the process "
         "beyond the loaded model. KL and top-1 agreement are relative to the chunked DynamicCache, over the same "

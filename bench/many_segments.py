@@ -8,7 +8,6 @@ commands run in processes of their own. Opening is timed without imports, comman
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import subprocess
@@ -20,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, forget_page_cache, machine, median, pyplot, save, table
+from lib.common import build, forget_page_cache, median, parser_of
+from lib.pages import machine, machine_text, pyplot, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -153,7 +153,7 @@ def report(document: dict[str, Any]) -> str:
     stored = ", ".join(f"{result['bytes'] / 2**20:.0f} MiB" for result in results)
     return f"""# Many segments
 
-{on["cpu"]}, {on["cores"]} cores, {on["file_system"]}; Python {on["python"]}; {on["date"]}. Medians of
+{machine_text(on)} Medians of
 {document["repeats"]} repetitions ({20 * document["repeats"]} for lookups and restores). Segments of {TOKENS} tokens;
 sizes of the stores: {stored}.
 
@@ -193,14 +193,13 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--segments", default="200,2000,20000", help="numbers of stored segments, ascending, separated by commas"
     )
     parser.add_argument("--share", type=int, default=20, help="segments per conversation")
     parser.add_argument("--repeats", type=int, default=5, help="number of repetitions")
     parser.add_argument("--store", default=None, help="parent folder of the store, which is removed at the end")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = []

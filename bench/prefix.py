@@ -23,19 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 from lib import peers
-from lib.common import (
-    build,
-    first_token,
-    forget_page_cache,
-    interleaved,
-    machine,
-    median,
-    pyplot,
-    ratio,
-    save,
-    seconds,
-    table,
-)
+from lib.common import build, first_token, forget_page_cache, interleaved, median, parser_of, ratio, seconds
+from lib.pages import machine, machine_text, pyplot, save, table
 from lib.raw_disk import direct_read, fio
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
@@ -320,8 +309,7 @@ def report(document: dict[str, Any]) -> str:
     ]
     return (
         f"# Exact prefix reuse, {document['shape']} in {document['dtype']} on {on['device']}\n\n"
-        f"{on['cpu']}, {on['cores']} cores, {on['file_system']}; PyTorch {on['torch']}, transformers "
-        f"{on['transformers']}; {on['date']}. Random weights, suffix of {SUFFIX} tokens, engine {document['engine']}. "
+        f"{machine_text(on)} Random weights, suffix of {SUFFIX} tokens, engine {document['engine']}. "
         "Medians; ratios are taken within a turn.\n\n"
         "## Time to first token\n\n"
         + table(
@@ -372,7 +360,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
     parser.add_argument("--dtype", default="float32", help="data type of the model")
     parser.add_argument("--device", default="cpu", help="device of the model")
@@ -387,7 +375,6 @@ def main() -> None:
     parser.add_argument("--host-memory", default="2GiB", help="host memory of the store")
     parser.add_argument("--device-memory", default="0", help="device memory of the store")
     parser.add_argument("--store", type=Path, help="folder on the disk to measure (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     parser.add_argument("--name", help="name of the result files (default: prefix-<shape>-<dtype>-<device>)")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-prefix-", dir=arguments.store))

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import build, first_token, interleaved, machine, median, ratio, save, table
+from lib.common import add_model_arguments, build, first_token, interleaved, median, parser_of, ratio
+from lib.pages import machine, machine_text, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 
@@ -111,8 +112,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
     """The page of results, as Markdown."""
     text = [
         f"# A prefix loaded, computed, or both, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
-        f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
-        f"{measured_on['transformers']}; {measured_on['date']}, commit {measured_on['commit']}. "
+        f"{machine_text(measured_on)} "
         f"{result['layers']} layers, {result['token_bytes']} bytes of KV per token, suffixes of "
         f"{result['suffix']} tokens; medians of {result['repeats']} turns, ratios within a turn. Random weights.\n",
     ]
@@ -143,11 +143,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of the model")
-    parser.add_argument("--layers", type=int, default=None, help="number of layers; fewer are faster (default: all)")
-    parser.add_argument("--dtype", default="float32", help="data type of the model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
+    parser = parser_of(__doc__)
+    add_model_arguments(parser, layers=0)
     parser.add_argument(
         "--prefixes",
         type=_numbers,
@@ -168,10 +165,6 @@ def main() -> None:
         help="calibrated prefix lengths (default: shortest and longest prefix, at most 4096)",
     )
     parser.add_argument("--calibrate-repeats", type=int, default=3, help="number of repetitions of the calibration")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="parent folder of the store (default: a temporary one)"
-    )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(arguments, Path(folder))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import machine, save, table
+from lib.pages import machine, save, table
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 

@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, first_token, machine, pyplot, save, table
+from lib.common import add_model_arguments, build, first_token, parser_of
+from lib.pages import machine, machine_text, pyplot, save, table
 from lib.rag_load import batch, served, tables
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
@@ -264,8 +265,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
     """The page of results, as Markdown."""
     text = [
         f"# Passages in a prompt, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
-        f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
-        f"{measured_on['transformers']}; {measured_on['date']}. Prompts of {result['passages']} passages of "
+        f"{machine_text(measured_on)} Prompts of {result['passages']} passages of "
         f"{result['tokens']} tokens out of {result['pool']}, with {result['instruction']} tokens before and "
         f"{result['suffix']} after them; medians of {result['requests']} prompts. Random weights. Passages are stored "
         "as a corpus, before any prompt is known.[^together]\n",
@@ -334,11 +334,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of the model")
-    parser.add_argument("--layers", type=int, default=6, help="number of layers; 0: all")
-    parser.add_argument("--dtype", default="float32", help="data type of the model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
+    parser = parser_of(__doc__)
+    add_model_arguments(parser, layers=6)
     parser.add_argument("--pool", type=int, default=12, help="number of different passages")
     parser.add_argument("--passages", type=int, default=10, help="number of passages in a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="number of tokens in a passage")
@@ -356,8 +353,6 @@ def main() -> None:
     parser.add_argument("--batches", default="1,2,4,8", help="batch sizes, separated by commas")
     parser.add_argument("--load-requests", type=int, default=8, help="number of prompts for clients and batches")
     parser.add_argument("--device-memory", default="0", help="device memory of the stores")
-    parser.add_argument("--folder", type=Path, help="parent folder of the stores (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"), help="folder for results")
     arguments = parser.parse_args()
     arguments.layers = arguments.layers or None
     kept = ("shape", "layers", "dtype", "pool", "passages", "tokens", "instruction", "suffix", "ratio", "requests")

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import SHAPES, build, interleaved, load, machine, median, save, seconds, table
+from lib.common import SHAPES, build, interleaved, load, median, parser_of, seconds
+from lib.pages import machine, machine_text, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -38,7 +39,7 @@ AGAIN = [name for name in WAYS if name != "once"]
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of a model with random weights")
     parser.add_argument("--model", type=Path, help="folder of a model to use instead")
     parser.add_argument("--dtype", default="float32", help="data type of the model")
@@ -49,7 +50,6 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--periods", type=int, nargs="+", default=[2, 8], help="numbers of layers per selection")
     parser.add_argument("--tokens", type=int, default=32, help="number of decoded tokens")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -122,7 +122,7 @@ def report(results: list[dict[str, Any]], what: str, about: dict[str, Any], pref
     ]
     return (
         f"# Reselection while decoding: {what}, {about['device']}\n\n"
-        f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. A prefix of {prefix} "
+        f"{machine_text(about)} A prefix of {prefix} "
         f"tokens. Cells: tokens per second, and time relative to one selection (aim: at most {AIM}).\n\n"
         + table(headings, rows)
     )

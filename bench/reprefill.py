@@ -37,7 +37,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, load, machine, pyplot, save, table
+from lib.common import build, load
+from lib.pages import machine, machine_text, pyplot, save, table
 from lib.probes import NotedImpress
 from lib.serving import PARTS, Bench, System, add_arguments, ask_all
 from lib.telling import MIB, disk_and_memory, first_requests, memory_cell
@@ -160,8 +161,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
     text = [
         f"# Selective re-prefill, {result['model']} in {result['dtype']} on {measured_on['device']}, "
         f"budget {result['budget']:.0%}\n",
-        f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
-        f"{measured_on['transformers']}; {measured_on['date']}. {disk_and_memory(result)} {OURS} selects once per "
+        f"{machine_text(measured_on)} {disk_and_memory(result)} {OURS} selects once per "
         f"{ContiguousKV.period} layers. *{AHEAD}* selects one layer earlier, with predicted queries. With the paper's "
         f"settings, a selection serves {result['period']} layers. {budgets(result)}{probes(result)}\n",
         "## What is read\n",

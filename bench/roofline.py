@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
-from lib.common import SHAPES, table, vocabulary
+from lib.common import SHAPES, vocabulary
+from lib.pages import table
 
 from hf_tiered_cache.store.geometry import HASH_TOKENS
 

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, first_token, forget_page_cache, interleaved, machine, median, ratio, save, table
+from lib.common import build, first_token, forget_page_cache, interleaved, median, parser_of, ratio
+from lib.pages import machine, machine_text, save, table
 
 from hf_tiered_cache import KVStore, TieredCache
 
@@ -150,8 +151,7 @@ def report(document: dict[str, Any]) -> str:
     headings = ["", "memory, MiB", "own", "page cache", "first token, ms", "÷ own copies", "requests / s"]
     return (
         f"# One copy for {said['processes']} processes, {said['shape']} in float32 on CPU\n\n"
-        f"{on['cpu']}, {on['cores']} cores; PyTorch {on['torch']}, transformers {on['transformers']}; {on['date']}, "
-        f"commit {on['commit']}. {said['layers'] or 'All'} layers; {said['prompts']} prompts of {said['tokens']:,} "
+        f"{machine_text(on)} {said['layers'] or 'All'} layers; {said['prompts']} prompts of {said['tokens']:,} "
         f"stored tokens, {document['kv_bytes'] / mib:,.0f} MiB of KV, and {said['suffix']} new tokens. Each process "
         f"requests each prompt {said['rounds']} times after a round that fills memory. Medians of {said['repeats']} "
         "turns. Random weights.\n\n" + table(headings, rows) + "\n*Memory*: growth of all processes after loading the "
@@ -160,7 +160,7 @@ def report(document: dict[str, Any]) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of the model")
     parser.add_argument("--layers", type=int, default=6, help="number of layers")
     parser.add_argument("--processes", type=int, default=4, help="number of processes")
@@ -170,7 +170,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="number of measured rounds through all prompts")
     parser.add_argument("--repeats", type=int, default=3, help="number of turns, each with new processes")
     parser.add_argument("--folder", type=Path, help="parent folder of the store (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(arguments)
 
 

@@ -13,7 +13,6 @@ attention saves work if heads share keys. An operation on an empty tensor is not
 
 from __future__ import annotations
 
-import argparse
 import dis
 import gc
 import inspect
@@ -30,7 +29,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from lib.common import commit_of, first_token, interleaved, machine, median, save, seconds, table
+from lib.common import first_token, interleaved, median, parser_of, seconds
+from lib.pages import commit_of, machine, machine_text, save, table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -286,8 +286,7 @@ def report(document: dict[str, Any]) -> str:
 
     return (
         f"# Work of a warm pass on {on['device']}\n\n"
-        f"{on['cpu']}, {on['cores']} cores; Python {on['python']}, PyTorch {on['torch']}, transformers "
-        f"{on['transformers']}; {on['date']}. A Llama of two layers, a prefix of {PREFIX} tokens (for CacheTune two "
+        f"{machine_text(on)} A Llama of two layers, a prefix of {PREFIX} tokens (for CacheTune two "
         f"passages of {PREFIX}) in host memory, a suffix of {SUFFIX}. Columns are commits.\n\n"
         "## Calls / distinct functions / changes of file\n\n"
         + table(["pass of", *sources], rows(counts, KINDS))
@@ -301,11 +300,10 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--source", type=Path, action="append", default=[], help="another checkout; can be repeated")
     parser.add_argument("--rounds", type=int, default=3, help="number of processes per source")
     parser.add_argument("--turns", type=int, default=60, help="number of timed turns per round")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     parser.add_argument(
         "--apart", action="store_true", help="print the figures of this process as JSON, and save nothing"
     )

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import SHAPES, build, machine, pyplot, save, table
+from lib.common import SHAPES, build
+from lib.pages import machine, machine_text, pyplot, save, table
 from lib.serving import Bench, System, add_arguments, ask_all
 from lib.telling import MIB, disk_and_memory
 from lib.workload import RandomTokens
@@ -107,8 +108,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
     """The page of results, as Markdown: a table for each sweep."""
     text = [
         f"# ContiguousKV's settings, {result['model']} in {result['dtype']} on {measured_on['device']}\n",
-        f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
-        f"{measured_on['transformers']}; {measured_on['date']}. {disk_and_memory(result)}\n",
+        f"{machine_text(measured_on)} {disk_and_memory(result)}\n",
         f"One setting at a time is varied from {result['defaults']}. All KV and its memory vary with the length of the "
         "prefix.\n",
     ]

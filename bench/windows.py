@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lib.common import machine, pyplot, save, table
+from lib.common import parser_of
+from lib.pages import machine, machine_text, pyplot, save, table
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -92,7 +93,7 @@ Records = Mapping[tuple[str, float], list[Recorded]]
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=Path("eval/reference/long"), help="folder of a reference model")
     parser.add_argument("--tokens", type=int, default=4096, help="approximate number of context tokens")
     parser.add_argument("--steps", type=int, default=192, help="number of decoded tokens per context")
@@ -102,7 +103,6 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budgets", type=float, nargs="+", default=[0.0156, 0.0625], help="budgets, as shares of the context"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for results")
     return parser.parse_args(argv)
 
 
@@ -199,7 +199,7 @@ def report(document: dict[str, Any]) -> str:
     ]
     parts = [
         f"# Windows while decoding: {document['model']}, {document['tokens']} tokens\n\n"
-        f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {document['contexts']} "
+        f"{machine_text(about)} {document['contexts']} "
         f"contexts are reported, as many others determine settings. {document['steps']} tokens are decoded after each, "
         f"the last {_ASKED} at most are questions with answers, of four tokens each, so that selections tend to repeat "
         f"after four. The first {1 + (document['steps'] + 1) // 8} tokens are not counted. {layers} layers of "

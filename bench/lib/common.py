@@ -1,25 +1,19 @@
-"""Shared by the benchmarks: timing, what was measured on what, and results as JSON and as a table."""
+"""Shared by the benchmarks: arguments, models and timing."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import mmap
 import os
-import platform
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-import hf_tiered_cache
 from hf_tiered_cache.store.memory import aligned_bytes
 
 T = TypeVar("T")
@@ -57,6 +51,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser of a benchmark's arguments, which takes a folder for results."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results", help="folder for results")
+    return parser
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, layers: int) -> None:
+    """A model with random weights, where it runs, and where stores are made.
+
+    Args:
+        layers: so many by default.
+    """
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of a model with random weights")
+    parser.add_argument("--layers", type=int, default=layers, help="number of layers; fewer are faster, 0 for all")
+    parser.add_argument("--dtype", default="float32", help="data type of the model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
+    parser.add_argument("--folder", type=Path, help="parent folder of the stores (default: a temporary one)")
 
 
 def vocabulary(shape: str) -> int:
@@ -173,68 +187,3 @@ def forget_page_cache(folder: Path) -> None:
             os.fdatasync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-
-
-def machine(device: torch.device, folder: Path) -> dict[str, Any]:
-    """What the figures were measured on and with."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-    file_system = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=False)
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "torch_threads": torch.get_num_threads(),
-        "file_system": file_system.stdout.strip() or "unknown",
-        "free_disk_bytes": shutil.disk_usage(folder).free,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_tiered_cache": hf_tiered_cache.__version__,
-        "commit": commit_of(Path(__file__).parent),
-    }
-
-
-def commit_of(folder: Path) -> str:
-    """Of the tree that a folder is in, "-dirty" behind it if anything is not committed; "unknown" outside of git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    asked = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or "unknown"
-
-
-def save(out: Path, name: str, document: dict[str, Any], markdown: str) -> None:
-    """Write `<name>.json` and `<name>.md`, which names the commit that was measured, at its end if nowhere else.
-
-    Args:
-        document: with what `machine` says, as "machine".
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    commit = document["machine"]["commit"]
-    if commit not in markdown:
-        markdown = f"{markdown.rstrip()}\n\nMeasured at commit {commit}.\n"
-    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / f"{name}.md").write_text(markdown)
-
-
-def pyplot() -> Any | None:
-    """matplotlib.pyplot that draws to files, or None where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

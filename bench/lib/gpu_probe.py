@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import machine, seconds
+from lib.common import seconds
 from lib.gpu_run import Run
+from lib.pages import machine
 from lib.raw_disk import direct_read
 
 from hf_tiered_cache.store.memory import aligned_bytes

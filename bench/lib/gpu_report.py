@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from lib.common import median, ratio, table
+from lib.common import median, ratio
+from lib.pages import table
 from roofline import Machine, ModelShape, compute_seconds, restored_seconds
 
 Rows = list[dict[str, Any]]

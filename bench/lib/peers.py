@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import forget_page_cache, interleaved, median, ratio, table
+from lib.common import forget_page_cache, interleaved, median, ratio
+from lib.pages import table
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedConfig

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import first_token, table
+from lib.common import first_token
+from lib.pages import table
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 

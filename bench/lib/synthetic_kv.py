@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lib.common import table
+from lib.pages import table
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_tiered_cache.selection.clusters import ClusterIndex

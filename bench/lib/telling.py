@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lib.common import table
+from lib.pages import table
 
 MIB = 1 << 20
 

@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import torch
 from cases import families, make_cases
 from drawn_faults import du
-from lib.common import machine, save, table
+from lib.pages import machine, save, table
 
 from hf_tiered_cache import KVStore
 

@@ -1,0 +1,90 @@
+"""Results of the benchmarks as pages: what they were measured on, JSON, Markdown and plots."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import hf_tiered_cache
+
+
+def machine(device: torch.device, folder: Path) -> dict[str, Any]:
+    """What the figures were measured on and with."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    file_system = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "file_system": file_system.stdout.strip() or "unknown",
+        "free_disk_bytes": shutil.disk_usage(folder).free,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_tiered_cache": hf_tiered_cache.__version__,
+        "commit": commit_of(Path(__file__).parent),
+    }
+
+
+def machine_text(measured_on: dict[str, Any]) -> str:
+    """The sentence of a page with what `machine` says; the device stands in its title."""
+    return (
+        "{cpu}, {cores} cores, {torch_threads} threads, {file_system}; Python {python}, PyTorch {torch}, transformers "
+        "{transformers}; {date}, commit {commit}."
+    ).format(**measured_on)
+
+
+def commit_of(folder: Path) -> str:
+    """Of the tree that a folder is in, "-dirty" behind it if anything is not committed; "unknown" outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    asked = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
+
+
+def save(out: Path, name: str, document: dict[str, Any], markdown: str) -> None:
+    """Write `<name>.json` and `<name>.md`, which names the commit that was measured, at its end if nowhere else.
+
+    Args:
+        document: with what `machine` says, as "machine".
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    commit = document["machine"]["commit"]
+    if commit not in markdown:
+        markdown = f"{markdown.rstrip()}\n\nMeasured at commit {commit}.\n"
+    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / f"{name}.md").write_text(markdown)
+
+
+def pyplot() -> Any | None:
+    """matplotlib.pyplot that draws to files, or None where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
