@@ -6,10 +6,11 @@ import copy
 import html
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,7 @@ TIERS = ("device", "host", "disk")
 """Names of the tiers, fastest first. Statistics are tables by these names: a new tier is one more name."""
 _MOST_PASSAGES = 8
 """Maximum number of incompletely found passages that are printed."""
+Tier = TypeVar("Tier")
 
 
 def render(table: Table) -> str:
@@ -91,8 +93,36 @@ class PassageStats:
         return self.tokens - self.found
 
 
+class _Figures(ABC, Generic[Tier]):
+    """Figures of requests or of a store, with a table of the tiers."""
+
+    tiers: dict[str, Tier]
+
+    @property
+    def device(self) -> Tier:
+        return self.tiers["device"]
+
+    @property
+    def host(self) -> Tier:
+        return self.tiers["host"]
+
+    @property
+    def disk(self) -> Tier:
+        return self.tiers["disk"]
+
+    @abstractmethod
+    def _tables(self) -> list[Table]:
+        """Return the figures as tables to print."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(render, self._tables()))
+
+    def _repr_html_(self) -> str:
+        return "".join(map(render_html, self._tables()))
+
+
 @dataclass
-class RequestStats:
+class RequestStats(_Figures[TierStats]):
     """Statistics of one request, or sums over several. All figures are counted, none is estimated.
 
     `tokens_restored` and `tokens_computed` count the tokens of prompts and answers over all rows, without padding:
@@ -166,18 +196,6 @@ class RequestStats:
     """Stored passages in the prompt, row by row, for methods that reuse passages. Not in sums over requests."""
 
     @property
-    def device(self) -> TierStats:
-        return self.tiers["device"]
-
-    @property
-    def host(self) -> TierStats:
-        return self.tiers["host"]
-
-    @property
-    def disk(self) -> TierStats:
-        return self.tiers["disk"]
-
-    @property
     def reason(self) -> str:
         """Reasons why not all was restored or stored or why more was read, joined by semicolons, or an empty string."""
         return "; ".join(self.reasons)
@@ -244,12 +262,6 @@ class RequestStats:
         for name, tier in self.tiers.items():
             tiers.add_row(name, str(tier.blocks), format_bytes(tier.bytes), str(tier.hits), str(tier.misses))
         return [summary, tiers]
-
-    def __str__(self) -> str:
-        return "\n".join(map(render, self._tables()))
-
-    def _repr_html_(self) -> str:
-        return "".join(map(render_html, self._tables()))
 
 
 def _by_tier(stats: RequestStats | StoreStats) -> dict[str, Any]:
@@ -352,7 +364,7 @@ class StatsCollector:
 
 
 @dataclass
-class StoreStats:
+class StoreStats(_Figures[TierUse]):
     """Statistics of a store since it was opened, and its current content.
 
     `segments`, `encrypted_segments` and `tokens` count what is stored now. The other figures without a description of
@@ -401,23 +413,11 @@ class StoreStats:
     queued_device_bytes: int = 0
     """Bytes of GPU memory that this KV currently keeps allocated."""
 
-    @property
-    def device(self) -> TierUse:
-        return self.tiers["device"]
-
-    @property
-    def host(self) -> TierUse:
-        return self.tiers["host"]
-
-    @property
-    def disk(self) -> TierUse:
-        return self.tiers["disk"]
-
     def as_dict(self) -> dict[str, Any]:
         """Return all figures as a JSON-serializable dict, with each tier under its name."""
         return _by_tier(self)
 
-    def _table(self) -> Table:
+    def _tables(self) -> list[Table]:
         table = Table(title="KVStore", title_justify="left", show_header=False)
         table.add_column()
         table.add_column(justify="right")
@@ -429,13 +429,7 @@ class StoreStats:
                     table.add_row(f"{name}, used / budget", f"{format_bytes(use.bytes)} / {budget}")
             else:
                 table.add_row(f.name.replace("_", " "), format_bytes(value) if "bytes" in f.name else str(value))
-        return table
-
-    def __str__(self) -> str:
-        return render(self._table())
-
-    def _repr_html_(self) -> str:
-        return render_html(self._table())
+        return [table]
 
 
 class Counters:
