@@ -94,7 +94,7 @@ class TieredCache(StoredCache):
         storage = storage_of(self._store)
         super().__init__(attachment, layers, storage, parsed_method, options)
         if conversation is not None:
-            self._serving.conversation = Conversation(storage, conversation)
+            self._executor.conversation = Conversation(storage, conversation)
 
     @property
     def store(self) -> KVStore:
@@ -104,7 +104,7 @@ class TieredCache(StoredCache):
     @property
     def conversation(self) -> str | None:
         """Id of the cache's conversation, or None."""
-        return None if self._serving.conversation is None else self._serving.conversation.id
+        return None if self._executor.conversation is None else self._executor.conversation.id
 
     def suspend(self) -> Suspended:
         """Store all computed KV, save the conversation's record, and release its memory and lock.
@@ -120,12 +120,12 @@ class TieredCache(StoredCache):
         Raises:
             StoreClosedError: the store was closed.
         """
-        serving = self._serving
+        executor = self._executor
         with ExitStack() as stack:
-            if serving.conversation is not None:
-                stack.callback(serving.conversation.release)  # runs last
-            stack.callback(self._start_over, serving.collector)
-            return put_away(serving, self.get_seq_length())
+            if executor.conversation is not None:
+                stack.callback(executor.conversation.release)  # runs last
+            stack.callback(self._start_over, executor.collector)
+            return put_away(executor, self.get_seq_length())
 
     def __enter__(self) -> TieredCache:
         return self
@@ -139,7 +139,7 @@ class TieredCache(StoredCache):
             logger.warning("the conversation was not suspended: %s", closed)  # the first exception is propagated
 
     def _fresh(self) -> TieredCache:
-        return TieredCache(self.model, self._store, method=self.method, **asdict(self._serving.options))
+        return TieredCache(self.model, self._store, method=self.method, **asdict(self._executor.options))
 
     def __repr__(self) -> str:
         model = type(self.model).__name__

@@ -107,11 +107,11 @@ class Contexts:
             if store.lookup(self.model, ids, method=method, tag=TAG).stored >= self.tokens - HASH_TOKENS:
                 continue
             exact = Exact(geometry=method.geometry, recompute=0.0, decline=False)
-            serving = TieredCache(self.model, store, method=exact, tag=TAG)._serving
-            identity = serving.identify(closely=True)
+            executor = TieredCache(self.model, store, method=exact, tag=TAG)._executor
+            identity = executor.identify(closely=True)
             assert isinstance(identity, Identity), identity
             regime = rope_regime(self.model.config, self.tokens) or ""
-            recorder = serving.new_recorder(identity, regime, [0], DecodingCheck())
+            recorder = executor.new_recorder(identity, regime, [0], DecodingCheck())
             recorder.begin(0)
             for layer in range(self.layers):
                 keys, values = self.kv(row, layer)

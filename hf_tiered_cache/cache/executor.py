@@ -56,7 +56,7 @@ class CacheOptions:
     tag: str = ""
 
 
-class Serving:
+class Executor:
     """Executor of a cache's passes. It receives the cache at each pass, and keeps no reference to it.
 
     Args:

@@ -20,7 +20,7 @@ from ..patches.scope import current
 from ..restore.plan import Plan, SegmentSlice
 from ..stats import RequestStats, StatsCollector
 from ..store.geometry import HASH_TOKENS
-from .executor import CacheOptions, Serving
+from .executor import CacheOptions, Executor
 from .spot_check import deviation, held_from, tolerance
 from .storage import Storage
 from .suitability import cannot_mask, check_causal, check_depth, check_suits
@@ -47,7 +47,7 @@ class StoredCache(Cache, ServedCache):
         """Layers that hold KV of their own."""
         self._generates = False  # whether `generate()` is running
         storage.note_policy(method)
-        self._serving = Serving(attachment, storage, method.coded(storage.codec), options, StatsCollector())
+        self._executor = Executor(attachment, storage, method.coded(storage.codec), options, StatsCollector())
 
     @classmethod
     def over(cls, model: nn.Module, storage: Storage, method: Method, options: CacheOptions) -> StoredCache:
@@ -57,40 +57,40 @@ class StoredCache(Cache, ServedCache):
     @property
     def model(self) -> PreTrainedModel:
         """Transformers model that this cache belongs to."""
-        return self._serving.attachment.model
+        return self._executor.attachment.model
 
     @property
     def method(self) -> Method:
         """Method that restores KV."""
-        return self._serving.method
+        return self._executor.method
 
     @property
     def stats(self) -> RequestStats:
         """Statistics of what this cache has restored, computed, stored and read. Prints as a table."""
-        return self._serving.collector.stats
+        return self._executor.collector.stats
 
     def store_now(self) -> tuple[str, ...]:
         """Queue computed KV that is not stored yet, and return the ids of the segments of the first row's tokens."""
-        return self._serving.store_now()
+        return self._executor.store_now()
 
     def look_up(self, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """Return what an empty cache would restore of a prompt, int `[1, tokens]`, or None and the reason."""
-        return self._serving.look_up(self, input_ids)
+        return self._executor.look_up(self, input_ids)
 
     def count_into(self, total: StatsCollector | None) -> None:
         """Count everything in `total`, too, from now on; None to stop."""
-        self._serving.collector.total = total
+        self._executor.collector.total = total
 
     # --- called by an attached model
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run one forward pass of the model: restore what is stored, compute the rest, record it."""
-        if attachment is not self._serving.attachment:
+        if attachment is not self._executor.attachment:
             raise CacheMismatchError(
                 f"this cache belongs to another {type(self.model).__name__}; create one for this model"
             )
-        output = self._serving.run(self, forward, kwargs)
+        output = self._executor.run(self, forward, kwargs)
         if not self._generates:
             self.end_generation()
         return output
@@ -98,10 +98,10 @@ class StoredCache(Cache, ServedCache):
     def end_generation(self) -> None:
         """End a `generate()`: check some of the restored tokens, if that is due (see `SpotChecks`)."""
         self._generates = False
-        serving, checks = self._serving, self._serving.store.spot_checks
-        run, serving.restored = serving.restored, None
-        sequence = serving.sequence
-        if run is None or sequence is None or not serving.store.usable:
+        executor, checks = self._executor, self._executor.store.spot_checks
+        run, executor.restored = executor.restored, None
+        sequence = executor.sequence
+        if run is None or sequence is None or not executor.store.usable:
             return
         began = time.perf_counter()
         if not checks.is_due(sum(piece.count for piece in run.pieces), began - run.began, run.seconds):
@@ -117,30 +117,30 @@ class StoredCache(Cache, ServedCache):
         try:
             self._check(torch.from_numpy(tokens), piece)
         except Exception as error:  # the answer is complete and does not depend on the check
-            serving.store.disk.warn("spot check", f"a spot check could not compute restored tokens again: {error!r}")
+            executor.store.disk.warn("spot check", f"a spot check could not compute restored tokens again: {error!r}")
         checks.spend(time.perf_counter() - began)
 
     def _check(self, tokens: torch.Tensor, piece: SegmentSlice) -> None:
         """Compute the last 16 of the first row's `tokens`, int64 `[n]`, again, and compare them with the cache."""
-        serving, sequence = self._serving, self._serving.sequence
-        options = replace(serving.options, record=False, progress=False)
-        again = StoredCache.over(self.model, serving.store, Exact(recompute=0.0, decline=False), options)
+        executor, sequence = self._executor, self._executor.sequence
+        options = replace(executor.options, record=False, progress=False)
+        again = StoredCache.over(self.model, executor.store, Exact(recompute=0.0, decline=False), options)
         again._generates = True  # exempt from spot checks
         with torch.no_grad():
-            ids = tokens.to(serving.attachment.device_of(0))[None]  # [1, tokens]
+            ids = tokens.to(executor.attachment.device_of(0))[None]  # [1, tokens]
             self.model(input_ids=ids, past_key_values=again, logits_to_keep=HASH_TOKENS)
         if sequence is None or held_from(again.layers) is None:
             return
         far = deviation(self.layers, again.layers, sequence.history.pads[0], len(tokens) - HASH_TOKENS)
         if far is None:
             return
-        counters = serving.store.disk.counters
+        counters = executor.store.disk.counters
         counters.add("spot_checks")
         if far > tolerance(self.model):
             counters.add("failed_spot_checks")
-            serving.store.spot_checks.doubted.add(sequence.identity.fingerprint)
-            serving.attachment.refresh()
-            serving.store.disk.warn(
+            executor.store.spot_checks.doubted.add(sequence.identity.fingerprint)
+            executor.attachment.refresh()
+            executor.store.disk.warn(
                 f"spot check {sequence.identity.fingerprint}",
                 f"segment {piece.reader.id} holds KV that differs from what this model computes (relative distance "
                 f"{far:.2g}), so nothing stored for this model is used in this process, and the last answer may be "
@@ -159,10 +159,10 @@ class StoredCache(Cache, ServedCache):
             CacheMismatchError: The cache is strict, and holds other tokens.
             ConfigError, ConversationInUseError: See `Conversation.begin_pass`.
         """
-        serving, self._generates = self._serving, True
-        if serving.conversation is not None:
-            serving.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)
-        dropped = serving.dropped_columns(self, input_ids.repeat_interleave(copies, dim=0))
+        executor, self._generates = self._executor, True
+        if executor.conversation is not None:
+            executor.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)
+        dropped = executor.dropped_columns(self, input_ids.repeat_interleave(copies, dim=0))
         if not dropped:
             return
         try:
@@ -170,7 +170,7 @@ class StoredCache(Cache, ServedCache):
                 raise RuntimeError
             self.crop(-dropped)
         except RuntimeError:  # a window or a selection cannot be cropped: try the store
-            self._start_over(serving.collector)
+            self._start_over(executor.collector)
 
     # --- called by layers and generate()
 
@@ -178,7 +178,7 @@ class StoredCache(Cache, ServedCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return all that its queries may see."""
-        forward_pass = self._serving.forward_pass
+        forward_pass = self._executor.forward_pass
         if forward_pass is None or current() is not forward_pass:
             return cast(DenseSource, self.layers[layer_idx]).update(key_states, value_states)
         return forward_pass.append(layer_idx, key_states, value_states)
@@ -194,7 +194,7 @@ class StoredCache(Cache, ServedCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, SelectedSource):
             return columns, first
-        scope, asks = current(), can_select(self._serving.attachment.config)
+        scope, asks = current(), can_select(self._executor.attachment.config)
         if asks and scope is not None and scope.cache is self:
             return columns, first  # the registered attention function crops the mask
         spared = {source.spared for source in self.layers if isinstance(source, SelectedSource)}
@@ -208,53 +208,53 @@ class StoredCache(Cache, ServedCache):
         """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep (transformers 5.17)."""
         before = self.get_seq_length()
         super().crop(tokens_to_remove)
-        self._serving.crop(before - self.get_seq_length())
+        self._executor.crop(before - self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search: row i becomes the former row `beam_idx[i]`."""
         super().reorder_cache(beam_idx)
-        self._serving.select(beam_idx)
+        self._executor.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to each other."""
         super().batch_repeat_interleave(repeats)
-        if (sequence := self._serving.sequence) is not None:
-            self._serving.select(torch.arange(sequence.history.rows).repeat_interleave(repeats))
+        if (sequence := self._executor.sequence) is not None:
+            self._executor.select(torch.arange(sequence.history.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows `indices`, in that order."""
         super().batch_select_indices(indices)
-        self._serving.select(indices)
+        self._executor.select(indices)
 
     def reset(self) -> None:
         """Forget everything, for another prompt, and reset `stats`. Computed KV is stored."""
         collector = StatsCollector()
-        collector.total = self._serving.collector.total
+        collector.total = self._executor.collector.total
         self._start_over(collector)
 
     def _start_over(self, collector: StatsCollector) -> None:
-        self._serving.finish()
+        self._executor.finish()
         super().reset()  # type: ignore[no-untyped-call]
-        was = self._serving
-        self._serving = Serving(was.attachment, was.store, was.method, was.options, collector)
-        self._serving.conversation = was.conversation
+        was = self._executor
+        self._executor = Executor(was.attachment, was.store, was.method, was.options, collector)
+        self._executor.conversation = was.conversation
 
     def _fresh(self) -> Self:
         """Return an empty cache with the same settings."""
-        serving = self._serving
-        return type(self)(*prepare(self.model, serving.method), serving.store, serving.method, serving.options)
+        executor = self._executor
+        return type(self)(*prepare(self.model, executor.method), executor.store, executor.method, executor.options)
 
     def fork(self) -> Self:
         """Return a copy that continues independently, and shares memory until one of the two caches writes."""
-        serving, twin = self._serving, self._fresh()
-        twin.count_into(serving.collector.total)
+        executor, twin = self._executor, self._fresh()
+        twin.count_into(executor.collector.total)
         twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
         twin.kv_sources = kv_sources(twin.layers)
-        twin._serving.bypass, twin._serving.unreported = serving.bypass, serving.unreported
-        if serving.sequence is not None:
-            twin._serving.follow(twin, serving.sequence.fork(twin._serving.collector))
-        if serving.observer is not None:
-            twin._serving.observer = serving.observer.fork(twin.kv_sources)
+        twin._executor.bypass, twin._executor.unreported = executor.bypass, executor.unreported
+        if executor.sequence is not None:
+            twin._executor.follow(twin, executor.sequence.fork(twin._executor.collector))
+        if executor.observer is not None:
+            twin._executor.observer = executor.observer.fork(twin.kv_sources)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -16,7 +16,7 @@ from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from .calibrations import note_initial_recent
 from .cost_model import costs_of, idle_front
-from .executor import Serving
+from .executor import Executor
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_have_fronts
@@ -42,25 +42,25 @@ class Suspended:
     reason: str = ""
 
 
-def put_away(serving: Serving, columns: int) -> Suspended:
+def put_away(executor: Executor, columns: int) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
     Args:
-        serving: executor of the cache.
+        executor: executor of the cache.
         columns: number of positions that the cache holds.
 
     Raises:
         StoreClosedError: the store was closed.
     """
-    started, storage, conversation = time.perf_counter(), serving.store, serving.conversation
+    started, storage, conversation = time.perf_counter(), executor.store, executor.conversation
     storage.check_open()
-    sequence = serving.sequence or serving.ended
+    sequence = executor.sequence or executor.ended
     if sequence is None:
-        return Suspended(0, columns, 0, time.perf_counter() - started, serving.bypass)
+        return Suspended(0, columns, 0, time.perf_counter() - started, executor.bypass)
     reason = ""
     sequence.recorder.crop(0)  # the last positions of a pass can no longer be taken back
     try:
-        serving.store_now()
+        executor.store_now()
         storage.writer.flush()
     except StoreClosedError:
         raise
@@ -69,18 +69,18 @@ def put_away(serving: Serving, columns: int) -> Suspended:
     rows, tokens = _stored(storage, sequence)
     compacted, replaced = None, [row.id for row in rows]
     try:
-        if rows and serving.options.record:
+        if rows and executor.options.record:
             readers, method = _readers(storage, rows), sequence.method
             if isinstance(method, ForConversation):
-                compacted = method.compact(_idle(serving, sequence, readers, tokens))
+                compacted = method.compact(_idle(executor, sequence, readers, tokens))
     except (TieredCacheError, OSError, ValueError) as error:
         reason = reason or f"the conversation could not be rewritten: {error}"
     if compacted is not None and (row := storage.disk.index.row(compacted)) is not None:
         rows = [row]
     unstored = max(0, columns - sequence.history.pads[0] - tokens)
     if unstored >= HASH_TOKENS:
-        reason = reason or _why_left(serving, sequence)
-    if conversation is not None and serving.options.record:
+        reason = reason or _why_left(executor, sequence)
+    if conversation is not None and executor.options.record:
         reason = conversation.keep(sequence, rows, tokens) or reason
         if compacted is not None and conversation.record is not None and compacted in conversation.record.segments:
             try:  # delete old segments only after the record names the new one
@@ -101,9 +101,9 @@ def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:
     return readers
 
 
-def _idle(serving: Serving, sequence: SequenceState, readers: list[SegmentReader], tokens: int) -> IdleConversation:
+def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentReader], tokens: int) -> IdleConversation:
     """Return the input of `ForConversation.compact` for these segments."""
-    storage, observer, method = serving.store, serving.observer, sequence.method
+    storage, observer, method = executor.store, executor.observer, sequence.method
     attention = observer.result() if isinstance(observer, AttentionDistances) else None
     noted: list[np.ndarray] = []
     if attention is not None and not attention.missing:
@@ -111,13 +111,13 @@ def _idle(serving: Serving, sequence: SequenceState, readers: list[SegmentReader
 
     def front(stored: float) -> float:
         share = method.recompute if isinstance(method, PrefixMethod) else 0.0
-        costs = costs_of(sequence, serving.attachment, tokens)
-        if not can_have_fronts(serving.attachment) or (share == "auto" and costs is None):
+        costs = costs_of(sequence, executor.attachment, tokens)
+        if not can_have_fronts(executor.attachment) or (share == "auto" and costs is None):
             return 0.0
         if share != "auto":
             return share
         assert costs is not None
-        return idle_front(tokens, serving.attachment.depth, costs, stored, method.geometry.chunk_tokens)
+        return idle_front(tokens, executor.attachment.depth, costs, stored, method.geometry.chunk_tokens)
 
     admit = storage.residency.admit
     return IdleConversation(storage.disk, readers, storage.blocks_of, admit, front, attention, noted)
@@ -130,12 +130,12 @@ def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow]
     return [run.row for run in runs], sum(run.num_hashes for run in runs) * HASH_TOKENS
 
 
-def _why_left(serving: Serving, sequence: SequenceState) -> str:
+def _why_left(executor: Executor, sequence: SequenceState) -> str:
     """Return the reason why tokens that could be stored were not."""
-    if not serving.options.record:
+    if not executor.options.record:
         return reasons.NOT_RECORDED
-    if serving.bypass:
-        return serving.bypass
+    if executor.bypass:
+        return executor.bypass
     if sequence.recorder.enabled:
         return reasons.NO_ROOM
-    return reasons.APPROXIMATE if sequence.approximate else serving.collector.stats.reason or reasons.NO_ROOM
+    return reasons.APPROXIMATE if sequence.approximate else executor.collector.stats.reason or reasons.NO_ROOM

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoTokenizer, DynamicCache
 
 from ..cache.calibrations import keep_records, records_of
-from ..cache.executor import CacheOptions, Serving
+from ..cache.executor import CacheOptions, Executor
 from ..cache.recorder import Names, Rank, Recorder
 from ..cache.request import DecodingCheck, Request
 from ..cache.sequence import SequenceState
@@ -134,7 +134,7 @@ def _is_id(attachment: Attachment, value: object) -> bool:
 _T = TypeVar("_T")
 
 
-class PassageServing(Serving):
+class PassageExecutor(Executor):
     """Executor that computes passages of one length, one per row, after lead tokens without recorded KV.
 
     Args:
@@ -146,7 +146,7 @@ class PassageServing(Serving):
 
     method: Passages
 
-    def __init__(self, like: Serving, labels: Sequence[str], ranking_lead: int | None) -> None:
+    def __init__(self, like: Executor, labels: Sequence[str], ranking_lead: int | None) -> None:
         super().__init__(like.attachment, like.store, like.method, like.options, like.collector)
         self.sink = self.method.sink_token(like.attachment.config)
         first = self.sink if ranking_lead is None else sink_token(like.attachment.config)
@@ -197,7 +197,7 @@ class PassageServing(Serving):
         return sequence
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
-        """See `Serving`."""
+        """See `Executor`."""
         method, store = self.method, self.store
         hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
         arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
@@ -234,7 +234,7 @@ class PassageServing(Serving):
 
 
 class PassageCache(StoredCache):
-    """Cache for passages (see `PassageServing`)."""
+    """Cache for passages (see `PassageExecutor`)."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class PassageCache(StoredCache):
     ) -> None:
         options = CacheOptions(restore=False, tag=tag, progress=False)
         super().__init__(*prepare(model, method), storage, method, options)
-        self.passage = self._serving = PassageServing(self._serving, labels, ranking_lead)
+        self.passage = self._executor = PassageExecutor(self._executor, labels, ranking_lead)
 
     def compute(self, passages: torch.Tensor) -> None:
         """Compute passages, int `[rows, tokens]`, and queue them for storing, or keep them in `passage.computed`."""

@@ -267,7 +267,7 @@ def test_what_beams_have_generated_is_stored_by_row(model, store, beams):
     mask = torch.ones_like(ids)
     cache = TieredCache(model, store)
     model.generate(ids, attention_mask=mask, past_key_values=cache, **arguments)
-    held = cache._serving.sequence.history.ids()
+    held = cache._executor.sequence.history.ids()
     store.flush()
     for row in torch.from_numpy(held[:, :97]):
         asked = TieredCache(model, store, record=False)
@@ -331,7 +331,7 @@ def test_of_a_sliding_layer_only_the_window_is_read(tmp_path):
 def test_a_cache_that_is_gone_leaves_no_memory_but_stores_its_tokens(model, store):
     cache = TieredCache(model, store)
     model.generate(prompt(50), past_key_values=cache, **GREEDY)
-    recorder = cache._serving.sequence.recorder
+    recorder = cache._executor.sequence.recorder
     assert recorder.unsealed
     del cache
     gc.collect()
@@ -348,7 +348,7 @@ def test_recording_keeps_no_more_than_the_ragged_end(model, store):
         model(input_ids=prompt(1), past_key_values=cache)  # now the prompt is whole
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for ts in cache._serving.sequence.recorder._tensors()
+        for ts in cache._executor.sequence.recorder._tensors()
         for t in ts
     }
     assert sum(held.values()) <= 2 * len(model.model.layers) * 2 * 16 * 16 * 4
@@ -382,7 +382,7 @@ def test_a_cache_that_is_reset_keeps_nothing_of_what_was(model, store):
     cache, recorders = TieredCache(model, store), []
     for seed in range(3):
         model.generate(prompt(70, seed=seed), past_key_values=cache, **GREEDY)
-        recorders.append(weakref.ref(cache._serving.sequence.recorder))
+        recorders.append(weakref.ref(cache._executor.sequence.recorder))
         cache.reset()
     store.flush()
     gc.collect()

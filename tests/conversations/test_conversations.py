@@ -463,7 +463,7 @@ def test_a_forked_child_leaves_the_lock_to_its_parent(model, store, root):
     cache = TieredCache(model, store, conversation="alice-42")
     child = os.fork()
     if not child:
-        cache._serving.conversation.release()
+        cache._executor.conversation.release()
         del cache
         gc.collect()
         os._exit(0)

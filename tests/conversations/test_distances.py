@@ -78,7 +78,7 @@ def model():
 
 
 def observer_of(cache):
-    return cache._serving.observer
+    return cache._executor.observer
 
 
 def weights(model, ids, layers=None):

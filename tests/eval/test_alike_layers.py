@@ -42,10 +42,10 @@ def observed(model, ids, **options):
     with TemporaryDirectory() as folder, KVStore(folder, engine="posix") as store:
         cache = TieredCache(model, store, method=Watched(), record=False)
         if options:
-            cache._serving.observer = AttentionDistances(**options)
+            cache._executor.observer = AttentionDistances(**options)
         with torch.no_grad():
             model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-        return cache._serving.observer.result()
+        return cache._executor.observer.result()
 
 
 def conversation(number, tokens=500):

@@ -360,7 +360,7 @@ def test_who_waits_for_the_weights_to_be_read_is_told(tmp_path, monkeypatch):
         cache = TieredCache(model, store)
         model.generate(IDS, past_key_values=cache, **GREEDY)
         model.model.layers[5].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
-        cache._serving.finish()
+        cache._executor.finish()
         store.flush()
         assert (cache.stats.tokens_stored, store.stats.dropped_writes) == (0, 1)
         assert reasons.WEIGHTS_CHANGED in cache.stats.reasons

@@ -103,7 +103,7 @@ def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
 
 
 def other_hashes(store, cache):
-    return cache._serving.sequence.history.hasher.hashes(prompt(TOKENS, seed=99)[0].numpy())
+    return cache._executor.sequence.history.hasher.hashes(prompt(TOKENS, seed=99)[0].numpy())
 
 
 @settings(max_examples=15)
@@ -234,7 +234,7 @@ def test_keys_restored_elsewhere_are_those_rotated_by_hand(tmp_path, scaling, pl
         model(input_ids=passage, past_key_values=first, logits_to_keep=1)
         store.flush()
         cache = TieredCache(model, store, record=False)
-        cache._serving.plan = partial(moved, store, place)
+        cache._executor.plan = partial(moved, store, place)
         model(input_ids=around, past_key_values=cache, logits_to_keep=1)
     # the frequencies that a pass of this length uses
     cos, sin = model.model.rotary_emb(raw[0], torch.arange(place + 96 + 4).unsqueeze(0))

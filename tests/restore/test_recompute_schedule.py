@@ -251,7 +251,7 @@ def test_the_back_comes_from_the_store_and_the_front_does_not(root, family, tmp_
 
 
 def cache_hashes(cache):
-    return cache._serving.sequence.history.hasher.hashes(prompt(STORED, seed=99)[0].numpy())
+    return cache._executor.sequence.history.hasher.hashes(prompt(STORED, seed=99)[0].numpy())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_neox", "phi3"])
@@ -542,7 +542,7 @@ def test_an_estimate_of_a_plain_restore_and_of_computing_all(path):
     with KVStore(path, engine="posix") as store:
         cache = TieredCache(model, store, record=False)
         storage = storage_of(store)
-        plan, _ = cache._serving.look_up(cache, ids)
+        plan, _ = cache._executor.look_up(cache, ids)
         streams = streams_of(plan, BALANCED, storage.residency, lambda layer: CPU)
         plain, whole = streams.seconds(plan_fronts(plan, np.array([0.0, 1.0])))
         assert whole == pytest.approx(0.192 + 0.020)

@@ -510,7 +510,7 @@ def test_what_stands_before_the_damage_is_served(root, model, verify):
 def chain_of(store, model, ids):
     cache = TieredCache(model, store, record=False)
     cache.look_up(ids)
-    return cache._serving.sequence.history.hasher.hashes(ids[0].numpy())
+    return cache._executor.sequence.history.hasher.hashes(ids[0].numpy())
 
 
 def flip(path, offset, bits=16):

@@ -489,7 +489,7 @@ def test_a_forked_child_leaves_at_once(model, tmp_path):
     cache = TieredCache(model, store)
     model.generate(prompt(100), past_key_values=cache, **GREEDY)
     locks = [
-        cache._serving.sequence.recorder._lock,
+        cache._executor.sequence.recorder._lock,
         store._storage._lock,
         store._storage.writer._lock,
         store._storage.residency._lock,
