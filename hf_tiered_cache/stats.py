@@ -74,23 +74,23 @@ class PassageStats:
 
     row: int
     """Row of the batch; of several equal rows, the first."""
-    at: int
+    start: int
     """Index of the token in the row at which the passage begins, or would begin if its first tokens were there."""
     tokens: int
     """Number of stored tokens of the passage. If nothing is stored that begins at a start given by `segments`, the
     number of tokens that the prompt has there.
     """
-    found: int
+    tokens_found: int
     """Number of these tokens found in the prompt. They are restored, except those that the method recomputes."""
-    why: str = ""
+    reason: str = ""
     """Reason why the other tokens were not found, or an empty string."""
     segment: str = ""
     label: str = ""
 
     @property
-    def missed(self) -> int:
+    def tokens_missed(self) -> int:
         """Number of tokens of the passage that were not found."""
-        return self.tokens - self.found
+        return self.tokens - self.tokens_found
 
 
 class _Figures(ABC, Generic[Tier]):
@@ -243,13 +243,13 @@ class RequestStats(_Figures[TierStats]):
             rows.append(("scoring reads / mis-speculated reads", *byte_counts))
         if self.passages:
             num_found, tokens = (
-                sum(getattr(passage, name) for passage in self.passages) for name in ("found", "tokens")
+                sum(getattr(passage, name) for passage in self.passages) for name in ("tokens_found", "tokens")
             )
             rows.append(("passages / their tokens found / missed", len(self.passages), num_found, tokens - num_found))
-            incomplete = [passage for passage in self.passages if passage.missed]
+            incomplete = [passage for passage in self.passages if passage.tokens_missed]
             for passage in incomplete[:_MOST_PASSAGES]:
-                label = f"passage at token {passage.at}" + f" in row {passage.row}" * bool(passage.row)
-                rows.append((label, f"{passage.found} of {passage.tokens} tokens: {passage.why}"))
+                label = f"passage at token {passage.start}" + f" in row {passage.row}" * bool(passage.row)
+                rows.append((label, f"{passage.tokens_found} of {passage.tokens} tokens: {passage.reason}"))
             if len(incomplete) > _MOST_PASSAGES:
                 rows.append(("other passages not found completely", len(incomplete) - _MOST_PASSAGES))
         for name, *values in rows:
@@ -302,7 +302,7 @@ class StatsCollector:
         if self.total is not None:
             self.total.explain(reason)
 
-    def tell_passages(self, passages: list[PassageStats]) -> None:
+    def set_passages(self, passages: list[PassageStats]) -> None:
         """Replace the statistics of the prompt's passages."""
         with self._lock:
             self.stats.passages = passages

@@ -92,7 +92,7 @@ class Attachment:
         self.depth = self.config.num_hidden_layers
         """Number of layers when the model was attached."""
         self._devices: list[torch.device] = []
-        self.kept_tables = rope.TableCache()
+        self.rotary_tables = rope.TableCache()
         """Rotary tables shared by all sequences that began with the model in its latest state."""
         self._fingerprint = ""  # of that state
         self._tables = rotary.watch_tables(model)
@@ -114,8 +114,8 @@ class Attachment:
     def tables_of(self, fingerprint: str) -> rope.TableCache:
         """Return the rotary tables of the model under a fingerprint, and discard those of another one."""
         if fingerprint != self._fingerprint:
-            self.kept_tables, self._fingerprint = rope.TableCache(), fingerprint
-        return self.kept_tables
+            self.rotary_tables, self._fingerprint = rope.TableCache(), fingerprint
+        return self.rotary_tables
 
     def refresh(self) -> None:
         """Examine the model again immediately: its methods, and every byte of its weights."""

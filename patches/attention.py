@@ -105,7 +105,7 @@ def make_mask(
             return model_mask(batch, head, positions[query] if positions.ndim == 1 else positions[batch, query], key)
 
         kwargs |= {"q_offset": 0, "allow_is_causal_skip": False}
-        if scope.fronts:
+        if scope.recompute_lengths:
             kwargs["q_length"] = len(positions)
     return base(*args, mask_function=mask_function, **kwargs)
 
@@ -146,9 +146,9 @@ def attend(
         key, value = attended
     if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
         attention_mask = attention_mask[..., -key.shape[2] :]  # a layer that holds fewer positions lacks the first ones
-    if scope.fronts and (prefix_length := scope.fronts[module.layer_idx]):
+    if scope.recompute_lengths and (prefix_length := scope.recompute_lengths[module.layer_idx]):
         # the recomputed prefix sees only itself: no prompt-sized mask, and no computation of hidden weights
-        mask = scope.front_mask(module.layer_idx, query.device)
+        mask = scope.recompute_mask(module.layer_idx, query.device)
         prefix_query, prefix_key, prefix_value = (tensor[:, :, :prefix_length] for tensor in (query, key, value))
         prefix_output = _attend(base, module, prefix_query, prefix_key, prefix_value, mask, kwargs)[0]
         suffix_output = _attend(base, module, query[:, :, prefix_length:], key, value, attention_mask, kwargs)[0]

@@ -67,29 +67,29 @@ def _drop_before(layer: int, scope: Scope) -> Any:
         if kwargs is None or current() is not scope:
             return None
         if scope.should_preview(layer) and has_no_side_effects(module):
-            preview_args, preview_kwargs = with_copied_states(*_kept_arguments(scope, layer, args, kwargs))
+            preview_args, preview_kwargs = with_copied_states(*_narrowed_arguments(scope, layer, args, kwargs))
             scope.preview(layer, lambda: module.forward(*preview_args, **preview_kwargs))
-        return _kept_arguments(scope, layer, args, kwargs)
+        return _narrowed_arguments(scope, layer, args, kwargs)
 
     return hook
 
 
-def _kept_arguments(
+def _narrowed_arguments(
     scope: Scope, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a layer's arguments for the hidden states that it keeps."""
-    if layer not in scope.rows:
+    if layer not in scope.query_indexes:
         return args, kwargs
-    rows = scope.rows[layer]
+    indexes = scope.query_indexes[layer]
     hidden_states = args[0] if args else kwargs["hidden_states"]
-    if layer in scope.kept:
-        hidden_states = picked(hidden_states, scope.kept[layer], 1)
+    if layer in scope.hidden_indexes:
+        hidden_states = picked(hidden_states, scope.hidden_indexes[layer], 1)
     # the other arguments are made once, for the first layer's queries, and passed to every layer
-    masks = () if scope.fronts else ("attention_mask",)  # not cut: it covers the suffix alone
-    kept_kwargs = {name: _slice_argument(name, value, rows, masks, scope.tap) for name, value in kwargs.items()}
+    masks = () if scope.recompute_lengths else ("attention_mask",)  # not cut: it covers the suffix alone
+    narrowed_kwargs = {name: _slice_argument(name, value, indexes, masks, scope.tap) for name, value in kwargs.items()}
     if args:
-        return (hidden_states, *args[1:]), kept_kwargs
-    return args, kept_kwargs | {"hidden_states": hidden_states}
+        return (hidden_states, *args[1:]), narrowed_kwargs
+    return args, narrowed_kwargs | {"hidden_states": hidden_states}
 
 
 def has_no_side_effects(layer: nn.Module) -> bool:
@@ -114,13 +114,13 @@ def with_copied_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
 
 
-def _slice_argument(name: str, value: Any, rows: torch.Tensor, masks: tuple[str, ...], tap: RotaryTap) -> Any:
+def _slice_argument(name: str, value: Any, indexes: torch.Tensor, masks: tuple[str, ...], tap: RotaryTap) -> Any:
     if value is None:
         return None
     if name == "position_ids":
-        return picked(value, rows, 1)
+        return picked(value, indexes, 1)
     if name == "position_embeddings":
-        return tap.pick(value, rows)
+        return tap.pick(value, indexes)
     if name in masks and isinstance(value, torch.Tensor) and value.ndim == 4:
-        return picked(value, rows, 2)
+        return picked(value, indexes, 2)
     return value

@@ -77,20 +77,20 @@ class Scope:
         tap: Rotations observed by the rotary patch.
         positions: Padded positions of the queries if they are not a plain suffix, else None: int64 `[queries]`, or
             `[batch, queries]` if rows have different ones. Index tensors are on the model's device.
-        kept: For each layer that computes fewer positions than the one before, the indexes of that layer's hidden
-            states that it keeps. Shapes as for `positions`.
-        rows: For each layer that computes fewer positions than the first one, the indexes of the first layer's queries
-            that it has. Shapes as for `positions`.
-        fronts: For each layer, the number of its queries that belong to a recomputed prefix: the first ones, at the
-            first positions. Masks and `positions` cover only the other queries. () if no layer has any.
+        hidden_indexes: For each layer that computes fewer positions than the one before, the indexes of that layer's
+            hidden states that it keeps. Shapes as for `positions`.
+        query_indexes: For each layer that computes fewer positions than the first one, the indexes of the first layer's
+            queries that it has. Shapes as for `positions`.
+        recompute_lengths: For each layer, the number of its queries that belong to a recomputed prefix: the first ones,
+            at the first positions. Masks and `positions` cover only the other queries. () if no layer has any.
     """
 
     cache: object
     tap: RotaryTap
     positions: torch.Tensor | None = None
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    fronts: tuple[int, ...] = ()
+    hidden_indexes: dict[int, torch.Tensor] = field(default_factory=dict)
+    query_indexes: dict[int, torch.Tensor] = field(default_factory=dict)
+    recompute_lengths: tuple[int, ...] = ()
     selects: bool = False
     """True if `attend` determines what queries attend to."""
     observer: QueryObserver | None = None
@@ -107,7 +107,7 @@ class Scope:
     def preview(self, layer: int, run: Callable[[], object]) -> None:
         """Preview a layer: `run` runs it on what the layer before has computed."""
 
-    def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
+    def recompute_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
         """Return the mask of a layer's recomputed prefix, bool `[1, 1, queries, columns]`; None if plainly causal."""
         return None
 

@@ -305,7 +305,7 @@ def test_a_reader_gives_documents_the_tokens_they_were_stored_with(corpus, small
             tokenizer.chat_template = template
             answer = reader.answer("Who came?", texts[::-1])
             stored = [len(reader.passage(text).ids(tokenizer)) // 16 * 16 for text in texts]
-            assert sum(each.found for each in answer.stats.passages) == sum(stored)
+            assert sum(each.tokens_found for each in answer.stats.passages) == sum(stored)
             assert not answer.stats.reason and answer.ttft > 0
             anew = reader.answer("Who came?", texts, DynamicCache(config=model.config))
             ids = reader.prompt("Who came?", texts).input_ids
@@ -388,11 +388,11 @@ def test_passages_of_the_guide_are_found_after_any_text(tmp_path, monkeypatch):
     exec(block, names)
     stored = sum(len(passage) // 16 * 16 for passage in names["stored"])
     stats = names["cache"].stats
-    assert sum(passage.found for passage in stats.passages) == stored
+    assert sum(passage.tokens_found for passage in stats.passages) == stored
     assert stored >= stats.tokens_restored >= stored - int(0.15 * stored)  # some layers compute more, others fewer
     exec(retrieving, names)
     stored = sum(len(Passage(text).ids(names["tokenizer"])) // 16 * 16 for text in names["documents"])
-    assert sum(passage.found for passage in names["cache"].stats.passages) == stored
+    assert sum(passage.tokens_found for passage in names["cache"].stats.passages) == stored
     assert names["said"] and not names["cache"].stats.reason
 
 

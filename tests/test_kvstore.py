@@ -403,7 +403,7 @@ def test_a_look_up_leaves_other_conversations_alone(model, tmp_path):
             for seed, cache in enumerate(caches):
                 model(input_ids=prompt(100, seed=seed), past_key_values=cache, logits_to_keep=1)
         assert restored(model, store, prompt(100, seed=1)) == 96
-        assert [cache._executor.sequence.recorder.unsealed for cache in caches] == [100, 4, 100]
+        assert [cache._executor.sequence.recorder.num_unsealed for cache in caches] == [100, 4, 100]
 
 
 def test_unfinished_chunks_of_one_cache_are_found_by_another(model, tmp_path):

@@ -115,7 +115,7 @@ class Contexts:
             recorder.begin(0)
             for layer in range(self.layers):
                 keys, values = self.kv(row, layer)
-                recorder.catch(layer, kind, turned(keys, cos, sin, back=True)[None], values[None])
+                recorder.capture(layer, kind, turned(keys, cos, sin, back=True)[None], values[None])
             recorder.end(ids, self.tokens)
             recorder.seal()
             store.flush()

@@ -30,7 +30,7 @@ TRANSFER = 4
 (bench/quality.py)."""
 _MUCH = 0.1
 """Mean loss in nats above which a budget causes a warning."""
-_KEPT = {"tokens", "ratio", "cold"}
+_REQUIRED = {"tokens", "ratio", "cold"}
 """Keys of a `Calibration` record that are read back."""
 
 
@@ -68,7 +68,7 @@ class PrefixCosts:
         compute: seconds to compute a token.
         restore: seconds to restore a token, by tier name.
         load: seconds of `restore` in which reading keeps the tier busy, by tier name, where measured.
-        least: seconds of a pass without a prefix, which are not part of `compute` and `restore`.
+        overhead: seconds of a pass without a prefix, which are not part of `compute` and `restore`.
         growth: increase of `compute` per token of the prefix, from measurements at several lengths.
     """
 
@@ -76,7 +76,7 @@ class PrefixCosts:
     compute: float
     restore: dict[str, float]
     load: dict[str, float] = field(default_factory=dict)
-    least: float = 0.0
+    overhead: float = 0.0
     growth: float = 0.0
 
     def computing(self, tokens: int | np.ndarray) -> np.ndarray:
@@ -232,11 +232,11 @@ def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> No
         for finding in _qualities(storage, fingerprint)
         if finding.method == name and finding.budget >= method.budget
     ]
-    least = min(findings, key=lambda finding: finding.budget, default=None)
-    if least is not None and least.loss > _MUCH:
+    smallest = min(findings, key=lambda finding: finding.budget, default=None)
+    if smallest is not None and smallest.loss > _MUCH:
         storage.disk.warn(
             f"loss of {name} {method.budget}",
-            f"{name} loses {least.loss:.2g} nats on this model at a budget of {least.budget:g}, as measured by "
+            f"{name} loses {smallest.loss:.2g} nats on this model at a budget of {smallest.budget:g}, as measured by "
             f"store.calibrate_quality; use a larger budget than {method.budget:g}, or quality=0.02",
         )
 
@@ -324,7 +324,7 @@ def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
     """Return the ratio of `calibrate` for this model and device, interpolated to `tokens`, or None."""
     records = records_of(storage, f"{fingerprint} {_describe(device)}")
-    return _between(tokens, {record["tokens"]: record["ratio"] for record in records if record.keys() >= _KEPT})
+    return _between(tokens, {record["tokens"]: record["ratio"] for record in records if record.keys() >= _REQUIRED})
 
 
 def prefix_costs(
@@ -351,14 +351,14 @@ def prefix_costs(
                 [measurement.load for measurement in measured],
             )
         )
-        least = _between(tokens, {measurement.tokens: measurement.least for measurement in measured})
+        overhead = _between(tokens, {measurement.tokens: measurement.overhead for measurement in measured})
         growth = _growth(measured)
     except (TypeError, AttributeError, ValueError):  # damaged
         return None
-    if compute is None or least is None:
+    if compute is None or overhead is None:
         return None
     beyond = max(0, tokens - max(measurement.tokens for measurement in measured))
-    return PrefixCosts(tokens, compute + growth * beyond, restore, load, least, growth)
+    return PrefixCosts(tokens, compute + growth * beyond, restore, load, overhead, growth)
 
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:
@@ -401,7 +401,7 @@ def records_of(storage: Storage, name: str) -> list[dict[str, Any]]:
 def keep(storage: Storage, fingerprint: str, device: torch.device, calibration: Calibration) -> None:
     """Save a calibration. Earlier ones for other prompt lengths are kept if they have the same `cold`."""
     name = f"{fingerprint} {_describe(device)}"
-    sound = [record for record in records_of(storage, name) if record.keys() >= _KEPT]
+    sound = [record for record in records_of(storage, name) if record.keys() >= _REQUIRED]
     other_records = [
         record for record in sound if record["tokens"] != calibration.tokens and record["cold"] == calibration.cold
     ]

@@ -14,7 +14,7 @@ from ..methods import PrefixMethod
 from ..patches.attach import Attachment
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
-from ..restore.schedule import RATIOS, Load, Streams, best_ratio, fronts
+from ..restore.schedule import RATIOS, Load, Streams, best_ratio, recompute_lengths
 from ..stats import TIERS
 from ..store import EXACT
 from ..store.codecs import coded_provenance, make_codec
@@ -23,10 +23,10 @@ from ..store.segment import SegmentReader
 from ..tiers.residency import Residency
 from .calibrations import PrefixCosts, prefix_costs
 from .sequence import SequenceState
-from .suitability import can_have_fronts
+from .suitability import can_recompute_prefix
 
 
-def decided(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tuple[Plan | None, str]:
+def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tuple[Plan | None, str]:
     """Choose whether to load a plan's prefix, recompute parts of it meanwhile, or compute all of it.
 
     Returns:
@@ -37,20 +37,22 @@ def decided(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tupl
     decline = flat = False
     if isinstance(method, PrefixMethod):
         recompute, decline, flat = method.recompute, method.decline, method.flat_front
-    lacks = bool(least_fronts(plan).any()) and plan.suffix is not None
-    if plan.suffix is None or not (decline or recompute or lacks):
+    if plan.suffix is None:
+        return plan, ""
+    is_incomplete = bool(required_recompute(plan).any())
+    if not (decline or recompute or is_incomplete):
         return plan, ""
     costs = costs_of(sequence, attachment, plan.base + plan.suffix)
     if recompute == "auto" and costs is None:
         recompute = 0.0
-        if not lacks:
+        if not is_incomplete:
             return plan, ""
-    may_have_fronts = _may_have_fronts(plan, sequence, attachment)
-    if lacks and not may_have_fronts:
+    may_recompute = _may_recompute_prefix(plan, sequence, attachment)
+    if is_incomplete and not may_recompute:
         return None, reasons.NO_FRONT
-    if not may_have_fronts:
+    if not may_recompute:
         recompute = 0.0
-    chosen_plan = settle(plan, recompute, decline, costs, store.residency, attachment.device_of, flat)
+    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, attachment.device_of, flat)
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 
@@ -60,16 +62,16 @@ def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> Pr
     return prefix_costs(sequence.store, sequence.identity.fingerprint, attachment.model.device, stored_as, tokens)
 
 
-def _may_have_fronts(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
+def _may_recompute_prefix(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
     """Return whether layers may recompute a part of what a plan restores, and the model supports it."""
     restores_all = plan.exact and not isinstance(plan, BudgetPlan)
     plain = plan.base == 0 and not any(sequence.history.pads)
     lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
     lossless = lossless or sequence.method.records_approximations
-    return restores_all and plain and lossless and can_have_fronts(attachment)
+    return restores_all and plain and lossless and can_recompute_prefix(attachment)
 
 
-def settle(
+def fastest_plan(
     plan: Plan,
     recompute: float | Literal["auto"],
     decline: bool,
@@ -92,32 +94,32 @@ def settle(
         device_of: function that returns the device of a layer.
         flat: whether all layers recompute the same number of tokens, instead of fewer with depth.
     """
-    ratio, least = 0.0 if recompute == "auto" else recompute, least_fronts(plan)
+    ratio, required = 0.0 if recompute == "auto" else recompute, required_recompute(plan)
     if costs is not None and (decline or recompute == "auto"):
-        tried = RATIOS if recompute == "auto" else np.array([ratio, 1.0])
-        tried_fronts = np.maximum(plan_fronts(plan, tried, flat), least)
-        seconds = streams_of(with_least_fronts(plan), costs, residency, device_of).seconds(tried_fronts)
+        ratios = RATIOS if recompute == "auto" else np.array([ratio, 1.0])
+        lengths = np.maximum(plan_recompute_lengths(plan, ratios, flat), required)
+        seconds = streams_of(with_required_recompute(plan), costs, residency, device_of).seconds(lengths)
         if recompute == "auto":
             ratio = best_ratio(seconds, decline)
         if decline and (ratio == 1 if recompute == "auto" else seconds[-1] < seconds[0]):
             return None
-    lengths = np.maximum(plan_fronts(plan, ratio, flat), least)
-    return plan.with_fronts(lengths.tolist()) if lengths.any() else plan
+    lengths = np.maximum(plan_recompute_lengths(plan, ratio, flat), required)
+    return plan.with_recompute_lengths(lengths.tolist()) if lengths.any() else plan
 
 
-def with_least_fronts(plan: Plan) -> Plan:
+def with_required_recompute(plan: Plan) -> Plan:
     """Return a plan that computes only the suffix and the tokens that are not stored."""
-    least = least_fronts(plan)
-    return plan.with_fronts(least.tolist()) if least.any() else plan
+    required = required_recompute(plan)
+    return plan.with_recompute_lengths(required.tolist()) if required.any() else plan
 
 
-def least_fronts(plan: Plan) -> np.ndarray:
+def required_recompute(plan: Plan) -> np.ndarray:
     """Return the length of the prefix that each layer must compute because it is not stored.
 
     Returns:
         int64 `[layers]`, not increasing with depth.
     """
-    least = np.zeros(len(plan.computed), np.int64)
+    required = np.zeros(len(plan.computed), np.int64)
     for group in plan.groups:
         for piece in group.pieces:
             shape, stop = piece.reader.shape, piece.first + piece.count
@@ -126,12 +128,12 @@ def least_fronts(plan: Plan) -> np.ndarray:
             start = piece.at + group.pad - plan.base  # position of its first token
             missing = ~shape.held[:, piece.first : stop]  # [layers, count]
             lacked = np.where(missing.any(1), piece.count - missing[:, ::-1].argmax(1), 0)
-            least = np.maximum(least, np.where(lacked > 0, start + lacked, 0))
-    least = np.minimum(least, plan.restored_until)
-    return np.maximum.accumulate(least[::-1])[::-1]
+            required = np.maximum(required, np.where(lacked > 0, start + lacked, 0))
+    required = np.minimum(required, plan.restored_until)
+    return np.maximum.accumulate(required[::-1])[::-1]
 
 
-def idle_front(tokens: int, layers: int, costs: PrefixCosts, stored: float, step: int) -> float:
+def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: float, step: int) -> float:
     """Return the share of a conversation to recompute so that it returns from disk soonest.
 
     Args:
@@ -146,17 +148,17 @@ def idle_front(tokens: int, layers: int, costs: PrefixCosts, stored: float, step
     seconds = np.diff(ends, prepend=0) * costs.loading(disk) * stored / layers
     loads = tuple(Load((layer,), ends, seconds) for layer in range(layers))
     restoring = costs.placing(disk) / layers
-    streams = Streams(tokens, costs.least / layers, lambda n: costs.computing(n) / layers, restoring, loads)
-    return best_ratio(streams.seconds(fronts(tokens, RATIOS, layers, step=step)), may_compute_all=False)
+    streams = Streams(tokens, costs.overhead / layers, lambda n: costs.computing(n) / layers, restoring, loads)
+    return best_ratio(streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step)), may_compute_all=False)
 
 
-def plan_fronts(plan: Plan, ratio: float | np.ndarray, flat: bool = False) -> np.ndarray:
-    """Return `fronts` for the tokens that a plan restores, in multiples of its chunk size."""
+def plan_recompute_lengths(plan: Plan, ratio: float | np.ndarray, flat: bool = False) -> np.ndarray:
+    """Return `recompute_lengths` of the tokens that a plan restores, in multiples of its chunk size."""
     shapes = [reader.shape for reader in plan.readers]
     block_groups = (group for shape in shapes for group in shape.block_groups)
     groups = {group.layers for group in block_groups if not (group.identifies or group.merged)}
     step = max(shape.geometry.chunk_tokens for shape in shapes)
-    return fronts(plan.restored_until, ratio, len(plan.computed), sorted(groups), step, flat)
+    return recompute_lengths(plan.restored_until, ratio, len(plan.computed), sorted(groups), step, flat)
 
 
 def streams_of(
@@ -164,7 +166,7 @@ def streams_of(
 ) -> Streams:
     """Return the work of the compute and load streams for a plan with its minimum recomputed prefixes.
 
-    For arguments see `settle`.
+    For arguments see `fastest_plan`.
     """
     layers, tokens = len(plan.computed), plan.restored_until
     rows = sum(len(group.rows) for group in plan.groups)
@@ -188,11 +190,11 @@ def streams_of(
         order = np.argsort(ends, kind="stable")
         ordered.append(Load(together, ends[order], took[order]))
 
-    def compute(front: np.ndarray) -> np.ndarray:
-        seconds = costs.computing(plan.base + front) - costs.computing(plan.base)
+    def compute(lengths: np.ndarray) -> np.ndarray:
+        seconds = costs.computing(plan.base + lengths) - costs.computing(plan.base)
         return plan.restored_tokens / max(1, tokens) / layers * seconds  # padding is not counted
 
-    suffix = max(costs.least, rows * float(costs.computing(plan.columns - tokens)))
+    suffix = max(costs.overhead, rows * float(costs.computing(plan.columns - tokens)))
     return Streams(tokens, suffix / layers, compute, restoring / max(1, tokens) / layers, tuple(ordered))
 
 

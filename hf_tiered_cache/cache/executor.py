@@ -26,7 +26,7 @@ from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .calibrations import calibrated_ratio, profiled_windows, quality_budget, warn_of_loss
 from .conversation import Conversation
-from .cost_model import decided, with_least_fronts
+from .cost_model import choose_strategy, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
 from .prefill import can_be_cut, in_pieces
 from .recorder import Names, Recorder
@@ -141,7 +141,7 @@ class Executor:
         while True:
             plan = None if reason or not replans else self.plan(request, sequence)
             if plan is not None:
-                plan, reason = decided(plan, sequence, self.attachment)
+                plan, reason = choose_strategy(plan, sequence, self.attachment)
             try:
                 output, plan = self._run_planned(cache, request, sequence, plan, forward)
                 break
@@ -160,7 +160,7 @@ class Executor:
             reason = ""
         self.store.note_uses()
         self._commit(cache, request, sequence, plan)
-        for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.missed):
+        for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
             self._explain_once(why)
         if self.unreported:
             self._report_prompt(self.bypass or reason, sequence.history.tokens_in(request.base))
@@ -300,8 +300,8 @@ class Executor:
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self.plan(request, sequence)
         if plan is not None:
-            decided_plan, reason = decided(plan, sequence, self.attachment)
-            plan = decided_plan and (plan if plan.suffix is None else with_least_fronts(plan))
+            chosen_plan, reason = choose_strategy(plan, sequence, self.attachment)
+            plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
 

@@ -125,13 +125,13 @@ class ForwardPass(Scope):
         pre_rope = self.tap.take(keys, values)
         _, key_heads, _, key_dim = keys.shape
         _, value_heads, _, value_dim = values.shape
-        how = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
-        kind = _layer_kv(key_heads, key_dim, value_heads, value_dim, source.window, *how)
+        rotation = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
+        kind = _layer_kv(key_heads, key_dim, value_heads, value_dim, source.window, *rotation)
         if self.recorder is not None:
             recorded = pre_rope.keys, pre_rope.values
             if self._recorded is not None:
                 recorded = recorded[0][:, :, -self._recorded :], recorded[1][:, :, -self._recorded :]
-            self.recorder.catch(layer, kind, *recorded)
+            self.recorder.capture(layer, kind, *recorded)
         return source.append(kind, pre_rope, keys, values)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
@@ -181,7 +181,7 @@ class RestoringForward(ForwardPass):
         self._captures = True
         self._recorded = None if plan.suffix is not None else plan.columns - plan.restored_until
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
-        self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._deferred_layer: int | None = None
         self._look_ahead: LookAhead | None = None
         self.fetcher = Fetcher(store.residency, collector, attachment.device_of, method.ahead_bytes)
@@ -237,11 +237,11 @@ class RestoringForward(ForwardPass):
             if not can_scatter(config):
                 raise needs_attention(self.method, self.attachment.model, WRAPPED)
             if isinstance(plan, RecomputePlan) and can_select(config) and shows_queries(self.attachment.model):
-                self.fronts = plan.fronts
-            front = self.fronts[0] if self.fronts else 0
-            self.positions = to_device(plan.computed[0][front:] + plan.base, self.attachment.device_of(0))
+                self.recompute_lengths = plan.recompute_lengths
+            length = self.recompute_lengths[0] if self.recompute_lengths else 0
+            self.positions = to_device(plan.computed[0][length:] + plan.base, self.attachment.device_of(0))
             self._drop_with_depth(plan)
-            first = min(self.rows, default=None) if self._first_narrowed is None else self._first_narrowed
+            first = min(self.query_indexes, default=None) if self._first_narrowed is None else self._first_narrowed
             if first is not None:
                 layers = decoder_layers(self.attachment.model, len(plan.computed))
                 stack.enter_context(dropping(layers, first, self))
@@ -284,18 +284,18 @@ class RestoringForward(ForwardPass):
 
     def _drop_with_depth(self, plan: Plan) -> None:
         """Set the hidden states that each layer keeps."""
-        self.rows.clear()
-        self.kept.clear()
+        self.query_indexes.clear()
+        self.hidden_indexes.clear()
         before: tuple[np.ndarray, torch.device, torch.Tensor | None] | None = None
         for layer, computed in enumerate(plan.computed):
             device = self.attachment.device_of(layer)
             if before is None or before[0] is not computed or before[1] != device:
-                rows = plan.rows(layer)
+                rows = plan.query_indexes(layer)
                 before = computed, device, None if rows is None else to_device(rows, device)
             if before[2] is not None:
-                self.rows[layer] = before[2]
-            if (indexes := plan.kept(layer)) is not None:
-                self.kept[layer] = to_device(indexes, device)
+                self.query_indexes[layer] = before[2]
+            if (indexes := plan.hidden_indexes(layer)) is not None:
+                self.hidden_indexes[layer] = to_device(indexes, device)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ForwardPass`."""
@@ -307,17 +307,17 @@ class RestoringForward(ForwardPass):
         finally:
             self.assemble_seconds += time.perf_counter() - started
 
-    def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
+    def recompute_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
         """See `Scope`."""
-        window, front = self.layers[layer].window, self.fronts[layer]
-        if not window or front <= window:
+        window, length = self.layers[layer].window, self.recompute_lengths[layer]
+        if not window or length <= window:
             return None
         key = window, device
-        if key not in self._front_masks:
-            columns = torch.arange(self.fronts[0], device=device)
+        if key not in self._recompute_masks:
+            columns = torch.arange(self.recompute_lengths[0], device=device)
             distance = columns.unsqueeze(1) - columns
-            self._front_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, columns]
-        return self._front_masks[key][None, None, :front, :front]
+            self._recompute_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, columns]
+        return self._recompute_masks[key][None, None, :length, :length]
 
     # --- called by sources (see `RestoringPass`)
 

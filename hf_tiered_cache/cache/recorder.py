@@ -135,11 +135,11 @@ class Recorder:
         self._revocable = 0  # number of positions at the end that the next crop may remove
         rows = len(history.pads)
         self._sealed = [0] * rows  # number of prefix hashes of each row in segments
-        self._found = [0] * rows  # number of them that the last lookup found stored
+        self._stored = [0] * rows  # number of them that the last lookup found stored
         self._ancestors: list[tuple[str, ...]] = [()] * rows
-        self._catching = False
+        self._capturing = False
         self._in_pass = False
-        self._left = False  # whether the cache was garbage collected
+        self._is_collected = False  # whether the cache was garbage collected
         self._streams: dict[torch.device, CopyStream] = {}
         self._computed: dict[torch.device, Event] = {}  # events after all work on the captured tensors
 
@@ -153,24 +153,24 @@ class Recorder:
         if not self.enabled:
             return
         with self._lock:
-            self._come_after()
+            self._await_computed()
             if first != self._first + self._count:
                 self.seal()
             with self._step:
                 if first != self._first + self._count:
-                    self._forget()
+                    self._clear()
                     self._first = first
-                self._in_pass = self._catching = True
+                self._in_pass = self._capturing = True
 
-    def catch(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def capture(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Capture a layer's computed keys and values, unrotated, `[batch, heads, n, dim]` each."""
-        if not self._catching:
+        if not self._capturing:
             return
         buffer = self._layers.get(layer)
         if buffer is None:
             buffer = self._layers[layer] = LayerBuffer(kind, keys.device)
         if buffer.kind != kind or keys.dtype != values.dtype:  # a segment has one layout per layer
-            self._catching = False
+            self._capturing = False
             return
         buffer.append(keys, values)
 
@@ -189,11 +189,11 @@ class Recorder:
             self.history.append(ids)
             self._count += computed
             self._revocable = revocable
-            if not self._catching:
-                self._forget()
+            if not self._capturing:
+                self._clear()
                 self._first = self.history.columns
-            self._in_pass = self._catching = False
-            self._mark()
+            self._in_pass = self._capturing = False
+            self._record_events()
             return self._count
 
     def abandon(self) -> None:
@@ -201,25 +201,25 @@ class Recorder:
         with self._lock, self._step:
             for tensors in self._tensors():
                 cut_end(tensors, sum(t.shape[2] for t in tensors) - self._count)
-            self._in_pass = self._catching = False
+            self._in_pass = self._capturing = False
 
     # --- what generate() does to a cache
 
-    def crop(self, columns: int) -> None:
-        """Remove the last `columns` positions."""
+    def crop(self, count: int) -> None:
+        """Remove the last `count` positions."""
         with self._lock, self._step:
-            self.history.crop(columns)
-            self._follow_rows()
-            count = min(columns, self._count)
+            self.history.crop(count)
+            self._apply_row_order()
+            captured = min(count, self._count)
             for tensors in self._tensors():
-                cut_end(tensors, count)
-            self._count -= count
+                cut_end(tensors, captured)
+            self._count -= captured
             self._first = min(self._first, self.history.columns)
             self._revocable = 0
             for row, pad in enumerate(self.history.pads):
                 num_hashes = max(0, self.history.columns - pad) // HASH_TOKENS
                 self._sealed[row] = min(self._sealed[row], num_hashes)
-                self._found[row] = min(self._found[row], num_hashes)
+                self._stored[row] = min(self._stored[row], num_hashes)
 
     def select(self, rows: torch.Tensor) -> None:
         """Reorder the rows: row i becomes the former row `rows[i]`.
@@ -232,10 +232,10 @@ class Recorder:
             if self._layers:
                 self._reordered.append((len(next(self._tensors())), rows))
             self._sealed = [self._sealed[row] for row in order]
-            self._found = [self._found[row] for row in order]
+            self._stored = [self._stored[row] for row in order]
             self._ancestors = [self._ancestors[row] for row in order]
 
-    def found(self, row: int, cached_hashes: int, num_hashes: int, segments: tuple[str, ...]) -> None:
+    def note_stored(self, row: int, cached_hashes: int, num_hashes: int, segments: tuple[str, ...]) -> None:
         """Note which segments store a row's prefix hashes after those that the cache holds.
 
         Args:
@@ -244,7 +244,7 @@ class Recorder:
             num_hashes: Number of prefix hashes that are stored.
             segments: Ids of the segments that store them.
         """
-        self._found[row] = num_hashes if num_hashes > cached_hashes else min(self._found[row], cached_hashes)
+        self._stored[row] = num_hashes if num_hashes > cached_hashes else min(self._stored[row], cached_hashes)
         before = [segment for segment in self._ancestors[row] if segment not in segments] if cached_hashes else []
         self._ancestors[row] = (*before, *segments)
 
@@ -256,7 +256,7 @@ class Recorder:
     # --- making segments
 
     @property
-    def unsealed(self) -> int:
+    def num_unsealed(self) -> int:
         """Number of captured positions that no segment holds yet."""
         return self._count
 
@@ -278,23 +278,23 @@ class Recorder:
 
     def _take_unsealed(self) -> list[PendingSegment]:
         """Return segments of what is captured and not stored, and mark it as sealed."""
-        if self._left:
+        if self._is_collected:
             self._in_pass, self._revocable = False, 0
         if self._in_pass or not self._count or not self._layers:
             return []
         if self._check.odd():
             self._drop_odd()
             return []
-        self._come_after()
-        self._follow_rows()
+        self._await_computed()
+        self._apply_row_order()
         layout = self._layout()
         end = self._first + self._count - self._revocable
         pending_segments: list[PendingSegment] = []
-        on_device = self._kept_on_device()
+        on_device = self._device_memory()
         segment_of: dict[bytes, str] = {}  # segments made here, by prefix hash: rows may share a prefix
         for row, pad in enumerate(self.history.pads):
             prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
-            first = max(self._sealed[row], self._found[row])
+            first = max(self._sealed[row], self._stored[row])
             while first < len(prefix_hashes) and (segment := segment_of.get(prefix_hashes[first])):
                 first += 1
                 if segment not in self._ancestors[row]:
@@ -309,12 +309,12 @@ class Recorder:
             self._sealed[row] = len(prefix_hashes)
         starts = [pad + n * HASH_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
         self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
-        self._mark()
+        self._record_events()
         return pending_segments
 
     def _drop_odd(self) -> None:
         """Discard the captured KV, which includes a pass that was not plain, and stop recording."""
-        self._forget()
+        self._clear()
         self._first = self.history.columns
         self.enabled = False
         self.collector.explain(ODD_MASK)
@@ -334,14 +334,14 @@ class Recorder:
             self.seal()
             twin = copy.copy(self)
             twin.collector, twin._check = collector, check
-            twin._lock, twin._left = threading.RLock(), False
+            twin._lock, twin._is_collected = threading.RLock(), False
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
             twin._reordered = list(self._reordered)
             twin._layers = {
                 i: LayerBuffer(c.kind, c.device, list(c.keys), list(c.values)) for i, c in self._layers.items()
             }
-            twin._sealed, twin._found = list(self._sealed), list(self._found)
+            twin._sealed, twin._stored = list(self._sealed), list(self._stored)
             twin._ancestors = list(self._ancestors)
             twin._streams, twin._computed = dict(self._streams), dict(self._computed)
             return twin
@@ -351,7 +351,7 @@ class Recorder:
 
         Called by a finalizer: takes no lock and never waits.
         """
-        self._left = True
+        self._is_collected = True
         writer.soon(self.finish)
 
     def finish(self) -> bool:
@@ -363,7 +363,7 @@ class Recorder:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            self._left = True
+            self._is_collected = True
             self.seal(wait=False)
         except StoreClosedError:
             logger.debug("the store was closed before the computed KV was queued")
@@ -371,19 +371,19 @@ class Recorder:
             self._lock.release()
         return True
 
-    def _mark(self) -> None:
+    def _record_events(self) -> None:
         """Record events on this thread's streams: other passes and seals may run in threads with other streams."""
-        for device in {caught.device for caught in self._layers.values()}:
+        for device in {buffer.device for buffer in self._layers.values()}:
             if device not in self._streams:
                 self._streams[device] = copy_stream(device)
             self._computed[device] = self._streams[device].computed()
 
-    def _come_after(self) -> None:
+    def _await_computed(self) -> None:
         """Order later work on this thread's streams after all threads' work on the captured tensors."""
         for device, event in self._computed.items():
             self._streams[device].await_copies(event)
 
-    def _follow_rows(self) -> None:
+    def _apply_row_order(self) -> None:
         """Apply pending row selections to the captured tensors."""
         if not self._reordered:
             return
@@ -399,11 +399,11 @@ class Recorder:
         self._reordered.clear()
 
     def _tensors(self) -> Iterator[list[torch.Tensor]]:
-        for caught in self._layers.values():
-            yield caught.keys
-            yield caught.values
+        for buffer in self._layers.values():
+            yield buffer.keys
+            yield buffer.values
 
-    def _kept_on_device(self) -> KeptOnDevice | None:
+    def _device_memory(self) -> KeptOnDevice | None:
         """Return the device memory that the captured tensors keep allocated, or None."""
         storages = (t.untyped_storage() for tensors in self._tensors() for t in tensors if not self._on_host(t.device))
         nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -424,7 +424,7 @@ class Recorder:
         parent = prefix_hashes[first - 1] if first else self.history.hasher.root
         tokens = len(new_hashes) * HASH_TOKENS
         start = first * HASH_TOKENS + self.history.pads[row] - self._first
-        sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
+        sources = {i: (list(buffer.keys), list(buffer.values)) for i, buffer in self._layers.items()}
         shape = SegmentShape(layout, self.geometry, tokens, self._tables(row, start, tokens, layout))
         now = time.time()
         ids = self.history.ids()[row, self.history.pads[row] + first * HASH_TOKENS :][:tokens]
@@ -441,7 +441,7 @@ class Recorder:
             label=self._names.of_row(row),
             scan_hashes=self.history.hasher.scan_hashes(ids),
         )
-        self._mark()
+        self._record_events()
         block_groups = packer(shape, sources, row, start, dict(self._streams), list(self._computed.values()))
         confirmed = Confirmation(partial(self._weights_held, time.monotonic()))
         refused = partial(_refused, self.collector, tokens, confirmed)
@@ -461,27 +461,27 @@ class Recorder:
         The tokens start at captured position `start`.
         """
         all_heads = slice(None)
-        for caught in self._layers.values():
+        for buffer in self._layers.values():
             keys, values = (
-                tokens_from(tensors, row, all_heads, start, tokens) for tensors in (caught.keys, caught.values)
+                tokens_from(tensors, row, all_heads, start, tokens) for tensors in (buffer.keys, buffer.values)
             )
             yield keys.cpu(), values.cpu()
 
-    def _keep_from(self, column: int) -> None:
-        """Keep only the captured positions from `column` on, and release the memory of the others."""
+    def _keep_from(self, position: int) -> None:
+        """Keep only the captured positions from `position` on, and release the memory of the others."""
         end = self._first + self._count
-        keep = max(0, end - column)
+        keep = max(0, end - position)
         for tensors in self._tensors():
             tensors[:] = [last_columns(tensors, keep)] if keep else []
         self._first, self._count = end - keep, keep
 
     def _mend(self) -> None:
         """Discard the captured KV after an interrupted change: it may belong to other positions than noted."""
-        self._forget()
+        self._clear()
         self._first, self._revocable = self.history.columns, 0
-        self._in_pass = self._catching = False
+        self._in_pass = self._capturing = False
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._layers.clear()
         self._reordered.clear()
         self._count = 0

@@ -85,7 +85,7 @@ class Request:
         index = slice(int(columns[0]), None) if alike else to_device(columns, self.ids.device)
         for name in _PER_TOKEN:
             if kwargs.get(name) is not None:
-                kwargs[name] = _some(kwargs[name], index)
+                kwargs[name] = _select_positions(kwargs[name], index)
         return kwargs
 
 
@@ -210,7 +210,7 @@ def placeholder_tokens(config: PreTrainedConfig) -> frozenset[int]:
     return frozenset(token for token in tokens if isinstance(token, int))
 
 
-def _some(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+def _select_positions(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
     """Return some positions of a per-token argument, `[columns]`, `[rows, columns]` or `[kinds, rows, columns]`."""
     if isinstance(index, slice) or index.ndim == 1:
         return value[..., index]

@@ -47,14 +47,14 @@ class Handover:
 
     def __init__(self, residency: Residency, old: SegmentReader) -> None:
         self._residency, self._old = residency, old
-        self._held: dict[int, int] = {}
-        self._known: dict[int, np.ndarray] = {}  # float64 [2, chunks]
+        self._num_cached: dict[int, int] = {}
+        self._scores: dict[int, np.ndarray] = {}  # float64 [2, chunks]
         devices = list(residency.devices) or [torch.device("cpu")]
         for group in old.shape.block_groups:
             owner, chunks = old.owner(group.index), np.arange(old.shape.chunks_in(group))
             on_devices = sum(residency.where(owner, chunks, device).get("device", 0) for device in devices)
-            self._held[group.index] = on_devices + residency.where(owner, chunks, devices[0])["host"]
-            self._known[group.index] = residency.scores.of(owner, chunks)
+            self._num_cached[group.index] = on_devices + residency.where(owner, chunks, devices[0])["host"]
+            self._scores[group.index] = residency.scores.of(owner, chunks)
 
     def give_indexes_to(self, new: SegmentReader) -> None:
         """Assign the cached indexes to `new`, which has the same keys.
@@ -76,20 +76,20 @@ class Handover:
         for group in shape.block_groups:
             step, tokens = shape.geometry.chunk_tokens, np.arange(shape.tokens)
             was, now = (reader.shape.slot_of_token(group, tokens) // step for reader in (self._old, new))
-            count, scores = shape.chunks_in(group), self._known[group.index]
+            count, scores = shape.chunks_in(group), self._scores[group.index]
             if scores.any():
                 sums = np.stack([np.bincount(now, row[was], count) for row in scores])
                 self._residency.scores.put(new.owner(group.index), sums / np.bincount(now, minlength=count))
-            if num_cached := min(self._held[group.index], count):
+            if num_cached := min(self._num_cached[group.index], count):
                 requests.append(BlockRequest(new, group.index, np.arange(num_cached)))
         for request in requests:
-            lease = self._residency.fetch([request], torch.device("cpu"), StatsCollector(), ahead=True)
+            handle = self._residency.fetch([request], torch.device("cpu"), StatsCollector(), ahead=True)
             try:
-                lease.wait()
+                handle.wait()
             except Exception as error:
                 logger.debug("the blocks of segment %s could not be loaded into memory: %r", new.id, error)
             finally:
-                lease.release()
+                handle.release()
 
 
 _IMPORTANCE = "importance"

@@ -78,17 +78,17 @@ class SequenceState:
         self._segments, self._layers, self._selects = segments, layers, selects
         self.approximate = False
         """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
-        self._asked: np.ndarray | None = None
+        self._new_ids: np.ndarray | None = None
         """Tokens that the current pass adds, int64 `[rows, columns]`; None if there was no lookup."""
         self.stored_in_pieces = 0
         """Number of tokens of the current prompt that were computed, stored and released."""
         self._in_prompt = False  # whether the last pass had several positions
-        self.tells_passages = isinstance(method, Passages)
+        self.reports_passages = isinstance(method, Passages)
         """True if the passages of a prompt are reported."""
         self._report = PassageReport()
-        self.missed = ""
+        self.miss_reason = ""
         """Reason why the last pass did not find stored passages, if the user can change that, or an empty string."""
-        self._unused = ""  # reason why the method cannot use all of the match, if so
+        self._unusable_reason = ""  # reason why the method cannot use all of the match, if so
 
     @property
     def columns(self) -> int:
@@ -101,11 +101,11 @@ class SequenceState:
         """Return the plan of a pass, or None if it restores nothing."""
         method = self.method
         with collector.timing("match_seconds"):
-            self._asked = request.ids.to("cpu", torch.int64).numpy()
+            self._new_ids = request.ids.to("cpu", torch.int64).numpy()
             find, defer = (self._finder, method.deferred_choice) if isinstance(method, Passages) else (None, None)
             plan, lookups = make_plan(
                 self.history,
-                self._asked,
+                self._new_ids,
                 request.must_compute,
                 method.positions_to_compute,
                 self._layers,
@@ -115,7 +115,7 @@ class SequenceState:
             )
         for rows in lookups:
             for row in rows.rows:
-                self.recorder.found(row, rows.held, rows.num_hashes, rows.segments)
+                self.recorder.note_stored(row, rows.held, rows.num_hashes, rows.segments)
         if plan is None or not self._selects or not isinstance(method, BudgetMethod):
             return plan
         plan = self._within_budget(plan, method)
@@ -157,7 +157,7 @@ class SequenceState:
         usable = self.method.usable_hashes(shape)
         if usable * HASH_TOKENS < shape.tokens:
             selects = isinstance(self.method, BudgetMethod) and self.method.selects
-            self._unused = reasons.MERGED if selects and shape.geometry.pairs else reasons.IN_PART
+            self._unusable_reason = reasons.MERGED if selects and shape.geometry.pairs else reasons.IN_PART
         return usable
 
     def why_nothing(self, request: Request) -> str:
@@ -167,8 +167,8 @@ class SequenceState:
         """
         if self.columns or not self.store.usable:
             return ""
-        if self._unused:
-            return self._unused
+        if self._unusable_reason:
+            return self._unusable_reason
         method = self.method
         passages = (method.passages, method.sink_token(self.config)) if isinstance(method, Passages) else None
         tokens = request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()
@@ -190,7 +190,7 @@ class SequenceState:
         Returns:
             The reason why later passes run without the store, or an empty string.
         """
-        self.missed = ""
+        self.miss_reason = ""
         rows, columns = request.ids.shape
         tokens = rows * columns - sum(max(0, pad - request.base) for pad in self.history.pads)
         approximations = self.method.records_approximations
@@ -205,16 +205,17 @@ class SequenceState:
             if not (exact or approximations):
                 self.recorder.enabled = False
         self.stored_in_pieces = 0
-        ids, self._asked = request.ids if self._asked is None else self._asked, None  # avoids a second device copy
-        unsealed = self.recorder.end(ids, computed, request.revocable)
-        if self.tells_passages and columns > 1:
+        ids = request.ids if self._new_ids is None else self._new_ids  # avoids a second device copy
+        self._new_ids = None
+        num_unsealed = self.recorder.end(ids, computed, request.revocable)
+        if self.reports_passages and columns > 1:
             self._report_passages(plan, collector)
         if request.text < columns:
             self.recorder.crop(columns - request.text)
             return reasons.IMAGES
         prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
-        least = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
-        if unsealed >= (HASH_TOKENS if self.approximate and not approximations else least):
+        threshold = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
+        if num_unsealed >= (HASH_TOKENS if self.approximate and not approximations else threshold):
             try:
                 self.recorder.seal()
             except StoreClosedError as error:  # the request itself continues
@@ -248,11 +249,11 @@ class SequenceState:
         ids, finder = self.history.ids(), self._finder
         rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
         passages = self._report.passage_stats(rows, finder.hashers, self._segments)
-        collector.tell_passages(passages)
+        collector.set_passages(passages)
         if self._report.suggests_joined_text(rows, finder.hashers):
-            self.missed = reasons.JOINED
-        elif plan is not None and not plan.base and not any(passage.found for passage in passages):
-            self.missed = self._why_a_prefix_alone(plan, rows, finder, method.passages)
+            self.miss_reason = reasons.JOINED
+        elif plan is not None and not plan.base and not any(passage.tokens_found for passage in passages):
+            self.miss_reason = self._why_a_prefix_alone(plan, rows, finder, method.passages)
 
     def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray], finder: PassageFinder, provenance: str) -> str:
         """Return the reason why only a prefix of the prompt is restored although passages are stored.

@@ -76,7 +76,7 @@ def cannot_observe(model: PreTrainedModel) -> str:
     return ""
 
 
-def can_have_fronts(attachment: Attachment) -> bool:
+def can_recompute_prefix(attachment: Attachment) -> bool:
     """Return whether layers can compute a prefix besides their suffix, and later layers a shorter one.
 
     This requires masks that can give the position of each query, and layers that take only the hidden state and the

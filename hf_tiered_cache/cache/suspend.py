@@ -15,11 +15,11 @@ from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from .calibrations import note_initial_recent
-from .cost_model import costs_of, idle_front
+from .cost_model import costs_of, idle_recompute_ratio
 from .executor import Executor
 from .sequence import SequenceState
 from .storage import Storage
-from .suitability import can_have_fronts
+from .suitability import can_recompute_prefix
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Suspended:
 
     Args:
         tokens: number of the conversation's tokens that are stored. The next turn restores them.
-        left: number of the cache's tokens that are not stored. The next turn computes them. Below 16, unless `reason`
-            says why.
+        unstored: number of the cache's tokens that are not stored. The next turn computes them. Below 16, unless
+            `reason` says why.
         bytes: size on disk of the segments with the stored tokens.
         seconds: duration of the call.
         reason: what could not be stored, and why, or "".
     """
 
     tokens: int
-    left: int
+    unstored: int
     bytes: int
     seconds: float
     reason: str = ""
@@ -112,12 +112,12 @@ def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentRead
     def front(stored: float) -> float:
         share = method.recompute if isinstance(method, PrefixMethod) else 0.0
         costs = costs_of(sequence, executor.attachment, tokens)
-        if not can_have_fronts(executor.attachment) or (share == "auto" and costs is None):
+        if not can_recompute_prefix(executor.attachment) or (share == "auto" and costs is None):
             return 0.0
         if share != "auto":
             return share
         assert costs is not None
-        return idle_front(tokens, executor.attachment.depth, costs, stored, method.geometry.chunk_tokens)
+        return idle_recompute_ratio(tokens, executor.attachment.depth, costs, stored, method.geometry.chunk_tokens)
 
     admit = storage.residency.admit
     return IdleConversation(storage.disk, readers, storage.blocks_of, admit, front, attention, noted)

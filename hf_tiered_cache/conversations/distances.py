@@ -38,8 +38,8 @@ class AttentionDistances:
 
     Args:
         layers: Layers with full attention to compare; None for all.
-        every: Sampling interval, in positions, for decoded tokens and passes of at most this many positions.
-        prompt_every: Minimum sampling interval for longer passes.
+        interval: Sampling interval, in positions, for decoded tokens and passes of at most this many positions.
+        prompt_interval: Minimum sampling interval for longer passes.
         prompt_rows: Maximum number of sampled positions of a longer pass.
         later: Runs the reduction of prompts in the background; None to reduce them in `result`.
     """
@@ -48,12 +48,12 @@ class AttentionDistances:
         self,
         layers: Sequence[int] | None = None,
         *,
-        every: int = 16,
-        prompt_every: int = 4,
+        interval: int = 16,
+        prompt_interval: int = 4,
         prompt_rows: int = 128,
         later: Later | None = None,
     ) -> None:
-        self.every, self.prompt_every, self.prompt_rows = every, prompt_every, prompt_rows
+        self.interval, self.prompt_interval, self.prompt_rows = interval, prompt_interval, prompt_rows
         self._compared = None if layers is None else tuple(layers)
         self._later = later
         self._sources: Sequence[KeysOfLayer] = ()
@@ -133,8 +133,8 @@ class AttentionDistances:
         """Return the number of positions that each sample of a pass represents, and the sampled positions, int64."""
         fewest, first, stop = computed.fewest, computed.first, computed.stop
         count = stop - first if fewest is None else len(fewest)
-        is_short = count <= self.every
-        stride = self.every if is_short else max(self.prompt_every, -(-count // self.prompt_rows))
+        is_short = count <= self.interval
+        stride = self.interval if is_short else max(self.prompt_interval, -(-count // self.prompt_rows))
         if fewest is not None:
             return stride, fewest[fewest % stride == stride // 2] if is_short else fewest[stride // 2 :: stride]
         return stride, np.arange(first + (stride // 2 - first) % stride, stop, stride)

@@ -48,7 +48,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             self._restored = plan.suffix
         else:
             self._scattered = plan.columns
-            self._skipped = max(0, plan.first_kept(self.window)) if self.window else 0
+            self._skipped = max(0, plan.first_position(self.window)) if self.window else 0
 
     def end_pass(self) -> None:
         """See `KVSource`."""
@@ -90,7 +90,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
-        first = max(0, plan.first_kept(self.window)) if self.window else 0
+        first = max(0, plan.first_position(self.window)) if self.window else 0
         refines = isinstance(plan, PassagesPlan)
         is_preview = refines and restoring.is_previewing(self.index)
         before = self.snapshot() if is_preview else None
@@ -109,7 +109,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             values[:, :, plan.suffix - first :] = value_states
             return self._visible(key_states.shape[2])
         if isinstance(plan, RecomputePlan):
-            front = plan.fronts[self.index]
+            front = plan.recompute_lengths[self.index]
             for target, computed in ((keys, key_states), (values, value_states)):
                 target[:, :, :front] = computed[:, :, :front]
                 target[:, :, plan.restored_until :] = computed[:, :, front:]

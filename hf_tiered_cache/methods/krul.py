@@ -13,7 +13,7 @@ from ..conversations.distances import AttentionDistances
 from ..conversations.sharing import ALIKE, I_R_SHARE, calibrated_gamma, share_layers
 from ..errors import ConfigError, with_type
 from ..restore.observe import CacheObserver, Later
-from ..restore.schedule import fronts
+from ..restore.schedule import recompute_lengths
 from ..store.codecs import coded_provenance
 from ..store.codecs.pairs import TOWARD
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
@@ -104,7 +104,7 @@ class Krul(PrefixMethod, ForConversation):
         geometry = replace(self.geometry, pairs=self.pairs(idle, idle.readers[0].shape.geometry.pairs))
         front = idle.front(share_of_bytes(layout, geometry, self.retained))
         step = self.geometry.chunk_tokens
-        stored_from = fronts(tokens_of(idle.readers), front, len(layout.layers), step=step)
+        stored_from = recompute_lengths(tokens_of(idle.readers), front, len(layout.layers), step=step)
         stored_from = np.maximum(stored_from, first_stored_tokens(idle.readers))
         if not geometry.pairs and not stored_from.any():
             return None

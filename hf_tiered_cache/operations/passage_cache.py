@@ -193,7 +193,7 @@ class PassageExecutor(Executor):
 
     def _new_sequence(self, cache: LayeredCache, request: Request, identity: Identity, regime: str) -> SequenceState:
         sequence = super()._new_sequence(cache, request, identity, regime)
-        sequence.tells_passages = False  # a passage is not searched for other passages
+        sequence.reports_passages = False  # a passage is not searched for other passages
         return sequence
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
@@ -272,11 +272,11 @@ class _InMemoryRecorder(Recorder):
         start = max(0, self._lead_tokens - self._first)
         tokens = whole_tokens(self._count - start)
         if not self._in_pass and tokens > 0:
-            self._come_after()
+            self._await_computed()
             for row in range(self.history.rows):
                 self._computed_rows[row] = list(self._pairs(row, start, tokens))
         if not self._in_pass:
-            self._forget()
+            self._clear()
             self._first = self.history.columns
         return []
 

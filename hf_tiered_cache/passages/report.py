@@ -111,8 +111,9 @@ class PassageReport:
         stats = [_stats_of(passage, rows[passage.row], hashers) for passage in self._passages]
         if begins is not None:
             for row, tokens in enumerate(rows):
-                stats += _empty_positions(row, len(tokens), begins, {entry.at for entry in stats if entry.row == row})
-        return sorted(stats, key=lambda entry: (entry.row, entry.at))
+                starts = {entry.start for entry in stats if entry.row == row}
+                stats += _empty_positions(row, len(tokens), begins, starts)
+        return sorted(stats, key=lambda entry: (entry.row, entry.start))
 
 
 def _stats_of(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> PassageStats:

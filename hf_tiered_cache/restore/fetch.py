@@ -33,8 +33,8 @@ class FetchUnit:
     """int64, ascending: chunks that have arrived or are being fetched."""
     attended: np.ndarray = field(default_factory=_no_chunks)
     """int64, ascending: chunks requested for attention."""
-    leased: list[FetchedBlocks] = field(default_factory=list)
-    leases: list[BlockHandle] = field(default_factory=list)
+    fetched: list[FetchedBlocks] = field(default_factory=list)
+    handles: list[BlockHandle] = field(default_factory=list)
     used: dict[int, list[Sequence[np.ndarray]]] = field(default_factory=dict)
     """For each layer, the sets of segment tokens that attention uses, as passed to `use`."""
     from_disk: bool = False
@@ -53,10 +53,10 @@ class FetchUnit:
     @property
     def blocks(self) -> Blocks:
         """Blocks that have arrived; call `Fetcher.wait_for` before."""
-        if len(self.leased) == 1:
-            return self.leased[0].arrived
-        if self._joined[0] != len(self.leased):
-            self._joined = len(self.leased), Blocks.join([leased.arrived for leased in self.leased])
+        if len(self.fetched) == 1:
+            return self.fetched[0].arrived
+        if self._joined[0] != len(self.fetched):
+            self._joined = len(self.fetched), Blocks.join([blocks.arrived for blocks in self.fetched])
         return self._joined[1]
 
     def use(self, layers: Iterable[int], sets: Sequence[np.ndarray]) -> None:
@@ -78,13 +78,12 @@ class FetchUnit:
                 sharing.setdefault(slot, []).append(part)
         for slot, parts in sharing.items():
             part, uses = parts[0], [sets for part in parts for sets in self.used.get(part.layer, [])]
-            alike = [sets[0] for sets in uses if len(sets) == 1]
-            alone = [sets for sets in uses if len(sets) > 1]
-            heads = range(part.first_head, part.first_head + part.heads) if alone else range(1)
-            token_heads = sum(self._count_in(chunks, [*alike, *(sets[head] for sets in alone)]) for head in heads)
-            total += (
-                token_heads * (1 if alone else part.heads) * slot.nbytes // (part.heads * shape.geometry.chunk_tokens)
-            )
+            shared_sets = [sets[0] for sets in uses if len(sets) == 1]
+            head_sets = [sets for sets in uses if len(sets) > 1]
+            heads = range(part.first_head, part.first_head + part.heads) if head_sets else range(1)
+            sets_of = ([*shared_sets, *(sets[head] for sets in head_sets)] for head in heads)
+            token_heads = sum(self._count_in(chunks, sets) for sets in sets_of) * (1 if head_sets else part.heads)
+            total += token_heads * slot.nbytes // (part.heads * shape.geometry.chunk_tokens)
         return total
 
     def _count_in(self, chunks: np.ndarray, sets: Sequence[np.ndarray]) -> int:
@@ -147,15 +146,15 @@ class Fetcher:
         for device, batch in batches.items():
             requests = [BlockRequest(unit.reader, unit.block_group.index, missing) for unit, missing in batch]
             try:
-                lease = self.residency.fetch(requests, device, self.collector, ahead)
+                handle = self.residency.fetch(requests, device, self.collector, ahead)
             except Exception as error:
                 raise restore_error(self.collector, batch[0][0].reader, error) from error
-            self._users[lease] = len(batch)
-            for (unit, _), leased in zip(batch, lease.fetched, strict=True):
-                unit.leases.append(lease)
-                unit.leased.append(leased)
-                unit.from_disk |= len(leased.from_disk) > 0
-                unit.held = np.union1d(unit.held, leased.chunks) if len(unit.held) else leased.chunks
+            self._users[handle] = len(batch)
+            for (unit, _), blocks in zip(batch, handle.fetched, strict=True):
+                unit.handles.append(handle)
+                unit.fetched.append(blocks)
+                unit.from_disk |= len(blocks.from_disk) > 0
+                unit.held = np.union1d(unit.held, blocks.chunks) if len(unit.held) else blocks.chunks
 
     def _bounded(self, unit: FetchUnit, chunks: np.ndarray) -> np.ndarray:
         """Return the leading chunks that `ahead_bytes` has room for, and count their bytes."""
@@ -173,20 +172,20 @@ class Fetcher:
         """
         for unit in units:
             self._ahead.pop(unit, None)
-            for lease in unit.leases:
+            for handle in unit.handles:
                 try:
-                    self._wait(lease)
+                    self._wait(handle)
                 except Exception as error:
-                    raise restore_error(self.collector, lease.failed or unit.reader, error) from error
+                    raise restore_error(self.collector, handle.failed or unit.reader, error) from error
 
-    def _wait(self, lease: BlockHandle) -> None:
-        if lease.has_arrived:
-            lease.wait()
+    def _wait(self, handle: BlockHandle) -> None:
+        if handle.has_arrived:
+            handle.wait()
         else:
             with self.collector.timing("stall_seconds"):
-                lease.wait()
-        if not lease.is_confirmed:
-            self._unconfirmed[lease] = None
+                handle.wait()
+        if not handle.is_confirmed:
+            self._unconfirmed[handle] = None
 
     def confirm(self) -> None:
         """Wait until all blocks waited for so far are verified.
@@ -197,49 +196,49 @@ class Fetcher:
             RestoreError: A block is damaged.
         """
         while self._unconfirmed:
-            lease, _ = self._unconfirmed.popitem()
+            handle, _ = self._unconfirmed.popitem()
             try:
-                lease.confirm()
+                handle.confirm()
             except Exception as error:
-                reader = lease.failed or lease.fetched[0].request.reader
+                reader = handle.failed or handle.fetched[0].request.reader
                 raise restore_error(self.collector, reader, error) from error
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
         """Record the I/O of `units` and what it was used for, and release their blocks."""
-        brought, in_vain = 0, dict.fromkeys(("brought_identifying", "brought_guessed"), 0)
+        brought, unused_bytes = 0, dict.fromkeys(("brought_identifying", "brought_guessed"), 0)
         for unit in units:
-            size, num_chunks = unit.block_group.block_bytes, sum(len(leased.chunks) for leased in unit.leased)
+            size, num_chunks = unit.block_group.block_bytes, sum(len(blocks.chunks) for blocks in unit.fetched)
             brought += num_chunks * size
-            in_vain["brought_identifying" if unit.identifies else "brought_guessed"] += (
+            unused_bytes["brought_identifying" if unit.identifies else "brought_guessed"] += (
                 max(0, num_chunks - len(unit.attended)) * size
             )
             if unit.from_disk:
-                read = np.concatenate([leased.from_disk for leased in unit.leased])
+                read = np.concatenate([blocks.from_disk for blocks in unit.fetched])
                 unused = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * size
-                what_for = "bytes_identifying" if unit.identifies else "bytes_guessed"
-                self.collector.add(bytes_used=unit.bytes_used(read), **{what_for: unused})
+                figure = "bytes_identifying" if unit.identifies else "bytes_guessed"
+                self.collector.add(bytes_used=unit.bytes_used(read), **{figure: unused})
             self._ahead.pop(unit, None)
-            for lease in unit.leases:
-                self._let_go(lease)
-            unit.leases.clear()
-            unit.leased.clear()
+            for handle in unit.handles:
+                self._release(handle)
+            unit.handles.clear()
+            unit.fetched.clear()
             unit.from_disk, unit._joined = False, (0, _NO_BLOCKS)  # releases the memory
         if brought:
-            self.collector.add(bytes_brought=brought, **in_vain)
+            self.collector.add(bytes_brought=brought, **unused_bytes)
 
-    def _let_go(self, lease: BlockHandle) -> None:
+    def _release(self, handle: BlockHandle) -> None:
         """Drop one unit's reference to a block handle, and release the handle with the last one."""
-        self._users[lease] -= 1
-        if not self._users[lease]:
-            del self._users[lease]
-            lease.release()
+        self._users[handle] -= 1
+        if not self._users[handle]:
+            del self._users[handle]
+            handle.release()
 
     def cancel(self) -> None:
         """Release all block handles, wherever the pass has stopped."""
         self.collector.forget_reads()
         while self._users:
-            lease, _ = self._users.popitem()
-            lease.release()
+            handle, _ = self._users.popitem()
+            handle.release()
 
 
 def restore_error(collector: StatsCollector, reader: SegmentReader, error: Exception) -> RestoreError:

@@ -200,10 +200,10 @@ def gather_chunks(
         slab, slot = blocks.slab[at], blocks.slot[at]
         for number, memory in enumerate(blocks.slabs):
             selection = slice(None) if len(blocks.slabs) == 1 else slab == number
-            _, slots, theirs = slabs.setdefault(id(memory), (memory, [], []))
+            _, slots, numbers_by_part = slabs.setdefault(id(memory), (memory, [], []))
             slots.append(slot[selection])
-            theirs.append(numbers[selection])
-    order = np.concatenate([numbers_of_slab for *_, theirs in slabs.values() for numbers_of_slab in theirs])
+            numbers_by_part.append(numbers[selection])
+    order = np.concatenate([part for *_, numbers_by_part in slabs.values() for part in numbers_by_part])
     first = next(iter(slabs.values()))[0]
     gathered, begin = first.new_empty(len(order), first.shape[1]), 0  # uint8 [n of all, block_bytes]
     for memory, slots, _ in slabs.values():

@@ -148,12 +148,12 @@ class Plan:
         """Return this plan with a budget of restored tokens. Every layer of this plan computes exactly the suffix."""
         return BudgetPlan(self.base, self.columns, self.computed, self.groups, budget_tokens, streamed)
 
-    def with_fronts(self, fronts: Sequence[int]) -> RecomputePlan:
+    def with_recompute_lengths(self, lengths: Sequence[int]) -> RecomputePlan:
         """Return this plan with a recomputed prefix per layer. Every layer of this plan computes exactly the suffix."""
         suffix = self.computed[0]
-        computed = {front: np.concatenate([np.arange(front), suffix]) for front in set(fronts)}  # one array per length
-        by_layer = tuple(computed[front] for front in fronts)
-        return RecomputePlan(self.base, self.columns, by_layer, self.groups, tuple(fronts))
+        computed = {length: np.concatenate([np.arange(length), suffix]) for length in set(lengths)}
+        by_layer = tuple(computed[length] for length in lengths)
+        return RecomputePlan(self.base, self.columns, by_layer, self.groups, tuple(lengths))
 
     def with_choice(self, choice: DeferredChoice) -> PassagesPlan:
         """Return this plan with a choice of computed positions that is made during the pass."""
@@ -183,15 +183,15 @@ class Plan:
         """First position from which on every layer computes all positions, in every row."""
         return max(_run_at_end(row) for (row,) in row_by_row(self.computed[-1]))  # no layer computes less
 
-    def kept(self, layer: int) -> Columns | None:
+    def hidden_indexes(self, layer: int) -> Columns | None:
         """Return which hidden states of the layer before `layer` keeps, int64 `[n]` or `[rows, n]`, or None for all."""
         return places(self.computed[layer], self.computed[layer - 1]) if layer else None
 
-    def rows(self, layer: int) -> Columns | None:
+    def query_indexes(self, layer: int) -> Columns | None:
         """Return which of the first layer's queries belong to `layer`, int64 `[n]` or `[rows, n]`, or None for all."""
         return places(self.computed[layer], self.computed[0])
 
-    def first_kept(self, window: int) -> int:
+    def first_position(self, window: int) -> int:
         """Return the first position that a layer with this sliding window (0: none) needs when the pass begins."""
         return max(-self.base, int(self.computed[0].min()) - (window - 1)) if window else -self.base
 
@@ -199,7 +199,7 @@ class Plan:
         """Return whether a layer with this sliding window (0: none) restores all that it does not compute."""
         return True
 
-    def wanted_tokens(
+    def tokens_to_restore(
         self, block_group: BlockGroup, group: RowGroup, piece: SegmentSlice, layer: int | None = None
     ) -> np.ndarray:
         """Return the tokens of `piece`, counted in its segment, that a layer needs and does not compute.
@@ -222,7 +222,7 @@ class Plan:
     def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
         """Return the tokens of `piece`, counted in its segment, not computed by one of `layers` of this window."""
         start = piece.at + group.pad - self.base - piece.first  # position of the segment's first token
-        low = max(piece.first, max(0, self.first_kept(window)) - start)
+        low = max(piece.first, max(0, self.first_position(window)) - start)
         high = piece.first + piece.count
         if (span := self.restored_span(layers[-1], window)) is not None:
             return np.arange(max(low, span[0] - start), min(high, span[1] - start))
@@ -235,9 +235,9 @@ class Plan:
 
         A layer with a sliding window (0: none) restores what the suffix sees: a recomputed prefix sees only itself.
         """
-        return None if self.suffix is None else (max(0, self.first_kept(window)), self.suffix)
+        return None if self.suffix is None else (max(0, self.first_position(window)), self.suffix)
 
-    def check_held(self, group: RowGroup, piece: SegmentSlice) -> None:
+    def check_stored(self, group: RowGroup, piece: SegmentSlice) -> None:
         """Raise ValueError if a layer neither computes a token of `piece` nor has it in the segment."""
         shape = piece.reader.shape
         if shape.tables is None or shape.whole:
@@ -333,10 +333,11 @@ class RecomputePlan(Plan):
     Args:
         base, columns, computed, groups: See `Plan`. `computed` includes the recomputed prefixes. The cache is empty,
             and rows have no padding.
-        fronts: Length of each layer's recomputed prefix. The layer loads the positions between it and the suffix.
+        recompute_lengths: Length of each layer's recomputed prefix. The layer loads the positions between it and the
+            suffix.
     """
 
-    fronts: tuple[int, ...]
+    recompute_lengths: tuple[int, ...]
 
     @cached_property
     def suffix(self) -> int | None:
@@ -346,12 +347,12 @@ class RecomputePlan(Plan):
     @cached_property
     def restored_until(self) -> int:
         """See `Plan`."""
-        return self.columns - (len(self.computed[-1]) - self.fronts[-1])
+        return self.columns - (len(self.computed[-1]) - self.recompute_lengths[-1])
 
     def restored_span(self, layer: int, window: int) -> tuple[int, int]:
         """See `Plan`."""
-        until, front = self.restored_until, self.fronts[layer]
-        return (max(front, until - (window - 1)) if window else front), until
+        until, length = self.restored_until, self.recompute_lengths[layer]
+        return (max(length, until - (window - 1)) if window else length), until
 
     @cached_property
     def restored_tokens(self) -> int:
@@ -361,7 +362,7 @@ class RecomputePlan(Plan):
     @property
     def recomputed_tokens(self) -> float:
         """See `Plan`."""
-        return sum(len(group.rows) for group in self.groups) * sum(self.fronts) / len(self.computed)
+        return sum(len(group.rows) for group in self.groups) * sum(self.recompute_lengths) / len(self.computed)
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,7 @@ class PassagesPlan(Plan):
         """See `Plan`."""
         return None
 
-    def first_kept(self, window: int) -> int:
+    def first_position(self, window: int) -> int:
         """See `Plan`."""
         return max(-self.base, int(self.choice.candidates.min()) - (window - 1)) if window else -self.base
 
@@ -388,7 +389,7 @@ class PassagesPlan(Plan):
         if piece.exact or set(layers).isdisjoint(self.choice.compare_layers):
             return super()._needed_tokens(window, layers, group, piece)
         start = piece.at + group.pad - self.base - piece.first  # position of the segment's first token
-        return np.arange(max(piece.first, max(0, self.first_kept(window)) - start), piece.first + piece.count)
+        return np.arange(max(piece.first, max(0, self.first_position(window)) - start), piece.first + piece.count)
 
 
 @dataclass(frozen=True, eq=False)

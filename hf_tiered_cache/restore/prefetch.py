@@ -67,7 +67,7 @@ class Prefetch:
         self._waiting = order[::-1]
         unpaused = isinstance(plan, RecomputePlan) and ahead_bytes > 0
         self._ahead_bytes = sum(unit.nbytes for unit in order) if unpaused else ahead_bytes
-        self._under_way = 0
+        self._in_flight_bytes = 0
         self._layer = -1  # layer with blocks in use
         self._furthest = -1  # first layer of the last unit that was started
 
@@ -91,12 +91,12 @@ class Prefetch:
         self.fetcher.wait_for(units)
         return units
 
-    def gathers(self, layer: int, first_column: int) -> Iterator[tuple[int, BlockGroup, Gather]]:
+    def gathers(self, layer: int, first_position: int) -> Iterator[tuple[int, BlockGroup, Gather]]:
         """Return the copies of a layer's restored tokens: row, KV cache group, and gather of its tokens in the row.
 
         Args:
             layer: Layer index.
-            first_column: Position, counted as in the plan, of the layer's first entry.
+            first_position: Position, counted as in the plan, of the layer's first entry.
 
         Raises:
             RestoreError: See `units`.
@@ -110,7 +110,7 @@ class Prefetch:
                     gathers[key] = row, unit.block_group, self._gathers[key]
                     continue
                 gather = gathers.setdefault(key, (row, unit.block_group, Gather(shape, unit.block_group)))[2]
-                shift = piece.at - piece.first + group.pad - self.plan.base - first_column
+                shift = piece.at - piece.first + group.pad - self.plan.base - first_position
                 gather.add(shape, unit.blocks, tokens, tokens + shift)
         self._gathers.update({key: gather for key, (_, _, gather) in gathers.items()})
         return iter(gathers.values())
@@ -118,15 +118,15 @@ class Prefetch:
     def done(self, layer: int) -> None:
         """Release the blocks that no layer after `layer` needs, and continue to fetch. Call when `layer` is filled."""
         units = self._by_layer.get(layer, [])
-        over = [unit for unit in units if unit.block_group.layers[-1] == layer]
+        finished = [unit for unit in units if unit.block_group.layers[-1] == layer]
         # blocks that wait for the second layer of a merged pair do not limit the prefetch
-        self._under_way -= sum(unit.nbytes for unit in units if unit.last_ahead == layer)
-        for unit in over:
+        self._in_flight_bytes -= sum(unit.nbytes for unit in units if unit.last_ahead == layer)
+        for unit in finished:
             if unit.from_disk:
                 self._note_use(unit)
             for group, _, _ in unit.pieces:
                 self._gathers.pop((id(unit.block_group), group.rows[0]), None)
-        self.fetcher.finish(over)
+        self.fetcher.finish(finished)
         self._issue()
 
     def _note_use(self, unit: PlanUnit) -> None:
@@ -136,19 +136,19 @@ class Prefetch:
                 unit.use(unit.block_group.layers, [tokens])
                 continue
             for layer in unit.block_group.layers:
-                unit.use((layer,), [self.plan.wanted_tokens(unit.block_group, group, piece, layer)])
+                unit.use((layer,), [self.plan.tokens_to_restore(unit.block_group, group, piece, layer)])
 
     def _issue(self) -> None:
         """Start to fetch what the current layer needs, and more within the bound; one unit ahead whatever its size."""
         if not self._waiting:
             return
-        due: list[PlanUnit] = []
+        units: list[PlanUnit] = []
         while self._waiting and self._may_start(self._waiting[-1]):
             unit = self._waiting.pop()
-            self._under_way += unit.nbytes
+            self._in_flight_bytes += unit.nbytes
             self._furthest = unit.block_group.layers[0]
-            due.append(unit)
-        for _, batch in groupby(due, lambda unit: unit.block_group.layers[0]):  # a layer waits only for its own batch
+            units.append(unit)
+        for _, batch in groupby(units, lambda unit: unit.block_group.layers[0]):  # a layer waits only for its own batch
             self.fetcher.bring([(unit, unit.chunks) for unit in batch])
         self.fetcher.collector.expect_reads(bool(self._waiting))
 
@@ -156,7 +156,7 @@ class Prefetch:
         if unit.block_group.layers[0] <= self._layer:
             return True
         ahead = self._furthest > self._layer
-        return bool(self._ahead_bytes) and (not ahead or self._under_way + unit.nbytes <= self._ahead_bytes)
+        return bool(self._ahead_bytes) and (not ahead or self._in_flight_bytes + unit.nbytes <= self._ahead_bytes)
 
 
 def units_of(plan: Plan) -> list[PlanUnit]:
@@ -168,9 +168,9 @@ def units_of(plan: Plan) -> list[PlanUnit]:
     units: dict[tuple[SegmentReader, int], PlanUnit] = {}
     for group in plan.groups:
         for piece in group.pieces:
-            plan.check_held(group, piece)
+            plan.check_stored(group, piece)
             for block_group in piece.reader.shape.block_groups:
-                tokens = plan.wanted_tokens(block_group, group, piece)
+                tokens = plan.tokens_to_restore(block_group, group, piece)
                 if len(tokens):
                     unit = units.setdefault((piece.reader, block_group.index), PlanUnit(piece.reader, block_group))
                     unit.pieces.append((group, piece, tokens))
@@ -185,7 +185,7 @@ def restore_layer(
     dtype: torch.dtype,
     keys: torch.Tensor,
     values: torch.Tensor,
-    first_column: int,
+    first_position: int,
     rotate_: Callable[[torch.Tensor, int], None],
 ) -> None:
     """Fill and rotate the restored positions of one layer; the caller fills the computed positions.
@@ -196,27 +196,27 @@ def restore_layer(
         layer: Layer index.
         kind: Layout of the tensors that the model passes to the cache for this layer.
         dtype: Dtype of these tensors before rotation (autocast may rotate into another dtype).
-        keys: `[batch, key_heads, columns - first_column, key_dim]`, filled in place.
+        keys: `[batch, key_heads, columns - first_position, key_dim]`, filled in place.
         values: Like `keys`.
-        first_column: Position, counted as in the plan, of the first entry of `keys` and `values`.
+        first_position: Position, counted as in the plan, of the first entry of `keys` and `values`.
         rotate_: Rotates `[rows, heads, n, dim]` in place; its second argument is the index of the first token.
 
     Raises:
         RestoreError: A block did not arrive, or its layout does not match.
     """
     check_fit(plan, layer, kind, dtype)
-    for row, block_group, gather in prefetch.gathers(layer, first_column):
+    for row, block_group, gather in prefetch.gathers(layer, first_position):
         for part in block_group.parts:
             if part.layer == layer:
                 gather.copy(part, (keys if part.tensor == "key" else values)[row])
     low, restored = plan.restored_span(layer, kind.window) or (0, plan.columns)
     for group in plan.groups:
-        begin = max(0, group.pad - plan.base - first_column, low - first_column)  # where the row's tokens begin
-        end = restored - first_column
+        begin = max(0, group.pad - plan.base - first_position, low - first_position)  # where the row's tokens begin
+        end = restored - first_position
         first_row = group.rows[0]
         if begin < end and kind.rotated:
             rotated = keys if kind.rotated == "key" else values
-            rotate_(rotated[first_row : first_row + 1, :, begin:end], begin + first_column + plan.base - group.pad)
+            rotate_(rotated[first_row : first_row + 1, :, begin:end], begin + first_position + plan.base - group.pad)
         if begin or len(group.rows) > 1:
             for tensor in (keys, values):
                 share_row(tensor, group.rows, begin, end)

@@ -21,7 +21,7 @@ _WORTH = 0.95
 """Maximum time with overlap, as a share of the faster of loading and computing alone, for which it is used."""
 
 
-def fronts(
+def recompute_lengths(
     tokens: int,
     ratio: float | np.ndarray,
     layers: int,
@@ -71,10 +71,10 @@ class Load:
     ends: np.ndarray
     seconds: np.ndarray
 
-    def behind(self, fronts: np.ndarray) -> np.ndarray:
+    def seconds_after(self, lengths: np.ndarray) -> np.ndarray:
         """Return the seconds, float `[n]`, to load what follows recomputed prefixes of these lengths, int64 `[n]`."""
         remaining = np.append(np.cumsum(self.seconds[::-1])[::-1], 0.0)  # [blocks + 1]: from each block on
-        return remaining[np.searchsorted(self.ends, fronts, side="right")]
+        return remaining[np.searchsorted(self.ends, lengths, side="right")]
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ class Streams:
     restore: float
     loads: tuple[Load, ...]
 
-    def seconds(self, fronts: np.ndarray) -> np.ndarray:
+    def seconds(self, lengths: np.ndarray) -> np.ndarray:
         """Return the seconds that the prompt takes, float `[n]`, for recomputed prefixes, int64 `[n, layers]`."""
-        computed = self.suffix + self.compute(fronts) + self.restore * (self.tokens - fronts)  # [n, layers]
-        finished, loaded = np.zeros(len(fronts)), np.zeros(len(fronts))
+        computed = self.suffix + self.compute(lengths) + self.restore * (self.tokens - lengths)  # [n, layers]
+        finished, loaded = np.zeros(len(lengths)), np.zeros(len(lengths))
         waiting = list(self.loads)
-        for layer in range(fronts.shape[1]):
+        for layer in range(lengths.shape[1]):
             while waiting and waiting[0].layers[0] == layer:
                 load = waiting.pop(0)
-                loaded = loaded + load.behind(fronts[:, load.layers[-1]])
+                loaded = loaded + load.seconds_after(lengths[:, load.layers[-1]])
                 finished = np.maximum(finished, loaded)
             finished = finished + computed[:, layer]
         return finished

@@ -332,11 +332,11 @@ def test_a_cache_that_is_gone_leaves_no_memory_but_stores_its_tokens(model, stor
     cache = TieredCache(model, store)
     model.generate(prompt(50), past_key_values=cache, **GREEDY)
     recorder = cache._executor.sequence.recorder
-    assert recorder.unsealed
+    assert recorder.num_unsealed
     del cache
     gc.collect()
     store.flush()  # the writer's thread stores what was left
-    assert recorder.unsealed < 16
+    assert recorder.num_unsealed < 16
     assert sum(row.tokens for row in store.segments()) == 48
 
 

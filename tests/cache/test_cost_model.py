@@ -154,7 +154,7 @@ def test_calibration_measures_each_tier_and_leaves_nothing(tmp_path, model, monk
         assert (first.tokens, first.compute) == (64, pytest.approx(0.01))
         assert first.restore == pytest.approx({"disk": 0.02, "host": 0.005})
         assert second.restore == pytest.approx({"disk": 0.01, "host": 0.0025})
-        assert second.load == pytest.approx({"disk": 0.01}) and second.least == 1.0
+        assert second.load == pytest.approx({"disk": 0.01}) and second.overhead == 1.0
         kept = prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", 96)
         assert kept.compute == pytest.approx(0.0075)
         store.precompute(model, DOCUMENT, progress=False)
@@ -170,7 +170,7 @@ def test_a_real_calibration(tmp_path, model):
         (found,) = store.calibrate_prefix(model, tokens=(64,), repeats=1, progress=False)
     assert found.restore.keys() == {"disk", "host"}
     assert all(cost >= 0 for cost in (found.compute, *found.restore.values()))
-    assert found.load.keys() == {"disk"} and found.load["disk"] > 0 and found.least > 0
+    assert found.load.keys() == {"disk"} and found.load["disk"] > 0 and found.overhead > 0
 
 
 def test_both_calibrations_are_kept_beside_one_another_and_damage_is_nothing(path, model):

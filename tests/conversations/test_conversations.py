@@ -129,7 +129,7 @@ def test_suspend_says_what_it_kept_and_lets_memory_go(model, store):
     finally:
         gc.enable()
     assert cache.get_seq_length() == 0
-    assert (kept.tokens, kept.left, kept.reason) == (held // 16 * 16, held % 16, "")
+    assert (kept.tokens, kept.unstored, kept.reason) == (held // 16 * 16, held % 16, "")
     assert kept.bytes == sum(row.nbytes for row in store.segments()) and kept.seconds > 0
     assert torch.equal(turn(model, cache, history, seed=8), plain(model, torch.cat([history, prompt(12, seed=8)], 1)))
     assert cache.stats.tokens_restored == kept.tokens
@@ -521,7 +521,7 @@ def test_a_full_disk_is_said_and_the_turn_before_stays(model, store, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         kept = cache.suspend()
-    assert (kept.tokens, kept.left) == (before.tokens, said.shape[1] - 1 - before.tokens)
+    assert (kept.tokens, kept.unstored) == (before.tokens, said.shape[1] - 1 - before.tokens)
     assert "No space left" in kept.reason or kept.reason == reasons.NO_ROOM
     assert info(store) == before
     assert [path.suffix for path in (store.path / "conversations").iterdir()] == [".json"]
@@ -535,7 +535,7 @@ def test_a_quota_without_room_is_said(model, root):
         with TieredCache(model, store, conversation="alice-42") as cache:
             turn(model, cache, prompt(900))
             kept = cache.suspend()
-        assert (kept.tokens, kept.left > 800) == (0, True)
+        assert (kept.tokens, kept.unstored > 800) == (0, True)
         assert kept.reason == reasons.NO_ROOM
         assert store.conversations() == []
 
@@ -571,12 +571,12 @@ def test_what_cannot_be_stored_is_said(store):
         mask[0, 50] = 0
         model(prompt(40, seed=2), attention_mask=mask, past_key_values=cache)
         kept = cache.suspend()
-        assert (kept.tokens, kept.left, kept.reason) == (48, FIRST + 40 - 48, reasons.ODD_MASK)
+        assert (kept.tokens, kept.unstored, kept.reason) == (48, FIRST + 40 - 48, reasons.ODD_MASK)
         assert info(store).tokens == 48
         model.train()
         model(prompt(FIRST), past_key_values=cache)
         kept = cache.suspend()
-        assert (kept.tokens, kept.left, kept.reason) == (0, FIRST, reasons.TRAINING)
+        assert (kept.tokens, kept.unstored, kept.reason) == (0, FIRST, reasons.TRAINING)
         assert info(store).turns == 1
 
 
@@ -816,7 +816,7 @@ def test_columns_that_could_have_been_taken_back_are_kept(model, store):
     with TieredCache(model, store, conversation="alice-42") as cache:
         model(input_ids=prompt(64), past_key_values=cache, logits_to_keep=4)
         suspended = cache.suspend()
-    assert (suspended.tokens, suspended.left, suspended.reason) == (64, 0, "")
+    assert (suspended.tokens, suspended.unstored, suspended.reason) == (64, 0, "")
     assert info(store).tokens == 64 and len(store.segments()) == 1
 
 

@@ -37,7 +37,7 @@ def counting_changes_nothing(monkeypatch):
     monkeypatch.setattr(watch, "HARMLESS_MODES", (*watch.HARMLESS_MODES, Operations))
 
 
-ALL = {"every": 1, "prompt_every": 1, "prompt_rows": 1 << 30}
+ALL = {"interval": 1, "prompt_interval": 1, "prompt_rows": 1 << 30}
 """Every row is sampled."""
 TOKENS = 100
 FULL = {"qwen2_sliding": (0, 1, 2), "gemma3": (2, 5)}
@@ -205,7 +205,7 @@ def test_blocks_of_any_size_give_the_same(at_once, model, store, monkeypatch):
 
 def test_sampled_rows_are_spread_and_stand_for_the_others(model, store):
     ids = prompt(600)
-    cache = TieredCache(model, store, method=Watched(options={"every": 8, "prompt_every": 4, "prompt_rows": 50}))
+    cache = TieredCache(model, store, method=Watched(options={"interval": 8, "prompt_interval": 4, "prompt_rows": 50}))
     step(model, cache, ids[:, :400])  # one of 8, so that there are 50
     for token in range(400, 440):
         step(model, cache, ids[:, token : token + 1])

@@ -23,7 +23,7 @@ from hf_tiered_cache.methods import Exact
 XS = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 KINDS = {"fact": 1.0, "alias": 1.0, "hop": 1.0, "shot": 1.0}
-EVERY_ROW = {"every": 1, "prompt_every": 1, "prompt_rows": 1 << 30}
+EVERY_ROW = {"interval": 1, "prompt_interval": 1, "prompt_rows": 1 << 30}
 
 
 class Watched(Exact, Conversing):

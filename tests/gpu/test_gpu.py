@@ -285,7 +285,7 @@ class _Watched(Exact, Conversing):
     """Exact reuse, watched: prompts are reduced on the host, decoded tokens where the keys lie."""
 
     def observer(self, later):
-        return AttentionDistances(every=2, prompt_every=1, prompt_rows=1 << 30, later=later)
+        return AttentionDistances(interval=2, prompt_interval=1, prompt_rows=1 << 30, later=later)
 
 
 def test_attention_is_compared_as_on_the_cpu(tmp_path):

@@ -23,7 +23,7 @@ from eval.reference.check import contexts
 from eval.reference.language import KINDS
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
 from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, note_initial_recent
-from hf_tiered_cache.cache.cost_model import idle_front
+from hf_tiered_cache.cache.cost_model import idle_recompute_ratio
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Exact, Krul, describe_method, krul, make_method
@@ -279,9 +279,9 @@ def test_mini_cache_shares_the_deeper_half(model, root):
 )
 def test_the_front_of_what_goes_idle_balances_computing_and_loading(model, root, compute, load, least, most):
     costs = PrefixCosts(1024, compute, {"disk": load}, {"disk": load}, 1e-3)
-    front = idle_front(1024, 24, costs, 1.0, 16)
+    front = idle_recompute_ratio(1024, 24, costs, 1.0, 16)
     assert least <= front <= most
-    assert idle_front(1024, 24, costs, 0.5, 16) <= front  # what takes half the bytes is loaded sooner
+    assert idle_recompute_ratio(1024, 24, costs, 0.5, 16) <= front  # what takes half the bytes is loaded sooner
     ids, method = prompt(TOKENS), Krul(0.0, geometry=Geometry(16, 1))
     with KVStore(root, engine="posix") as store:
         storage = storage_of(store)

@@ -38,7 +38,8 @@ def lengths(store):
 
 def found(store, model, text):
     """How many tokens of a passage a prompt finds."""
-    return sum(each.found for each in ask(model, store, join(BOS, QUESTION, text, QUESTION), EPIC)[1].stats.passages)
+    stats = ask(model, store, join(BOS, QUESTION, text, QUESTION), EPIC)[1].stats
+    return sum(passage.tokens_found for passage in stats.passages)
 
 
 def test_documents_are_listed_and_found_by_label(store, model):
@@ -216,7 +217,7 @@ with KVStore(root, engine="posix", host_memory=0) as store:
     for turn in range(turns):
         logits, cache = ask(model, store, ids, tune(1.0))
         assert torch.equal(logits, full), turn
-        counts.add(sum(each.found for each in cache.stats.passages))
+        counts.add(sum(each.tokens_found for each in cache.stats.passages))
         if sys.stdin in __import__("select").select([sys.stdin], [], [], 0)[0]: break
     print(sorted(counts))
 """
@@ -360,7 +361,7 @@ def test_prompts_find_documents_in_every_kind_of_store(options, root, model):
     with KVStore(root, engine="posix", **options) as store:
         fill(store, model, PASSAGES, list("abcd"), tune())
         _, cache = ask(model, store, PROMPT, tune())
-        assert sum(each.found for each in cache.stats.passages) == sum(len(PASSAGES[n]) for n in PLACES)
+        assert sum(each.tokens_found for each in cache.stats.passages) == sum(len(PASSAGES[n]) for n in PLACES)
         assert cache.stats.reason == ""
         assert {each.label for each in cache.stats.passages} == {"a", "c", "d"}
         assert store.remove_document("c") == 1

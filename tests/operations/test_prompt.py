@@ -146,7 +146,7 @@ def test_passages_that_begin_alike_were_not_joined(tokenizer, tmp_path):
         cache = TieredCache(model, store, method=method)
         ids = torch.cat([torch.arange(100, 110), heading, bodies[1], bodies[2]])[None]
         model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
-        assert [(each.found, each.missed) for each in cache.stats.passages] == [(16, 16)]
+        assert [(each.tokens_found, each.tokens_missed) for each in cache.stats.passages] == [(16, 16)]
         assert cache.stats.reason == ""
 
 

@@ -107,7 +107,7 @@ def test_methods_find_passages_of_their_lead(store, caplog):
     model, tokens = build("qwen2"), sum(len(PASSAGES[number]) for number in PLACES)
     fill(store, model, method=METHOD)
     for method in (METHOD, Epic(first=0, lead=LEAD), CacheBlend(0.15, lead=LEAD)):
-        assert sum(each.found for each in ask(model, store, PROMPT, method)[1].stats.passages) == tokens
+        assert sum(each.tokens_found for each in ask(model, store, PROMPT, method)[1].stats.passages) == tokens
     for method in (tune(), epic(), CacheTune(lead=LEAD + 1)):
         _, cache = ask(model, store, PROMPT, method)
         assert cache.stats.tokens_restored == 0 and cache.stats.reason == OTHER_LEAD

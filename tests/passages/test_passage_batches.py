@@ -359,7 +359,9 @@ def test_a_plan_of_rows_counts_each_row():
     assert plan.restored_until == 7 and plan.suffix is None
     assert plan.restored_tokens == 2 * (10 - 4) + (7 - 4)
     assert plan.recomputed_tokens == (2 * (2 * 2) + 2 * 2) / 4
-    assert [mine.tolist() for (mine,) in row_by_row(plan.rows(2))] == [[0, 3, 4, 5], [2, 3, 4, 5], [0, 3, 4, 5]]
+    indexes = plan.query_indexes(2)
+    assert [mine.tolist() for (mine,) in row_by_row(indexes)] == [[0, 3, 4, 5], [2, 3, 4, 5], [0, 3, 4, 5]]
     later = side_by_side([np.r_[6:10], np.r_[4, 7:10], np.r_[6:10]])
-    assert Plan(0, 10, (later,) * 4, groups).first_kept(3) == 2  # a window before the first that any row computes
-    assert plan.kept(1) is None and plan.kept(3) is None and np.array_equal(plan.kept(2), plan.rows(2))
+    assert Plan(0, 10, (later,) * 4, groups).first_position(3) == 2  # a window before the first that any row computes
+    assert plan.hidden_indexes(1) is None and plan.hidden_indexes(3) is None
+    assert np.array_equal(plan.hidden_indexes(2), indexes)

@@ -293,7 +293,7 @@ def test_chunked_prefill_restores_all_passages(family, store):
     ]
     theirs = expected(model, PROMPT, reused)
     assert cache.stats.tokens_restored == 112 + 96 + 80 - 13
-    assert [each.missed for each in cache.stats.passages] == [0, 0, 0]
+    assert [each.tokens_missed for each in cache.stats.passages] == [0, 0, 0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
     cache = TieredCache(model, store, method=tune(recompute=0.0))
     model.generate(PROMPT, past_key_values=cache, prefill_chunk_size=100, max_new_tokens=4, do_sample=False)
@@ -315,7 +315,7 @@ def test_chunked_prefill_with_what_is_computed(method, store):
     with torch.no_grad():
         for chunk in ids.split([1 + 4 + 64 + 2, len(ids[0]) - 71], dim=1):
             ours = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    assert [each.found for each in cache.stats.passages] == [64, 80]
+    assert [each.tokens_found for each in cache.stats.passages] == [64, 80]
     if method in (fixed(0.25), fixed(0.25, check_layer=1), epic()):
         torch.testing.assert_close(ours, whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
     assert torch.isfinite(ours).all()
@@ -328,7 +328,7 @@ def test_the_next_turn_finds_passages_too(store):
     answer = model.generate(join(BOS, QUESTION, PASSAGES[1], QUESTION), past_key_values=cache, max_new_tokens=4)
     model.generate(join(answer[0], PASSAGES[3], QUESTION), past_key_values=cache, max_new_tokens=4)
     assert cache.stats.tokens_restored == 64 + 80
-    assert [each.found for each in cache.stats.passages] == [64, 80]
+    assert [each.tokens_found for each in cache.stats.passages] == [64, 80]
     assert cache.stats.tokens_stored == 0
 
 
@@ -336,7 +336,7 @@ def test_the_next_turn_finds_passages_too(store):
 
 
 def told(cache):
-    return [(each.at, each.found, each.missed, each.why) for each in cache.stats.passages]
+    return [(each.start, each.tokens_found, each.tokens_missed, each.reason) for each in cache.stats.passages]
 
 
 def test_each_passage_is_told(store):
@@ -351,7 +351,7 @@ def test_each_passage_is_told(store):
     ]
     assert {each.label for each in cache.stats.passages} == {"a corpus"}
     assert "3 / 208 / 64" in str(cache.stats) and "passage at token 25" in cache._repr_html_()
-    assert cache.stats.as_dict()["passages"][1]["found"] == 64
+    assert cache.stats.as_dict()["passages"][1]["tokens_found"] == 64
 
 
 def test_what_covers_a_passage_is_told(store):

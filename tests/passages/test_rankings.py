@@ -151,7 +151,7 @@ def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path
     ranked = {"", stored_by.ranked_by}
     for way in WAYS:
         ours, cache = ask(model, store, PROMPT, way)
-        assert sum(passage.found for passage in cache.stats.passages) == tokens
+        assert sum(passage.tokens_found for passage in cache.stats.passages) == tokens
         assert cache.stats.reason == ("" if way.ranked_by in ranked else unranked(way.ranked_by))
         ranked.add(way.ranked_by)
         if way.ranked_by == "context":

@@ -92,7 +92,7 @@ def test_it_runs_ahead_within_its_bound_and_in_the_order_of_layers(ahead, segmen
     largest = max(p.reader.shape.group_offsets[1] for p in made.groups[0].pieces)  # bytes of the first block group
     for layer in range(LAYERS):
         list(fetch.units(layer))
-        assert fetch._under_way <= (ahead << 10) + (len(segments) + 1) * largest  # in use, and one ahead
+        assert fetch._in_flight_bytes <= (ahead << 10) + (len(segments) + 1) * largest  # in use, and one ahead
         fetch.done(layer)
         if ahead == 0:
             assert all(
@@ -102,7 +102,7 @@ def test_it_runs_ahead_within_its_bound_and_in_the_order_of_layers(ahead, segmen
     assert block_groups == sorted(block_groups)
     assert len(residency.fetched) == len(segments) * 3
     assert [lease.released for lease in residency.leases] == [1] * len(residency.leases)
-    assert fetch._under_way == 0
+    assert fetch._in_flight_bytes == 0
 
 
 def test_the_next_block_groups_are_under_way_before_the_first_layer_has_its_own():
@@ -129,7 +129,7 @@ def test_one_block_group_is_always_under_way_while_another_is_in_use():
         fetch.units(layer)
         assert [block_group for _, block_group, _ in residency.fetched] == list(range(min(3, layer // 4 + 2)))
         fetch.done(layer)
-    assert fetch._under_way == 0
+    assert fetch._in_flight_bytes == 0
 
 
 def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
@@ -146,7 +146,7 @@ def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
 def test_behind_fronts_the_disk_never_pauses(ahead):
     """Unless nothing is to come ahead at all."""
     fronts = [320] * 4 + [160] * 4 + [0] * 4
-    fetch, residency = prefetch(plan().with_fronts(fronts), ahead)
+    fetch, residency = prefetch(plan().with_recompute_lengths(fronts), ahead)
     assert [(group, len(chunks)) for _, group, chunks in residency.fetched] == ([(1, 10), (2, 20)] if ahead else [])
     for layer in range(LAYERS):
         assert [unit.block_group.index for unit in fetch.units(layer)] == ([layer // 4] if layer >= 4 else [])
@@ -249,8 +249,8 @@ def test_what_waits_for_the_other_layer_of_its_pair_keeps_nobody_from_running_ah
         left = [group.index for group in shape.block_groups if group.layers[0] > layer]
         assert later == set(left) or sum(size[group] for group in later) > ahead - 2 * max(size.values())
         assert later or not left
-        assert fetch._under_way <= ahead + 2 * max(size.values())
+        assert fetch._in_flight_bytes <= ahead + 2 * max(size.values())
         fetch.done(layer)
     assert len(residency.fetched) == len(shape.block_groups)
     assert [lease.released for lease in residency.leases] == [1] * len(residency.leases)
-    assert fetch._under_way == 0
+    assert fetch._in_flight_bytes == 0

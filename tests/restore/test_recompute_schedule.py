@@ -16,13 +16,13 @@ from reference import kv_of
 from eval.baselines import PartialRecompute
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
 from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
-from hf_tiered_cache.cache.cost_model import plan_fronts, settle, streams_of
+from hf_tiered_cache.cache.cost_model import fastest_plan, plan_recompute_lengths, streams_of
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.layers import buffer
 from hf_tiered_cache.methods import make_method
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
-from hf_tiered_cache.restore.schedule import RATIOS, Load, Streams, best_ratio, fronts
+from hf_tiered_cache.restore.schedule import RATIOS, Load, Streams, best_ratio, recompute_lengths
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
 
@@ -42,7 +42,7 @@ RATIO = st.floats(0, 1)
 @example(159, 1.0, 6, 16, 1)
 def test_fronts_fall_with_depth_and_have_the_share_that_is_asked_for(tokens, ratio, layers, step, together):
     groups = [range(first, min(first + together, layers)) for first in range(0, layers, together)]
-    found = fronts(tokens, ratio, layers, groups, step)
+    found = recompute_lengths(tokens, ratio, layers, groups, step)
     assert ((found >= 0) & (found <= tokens)).all() and (np.diff(found) <= 0).all()
     assert ((found % step == 0) | (found == tokens)).all()
     assert all(len(set(found[list(group)])) == 1 for group in groups)
@@ -51,19 +51,20 @@ def test_fronts_fall_with_depth_and_have_the_share_that_is_asked_for(tokens, rat
 
 
 def test_fronts_are_those_of_the_formula():
-    assert fronts(1200, 0.25, 5, step=1).tolist() == [600, 450, 300, 150, 0]
-    assert fronts(1200, 0.75, 5, step=1).tolist() == [1200, 1050, 900, 750, 600]
-    assert fronts(1200, 0.25, 1, step=1).tolist() == [300]
-    several = fronts(1200, np.array([0.0, 0.25, 1.0]), 5, step=1)
+    assert recompute_lengths(1200, 0.25, 5, step=1).tolist() == [600, 450, 300, 150, 0]
+    assert recompute_lengths(1200, 0.75, 5, step=1).tolist() == [1200, 1050, 900, 750, 600]
+    assert recompute_lengths(1200, 0.25, 1, step=1).tolist() == [300]
+    several = recompute_lengths(1200, np.array([0.0, 0.25, 1.0]), 5, step=1)
     assert several[:, 0].tolist() == [0, 600, 1200] and (several[2] == 1200).all()
 
 
 @given(st.integers(1, 5000), RATIO, st.integers(1, 40), st.integers(1, 64))
 def test_flat_fronts_are_one_for_all_layers(tokens, ratio, layers, step):
-    found = fronts(tokens, ratio, layers, [range(layers)], step, flat=True)
+    found = recompute_lengths(tokens, ratio, layers, [range(layers)], step, flat=True)
     assert len(found) == layers and len(set(found)) == 1
     assert abs(found[0] - ratio * tokens) <= step / 2 + 1e-6 * tokens or found[0] == tokens
-    assert fronts(tokens, np.array([0.0, 1.0]), layers, flat=True).tolist() == [[0] * layers, [tokens] * layers]
+    none_and_all = recompute_lengths(tokens, np.array([0.0, 1.0]), layers, flat=True)
+    assert none_and_all.tolist() == [[0] * layers, [tokens] * layers]
 
 
 class Segment:
@@ -90,16 +91,16 @@ def test_every_layer_has_the_kv_and_the_hidden_states_that_it_needs(windows, geo
     piece = SegmentSlice(Segment(layout, geometry, tokens), 0, tokens, 0)
     group = RowGroup((0,), 0, (piece,))
     plain = Plan(0, columns, (np.arange(until, columns),) * len(windows), (group,))
-    chosen = plan_fronts(plain, ratio)
+    chosen = plan_recompute_lengths(plain, ratio)
     if not chosen.any():
         return
-    plan = plain.with_fronts(chosen.tolist())  # which refuses columns that the layer before does not compute
+    plan = plain.with_recompute_lengths(chosen.tolist())  # which refuses columns that the layer before does not compute
     assert plan.restored_until == until and plan.suffix is None and plan.restored_tokens == until
     loaded = {layer: set() for layer in range(len(windows))}
     for block_group in block_groups(layout, geometry):
         for layer in block_group.layers:
-            brought = plan.wanted_tokens(block_group, group, piece)
-            used = plan.wanted_tokens(block_group, group, piece, layer)
+            brought = plan.tokens_to_restore(block_group, group, piece)
+            used = plan.tokens_to_restore(block_group, group, piece, layer)
             assert np.isin(used, brought).all()
             loaded[layer] |= set(used.tolist())
     for layer, window in enumerate(windows):
@@ -123,7 +124,7 @@ def test_the_two_streams_take_as_long_as_one_step_after_the_other(chunks, suffix
         loads.append(Load(layers, np.arange(16, tokens + 1, 16), np.full(chunks, cost)))
         first += count
     streams = Streams(tokens, suffix, lambda n: 0.1 * n + 0.001 * n**2, 0.01, tuple(loads))
-    tried = fronts(tokens, np.array(ratios), first, [load.layers for load in loads])
+    tried = recompute_lengths(tokens, np.array(ratios), first, [load.layers for load in loads])
     for took, front in zip(streams.seconds(tried), tried, strict=True):
         done = loaded = 0.0
         for load, (_, cost) in zip(loads, groups, strict=True):
@@ -152,7 +153,7 @@ def test_bubbles_are_few_where_both_streams_are_busy(load):
     ends = np.arange(16, 4097, 16)
     loads = tuple(Load(some, ends, np.full(256, load * 16 / 6)) for some in layers)
     streams = Streams(4096, 0.0, lambda n: n / 24, 0.0, loads)
-    took = streams.seconds(fronts(4096, RATIOS, 24, layers))
+    took = streams.seconds(recompute_lengths(4096, RATIOS, 24, layers))
     assert took.min() < 1.06 * 4096 / (1 + 1 / load)
 
 
@@ -160,7 +161,11 @@ def test_choosing_takes_milliseconds():
     layers = [tuple(range(first, first + 4)) for first in range(0, 48, 4)]
     ends = np.arange(16, 131073, 16)
     streams = Streams(1 << 17, 0.0, lambda n: n * 1e-6, 0.0, tuple(Load(some, ends, ends * 1e-9) for some in layers))
-    best = min(_timed(lambda: best_ratio(streams.seconds(fronts(1 << 17, RATIOS, 48, layers)))) for _ in range(5))
+
+    def choose():
+        return best_ratio(streams.seconds(recompute_lengths(1 << 17, RATIOS, 48, layers)))
+
+    best = min(_timed(choose) for _ in range(5))
     assert best < 0.05
 
 
@@ -221,8 +226,8 @@ def test_any_share_gives_the_logits_of_computing_everything(root, family, ratio)
 @pytest.mark.parametrize("ratio", [0.3, 0.7])
 def test_a_partial_recompute_computes_as_much_in_every_layer(root, family, ratio, monkeypatch):
     model, store, ids, full = stored(family, root)
-    plans, made = [], Plan.with_fronts
-    monkeypatch.setattr(Plan, "with_fronts", lambda plan, found: plans.append(found) or made(plan, found))
+    plans, made = [], Plan.with_recompute_lengths
+    monkeypatch.setattr(Plan, "with_recompute_lengths", lambda plan, found: plans.append(found) or made(plan, found))
     cache, ours = ask(model, store, ids, ratio, PartialRecompute)
     close(ours, full)
     layers = model.config.num_hidden_layers
@@ -499,8 +504,8 @@ def test_what_was_measured_says_how_much_is_computed(path):
 
 
 def test_a_partial_recompute_takes_the_share_that_is_best_for_one_front(path, monkeypatch):
-    plans, made = [], Plan.with_fronts
-    monkeypatch.setattr(Plan, "with_fronts", lambda plan, found: plans.append(found) or made(plan, found))
+    plans, made = [], Plan.with_recompute_lengths
+    monkeypatch.setattr(Plan, "with_recompute_lengths", lambda plan, found: plans.append(found) or made(plan, found))
     stats = asked(path, BALANCED, method="partial_recompute")
     assert 0 < stats.tokens_recomputed < STORED and plans and all(len(set(front)) == 1 for front in plans)
     assert asked(path, method=PartialRecompute()).tokens_recomputed == 0  # nothing was measured
@@ -544,10 +549,10 @@ def test_an_estimate_of_a_plain_restore_and_of_computing_all(path):
         storage = storage_of(store)
         plan, _ = cache._executor.look_up(cache, ids)
         streams = streams_of(plan, BALANCED, storage.residency, lambda layer: CPU)
-        plain, whole = streams.seconds(plan_fronts(plan, np.array([0.0, 1.0])))
+        plain, whole = streams.seconds(plan_recompute_lengths(plan, np.array([0.0, 1.0])))
         assert whole == pytest.approx(0.192 + 0.020)
         assert plain == pytest.approx(0.192 + 0.020 / 3, rel=1e-3)
-        assert settle(plan, 0.0, True, BALANCED, storage.residency, lambda layer: CPU) is plan
+        assert fastest_plan(plan, 0.0, True, BALANCED, storage.residency, lambda layer: CPU) is plan
 
 
 def test_costs_grow_with_length_and_are_kept(path):
@@ -560,7 +565,7 @@ def test_costs_grow_with_length_and_are_kept(path):
             PrefixCosts(200, 2e-3, {"disk": 1e-3}, {"disk": 7e-4}, 0.03),
         )
         costs = {n: prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", n) for n in (50, 150, 400)}
-    assert costs[150].load == {"disk": pytest.approx(8e-4)} and costs[150].least == pytest.approx(0.02)
+    assert costs[150].load == {"disk": pytest.approx(8e-4)} and costs[150].overhead == pytest.approx(0.02)
     assert costs[150].growth == pytest.approx(1e-5)
     assert costs[150].computing(100) == pytest.approx(100e-3)
     assert costs[400].compute == pytest.approx(4e-3)  # on the line through both
