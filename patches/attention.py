@@ -127,7 +127,7 @@ def attend(
         base: Registered attention function of the model.
         module: Attention module of the layer.
         query: `[batch, heads, queries, dim]`.
-        key: `[batch, kv_heads, columns, dim]`. Only the computed positions, if the pass attends to a part of what it
+        key: `[batch, kv_heads, positions, dim]`. Only the computed positions, if the pass attends to a part of what it
             restores.
         value: Like `key`.
         attention_mask: Result of `make_mask`, for the layer that holds most positions, if layers differ.

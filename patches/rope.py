@@ -125,11 +125,11 @@ class RotaryCall(Call):
             sin: Like `cos`.
             first: Row of the tables for the first key.
         """
-        columns = step = keys.shape[2]
+        num_keys = step = keys.shape[2]
         if keys.device.type == "cpu" and keys.numel():
-            step = max(1, columns * _PIECE_BYTES // (keys.numel() * keys.element_size()))
-        for at in range(0, columns, step or 1):
-            count = min(step, columns - at)
+            step = max(1, num_keys * _PIECE_BYTES // (keys.numel() * keys.element_size()))
+        for at in range(0, num_keys, step or 1):
+            count = min(step, num_keys - at)
             part = keys.narrow(2, at, count)
             part.copy_(self._rotate(part, *(table.narrow(1, first + at, count) for table in (cos, sin))))
 

@@ -41,7 +41,7 @@ class QueryObserver(Protocol):
         Args:
             layer: Layer index.
             query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, columns, dim]`, rotated, as returned by the layer's cache.
+            keys: `[batch, kv_heads, positions, dim]`, rotated, as returned by the layer's cache.
             scaling: Scale of the logits; None for dim ** -0.5.
         """
 
@@ -51,7 +51,7 @@ class AttentionCall(NamedTuple):
 
     Args:
         query: `[batch, heads, n, dim]`, rotated.
-        keys: `[batch, kv_heads, columns, dim]`, rotated, as returned by the layer's cache.
+        keys: `[batch, kv_heads, positions, dim]`, rotated, as returned by the layer's cache.
         values: Like `keys`.
         mask: Attention mask of the queries, with the sizes announced for the pass; None if there is none.
         scaling: Scale of the logits; None for dim ** -0.5.
@@ -108,7 +108,7 @@ class Scope:
         """Preview a layer: `run` runs it on what the layer before has computed."""
 
     def recompute_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
-        """Return the mask of a layer's recomputed prefix, bool `[1, 1, queries, columns]`; None if plainly causal."""
+        """Return the mask of a layer's recomputed prefix, bool `[1, 1, queries, positions]`; None if plainly causal."""
         return None
 
 

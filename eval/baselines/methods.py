@@ -24,7 +24,7 @@ class Recompute(Method):
     """Baseline without reuse: every token is computed."""
 
     def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
-        return (np.arange(context.columns),) * context.layers
+        return (np.arange(context.num_positions),) * context.layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,24 +93,24 @@ def tokens_from(tensors: list[torch.Tensor], row: int, heads: slice, start: int,
     return joined[:, start : start + count]
 
 
-def last_columns(tensors: list[torch.Tensor], columns: int) -> torch.Tensor:
-    """Return a copy of the last `columns` positions of the concatenated tensors."""
+def last_positions(tensors: list[torch.Tensor], count: int) -> torch.Tensor:
+    """Return a copy of the last `count` positions of the concatenated tensors."""
     pieces: list[torch.Tensor] = []
     for tensor in reversed(tensors):
-        pieces.insert(0, tensor[:, :, -columns:])
-        columns -= pieces[0].shape[2]
-        if not columns:
+        pieces.insert(0, tensor[:, :, -count:])
+        count -= pieces[0].shape[2]
+        if not count:
             break
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0].clone()
 
 
-def cut_end(tensors: list[torch.Tensor], columns: int) -> None:
-    """Remove the last `columns` positions from the list of tensors, in place."""
-    while columns > 0 and tensors:
+def cut_end(tensors: list[torch.Tensor], count: int) -> None:
+    """Remove the last `count` positions from the list of tensors, in place."""
+    while count > 0 and tensors:
         last = tensors[-1]
-        if last.shape[2] <= columns:
+        if last.shape[2] <= count:
             tensors.pop()
-            columns -= last.shape[2]
+            count -= last.shape[2]
         else:
-            tensors[-1] = last[:, :, :-columns]
-            columns = 0
+            tensors[-1] = last[:, :, :-count]
+            count = 0

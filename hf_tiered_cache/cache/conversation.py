@@ -57,7 +57,7 @@ class Conversation:
         Args:
             is_prompt: whether a prompt begins.
             is_empty: whether the cache holds nothing yet.
-            ids: token ids of the pass, int `[rows, columns]`, or None.
+            ids: token ids of the pass, int `[rows, positions]`, or None.
 
         Raises:
             ConfigError: the rows of the first pass differ, so that they are several conversations.

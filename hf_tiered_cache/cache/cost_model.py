@@ -194,7 +194,7 @@ def streams_of(
         seconds = costs.computing(plan.base + lengths) - costs.computing(plan.base)
         return plan.restored_tokens / max(1, tokens) / layers * seconds  # padding is not counted
 
-    suffix = max(costs.overhead, rows * float(costs.computing(plan.columns - tokens)))
+    suffix = max(costs.overhead, rows * float(costs.computing(plan.num_positions - tokens)))
     return Streams(tokens, suffix / layers, compute, restoring / max(1, tokens) / layers, tuple(ordered))
 
 

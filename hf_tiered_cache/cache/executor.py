@@ -106,7 +106,7 @@ class Executor:
             admitted = self.admit(cache, kwargs)
             if admitted is None:
                 output = self._run_without_store(cache, forward, kwargs)
-            elif admitted[0].columns == 1 and not is_prompt:
+            elif admitted[0].num_positions == 1 and not is_prompt:
                 output = self._decode(cache, *admitted, forward)
             else:
                 output = self._prefill(cache, *admitted, forward)
@@ -234,7 +234,7 @@ class Executor:
             kind = RefiningForward if isinstance(plan, PassagesPlan) else RestoringForward
             forward_pass = kind(*common, plan=plan, store=self.store, method=self.method)
         if self.observer is not None:
-            forward_pass.watch(self.observer, request.base + request.columns, sequence.history.pads)
+            forward_pass.watch(self.observer, request.base + request.num_positions, sequence.history.pads)
         return forward_pass
 
     def _run(
@@ -270,7 +270,7 @@ class Executor:
 
     def _commit(self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None) -> None:
         """Record a completed pass, if the model has appended the request's tokens and no others."""
-        if cache.get_seq_length() == request.base + request.columns:
+        if cache.get_seq_length() == request.base + request.num_positions:
             reason = sequence.commit(request, plan, self.collector)
         else:
             sequence.recorder.abandon()
@@ -351,14 +351,14 @@ class Executor:
         self, cache: LayeredCache, kwargs: dict[str, Any], identity: Identity
     ) -> tuple[Request, SequenceState] | str:
         """Return the request and the sequence that it begins or continues, or the reason why there is none."""
-        sequence, columns = self.sequence, cache.get_seq_length()
-        if columns != (0 if sequence is None else sequence.history.columns):
+        sequence, num_positions = self.sequence, cache.get_seq_length()
+        if num_positions != (0 if sequence is None else sequence.history.num_positions):
             return reasons.FILLED_ELSEWHERE
         pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.check)
-        request = parse_request(kwargs, columns, pads, self._placeholders, check)
+        request = parse_request(kwargs, num_positions, pads, self._placeholders, check)
         if isinstance(request, str):
             return request
-        regime = rope_regime(self.attachment.config, columns + request.columns - min(request.pads))
+        regime = rope_regime(self.attachment.config, num_positions + request.num_positions - min(request.pads))
         if regime is None:
             return reasons.LENGTH_ROPE
         if sequence is None:
@@ -375,7 +375,7 @@ class Executor:
         store, attachment, check = self.store, self.attachment, DecodingCheck()
         method, fingerprint = self.method, identity.fingerprint
         if isinstance(method, Passages):
-            device, tokens = attachment.model.device, request.columns
+            device, tokens = attachment.model.device, request.num_positions
             method = method.with_calibrated_ratio(partial(calibrated_ratio, store, fingerprint, device, tokens))
         if isinstance(method, BudgetMethod):
             method = method.with_measured_budget(partial(quality_budget, store, fingerprint))
@@ -431,8 +431,8 @@ class Executor:
             return reasons.SWITCHED_OFF
         if asks_for_all(request.kwargs, self.attachment.model.config):
             return reasons.ALL_STATES
-        if request.must_compute >= request.columns:
-            return reasons.SHORT if request.columns < HASH_TOKENS else reasons.ALL_LOGITS
+        if request.must_compute >= request.num_positions:
+            return reasons.SHORT if request.num_positions < HASH_TOKENS else reasons.ALL_LOGITS
         return ""
 
     def _why_nothing(self, request: Request, sequence: SequenceState) -> str:
@@ -451,8 +451,8 @@ class Executor:
         self.sequence.recorder.seal()
         return self.sequence.recorder.segments(0)
 
-    def dropped_columns(self, cache: LayeredCache, prompt: torch.Tensor) -> int:
-        """Return how many of the cached positions a prompt, int `[rows, columns]`, does not share.
+    def num_dropped(self, cache: LayeredCache, prompt: torch.Tensor) -> int:
+        """Return how many of the cached positions a prompt, int `[rows, positions]`, does not share.
 
         If that is not known, return at least the number of all cached positions.
 
@@ -460,30 +460,30 @@ class Executor:
             CacheMismatchError: The cache is strict, and holds such positions.
         """
         self.unreported = True
-        sequence, columns = self.sequence, cache.get_seq_length()
+        sequence, num_positions = self.sequence, cache.get_seq_length()
         if sequence is None:
             return 0
-        if columns != sequence.columns:  # interrupted between a pass and its bookkeeping
+        if num_positions != sequence.num_positions:  # interrupted between a pass and its bookkeeping
             sequence.recorder.abandon()
-            return max(columns, sequence.columns)
-        shared = sequence.common_columns(prompt)
-        dropped = columns - shared
+            return max(num_positions, sequence.num_positions)
+        shared = sequence.num_common(prompt)
+        dropped = num_positions - shared
         if dropped > 0 and self.options.strict:
             raise CacheMismatchError(
-                f"this cache holds {columns} tokens, but the prompt begins with only {shared} of them; create a new "
-                "TieredCache for each prompt (it is cheap, and finds stored KV), pass the whole conversation so far "
-                "to continue this one, or use strict=False"
+                f"this cache holds {num_positions} tokens, but the prompt begins with only {shared} of them; create a "
+                "new TieredCache for each prompt (it is cheap, and finds stored KV), pass the whole conversation so "
+                "far to continue this one, or use strict=False"
             )
         tokens_in = sequence.history.tokens_in
-        self.collector.add(tokens_dropped=tokens_in(columns) - tokens_in(shared))
+        self.collector.add(tokens_dropped=tokens_in(num_positions) - tokens_in(shared))
         return dropped
 
-    def crop(self, columns: int) -> None:
-        """Remove the last `columns` positions."""
+    def crop(self, count: int) -> None:
+        """Remove the last `count` positions."""
         if self.sequence is not None:
-            self.sequence.recorder.crop(columns)
+            self.sequence.recorder.crop(count)
             if self.observer is not None:
-                self.observer.crop(self.sequence.columns)
+                self.observer.crop(self.sequence.num_positions)
 
     def select(self, rows: torch.Tensor) -> None:
         """Reorder the rows: row i becomes the former row `rows[i]`."""

@@ -21,7 +21,7 @@ from ..patches.lookahead import LookAhead, PredictedQuery
 from ..patches.rope import RotaryTap, TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
 from ..restore.fetch import Fetcher
-from ..restore.observe import CacheObserver, ComputedColumns, PassObserver
+from ..restore.observe import CacheObserver, ComputedPositions, PassObserver
 from ..restore.plan import BudgetPlan, Plan, RecomputePlan
 from ..restore.prefetch import Prefetch
 from ..selection.indexes import IndexSidecars
@@ -93,10 +93,10 @@ class ForwardPass(Scope):
             stop: end (exclusive) of the positions of the pass.
             pads: number of left-padding positions of each row.
         """
-        self.observer = observer.begin(self.kv_sources, self._computed_columns(stop, pads))
+        self.observer = observer.begin(self.kv_sources, self._computed_positions(stop, pads))
 
-    def _computed_columns(self, stop: int, pads: Sequence[int]) -> ComputedColumns:
-        return ComputedColumns(self._first, stop, pads)
+    def _computed_positions(self, stop: int, pads: Sequence[int]) -> ComputedPositions:
+        return ComputedPositions(self._first, stop, pads)
 
     def end_watching(self) -> None:
         """Tell the observer that the pass is complete, so that its observations count."""
@@ -179,7 +179,7 @@ class RestoringForward(ForwardPass):
         self._ascends, self._last_layer = True, -1
         self._first_narrowed: int | None = None
         self._captures = True
-        self._recorded = None if plan.suffix is not None else plan.columns - plan.restored_until
+        self._recorded = None if plan.suffix is not None else plan.num_positions - plan.restored_until
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._deferred_layer: int | None = None
@@ -271,14 +271,14 @@ class RestoringForward(ForwardPass):
 
     def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
         """See `ForwardPass`. No observer is attached if rows compute different positions."""
-        if all(columns.ndim == 1 for columns in self.plan.computed):
+        if all(positions.ndim == 1 for positions in self.plan.computed):
             super().watch(observer, stop, pads)
 
-    def _computed_columns(self, stop: int, pads: Sequence[int]) -> ComputedColumns:
+    def _computed_positions(self, stop: int, pads: Sequence[int]) -> ComputedPositions:
         base, computed = self.plan.base, self.plan.computed
         if self.plan.suffix is not None:
-            return super()._computed_columns(stop, pads)
-        return ComputedColumns(
+            return super()._computed_positions(stop, pads)
+        return ComputedPositions(
             self._first, stop, pads, lambda layer: self.plan.computed[layer] + base, computed[-1] + base
         )
 
@@ -314,9 +314,9 @@ class RestoringForward(ForwardPass):
             return None
         key = window, device
         if key not in self._recompute_masks:
-            columns = torch.arange(self.recompute_lengths[0], device=device)
-            distance = columns.unsqueeze(1) - columns
-            self._recompute_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, columns]
+            positions = torch.arange(self.recompute_lengths[0], device=device)
+            distance = positions.unsqueeze(1) - positions
+            self._recompute_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, positions]
         return self._recompute_masks[key][None, None, :length, :length]
 
     # --- called by sources (see `RestoringPass`)

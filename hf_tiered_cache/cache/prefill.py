@@ -28,10 +28,10 @@ def can_be_cut(request: Request, sequence: SequenceState) -> bool:
     step = method.prefill_tokens
     shortest = step - max(request.pads)
     return (
-        0 < step < request.columns
-        and sequence.columns == 0
+        0 < step < request.num_positions
+        and sequence.num_positions == 0
         and sequence.recorder.enabled
-        and request.text == request.columns
+        and request.text == request.num_positions
         and request.must_compute <= step // 2
         and shortest > 0
         and rope_regime(sequence.config, shortest) == sequence.regime
@@ -54,7 +54,7 @@ def in_pieces(
     """
     method = sequence.method
     assert isinstance(method, BudgetMethod)
-    step, end, tries = method.prefill_tokens, request.columns, _TRIES
+    step, end, tries = method.prefill_tokens, request.num_positions, _TRIES
     sequence.stored_in_pieces = 0
     if end - stored <= step:
         return

@@ -24,7 +24,7 @@ from ..store.interrupts import Step
 from ..store.shape import SegmentShape, TokenTables
 from ..store.writer import KeptOnDevice, PendingSegment, Writer
 from ..tiers.streams import CopyStream, Event, copy_stream
-from .captured import LayerBuffer, cut_end, last_columns, packer, tokens_from
+from .captured import LayerBuffer, cut_end, last_positions, packer, tokens_from
 from .request import DecodingCheck
 
 Rank = Callable[[int, Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray]
@@ -178,7 +178,7 @@ class Recorder:
         """Finish a pass, and append its tokens to the history.
 
         Args:
-            ids: Tokens that the pass added to the cache, int `[rows, columns]`.
+            ids: Tokens that the pass added to the cache, int `[rows, positions]`.
             computed: Number of positions at the end that the pass computed.
             revocable: Number of positions at the end that the next crop may remove.
 
@@ -191,7 +191,7 @@ class Recorder:
             self._revocable = revocable
             if not self._capturing:
                 self._clear()
-                self._first = self.history.columns
+                self._first = self.history.num_positions
             self._in_pass = self._capturing = False
             self._record_events()
             return self._count
@@ -214,10 +214,10 @@ class Recorder:
             for tensors in self._tensors():
                 cut_end(tensors, captured)
             self._count -= captured
-            self._first = min(self._first, self.history.columns)
+            self._first = min(self._first, self.history.num_positions)
             self._revocable = 0
             for row, pad in enumerate(self.history.pads):
-                num_hashes = max(0, self.history.columns - pad) // HASH_TOKENS
+                num_hashes = max(0, self.history.num_positions - pad) // HASH_TOKENS
                 self._sealed[row] = min(self._sealed[row], num_hashes)
                 self._stored[row] = min(self._stored[row], num_hashes)
 
@@ -308,14 +308,14 @@ class Recorder:
             self._ancestors[row] = (*self._ancestors[row], pending.header.id)
             self._sealed[row] = len(prefix_hashes)
         starts = [pad + n * HASH_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
-        self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
+        self._keep_from(min((start for start in starts if start >= self._first), default=self.history.num_positions))
         self._record_events()
         return pending_segments
 
     def _drop_odd(self) -> None:
         """Discard the captured KV, which includes a pass that was not plain, and stop recording."""
         self._clear()
-        self._first = self.history.columns
+        self._first = self.history.num_positions
         self.enabled = False
         self.collector.explain(ODD_MASK)
 
@@ -472,13 +472,13 @@ class Recorder:
         end = self._first + self._count
         keep = max(0, end - position)
         for tensors in self._tensors():
-            tensors[:] = [last_columns(tensors, keep)] if keep else []
+            tensors[:] = [last_positions(tensors, keep)] if keep else []
         self._first, self._count = end - keep, keep
 
     def _mend(self) -> None:
         """Discard the captured KV after an interrupted change: it may belong to other positions than noted."""
         self._clear()
-        self._first, self._revocable = self.history.columns, 0
+        self._first, self._revocable = self.history.num_positions, 0
         self._in_pass = self._capturing = False
 
     def _clear(self) -> None:

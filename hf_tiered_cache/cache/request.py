@@ -39,9 +39,9 @@ class Request:
 
     Args:
         kwargs: All arguments of `forward` by name.
-        ids: Token ids, int `[rows, columns]`.
+        ids: Token ids, int `[rows, positions]`.
         base: Number of positions that the cache holds already.
-        columns: Number of positions that the pass adds.
+        num_positions: Number of positions that the pass adds.
         pads: Left padding of each row, in positions.
         revocable: Number of positions at the end that `generate` may remove (candidates of assisted decoding).
         must_compute: Number of positions at the end to compute: their outputs are requested, or an image precedes them.
@@ -51,38 +51,40 @@ class Request:
     kwargs: dict[str, Any]
     ids: torch.Tensor
     base: int
-    columns: int
+    num_positions: int
     pads: list[int]
     revocable: int
     must_compute: int
     text: int
 
-    def beginning(self, columns: int) -> Request:
-        """Return a request for the first `columns` positions of the prompt, with the last logits only."""
+    def beginning(self, num_positions: int) -> Request:
+        """Return a request for the first `num_positions` positions of the prompt, with the last logits only."""
         kwargs = self.kwargs | {"logits_to_keep": 1}
         for name in (*_PER_TOKEN, "attention_mask"):
             if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name][..., :columns]
+                kwargs[name] = kwargs[name][..., :num_positions]
         ids = kwargs["input_ids"]
-        return replace(self, kwargs=kwargs, ids=ids, columns=columns, revocable=0, must_compute=1, text=columns)
+        return replace(
+            self, kwargs=kwargs, ids=ids, num_positions=num_positions, revocable=0, must_compute=1, text=num_positions
+        )
 
-    def only(self, columns: np.ndarray, suffix: bool) -> dict[str, Any]:
+    def only(self, positions: np.ndarray, suffix: bool) -> dict[str, Any]:
         """Return the arguments for computing only some of the positions.
 
         Args:
-            columns: Positions to compute, the same in every row or separate for each (see `Columns`).
+            positions: Positions to compute, the same in every row or separate for each (see `Positions`).
             suffix: Whether every layer computes exactly these positions, and they include all after the first.
         """
         kwargs = dict(self.kwargs)
         if not suffix:  # for a suffix, the model derives positions and length itself
-            device, stop = self.ids.device, self.base + self.columns
+            device, stop = self.ids.device, self.base + self.num_positions
             if kwargs.get("position_ids") is None:
-                positions = torch.arange(self.base, stop) - torch.tensor(self.pads).unsqueeze(1)
-                kwargs["position_ids"] = positions.clamp(min=0).to(device)  # [rows, columns]
+                ids = torch.arange(self.base, stop) - torch.tensor(self.pads).unsqueeze(1)
+                kwargs["position_ids"] = ids.clamp(min=0).to(device)  # [rows, positions]
             if kwargs.get("attention_mask") is None:
                 kwargs["attention_mask"] = torch.ones(len(self.pads), stop, dtype=torch.int64, device=device)
-        alike = columns.ndim == 1 and len(columns) == self.columns - columns[0]  # all from the first one on
-        index = slice(int(columns[0]), None) if alike else to_device(columns, self.ids.device)
+        alike = positions.ndim == 1 and len(positions) == self.num_positions - positions[0]  # all from the first one on
+        index = slice(int(positions[0]), None) if alike else to_device(positions, self.ids.device)
         for name in _PER_TOKEN:
             if kwargs.get(name) is not None:
                 kwargs[name] = _select_positions(kwargs[name], index)
@@ -116,7 +118,7 @@ class DecodingCheck:
         if mask is not None:
             if not isinstance(mask, torch.Tensor) or mask.shape != (len(pads), base + 1):
                 return ODD_MASK
-            present = self._mask(pads, base + 1, mask.device)  # [rows, columns]
+            present = self._mask(pads, base + 1, mask.device)  # [rows, positions]
             self._note((mask != 0) != present)
         if positions is None and any(pads):
             return ODD_POSITIONS
@@ -133,13 +135,13 @@ class DecodingCheck:
         self._odd.clear()
         return is_odd
 
-    def _mask(self, pads: list[int], columns: int, device: torch.device) -> torch.Tensor:
-        """Return the mask of plain padding, bool `[rows, columns]`; for 0 columns the padding, int64 `[rows, 1]`."""
+    def _mask(self, pads: list[int], num_positions: int, device: torch.device) -> torch.Tensor:
+        """Return the mask of plain padding, bool `[rows, positions]`, or for 0 positions the padding, `[rows, 1]`."""
         key = (tuple(pads), device)
         if key not in self._expected:
             self._expected[key] = torch.tensor(pads, device=device).unsqueeze(1)
         numbers = self._expected[key]
-        return torch.arange(columns, device=device) >= numbers if columns else numbers
+        return torch.arange(num_positions, device=device) >= numbers if num_positions else numbers
 
     def _note(self, differs: torch.Tensor) -> None:
         odd = differs.any()
@@ -169,19 +171,19 @@ def parse_request(
     ids = kwargs.get("input_ids")
     if ids is None or ids.ndim != 2:
         return "the prompt has no token ids (inputs_embeds?), so nothing is restored or stored"
-    columns = text = ids.shape[1]
+    num_positions = text = ids.shape[1]
     for name, value in kwargs.items():
         if name in _IMAGES and placeholders and _holds_tensor(value):
             text = 0
         elif name not in (*_UNDERSTOOD, *_TOKEN_TYPES) and _holds_tensor(value):
             return f"`{name}` may change the meaning of tokens, so nothing is restored or stored"
-    if columns > 1 and (not text or any(kwargs.get(name) is not None for name in _TOKEN_TYPES)):
-        text = _text_columns(kwargs, placeholders)
-    if not text or (text < columns and (base or kwargs.get("position_ids") is None)):
+    if num_positions > 1 and (not text or any(kwargs.get(name) is not None for name in _TOKEN_TYPES)):
+        text = _num_text_positions(kwargs, placeholders)
+    if not text or (text < num_positions and (base or kwargs.get("position_ids") is None)):
         return IMAGES
     if kwargs.get("is_causal") is False:
         return LOOKS_AHEAD
-    if check is not None and pads is not None and columns == 1:
+    if check is not None and pads is not None and num_positions == 1:
         if odd := check.add(kwargs, base, pads):
             return odd
     else:
@@ -189,12 +191,12 @@ def parse_request(
         if padding is None or (pads is not None and padding != pads):
             return ODD_MASK
         pads = padding
-        if not _counts_on(kwargs.get("position_ids"), base, pads, columns, text):
+        if not _counts_on(kwargs.get("position_ids"), base, pads, num_positions, text):
             return ODD_POSITIONS
     keep = kwargs.get("logits_to_keep", 0)
     is_count = isinstance(keep, int) and keep > 0
-    must_compute = max(min(keep, columns) if is_count else columns, columns - text)
-    return Request(kwargs, ids, base, columns, pads, keep - 1 if is_count else 0, must_compute, text)
+    must_compute = max(min(keep, num_positions) if is_count else num_positions, num_positions - text)
+    return Request(kwargs, ids, base, num_positions, pads, keep - 1 if is_count else 0, must_compute, text)
 
 
 def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
@@ -211,7 +213,7 @@ def placeholder_tokens(config: PreTrainedConfig) -> frozenset[int]:
 
 
 def _select_positions(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
-    """Return some positions of a per-token argument, `[columns]`, `[rows, columns]` or `[kinds, rows, columns]`."""
+    """Return some positions of a per-token argument, which are its last dimension: `[..., positions]`."""
     if isinstance(index, slice) or index.ndim == 1:
         return value[..., index]
     if value.ndim == 1:  # `cache_position`; masks get each row's positions in another way
@@ -219,15 +221,15 @@ def _select_positions(value: torch.Tensor, index: slice | torch.Tensor) -> torch
     return torch.take_along_dim(value, index.expand(*value.shape[:-2], -1, -1), dim=-1)
 
 
-def _text_columns(kwargs: dict[str, Any], placeholders: frozenset[int]) -> int:
+def _num_text_positions(kwargs: dict[str, Any], placeholders: frozenset[int]) -> int:
     """Return the number of positions before the first one at which a row has no text."""
     ids = kwargs["input_ids"]
     is_image = torch.isin(ids, torch.tensor(sorted(placeholders), dtype=ids.dtype, device=ids.device))
     for name in _TOKEN_TYPES:
         if kwargs.get(name) is not None:
             is_image = is_image | (kwargs[name] != 0)
-    columns = is_image.any(dim=0).cpu().numpy()
-    return int(columns.argmax()) if columns.any() else len(columns)
+    has_image = is_image.any(dim=0).cpu().numpy()
+    return int(has_image.argmax()) if has_image.any() else len(has_image)
 
 
 def count_tokens(kwargs: dict[str, Any]) -> int:
@@ -249,26 +251,26 @@ def _holds_tensor(value: Any) -> bool:
 
 def _padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> list[int] | None:
     """Return the left padding of each row, or None if the mask is anything else."""
-    rows, columns = ids.shape
+    rows, num_positions = ids.shape
     if mask is None:
         return [0] * rows
-    if not isinstance(mask, torch.Tensor) or mask.shape != (rows, base + columns):
+    if not isinstance(mask, torch.Tensor) or mask.shape != (rows, base + num_positions):
         return None
     present = mask.to("cpu", torch.bool)
     pads = (~present).sum(dim=1)
-    if not torch.equal(present, torch.arange(base + columns) >= pads.unsqueeze(1)):
+    if not torch.equal(present, torch.arange(base + num_positions) >= pads.unsqueeze(1)):
         return None
     return pads.tolist()
 
 
-def _counts_on(positions: torch.Tensor | None, base: int, pads: list[int], columns: int, text: int) -> bool:
+def _counts_on(position_ids: torch.Tensor | None, base: int, pads: list[int], num_positions: int, text: int) -> bool:
     """Return whether the position ids of the first `text` tokens count the tokens of each row.
 
-    Vision models give a token several position ids, `[kinds, rows, columns]`, which are equal for text.
+    Vision models give a token several position ids, `[kinds, rows, positions]`, which are equal for text.
     """
-    if positions is None:
+    if position_ids is None:
         return not any(pads)  # the model would count the padding too
-    if positions.ndim not in (2, 3) or positions.shape[-1] != columns:
+    if position_ids.ndim not in (2, 3) or position_ids.shape[-1] != num_positions:
         return False
     numbers = torch.arange(base, base + text) - torch.tensor(pads).unsqueeze(1)  # [rows, text]
-    return bool(((positions[..., :text].cpu() == numbers) | (numbers < 0)).all())
+    return bool(((position_ids[..., :text].cpu() == numbers) | (numbers < 0)).all())

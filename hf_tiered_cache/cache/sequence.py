@@ -79,7 +79,7 @@ class SequenceState:
         self.approximate = False
         """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
         self._new_ids: np.ndarray | None = None
-        """Tokens that the current pass adds, int64 `[rows, columns]`; None if there was no lookup."""
+        """Tokens that the current pass adds, int64 `[rows, positions]`; None if there was no lookup."""
         self.stored_in_pieces = 0
         """Number of tokens of the current prompt that were computed, stored and released."""
         self._in_prompt = False  # whether the last pass had several positions
@@ -91,9 +91,9 @@ class SequenceState:
         self._unusable_reason = ""  # reason why the method cannot use all of the match, if so
 
     @property
-    def columns(self) -> int:
+    def num_positions(self) -> int:
         """Number of cached positions, including left padding."""
-        return self.history.columns
+        return self.history.num_positions
 
     # --- before a pass
 
@@ -136,7 +136,7 @@ class SequenceState:
         if budget >= longest:
             return plan
         # all pieces of a long prompt are exact, also the last one, however short
-        streamed = self.stored_in_pieces > 0 or method.streams(plan.columns - suffix)
+        streamed = self.stored_in_pieces > 0 or method.streams(plan.num_positions - suffix)
         return plan.within_budget(int(budget), streamed)
 
     @cached_property
@@ -165,7 +165,7 @@ class SequenceState:
 
         The reason is an empty string if the prompt continues from what the cache holds.
         """
-        if self.columns or not self.store.usable:
+        if self.num_positions or not self.store.usable:
             return ""
         if self._unusable_reason:
             return self._unusable_reason
@@ -191,14 +191,14 @@ class SequenceState:
             The reason why later passes run without the store, or an empty string.
         """
         self.miss_reason = ""
-        rows, columns = request.ids.shape
-        tokens = rows * columns - sum(max(0, pad - request.base) for pad in self.history.pads)
+        rows, num_positions = request.ids.shape
+        tokens = rows * num_positions - sum(max(0, pad - request.base) for pad in self.history.pads)
         approximations = self.method.records_approximations
         if plan is None:
-            computed = columns
+            computed = num_positions
             collector.add(tokens_computed=tokens)
         else:
-            computed = columns - plan.restored_until
+            computed = num_positions - plan.restored_until
             self._count_restored(plan, tokens, collector)
             exact = plan.exact
             self.approximate |= isinstance(plan, BudgetPlan) or not (exact or approximations)
@@ -208,13 +208,13 @@ class SequenceState:
         ids = request.ids if self._new_ids is None else self._new_ids  # avoids a second device copy
         self._new_ids = None
         num_unsealed = self.recorder.end(ids, computed, request.revocable)
-        if self.reports_passages and columns > 1:
+        if self.reports_passages and num_positions > 1:
             self._report_passages(plan, collector)
-        if request.text < columns:
-            self.recorder.crop(columns - request.text)
+        if request.text < num_positions:
+            self.recorder.crop(num_positions - request.text)
             return reasons.IMAGES
-        prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
-        threshold = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
+        prompt_is_whole, self._in_prompt = num_positions == 1 and self._in_prompt, num_positions > 1
+        threshold = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if num_positions == 1 else _STORE_PROMPT_AT
         if num_unsealed >= (HASH_TOKENS if self.approximate and not approximations else threshold):
             try:
                 self.recorder.seal()
@@ -261,25 +261,25 @@ class SequenceState:
         The reason is an empty string if all is restored, or if the prefix contains passages.
         """
         stored = partial(has_passages, self.store, self.identity.fingerprint, provenance)
-        restores_all = plan.columns - plan.restored_until < HASH_TOKENS
+        restores_all = plan.num_positions - plan.restored_until < HASH_TOKENS
         return "" if restores_all or not stored() or any(finder(row, 0) for row in rows) else reasons.NO_PASSAGES
 
     def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
         """Store a computed piece of a longer prompt, and remove it from the history."""
-        rows, columns = piece.ids.shape
-        computed = rows * columns - sum(piece.pads) - (plan.restored_tokens if plan is not None else 0)
+        rows, num_positions = piece.ids.shape
+        computed = rows * num_positions - sum(piece.pads) - (plan.restored_tokens if plan is not None else 0)
         collector.add(tokens_computed=computed)
         self.stored_in_pieces += computed
-        self.recorder.end(piece.ids, columns if plan is None else len(plan.computed[0]))
+        self.recorder.end(piece.ids, num_positions if plan is None else len(plan.computed[0]))
         self.recorder.seal()
-        self.recorder.crop(columns)
+        self.recorder.crop(num_positions)
 
-    def common_columns(self, prompt: torch.Tensor) -> int:
-        """Return the number of leading positions that the cache shares with a prompt, int `[rows, columns]`.
+    def num_common(self, prompt: torch.Tensor) -> int:
+        """Return the number of leading positions that the cache shares with a prompt, int `[rows, positions]`.
 
         At least the last position of the prompt is not counted, since it has to be computed.
         """
-        return min(self.history.common_columns(prompt.cpu().numpy()), prompt.shape[1] - 1)
+        return min(self.history.num_common(prompt.cpu().numpy()), prompt.shape[1] - 1)
 
     def fork(self, collector: StatsCollector) -> SequenceState:
         """Return a copy that continues independently, with its own statistics."""

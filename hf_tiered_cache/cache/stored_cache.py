@@ -162,7 +162,7 @@ class StoredCache(Cache, ServedCache):
         executor, self._generates = self._executor, True
         if executor.conversation is not None:
             executor.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)
-        dropped = executor.dropped_columns(self, input_ids.repeat_interleave(copies, dim=0))
+        dropped = executor.num_dropped(self, input_ids.repeat_interleave(copies, dim=0))
         if not dropped:
             return
         try:
@@ -190,19 +190,19 @@ class StoredCache(Cache, ServedCache):
             CacheMismatchError: These layers hold different numbers of positions, and nothing crops the mask of this
                 pass.
         """
-        columns, first = super().get_mask_sizes(query_length, layer_idx)
+        num_positions, first = super().get_mask_sizes(query_length, layer_idx)
         layer = self.layers[layer_idx]
         if not isinstance(layer, SelectedSource):
-            return columns, first
+            return num_positions, first
         scope, asks = current(), can_select(self._executor.attachment.config)
         if asks and scope is not None and scope.cache is self:
-            return columns, first  # the registered attention function crops the mask
+            return num_positions, first  # the registered attention function crops the mask
         spared = {source.spared for source in self.layers if isinstance(source, SelectedSource)}
         if len(spared) == 1:
-            return columns - layer.spared, first + layer.spared
+            return num_positions - layer.spared, first + layer.spared
         if not asks or query_length > 1 or layer.padding > first:
             raise cannot_mask(self.method, self.model)
-        return columns, first  # one token attends to everything: no mask is made
+        return num_positions, first  # one token attends to everything: no mask is made
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep (transformers 5.17)."""

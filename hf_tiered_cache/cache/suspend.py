@@ -42,12 +42,12 @@ class Suspended:
     reason: str = ""
 
 
-def put_away(executor: Executor, columns: int) -> Suspended:
+def put_away(executor: Executor, num_positions: int) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
     Args:
         executor: executor of the cache.
-        columns: number of positions that the cache holds.
+        num_positions: number of positions that the cache holds.
 
     Raises:
         StoreClosedError: the store was closed.
@@ -56,7 +56,7 @@ def put_away(executor: Executor, columns: int) -> Suspended:
     storage.check_open()
     sequence = executor.sequence or executor.ended
     if sequence is None:
-        return Suspended(0, columns, 0, time.perf_counter() - started, executor.bypass)
+        return Suspended(0, num_positions, 0, time.perf_counter() - started, executor.bypass)
     reason = ""
     sequence.recorder.crop(0)  # the last positions of a pass can no longer be taken back
     try:
@@ -77,7 +77,7 @@ def put_away(executor: Executor, columns: int) -> Suspended:
         reason = reason or f"the conversation could not be rewritten: {error}"
     if compacted is not None and (row := storage.disk.index.row(compacted)) is not None:
         rows = [row]
-    unstored = max(0, columns - sequence.history.pads[0] - tokens)
+    unstored = max(0, num_positions - sequence.history.pads[0] - tokens)
     if unstored >= HASH_TOKENS:
         reason = reason or _why_left(executor, sequence)
     if conversation is not None and executor.options.record:

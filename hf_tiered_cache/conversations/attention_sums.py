@@ -71,20 +71,20 @@ class QueryRows:
     """Queries of some positions in every layer.
 
     Args:
-        columns: Padded positions, int64 `[n]`, ascending, on the host.
+        positions: Padded positions, int64 `[n]`, ascending, on the host.
         pads: Number of left-padding positions of each sequence.
         queries: Queries of each layer, `[batch, heads, n, dim]`, rotated.
         scalings: Scale of the logits of each layer; None for dim ** -0.5.
     """
 
-    columns: np.ndarray
+    positions: np.ndarray
     pads: Sequence[int]
     queries: Sequence[torch.Tensor]
     scalings: Sequence[float | None]
 
     def first(self, count: int) -> QueryRows:
         """Return the queries of the first `count` positions."""
-        return replace(self, columns=self.columns[:count], queries=[query[:, :, :count] for query in self.queries])
+        return replace(self, positions=self.positions[:count], queries=[query[:, :, :count] for query in self.queries])
 
     def select(self, rows: torch.Tensor) -> QueryRows:
         """Return the queries of reordered sequences: sequence i becomes sequence `rows[i]`."""
@@ -99,12 +99,12 @@ def attention_sums(
 
     Args:
         rows: Queries of the attention rows.
-        keys: Keys of each layer, `[batch, kv_heads, columns, dim]`, rotated, from padded position 0 on.
+        keys: Keys of each layer, `[batch, kv_heads, positions, dim]`, rotated, from padded position 0 on.
         device: Device to compute on. Keys on other devices are copied there, a few KV heads at a time.
         group_rows: Number of rows per group.
     """
     batch, heads, _, _ = rows.queries[0].shape
-    kv_heads, count = keys[0].shape[1], len(rows.columns)
+    kv_heads, count = keys[0].shape[1], len(rows.positions)
     group, layers = heads // kv_heads, len(keys)
     # [batch, kv_heads, group, n, dim]; float32, as attention kernels compute logits
     queries = [
@@ -114,20 +114,20 @@ def attention_sums(
     visible = _Visibility(rows, device)
     products = torch.zeros(-(-count // group_rows), batch, heads, layers, layers, device=device)
     ends = torch.zeros(len(products), batch, layers, device=device)
-    columns = int(rows.columns[-1]) + 1
-    heads_per_step = min(kv_heads, max(1, _LARGEST // (layers * batch * group * columns)))
+    num_keys = int(rows.positions[-1]) + 1
+    heads_per_step = min(kv_heads, max(1, _LARGEST // (layers * batch * group * num_keys)))
     for head in range(0, kv_heads, heads_per_step):
         kv = slice(head, head + heads_per_step)
-        # [batch, kv, dim, columns] for each layer
-        layer_keys = [layer[:, kv, :columns].to(device).float().transpose(2, 3) for layer in keys]
+        # [batch, kv, dim, keys] for each layer
+        layer_keys = [layer[:, kv, :num_keys].to(device).float().transpose(2, 3) for layer in keys]
         width = group * layer_keys[0].shape[1]  # query heads
-        rows_per_step = min(group_rows, max(1, _LARGEST // (layers * batch * width * columns)))
+        rows_per_step = min(group_rows, max(1, _LARGEST // (layers * batch * width * num_keys)))
         for number in range(len(products)):
             stop = min(count, (number + 1) * group_rows)
             for first in range(number * group_rows, stop, rows_per_step):
                 span = slice(first, min(stop, first + rows_per_step))
                 weights = visible.attention([query[:, kv, :, span] for query in queries], layer_keys, span)
-                flat = weights.flatten(3).flatten(1, 2)  # [layers, batch * width, n * columns]
+                flat = weights.flatten(3).flatten(1, 2)  # [layers, batch * width, n * keys]
                 head_products = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).unflatten(0, (batch, width))
                 products[number, :, head * group : head * group + width] += head_products
                 ends[number] += visible.at_ends(weights, span).mT / heads
@@ -139,31 +139,31 @@ class _Visibility:
     """Positions that each row sees: those up to its own, without padding."""
 
     def __init__(self, rows: QueryRows, device: torch.device) -> None:
-        self._columns, self._pads = rows.columns, rows.pads
+        self._positions, self._pads = rows.positions, rows.pads
         self._padded = any(rows.pads)
         self._device = device
 
     def rows(self, span: slice) -> torch.Tensor:
         """Return the number of rows that are not padding, float32 `[batch]`."""
-        count = [(self._columns[span] >= pad).sum() for pad in self._pads]
+        count = [(self._positions[span] >= pad).sum() for pad in self._pads]
         return to_device(np.array(count, np.float32), self._device)
 
     def attention(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], span: slice) -> torch.Tensor:
-        """Return attention weights, float32 `[layers, batch, kv_heads * group, n, columns]`; 0 for padding rows."""
-        columns = int(self._columns[span][-1]) + 1
+        """Return attention weights, float32 `[layers, batch, kv_heads * group, n, keys]`; 0 for padding rows."""
+        num_keys = int(self._positions[span][-1]) + 1
         batch, kv_heads, group, count, _ = queries[0].shape
-        weights = torch.empty(len(keys), batch, kv_heads, group * count, columns, device=self._device)
+        weights = torch.empty(len(keys), batch, kv_heads, group * count, num_keys, device=self._device)
         for layer, (query, layer_keys) in enumerate(zip(queries, keys, strict=True)):
-            torch.matmul(query.flatten(2, 3), layer_keys[..., :columns], out=weights[layer])
-        weights = weights.view(len(keys), batch, kv_heads * group, count, columns)
+            torch.matmul(query.flatten(2, 3), layer_keys[..., :num_keys], out=weights[layer])
+        weights = weights.view(len(keys), batch, kv_heads * group, count, num_keys)
         if count > 1 or self._padded:
-            weights.masked_fill_(self._hidden(span, columns), -torch.inf)
+            weights.masked_fill_(self._hidden(span, num_keys), -torch.inf)
         weights = weights.softmax(-1)
         return weights.nan_to_num_() if self._padded else weights
 
-    def _hidden(self, span: slice, columns: int) -> torch.Tensor:
-        """Return the mask of positions that rows do not see, bool `[batch or 1, 1, n, columns]`."""
-        positions, place = to_device(self._columns[span], self._device), torch.arange(columns, device=self._device)
+    def _hidden(self, span: slice, num_keys: int) -> torch.Tensor:
+        """Return the mask of positions that rows do not see, bool `[batch or 1, 1, n, keys]`."""
+        positions, place = to_device(self._positions[span], self._device), torch.arange(num_keys, device=self._device)
         hidden = place > positions.view(1, 1, -1, 1)
         if not self._padded:
             return hidden
@@ -171,17 +171,17 @@ class _Visibility:
 
     def at_ends(self, weights: torch.Tensor, span: slice) -> torch.Tensor:
         """Return the weights at the two ends of each row's context, summed over rows and heads, `[layers, batch]`."""
-        positions = self._columns[span]
+        positions = self._positions[span]
         if len(positions) == 1 and not self._padded:
             width = _width(positions)[0]
             ends = weights[..., :width].sum((2, 3, 4))
             return ends + weights[..., max(width, weights.shape[-1] - width) :].sum((2, 3, 4))
         place = np.arange(weights.shape[-1])
-        end_masks = []  # [n, columns] for each sequence
+        end_masks = []  # [n, keys] for each sequence
         for pad in self._pads if self._padded else (0,):
             width = _width(positions - pad)[:, None]
             end_masks.append((place < pad + width) | (place > positions[:, None] - width))
-        mask = to_device(np.stack(end_masks).astype(np.float32), self._device)  # [batch or 1, n, columns]
+        mask = to_device(np.stack(end_masks).astype(np.float32), self._device)  # [batch or 1, n, keys]
         return (weights.flatten(3) @ mask.flatten(1).unsqueeze(-1)).sum((2, 3))
 
 
@@ -247,9 +247,9 @@ class SampledWindows:
             parts += window.parts
         self._windows = merged_windows[::-1]
 
-    def crop(self, columns: int) -> None:
-        """Keep only windows within the first `columns` positions."""
-        self._windows = [window for window in self._windows if window.stop <= columns]
+    def crop(self, num_positions: int) -> None:
+        """Keep only windows within the first `num_positions` positions."""
+        self._windows = [window for window in self._windows if window.stop <= num_positions]
 
     def select(self, rows: torch.Tensor) -> None:
         """Replace row i by the former row `rows[i]`. Sums follow later, since beam search does this at every token."""

@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..restore.observe import ComputedColumns, KeysOfLayer, Later
+from ..restore.observe import ComputedPositions, KeysOfLayer, Later
 from ..store.memory import to_device
 from ..tiers.streams import DoneEvent, Event, copy_stream
 from .attention_sums import QueryRows, SampledWindow, SampledWindows, attention_sums, reordered
@@ -65,27 +65,27 @@ class AttentionDistances:
 
     # --- passes (see `CacheObserver`)
 
-    def begin(self, sources: Sequence[KeysOfLayer], computed: ComputedColumns) -> _SampledPass | None:
+    def begin(self, sources: Sequence[KeysOfLayer], computed: ComputedPositions) -> _SampledPass | None:
         """See `CacheObserver`."""
-        stride, columns = self._sampled(computed)
-        if self._missing or not len(columns):
+        stride, positions = self._sampled(computed)
+        if self._missing or not len(positions):
             return None
         with self._lock:  # positions that are computed again are not counted twice
             counted_stop = max([self._windows.stop, *(pending.stop for pending in self._pending)])
-        columns = columns[columns >= counted_stop]
+        positions = positions[positions >= counted_stop]
         self._follow(sources)
-        return _SampledPass(self, self._sources, computed, columns, stride) if len(columns) else None
+        return _SampledPass(self, self._sources, computed, positions, stride) if len(positions) else None
 
     def cannot_see(self, why: str) -> None:
         """See `CacheObserver`."""
         self._missing = why
 
-    def crop(self, columns: int) -> None:
+    def crop(self, num_positions: int) -> None:
         """See `CacheObserver`."""
         with self._lock:
-            self._windows.crop(columns)
+            self._windows.crop(num_positions)
             for pending in self._pending:
-                pending.limit = min(pending.limit, columns)
+                pending.limit = min(pending.limit, num_positions)
 
     def select(self, rows: torch.Tensor) -> None:
         """See `CacheObserver`."""
@@ -129,7 +129,7 @@ class AttentionDistances:
             source for source in sources if not source.window and (compared is None or source.index in compared)
         ]
 
-    def _sampled(self, computed: ComputedColumns) -> tuple[int, np.ndarray]:
+    def _sampled(self, computed: ComputedPositions) -> tuple[int, np.ndarray]:
         """Return the number of positions that each sample of a pass represents, and the sampled positions, int64."""
         fewest, first, stop = computed.fewest, computed.first, computed.stop
         count = stop - first if fewest is None else len(fewest)
@@ -147,18 +147,18 @@ class AttentionDistances:
         Args:
             rows: Sampled queries of the pass.
             layers: Layers of the queries.
-            keys: Keys of each of these layers, `[batch, kv_heads, columns, dim]`, rotated.
+            keys: Keys of each of these layers, `[batch, kv_heads, positions, dim]`, rotated.
             weight: Number of positions that each sample represents.
         """
         device = keys[0].device
         with self._lock:
             self._layers = layers
             self._windows.to(device)
-        if len(rows.columns) == 1:
+        if len(rows.positions) == 1:
             self._add(_reduce_queries(rows, weight, keys, device))
             return
         later = self._later
-        pending = _PendingQueries(rows, weight, int(rows.columns[-1]) + 1)
+        pending = _PendingQueries(rows, weight, int(rows.positions[-1]) + 1)
         if later is not None:
             pending.keys, pending.computed = keys, copy_stream(device).computed()
         with self._lock:
@@ -177,9 +177,9 @@ class AttentionDistances:
             if pending.is_taken:
                 return
             pending.is_taken = True
-            rows, order = pending.rows.first(int((pending.rows.columns < pending.limit).sum())), pending.order
+            rows, order = pending.rows.first(int((pending.rows.positions < pending.limit).sum())), pending.order
         try:
-            if not len(rows.columns):
+            if not len(rows.positions):
                 return
             if pending.keys is None:  # runs in the cache's own thread, so the cache does not change
                 rows = rows if order is None else rows.select(order)
@@ -237,7 +237,7 @@ class _PendingQueries:
     @property
     def stop(self) -> int:
         """Position after the last one that counts."""
-        return min(self.limit, int(self.rows.columns[-1]) + 1)
+        return min(self.limit, int(self.rows.positions[-1]) + 1)
 
 
 class _SampledPass:
@@ -247,7 +247,7 @@ class _SampledPass:
         owner: `AttentionDistances` that counts the pass.
         sources: Keys of the compared layers.
         computed: Positions that the pass computes.
-        columns: int64 `[n]`, sampled positions.
+        positions: int64 `[n]`, sampled positions.
         weight: Number of positions that each sample represents.
     """
 
@@ -255,12 +255,12 @@ class _SampledPass:
         self,
         owner: AttentionDistances,
         sources: Sequence[KeysOfLayer],
-        computed: ComputedColumns,
-        columns: np.ndarray,
+        computed: ComputedPositions,
+        positions: np.ndarray,
         weight: int,
     ) -> None:
         self._owner, self._sources, self._computed = owner, sources, computed
-        self._columns, self._weight = columns, weight
+        self._positions, self._weight = positions, weight
         self._layers = {source.index for source in sources}
         self._queries: dict[int, tuple[torch.Tensor, float | None]] = {}
         self._places: dict[torch.device, torch.Tensor] = {}
@@ -270,22 +270,22 @@ class _SampledPass:
         if layer not in self._layers:
             return
         computed, device = self._computed, query.device
-        columns = None if computed.of_layer is None else computed.of_layer(layer)
-        if query.shape[2] != (computed.stop - computed.first if columns is None else len(columns)):
+        positions = None if computed.of_layer is None else computed.of_layer(layer)
+        if query.shape[2] != (computed.stop - computed.first if positions is None else len(positions)):
             return  # queries of other tokens; `end` reports the layer as unseen
         if query.shape[2] > 1:
-            if columns is not None:
-                places = to_device(np.searchsorted(columns, self._columns), device)
+            if positions is not None:
+                places = to_device(np.searchsorted(positions, self._positions), device)
             else:  # the same positions in all layers
                 if device not in self._places:
-                    self._places[device] = to_device(self._columns - computed.first, device)
+                    self._places[device] = to_device(self._positions - computed.first, device)
                 places = self._places[device]
             query = query.index_select(2, places)
         self._queries[layer] = query, scaling
 
     def undo(self) -> None:
         """See `PassObserver`."""
-        self._owner.crop(int(self._columns[0]))
+        self._owner.crop(int(self._positions[0]))
 
     def end(self) -> None:
         """See `PassObserver`."""
@@ -302,7 +302,7 @@ class _SampledPass:
         keys, _ = _keys_of(self._sources)
         if not _fit(queries, keys):
             return self._owner.cannot_see("the keys that layers hold are not the keys that their queries attend to")
-        rows = QueryRows(self._columns, self._computed.pads, queries, scalings)
+        rows = QueryRows(self._positions, self._computed.pads, queries, scalings)
         try:
             return self._owner.take(rows, layers, keys, self._weight)
         except Exception as error:  # no request depends on it
@@ -332,8 +332,8 @@ def _reduce_queries(
     """Return the attention sums of sampled queries, one per sampled window, computed on `device`."""
     windows = []
     for number, sums in enumerate(attention_sums(rows, keys, device, _ROWS_AT_ONCE)):
-        columns = rows.columns[number * _ROWS_AT_ONCE :][:_ROWS_AT_ONCE]
-        windows.append(SampledWindow(int(columns[-1]) + 1, len(columns), 1, sums.times(weight)))
+        positions = rows.positions[number * _ROWS_AT_ONCE :][:_ROWS_AT_ONCE]
+        windows.append(SampledWindow(int(positions[-1]) + 1, len(positions), 1, sums.times(weight)))
     return windows
 
 

@@ -47,7 +47,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         if plan.suffix is not None:
             self._restored = plan.suffix
         else:
-            self._scattered = plan.columns
+            self._scattered = plan.num_positions
             self._skipped = max(0, plan.first_position(self.window)) if self.window else 0
 
     def end_pass(self) -> None:
@@ -97,13 +97,13 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         filled = restoring.take_filled(self.index) if refines else None
         if filled is None:
             self._announced()
-            keys, values = self.extend(key_states, value_states, plan.columns, first)
+            keys, values = self.extend(key_states, value_states, plan.num_positions, first)
             rotate_ = partial(restoring.tap.rotate_, pre_rope)
             dtype = pre_rope.keys.dtype
             restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
         else:
             self.rollback(filled)
-            keys, values = (tensor[:, :, tensor.shape[2] - (plan.columns - first) :] for tensor in self._views())
+            keys, values = (tensor[:, :, tensor.shape[2] - (plan.num_positions - first) :] for tensor in self._views())
         if plan.suffix is not None:
             keys[:, :, plan.suffix - first :] = key_states
             values[:, :, plan.suffix - first :] = value_states

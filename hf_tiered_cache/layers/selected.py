@@ -58,7 +58,7 @@ class SelectedSource(DenseSource):
         super().begin_pass(restoring)
         plan = restoring.plan
         if isinstance(plan, BudgetPlan):
-            self._restored, self._scattered = plan.suffix or 0, plan.columns
+            self._restored, self._scattered = plan.suffix or 0, plan.num_positions
             self._skipped = self._restored if plan.streamed else plan.num_skipped
 
     def end_pass(self) -> None:
@@ -116,7 +116,7 @@ class SelectedSource(DenseSource):
             self._num_selected = selection.choose(self.index, asking, own_keys, rotate_, scaling)
         self.spared = plan.budget_tokens - self._num_selected
         self.padding = max(group.pad for group in plan.groups)
-        all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped + self.spared)
+        all_keys, all_values = self.extend(keys, values, plan.num_positions, plan.num_skipped + self.spared)
         self._announced()
         if selection is not None:
             selected = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]

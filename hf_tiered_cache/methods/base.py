@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, with_type
 from ..layers import DenseSource
-from ..restore.plan import Columns, PlanContext
+from ..restore.plan import PlanContext, Positions
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance
 from ..store.geometry import Geometry
@@ -60,7 +60,7 @@ class Method(ABC):
             object.__setattr__(self, "geometry", replace(self.geometry, codec=self.codec))
 
     @abstractmethod
-    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
+    def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """Return the padded positions that each layer computes; the others are restored.
 
         The number of positions never grows from layer to layer. Each layer computes the last `context.must_compute`

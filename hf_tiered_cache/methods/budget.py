@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, with_type
 from ..layers import DenseSource, SelectedSource
-from ..restore.plan import Columns, PlanContext
+from ..restore.plan import PlanContext, Positions
 from ..selection.prompt import PREFETCHED, Prefetched
 from ..selection.selector import Selector
 from ..store.geometry import Geometry
@@ -104,7 +104,7 @@ class BudgetMethod(Method):
 
     # --- members of every method
 
-    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
+    def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """See `Method`."""
         return context.suffix_positions()
 

@@ -16,7 +16,7 @@ from ..layers import LayerTensors
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
 from ..passages.recompute import ProbeAttention
-from ..restore.plan import Columns, DeferredChoice, PlanContext, RowGroup, SegmentSlice, of_row, repeats, side_by_side
+from ..restore.plan import DeferredChoice, PlanContext, Positions, RowGroup, SegmentSlice, of_row, repeats, side_by_side
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
@@ -131,7 +131,7 @@ class Passages(Method):
         """
         return ()
 
-    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
+    def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """See `Method`."""
         candidates, required = _candidate_and_required(context)
         selected = self._selected_positions(context)
@@ -160,10 +160,10 @@ class Passages(Method):
         self,
         choice: DeferredChoice,
         layer: int,
-        positions: Columns,
+        positions: Positions,
         deviation: np.ndarray,
         attention: ProbeAttention | None,
-    ) -> Columns:
+    ) -> Positions:
         """Return the positions that are computed from one of the `compare_layers` on.
 
         The share that `narrowing` returns is selected in each row.
@@ -199,7 +199,7 @@ class Passages(Method):
         """
         return np.ones_like(attention)
 
-    def _selected_positions(self, context: PlanContext) -> Columns:
+    def _selected_positions(self, context: PlanContext) -> Positions:
         """Return the positions of tokens that rows do not restore."""
         restored = []
         for group in context.groups:
@@ -210,7 +210,7 @@ class Passages(Method):
         return _not_restored(context, restored)
 
 
-def _candidate_and_required(context: PlanContext) -> tuple[Columns, Columns]:
+def _candidate_and_required(context: PlanContext) -> tuple[Positions, Positions]:
     """Return the positions that may be computed, which are all inexact ones, and those that must be."""
     exact = [_exact_mask(context, group) for group in context.groups]
     stored_or_padding = [is_stored.copy() for is_stored in exact]
@@ -229,12 +229,12 @@ def question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:
     for group in context.groups:
         if any(not piece.exact for piece in group.pieces):
             end = max(_positions_of(context, group, piece)[-1] + 1 for piece in group.pieces)
-            counts |= dict.fromkeys(group.rows, int(min(context.columns - end, max_tokens)))
+            counts |= dict.fromkeys(group.rows, int(min(context.num_positions - end, max_tokens)))
     return tuple(counts[row] for row in sorted(counts)) if any(counts.values()) else ()
 
 
-def _not_restored(context: PlanContext, restored: Sequence[np.ndarray]) -> Columns:
-    """Return the positions to compute if rows restore other positions, bool `[columns]` for each group of rows.
+def _not_restored(context: PlanContext, restored: Sequence[np.ndarray]) -> Positions:
+    """Return the positions to compute if rows restore other positions, bool `[positions]` for each group of rows.
 
     Rows share their positions if everything restored is exact: each layer then computes a suffix, which is recorded
     completely, with the same bits as in any other pass over it.
@@ -243,11 +243,11 @@ def _not_restored(context: PlanContext, restored: Sequence[np.ndarray]) -> Colum
         restored = [np.logical_and.reduce(restored)] * len(restored)
     computed = [~mask for mask in restored]
     for mask in computed:
-        mask[context.columns - context.must_compute :] = True
+        mask[context.num_positions - context.must_compute :] = True
     return _of_rows(context, [np.flatnonzero(mask) for mask in computed])
 
 
-def _of_rows(context: PlanContext, positions: Sequence[np.ndarray]) -> Columns:
+def _of_rows(context: PlanContext, positions: Sequence[np.ndarray]) -> Positions:
     """Return the positions of each group of rows, combined for all rows."""
     rows = {
         row: group_positions
@@ -258,8 +258,8 @@ def _of_rows(context: PlanContext, positions: Sequence[np.ndarray]) -> Columns:
 
 
 def _exact_mask(context: PlanContext, group: RowGroup) -> np.ndarray:
-    """Return where a row needs no computation, bool `[columns]`: padding, and exact pieces."""
-    is_restored = np.zeros(context.columns, bool)
+    """Return where a row needs no computation, bool `[positions]`: padding, and exact pieces."""
+    is_restored = np.zeros(context.num_positions, bool)
     is_restored[: max(0, group.pad - context.base)] = True
     for piece in group.pieces:
         if piece.exact:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import ConfigError, with_type
-from ..restore.plan import Columns, PlanContext
+from ..restore.plan import PlanContext, Positions
 from .base import Method, is_number
 
 
@@ -37,6 +37,6 @@ class PrefixMethod(Method):
                 f'recompute must be a share of the prefix, a float between 0 and 1, or "auto", not {with_type(share)}'
             )
 
-    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
+    def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """See `Method`. The cost model adds the recomputed prefix."""
         return context.suffix_positions()

@@ -28,7 +28,7 @@ from ..identity import Identity, rope_regime
 from ..layers import LayeredCache
 from ..methods import Passages
 from ..passages.finder import sink_token
-from ..passages.ranking import KV, Columns
+from ..passages.ranking import KV, RankingScores
 from ..patches.attach import Attachment, attach
 from ..restore.hashes import History
 from ..store import HASH_BYTES
@@ -154,7 +154,7 @@ class PassageExecutor(Executor):
         """Tokens before the passages, int64 `[1, n]`: the first token, and the lead text after `write_lead`."""
         self.computed: dict[int, list[KV]] = {}
         """Keys and values of each row, layer by layer, if nothing is stored."""
-        self.scores: dict[int, Columns] = {}
+        self.scores: dict[int, RankingScores] = {}
         """Ranking of each row's tokens by name of the ranking, once the row is computed."""
         self._labels, self._ranking_lead = tuple(labels), ranking_lead
 
@@ -277,7 +277,7 @@ class _InMemoryRecorder(Recorder):
                 self._computed_rows[row] = list(self._pairs(row, start, tokens))
         if not self._in_pass:
             self._clear()
-            self._first = self.history.columns
+            self._first = self.history.num_positions
         return []
 
 

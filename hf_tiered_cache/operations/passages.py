@@ -16,7 +16,7 @@ from ..cache.storage import Storage
 from ..errors import ConfigError, IntegrityError
 from ..identity import varying_rope
 from ..methods import Method, Passages, make_method
-from ..passages.ranking import KV, Columns
+from ..passages.ranking import KV, RankingScores
 from ..store.catalogue import SegmentRow
 from ..store.documents import check_label, passage_name
 from ..store.format import is_passage
@@ -289,8 +289,8 @@ def _compute(
     cache = PassageCache(model, storage, method, tag, labels=labels)
     cache.compute(torch.stack([passage.ids for passage in batch]))
     for row, segment in cache.passage.stored().items():
-        if columns := cache.passage.scores.get(row):  # after the segment in the writer's queue
-            storage.writer.later(partial(_keep_scores, storage, segment, columns))
+        if scores := cache.passage.scores.get(row):  # after the segment in the writer's queue
+            storage.writer.later(partial(_keep_scores, storage, segment, scores))
     return cache.stats.tokens_stored
 
 
@@ -332,7 +332,7 @@ def _computed_tokens(lead: int, passage: _Passage) -> tuple[int]:
     return (lead + len(passage.ids),)
 
 
-def _keep_scores(storage: Storage, segment_id: str, columns: Columns) -> None:
+def _keep_scores(storage: Storage, segment_id: str, scores: RankingScores) -> None:
     """Save the ranking of a passage's tokens as a sidecar, if the passage was stored."""
     if storage.disk.index.row(segment_id) is not None and (reader := storage.disk.reader(segment_id)) is not None:
-        storage.rankings.keep(reader, columns)
+        storage.rankings.keep(reader, scores)

@@ -88,7 +88,7 @@ def rank_tokens(
 
 RANKINGS_KIND = "rankings"
 """Kind of the sidecar, which holds float32 `[tokens]` for each ranking name."""
-Columns = dict[str, np.ndarray]
+RankingScores = dict[str, np.ndarray]
 """Scores by ranking name, float32 `[tokens]`: how much it matters that each token is computed in its true context."""
 
 
@@ -106,14 +106,14 @@ class KeptRankings:
         self._lock = threading.Lock()
         self._cache: dict[str, tuple[Hashable, dict[str, np.ndarray]]] = {}  # by segment: version and scores
 
-    def of(self, reader: SegmentReader) -> Columns:
+    def of(self, reader: SegmentReader) -> RankingScores:
         """Return the scores of a segment by ranking, including those just written by another process."""
         return dict(self._arrays(reader))
 
-    def keep(self, reader: SegmentReader, columns: Mapping[str, np.ndarray]) -> bool:
+    def keep(self, reader: SegmentReader, scores: Mapping[str, np.ndarray]) -> bool:
         """Add or replace scores. Return whether they are stored now (see `Sidecars.keep`)."""
         arrays = dict(self._arrays(reader))
-        arrays |= {name: np.asarray(column, np.float32) for name, column in columns.items()}
+        arrays |= {name: np.asarray(values, np.float32) for name, values in scores.items()}
         tensors = {name: torch.tensor(array) for name, array in arrays.items()}
         return self._disk.sidecars.keep(reader, RANKINGS_KIND, tensors, {})
 

@@ -105,7 +105,7 @@ _LARGEST = 1 << 26
 
 
 ProbeAttention = Sequence[np.ndarray | None]
-"""Attention of each row's query probe to each position: float `[columns]`, non-negative; None for a row without one."""
+"""Attention of each row's query probe to each position: float `[positions]`, at least 0; None for a row without one."""
 
 
 class ProbeAttentionSum:
@@ -117,23 +117,23 @@ class ProbeAttentionSum:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
-        self._sum: torch.Tensor | None = None  # float32 [batch, columns]
+        self._sum: torch.Tensor | None = None  # float32 [batch, positions]
 
     def note(self, call: AttentionCall) -> None:
         """Add the attention of one layer with full attention.
 
-        The mask is `[batch or 1, heads or 1, n, columns]`: bool, True where a query may attend, or additive.
+        The mask is `[batch or 1, heads or 1, n, positions]`: bool, True where a query may attend, or additive.
         """
         query, keys, _, mask, scaling = call
         batch, heads, _, dim = query.shape
-        kv_heads, columns = keys.shape[1], keys.shape[2]
+        kv_heads, num_keys = keys.shape[1], keys.shape[2]
         scaling = dim**-0.5 if scaling is None else scaling
-        total = torch.zeros(batch, columns, device=query.device)
-        step = max(1, _LARGEST // max(1, heads * columns))
+        total = torch.zeros(batch, num_keys, device=query.device)
+        step = max(1, _LARGEST // max(1, heads * num_keys))
         for row in range(batch):
             if not self.tokens[row]:
                 continue
-            transposed_keys = keys[row].float().transpose(1, 2)  # [kv_heads, dim, columns]
+            transposed_keys = keys[row].float().transpose(1, 2)  # [kv_heads, dim, positions]
             for begin in range(query.shape[2] - self.tokens[row], query.shape[2], step):
                 span = slice(begin, begin + step)
                 probe_query = query[row, :, span].float().unflatten(0, (kv_heads, -1))  # [kv_heads, group, n, dim]
@@ -153,7 +153,7 @@ class ProbeAttentionSum:
 
 
 def _masked(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return logits, `[kv_heads, group, n, columns]`, with a mask, `[heads or 1, n, columns]`, applied."""
+    """Return logits, `[kv_heads, group, n, positions]`, with a mask, `[heads or 1, n, positions]`, applied."""
     wide_mask = mask.expand(logits.shape[0] * logits.shape[1], -1, -1).unflatten(0, logits.shape[:2])
     if mask.dtype == torch.bool:
         return logits.masked_fill(~wide_mask, -torch.inf)

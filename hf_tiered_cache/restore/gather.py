@@ -26,7 +26,7 @@ class _Run:
     memory: torch.Tensor  # uint8 [n, block_bytes]
     inside: int  # block offset of the first token
     count: int
-    column: int
+    position: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class _Picked:
     slab: torch.Tensor  # uint8 [slots, block_bytes]
     slot: torch.Tensor  # int64 [n] on the slab's device, like the next fields
     inside: torch.Tensor
-    column: torch.Tensor | slice
+    position: torch.Tensor | slice
     head: torch.Tensor | None
 
 
@@ -55,14 +55,16 @@ class Gather:
         self._added: list[tuple[Blocks, np.ndarray, np.ndarray, int]] = []
         self._picked: list[_Picked] | None = None
 
-    def add(self, shape: SegmentShape, blocks: Blocks, tokens: np.ndarray, columns: np.ndarray, head: int = -1) -> None:
+    def add(
+        self, shape: SegmentShape, blocks: Blocks, tokens: np.ndarray, positions: np.ndarray, head: int = -1
+    ) -> None:
         """Add tokens to copy.
 
         Args:
             shape: Shape of the tokens' segment.
             blocks: Blocks that hold the tokens.
             tokens: int64 `[n]`, ascending, counted in the segment.
-            columns: int64 `[n]`, ascending, target positions.
+            positions: int64 `[n]`, ascending, target positions.
             head: Head of the layer that the tokens are copied for; -1 for all heads of the KV cache group.
 
         Raises:
@@ -72,7 +74,7 @@ class Gather:
             return
         chunk_tokens = shape.geometry.chunk_tokens
         slots = tokens if shape.tables is None else shape.slot_of_token(self._block_group, tokens)
-        if head < 0 and _is_run(slots) and _is_run(columns):
+        if head < 0 and _is_run(slots) and _is_run(positions):
             low, high = int(slots[0]), int(slots[-1]) + 1
             ends = low // chunk_tokens, (high - 1) // chunk_tokens + 1
             first, last = np.searchsorted(blocks.chunks, ends)
@@ -83,16 +85,18 @@ class Gather:
                 for chunk, memory in runs:
                     start = max(low, chunk * chunk_tokens)
                     count = min(high, (chunk + len(memory)) * chunk_tokens) - start
-                    self._runs.append(_Run(memory, start - chunk * chunk_tokens, count, int(columns[0]) + start - low))
+                    self._runs.append(
+                        _Run(memory, start - chunk * chunk_tokens, count, int(positions[0]) + start - low)
+                    )
                 return
-        self._added.append((blocks, slots, columns, head))
+        self._added.append((blocks, slots, positions, head))
 
     def copy(self, part: Part, target: torch.Tensor) -> None:
         """Copy one part (one tensor of one layer, or some of its heads) to its positions.
 
         Args:
             part: Part of the KV cache group.
-            target: `[heads, columns, dim]`, all heads of the layer or its first ones, filled in place.
+            target: `[heads, positions, dim]`, all heads of the layer or its first ones, filled in place.
 
         Raises:
             LookupError: The added blocks lack a token.
@@ -107,33 +111,33 @@ class Gather:
             if picked.head is None:
                 fields = tuple(view.transpose(0, 1)[:, picked.slot, picked.inside] for view in views)
                 values = checked_decode(self._codec, fields, self._dtype, part.dim)
-                if isinstance(picked.column, slice):  # [heads, n, dim]
-                    heads[:, picked.column] = values
+                if isinstance(picked.position, slice):  # [heads, n, dim]
+                    heads[:, picked.position] = values
                 else:
-                    heads.index_copy_(1, picked.column, values)
+                    heads.index_copy_(1, picked.position, values)
             else:
                 head = picked.head - part.first_head
                 fields = tuple(view[picked.slot, head, picked.inside] for view in views)
                 values = checked_decode(self._codec, fields, self._dtype, part.dim)  # [n, dim]
-                heads[head, picked.column] = values
+                heads[head, picked.position] = values
 
     def _copy_run(self, run: _Run, part: Part, target: torch.Tensor) -> None:
         """Copy a run: all whole blocks in one strided copy, and the partial blocks at its ends separately."""
         views, chunk = self._views(run.memory, part, len(target)), self._shape.geometry.chunk_tokens
-        at, stop, column = run.inside, run.inside + run.count, run.column
+        at, stop, position = run.inside, run.inside + run.count, run.position
         while at < stop:
             index, inside = divmod(at, chunk)
             num_blocks = (stop - at) // chunk if inside == 0 else 0
             if num_blocks:
                 count = num_blocks * chunk
-                columns = target[:, column : column + count].unflatten(1, (num_blocks, chunk))
+                view = target[:, position : position + count].unflatten(1, (num_blocks, chunk))
                 fields = tuple(view[index : index + num_blocks].transpose(0, 1) for view in views)
             else:
                 count = min(chunk - inside, stop - at)
-                columns = target[:, column : column + count]
+                view = target[:, position : position + count]
                 fields = tuple(view[index, :, inside : inside + count] for view in views)
-            columns.copy_(checked_decode(self._codec, fields, self._dtype, part.dim))
-            at, column = at + count, column + count
+            view.copy_(checked_decode(self._codec, fields, self._dtype, part.dim))
+            at, position = at + count, position + count
 
     def _views(self, memory: torch.Tensor, part: Part, heads: int) -> tuple[torch.Tensor, ...]:
         """Return views of the fields of a part, limited to its first `heads` heads."""
@@ -144,14 +148,14 @@ class Gather:
         """Yield the scattered tokens that were added, grouped by slab."""
         chunk_tokens = self._shape.geometry.chunk_tokens
         slabs: dict[int, tuple[int, torch.Tensor]] = {}
-        rows: list[np.ndarray] = []  # int64 [5, n]: slab, slot, inside, column, head
-        for blocks, token_slots, columns, head in self._added:
+        rows: list[np.ndarray] = []  # int64 [5, n]: slab, slot, inside, position, head
+        for blocks, token_slots, positions, head in self._added:
             chunk, inside = np.divmod(token_slots, chunk_tokens)
             at = np.searchsorted(blocks.chunks, chunk)
             if (blocks.chunks.take(at, mode="clip") != chunk).any():  # otherwise wrong blocks would be read
                 raise LookupError(_NOT_FETCHED)
             numbers = np.array([slabs.setdefault(id(slab), (len(slabs), slab))[0] for slab in blocks.slabs], np.int64)
-            row = numbers[blocks.slab[at]], blocks.slot[at], inside, columns, np.full(len(columns), head)
+            row = numbers[blocks.slab[at]], blocks.slot[at], inside, positions, np.full(len(positions), head)
             rows.append(np.stack(row))
         if not rows:
             return
@@ -160,10 +164,10 @@ class Gather:
             entries = table[1:, table[0] == number] if len(slabs) > 1 else table[1:]
             if not entries.shape[1]:
                 continue
-            slot, inside, column, head = to_device(np.ascontiguousarray(entries), slab.device)
-            columns = entries[2]
-            side_by_side = not per_head and bool((np.diff(columns) == 1).all())
-            where = slice(int(columns[0]), int(columns[-1]) + 1) if side_by_side else column
+            slot, inside, position, head = to_device(np.ascontiguousarray(entries), slab.device)
+            positions = entries[2]
+            side_by_side = not per_head and bool((np.diff(positions) == 1).all())
+            where = slice(int(positions[0]), int(positions[-1]) + 1) if side_by_side else position
             yield _Picked(slab, slot, inside, where, head if per_head else None)
 
 

@@ -135,7 +135,7 @@ class History:
     def __init__(self, hasher: PrefixHasher, pads: list[int]) -> None:
         self.hasher = hasher
         self.pads = pads
-        self.columns = 0
+        self.num_positions = 0
         self._ids = np.empty((len(pads), 0), np.int64)
         self._fresh: list[torch.Tensor | np.ndarray] = []  # [rows, n] each, not yet in _ids
         self._prefix_hashes: list[list[bytes]] = [[] for _ in pads]
@@ -144,17 +144,17 @@ class History:
     def rows(self) -> int:
         return len(self.pads)
 
-    def tokens_in(self, columns: int) -> int:
-        """Return the number of tokens of all rows in the first `columns` positions, without left padding."""
-        return sum(max(0, columns - pad) for pad in self.pads)
+    def tokens_in(self, num_positions: int) -> int:
+        """Return the number of tokens of all rows in the first `num_positions` positions, without left padding."""
+        return sum(max(0, num_positions - pad) for pad in self.pads)
 
     def append(self, ids: torch.Tensor | np.ndarray) -> None:
         """Append `ids`, int `[rows, n]`, that the cache now holds. A tensor is copied to the host on first use."""
         self._fresh.append(ids)
-        self.columns += ids.shape[1]
+        self.num_positions += ids.shape[1]
 
     def ids(self) -> np.ndarray:
-        """Return all token ids, int64 `[rows, columns]`, on the host."""
+        """Return all token ids, int64 `[rows, positions]`, on the host."""
         if self._fresh:
             fresh = [ids if isinstance(ids, np.ndarray) else ids.to("cpu", torch.int64).numpy() for ids in self._fresh]
             self._ids = np.concatenate([self._ids, *fresh], axis=1)
@@ -176,22 +176,22 @@ class History:
         parent = prefix_hashes[-1] if prefix_hashes else None
         return prefix_hashes + self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent)
 
-    def common_columns(self, prompt: np.ndarray) -> int:
+    def num_common(self, prompt: np.ndarray) -> int:
         """Return the number of leading positions shared with a batch of prompts, int64 `[rows, n]`."""
         ids = self.ids()
         if len(ids) != len(prompt):
             return 0
-        columns = min(self.columns, prompt.shape[1])
-        differ = (ids[:, :columns] != prompt[:, :columns]).any(axis=0)
-        return int(differ.argmax()) if differ.any() else columns
+        num_positions = min(self.num_positions, prompt.shape[1])
+        differ = (ids[:, :num_positions] != prompt[:, :num_positions]).any(axis=0)
+        return int(differ.argmax()) if differ.any() else num_positions
 
-    def crop(self, columns: int) -> None:
-        """Remove the last `columns` positions."""
-        remaining = self.columns - columns
+    def crop(self, count: int) -> None:
+        """Remove the last `count` positions."""
+        remaining = self.num_positions - count
         # hashes first: a Ctrl-C may leave too few hashes, but never hashes of other tokens
         for row, prefix_hashes in enumerate(self._prefix_hashes):
             del prefix_hashes[max(0, remaining - self.pads[row]) // HASH_TOKENS :]
-        self._ids, self.columns = self.ids()[:, :remaining], remaining
+        self._ids, self.num_positions = self.ids()[:, :remaining], remaining
 
     def select(self, order: list[int]) -> None:
         """Replace row i by the former row `order[i]` (beam search, repeats and subsets of a batch)."""

@@ -38,7 +38,7 @@ class KeysOfLayer(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class ComputedColumns:
+class ComputedPositions:
     """Positions of a sequence that a pass computes.
 
     Args:
@@ -69,7 +69,7 @@ class PassObserver(QueryObserver, Protocol):
 class CacheObserver(Protocol):
     """Observer of a cache."""
 
-    def begin(self, sources: Sequence[KeysOfLayer], computed: ComputedColumns) -> PassObserver | None:
+    def begin(self, sources: Sequence[KeysOfLayer], computed: ComputedPositions) -> PassObserver | None:
         """Begin a pass. Return its observer, or None to observe nothing of it, at no cost to the pass.
 
         Args:
@@ -80,8 +80,8 @@ class CacheObserver(Protocol):
     def cannot_see(self, why: str) -> None:
         """Note that the model's attention cannot be observed, for the reason `why`."""
 
-    def crop(self, columns: int) -> None:
-        """Keep only the first `columns` positions, like the cache."""
+    def crop(self, num_positions: int) -> None:
+        """Keep only the first `num_positions` positions, like the cache."""
 
     def select(self, rows: torch.Tensor) -> None:
         """Replace row i of the batch by the former row `rows[i]`."""

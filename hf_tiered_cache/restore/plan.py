@@ -1,8 +1,8 @@
 """Plan of one forward pass: the positions that each layer computes, and the segments that the others come from.
 
-Positions are padded positions (columns in the code): they include left padding, and are counted from the first one that
-the pass adds to the cache. The rows of a batch compute the same positions, or different ones, stacked. `Plan` restores
-a prefix, and every layer computes the suffix. `BudgetPlan`, `RecomputePlan` and `PassagesPlan` are the other kinds.
+Positions include left padding, and are counted from the first one that the pass adds to the cache. The rows of a batch
+compute the same positions, or different ones, stacked. `Plan` restores a prefix, and every layer computes the suffix.
+`BudgetPlan`, `RecomputePlan` and `PassagesPlan` are the other kinds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..store.segment import SegmentReader
 _LARGE_MASK = 1 << 28
 _LITTLE = 1 / 8
 
-Columns = np.ndarray
+Positions = np.ndarray
 """Padded positions, int64 `[n]`, ascending, for all rows. Or `[rows, n]`, ascending in each row; a row with fewer
 positions repeats its first one at the front. So rows are aligned at the end, a repeated position has the same hidden
 states, keys and values each time, and a batch costs as much as its longest row."""
 
 
-def side_by_side(rows: Sequence[np.ndarray]) -> Columns:
+def side_by_side(rows: Sequence[np.ndarray]) -> Positions:
     """Stack the positions of each row, int64 ascending and not empty, into one array."""
     first = rows[0]
     if all(np.array_equal(first, row) for row in rows[1:]):
@@ -34,30 +34,30 @@ def side_by_side(rows: Sequence[np.ndarray]) -> Columns:
     return np.stack([np.concatenate([np.full(most - len(row), row[0]), row]) for row in rows])
 
 
-def repeats(columns: Columns, row: int) -> int:
+def repeats(positions: Positions, row: int) -> int:
     """Return how often a row repeats its first position at the front."""
-    return 0 if columns.ndim == 1 else int((columns[row] != columns[row, 0]).argmax() or columns.shape[1]) - 1
+    return 0 if positions.ndim == 1 else int((positions[row] != positions[row, 0]).argmax() or positions.shape[1]) - 1
 
 
-def of_row(columns: Columns, row: int) -> np.ndarray:
+def of_row(positions: Positions, row: int) -> np.ndarray:
     """Return the distinct positions of a row, int64 ascending."""
-    return columns if columns.ndim == 1 else columns[row, repeats(columns, row) :]
+    return positions if positions.ndim == 1 else positions[row, repeats(positions, row) :]
 
 
-def row_by_row(*several: Columns) -> Iterator[tuple[np.ndarray, ...]]:
+def row_by_row(*several: Positions) -> Iterator[tuple[np.ndarray, ...]]:
     """Yield `of_row` of several arrays, row by row; once if all rows share the same positions."""
-    for row in range(max(1 if columns.ndim == 1 else len(columns) for columns in several)):
-        yield tuple(of_row(columns, row) for columns in several)
+    for row in range(max(1 if positions.ndim == 1 else len(positions) for positions in several)):
+        yield tuple(of_row(positions, row) for positions in several)
 
 
-def places(subset: Columns, superset: Columns) -> Columns | None:
+def places(subset: Positions, superset: Positions) -> Positions | None:
     """Return the indexes of `subset` in `superset`, int64 `[n]` or `[rows, n]`; None if the two are equal."""
     if subset is superset or np.array_equal(subset, superset):
         return None
     if subset.ndim == superset.ndim == 1:
         return np.searchsorted(superset, subset)
-    rows = max(len(columns) for columns in (subset, superset) if columns.ndim == 2)
-    wide = (np.broadcast_to(columns, (rows, columns.shape[-1])) for columns in (superset, subset))
+    rows = max(len(positions) for positions in (subset, superset) if positions.ndim == 2)
+    wide = (np.broadcast_to(positions, (rows, positions.shape[-1])) for positions in (superset, subset))
     return np.stack([np.searchsorted(theirs, row) for theirs, row in zip(*wide, strict=True)])
 
 
@@ -67,7 +67,7 @@ class PlanContext:
 
     base: int
     """Number of padded positions that the cache holds already."""
-    columns: int
+    num_positions: int
     """Number of padded positions of this pass."""
     restorable: int
     """First position that some row cannot restore; all rows can restore those before it. Padding counts as restored."""
@@ -77,14 +77,14 @@ class PlanContext:
     groups: tuple[RowGroup, ...] = ()
     """Sources of the other positions of each row."""
 
-    def suffix_positions(self) -> tuple[Columns, ...]:
+    def suffix_positions(self) -> tuple[Positions, ...]:
         """Return the plan of prefix reuse: every layer computes the suffix, and restores the tokens before it."""
-        first = min(self.restorable, self.columns - self.must_compute)
-        suffix = self.columns - first
-        # a whole prompt needs no mask; the suffix x columns mask of a suffix costs more than a short prefix saves
-        if self.base == 0 and first < _LITTLE * suffix and suffix * self.columns > _LARGE_MASK:
+        first = min(self.restorable, self.num_positions - self.must_compute)
+        suffix = self.num_positions - first
+        # a whole prompt needs no mask; the suffix x prompt mask of a suffix costs more than a short prefix saves
+        if self.base == 0 and first < _LITTLE * suffix and suffix * self.num_positions > _LARGE_MASK:
             first = 0
-        return (np.arange(first, self.columns),) * self.layers
+        return (np.arange(first, self.num_positions),) * self.layers
 
 
 @dataclass(frozen=True)
@@ -121,43 +121,43 @@ class Plan:
 
     Args:
         base: Number of padded positions that the cache holds already.
-        columns: Number of padded positions that this pass adds, restored and computed.
+        num_positions: Number of padded positions that this pass adds, restored and computed.
         computed: Positions that each layer computes. In each row they are a subset of those of the layer before, and
             include the last one.
         groups: Sources of the other positions of each row.
     """
 
     base: int
-    columns: int
-    computed: tuple[Columns, ...]
+    num_positions: int
+    computed: tuple[Positions, ...]
     groups: tuple[RowGroup, ...]
 
     def __post_init__(self) -> None:
-        before: Columns | None = None
-        for layer, columns in enumerate(self.computed):
-            if columns is before:
+        before: Positions | None = None
+        for layer, positions in enumerate(self.computed):
+            if positions is before:
                 continue
-            for row, superset in row_by_row(columns, columns if before is None else before):
-                if not len(row) or row[-1] != self.columns - 1 or row[0] < 0 or (np.diff(row) <= 0).any():
+            for row, superset in row_by_row(positions, positions if before is None else before):
+                if not len(row) or row[-1] != self.num_positions - 1 or row[0] < 0 or (np.diff(row) <= 0).any():
                     raise ValueError(f"layer {layer} must compute ascending positions that end with the last one")
                 if superset is not row and not np.isin(row, superset).all():
                     raise ValueError(f"layer {layer} computes positions that layer {layer - 1} does not")
-            before = columns
+            before = positions
 
     def within_budget(self, budget_tokens: int, streamed: bool) -> BudgetPlan:
         """Return this plan with a budget of restored tokens. Every layer of this plan computes exactly the suffix."""
-        return BudgetPlan(self.base, self.columns, self.computed, self.groups, budget_tokens, streamed)
+        return BudgetPlan(self.base, self.num_positions, self.computed, self.groups, budget_tokens, streamed)
 
     def with_recompute_lengths(self, lengths: Sequence[int]) -> RecomputePlan:
         """Return this plan with a recomputed prefix per layer. Every layer of this plan computes exactly the suffix."""
         suffix = self.computed[0]
         computed = {length: np.concatenate([np.arange(length), suffix]) for length in set(lengths)}
         by_layer = tuple(computed[length] for length in lengths)
-        return RecomputePlan(self.base, self.columns, by_layer, self.groups, tuple(lengths))
+        return RecomputePlan(self.base, self.num_positions, by_layer, self.groups, tuple(lengths))
 
     def with_choice(self, choice: DeferredChoice) -> PassagesPlan:
         """Return this plan with a choice of computed positions that is made during the pass."""
-        return PassagesPlan(self.base, self.columns, self.computed, self.groups, choice)
+        return PassagesPlan(self.base, self.num_positions, self.computed, self.groups, choice)
 
     @cached_property
     def exact(self) -> bool:
@@ -172,10 +172,10 @@ class Plan:
     @cached_property
     def suffix(self) -> int | None:
         """First computed position if every layer computes exactly the suffix from there, else None."""
-        if any(columns.ndim > 1 for columns in self.computed):
+        if any(positions.ndim > 1 for positions in self.computed):
             return None
         first = self.computed[0]
-        is_suffix = len(first) == self.columns - first[0]
+        is_suffix = len(first) == self.num_positions - first[0]
         return int(first[0]) if is_suffix and all(c is first or len(c) == len(first) for c in self.computed) else None
 
     @cached_property
@@ -183,11 +183,11 @@ class Plan:
         """First position from which on every layer computes all positions, in every row."""
         return max(_run_at_end(row) for (row,) in row_by_row(self.computed[-1]))  # no layer computes less
 
-    def hidden_indexes(self, layer: int) -> Columns | None:
+    def hidden_indexes(self, layer: int) -> Positions | None:
         """Return which hidden states of the layer before `layer` keeps, int64 `[n]` or `[rows, n]`, or None for all."""
         return places(self.computed[layer], self.computed[layer - 1]) if layer else None
 
-    def query_indexes(self, layer: int) -> Columns | None:
+    def query_indexes(self, layer: int) -> Positions | None:
         """Return which of the first layer's queries belong to `layer`, int64 `[n]` or `[rows, n]`, or None for all."""
         return places(self.computed[layer], self.computed[0])
 
@@ -259,8 +259,8 @@ class Plan:
         """Number of restored tokens that a layer computes nevertheless (mean over the layers)."""
         if self.suffix is not None:
             return 0.0
-        layers, counts = len(self.computed), {id(columns): self._tokens_in(columns) for columns in self.computed}
-        recomputed = sum(counts[id(columns)] for columns in self.computed) - layers * counts[id(self.computed[-1])]
+        layers, counts = len(self.computed), {id(positions): self._tokens_in(positions) for positions in self.computed}
+        recomputed = sum(counts[id(positions)] for positions in self.computed) - layers * counts[id(self.computed[-1])]
         return recomputed / layers
 
     @property
@@ -268,17 +268,17 @@ class Plan:
         """Number of restored tokens that layers with full attention may attend to, mean over these layers."""
         return self.restored_tokens
 
-    def _tokens_in(self, columns: Columns) -> int:
+    def _tokens_in(self, positions: Positions) -> int:
         """Return the number of tokens, over all rows, at the given positions."""
         return sum(
-            len(group.rows) * int((of_row(columns, group.rows[0]) >= max(0, group.pad - self.base)).sum())
+            len(group.rows) * int((of_row(positions, group.rows[0]) >= max(0, group.pad - self.base)).sum())
             for group in self.groups
         )
 
-    def _tokens_but(self, columns: Columns) -> int:
+    def _tokens_but(self, positions: Positions) -> int:
         """Return the number of tokens of this pass, over all rows, except those at the given positions."""
-        tokens = sum(len(group.rows) * (self.columns - max(0, group.pad - self.base)) for group in self.groups)
-        return tokens - self._tokens_in(columns)
+        tokens = sum(len(group.rows) * (self.num_positions - max(0, group.pad - self.base)) for group in self.groups)
+        return tokens - self._tokens_in(positions)
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class BudgetPlan(Plan):
     """Plan in which layers with full attention attend to a part of the restored tokens, selected by their queries.
 
     Args:
-        base, columns, computed, groups: See `Plan`. Every layer computes exactly the suffix.
+        base, num_positions, computed, groups: See `Plan`. Every layer computes exactly the suffix.
         budget_tokens: Maximum number of restored tokens of a row that a layer with full attention attends to.
         streamed: Whether the queries of this pass attend to all restored tokens nevertheless, which are fetched and
             released run by run. The results are exact; the budget applies to what is held for later tokens.
@@ -300,7 +300,7 @@ class BudgetPlan(Plan):
 
     def without_budget(self) -> Plan:
         """Return the plan that restores all of these tokens."""
-        return Plan(self.base, self.columns, self.computed, self.groups)
+        return Plan(self.base, self.num_positions, self.computed, self.groups)
 
     @cached_property
     def exact(self) -> bool:
@@ -323,7 +323,7 @@ class BudgetPlan(Plan):
             return self.restored_tokens
         selected = self.selected or (self.budget_tokens,)
         of_rows = [(len(group.rows), max(0, (self.suffix or 0) - group.pad)) for group in self.groups]
-        return sum(rows * min(columns, tokens) for rows, tokens in of_rows for columns in selected) / len(selected)
+        return sum(rows * min(limit, tokens) for rows, tokens in of_rows for limit in selected) / len(selected)
 
 
 @dataclass(frozen=True)
@@ -331,8 +331,8 @@ class RecomputePlan(Plan):
     """Plan in which layers compute the beginning of a stored prefix while the rest is loaded (Krul).
 
     Args:
-        base, columns, computed, groups: See `Plan`. `computed` includes the recomputed prefixes. The cache is empty,
-            and rows have no padding.
+        base, num_positions, computed, groups: See `Plan`. `computed` includes the recomputed prefixes. The cache is
+            empty, and rows have no padding.
         recompute_lengths: Length of each layer's recomputed prefix. The layer loads the positions between it and the
             suffix.
     """
@@ -347,7 +347,7 @@ class RecomputePlan(Plan):
     @cached_property
     def restored_until(self) -> int:
         """See `Plan`."""
-        return self.columns - (len(self.computed[-1]) - self.recompute_lengths[-1])
+        return self.num_positions - (len(self.computed[-1]) - self.recompute_lengths[-1])
 
     def restored_span(self, layer: int, window: int) -> tuple[int, int]:
         """See `Plan`."""
@@ -357,7 +357,7 @@ class RecomputePlan(Plan):
     @cached_property
     def restored_tokens(self) -> int:
         """See `Plan`."""
-        return self._tokens_but(np.arange(self.restored_until, self.columns))
+        return self._tokens_but(np.arange(self.restored_until, self.num_positions))
 
     @property
     def recomputed_tokens(self) -> float:
@@ -370,7 +370,7 @@ class PassagesPlan(Plan):
     """Plan for passages that the pass itself completes: it compares stored with computed KV, and computes the rest.
 
     Args:
-        base, columns, computed, groups: See `Plan`.
+        base, num_positions, computed, groups: See `Plan`.
         choice: What the pass decides. The positions in `computed` shrink with each decision.
     """
 
@@ -407,13 +407,13 @@ class DeferredChoice:
     """
 
     context: PlanContext
-    candidates: Columns
-    required: Columns
+    candidates: Positions
+    required: Positions
     compare_layers: tuple[int, ...]
     question_tokens: tuple[int, ...] = ()
 
 
-def _run_at_end(columns: np.ndarray) -> int:
-    """Return the first position of the consecutive run that ends `columns`, ascending."""
-    alone = np.flatnonzero(np.diff(columns) > 1)
-    return int(columns[alone[-1] + 1] if len(alone) else columns[0])
+def _run_at_end(positions: np.ndarray) -> int:
+    """Return the first position of the consecutive run that ends `positions`, ascending."""
+    alone = np.flatnonzero(np.diff(positions) > 1)
+    return int(positions[alone[-1] + 1] if len(alone) else positions[0])

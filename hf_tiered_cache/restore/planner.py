@@ -12,7 +12,7 @@ from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from .hashes import History
-from .plan import Columns, DeferredChoice, Plan, PlanContext, RowGroup, SegmentSlice
+from .plan import DeferredChoice, Plan, PlanContext, Positions, RowGroup, SegmentSlice
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def make_plan(
     history: History,
     ids: np.ndarray,
     must_compute: int,
-    compute: Callable[[PlanContext], tuple[Columns, ...]],
+    compute: Callable[[PlanContext], tuple[Positions, ...]],
     layers: int,
     match: Match,
     find: Find | None = None,
@@ -99,7 +99,7 @@ def make_plan(
 
     Args:
         history: Tokens in the cache.
-        ids: int64 `[rows, columns]`, tokens that the pass adds.
+        ids: int64 `[rows, positions]`, tokens that the pass adds.
         must_compute: Number of last positions with requested outputs.
         compute: Returns the positions that each layer computes (see `Method.positions_to_compute`).
         layers: Number of layers of the model.
@@ -110,12 +110,12 @@ def make_plan(
     Returns:
         The plan, or None if nothing can be restored; and the lookup results.
     """
-    base, columns = history.columns, ids.shape[1]
+    base, num_positions = history.num_positions, ids.shape[1]
     whole_rows = np.concatenate([history.ids(), ids], axis=1)
     alike: dict[tuple[int, bytes], list[int]] = {}
     for row, pad in enumerate(history.pads):
         alike.setdefault((pad, whole_rows[row][pad:].tobytes()), []).append(row)
-    groups, lookups, restorable = [], [], columns
+    groups, lookups, restorable = [], [], num_positions
     for (pad, _), rows in alike.items():
         cached_hashes = max(0, base - pad) // HASH_TOKENS
         pieces, tokens = [], cached_hashes * HASH_TOKENS
@@ -133,11 +133,11 @@ def make_plan(
         restorable = min(restorable, max(0, pad + tokens - base))
     if not any(group.pieces for group in groups):
         return None, lookups  # padding alone is not worth a plan
-    context = PlanContext(base, columns, restorable, must_compute, layers, tuple(groups))
-    plan = Plan(base, columns, compute(context), tuple(groups))
+    context = PlanContext(base, num_positions, restorable, must_compute, layers, tuple(groups))
+    plan = Plan(base, num_positions, compute(context), tuple(groups))
     if defer is not None and not plan.exact:
         choice = defer(context)
         plan = plan if choice is None else plan.with_choice(choice)
-    if not plan.restored_tokens and plan.computed[-1].shape[-1] == columns:
+    if not plan.restored_tokens and plan.computed[-1].shape[-1] == num_positions:
         return None, lookups
     return plan, lookups

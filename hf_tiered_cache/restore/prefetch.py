@@ -196,7 +196,7 @@ def restore_layer(
         layer: Layer index.
         kind: Layout of the tensors that the model passes to the cache for this layer.
         dtype: Dtype of these tensors before rotation (autocast may rotate into another dtype).
-        keys: `[batch, key_heads, columns - first_position, key_dim]`, filled in place.
+        keys: `[batch, key_heads, positions - first_position, key_dim]`, filled in place.
         values: Like `keys`.
         first_position: Position, counted as in the plan, of the first entry of `keys` and `values`.
         rotate_: Rotates `[rows, heads, n, dim]` in place; its second argument is the index of the first token.
@@ -209,7 +209,7 @@ def restore_layer(
         for part in block_group.parts:
             if part.layer == layer:
                 gather.copy(part, (keys if part.tensor == "key" else values)[row])
-    low, restored = plan.restored_span(layer, kind.window) or (0, plan.columns)
+    low, restored = plan.restored_span(layer, kind.window) or (0, plan.num_positions)
     for group in plan.groups:
         begin = max(0, group.pad - plan.base - first_position, low - first_position)  # where the row's tokens begin
         end = restored - first_position
@@ -224,7 +224,7 @@ def restore_layer(
 
 
 def share_row(tensor: torch.Tensor, rows: Sequence[int], begin: int, end: int) -> None:
-    """Copy positions `[begin, end)` of `tensor`, `[batch, heads, columns, dim]`, from the first row to the others.
+    """Copy positions `[begin, end)` of `tensor`, `[batch, heads, positions, dim]`, from the first row to the others.
 
     Earlier positions, such as padding, are set to zero in all rows: they are masked or computed, but must be finite.
     """

@@ -177,7 +177,7 @@ def test_a_history_knows_its_tokens_and_prefix_hashes_through_everything(steps, 
             offsets = [offsets[i] for i in argument]
         if look:
             history.prefix_hashes(0)
-    assert history.columns == rectangle.shape[1]
+    assert history.num_positions == rectangle.shape[1]
     assert (history.ids() == rectangle.numpy()).all()
     more = np.arange(40)
     for r in range(3):
@@ -192,6 +192,6 @@ def test_a_forked_history_goes_its_own_way():
     twin = history.fork()
     history.append(torch.ones(1, 20, dtype=torch.int64))
     twin.crop(5)
-    assert (history.columns, twin.columns) == (40, 15)
+    assert (history.num_positions, twin.num_positions) == (40, 15)
     assert history.prefix_hashes(0) == HASHER.hashes(np.r_[np.zeros(20), np.ones(20)])
     assert twin.prefix_hashes(0) == []

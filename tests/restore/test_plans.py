@@ -38,9 +38,9 @@ class Chosen(Method):
     seen: list = field(default_factory=list)
 
     def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
-        must = {*range(context.restorable, context.columns)}
-        must |= {*range(context.columns - context.must_compute, context.columns)}
-        columns, result = (set(self.first) & set(range(context.columns))) | must, []
+        must = {*range(context.restorable, context.num_positions)}
+        must |= {*range(context.num_positions - context.must_compute, context.num_positions)}
+        columns, result = (set(self.first) & set(range(context.num_positions))) | must, []
         for layer in range(context.layers):
             columns = columns - (self.dropped[layer] if layer < len(self.dropped) else frozenset()) | must
             result.append(np.array(sorted(columns)))
@@ -204,9 +204,9 @@ def moved(store, place, request, sequence):
     (row,) = store.segments()
     reader = store._storage.disk.reader(row.id)
     tokens = reader.shape.tokens
-    computed = np.r_[0:place, place + tokens : request.columns]
+    computed = np.r_[0:place, place + tokens : request.num_positions]
     group = RowGroup((0,), 0, (SegmentSlice(reader, 0, tokens, place),))
-    return Plan(0, request.columns, (computed,) * len(reader.shape.layout.layers), (group,))
+    return Plan(0, request.num_positions, (computed,) * len(reader.shape.layout.layers), (group,))
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -290,8 +290,8 @@ class Plain(Method):
     """Exact reuse under another geometry."""
 
     def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
-        first = min(context.restorable, context.columns - context.must_compute)
-        return (np.arange(first, context.columns),) * context.layers
+        first = min(context.restorable, context.num_positions - context.must_compute)
+        return (np.arange(first, context.num_positions),) * context.layers
 
 
 @pytest.mark.parametrize(
