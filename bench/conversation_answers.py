@@ -459,8 +459,7 @@ def main() -> None:
     name = (
         f"conversation-answers-{arguments.name}-{arguments.dtype}" + "-choosing" * arguments.choosing + arguments.suffix
     )
-    save(arguments.out, name, document, text)
-    plot(document, arguments.out / f"{name}.png")
+    save(arguments.out, name, document, text, plot)
     print(text)
 
 

@@ -163,8 +163,7 @@ def main(argv: list[str] | None = None) -> None:
         **{"machine": about, "model": Path(arguments.model).name, "found": found},
         **{name: getattr(arguments, name) for name in ("shots", "limit", "budgets")},
     }
-    save(arguments.out, f"harness-{document['model']}", document, report(document))
-    plot(document, arguments.out / f"harness-{document['model']}.png")
+    save(arguments.out, f"harness-{document['model']}", document, report(document), plot)
     print(report(document))
 
 

@@ -216,8 +216,7 @@ def main() -> None:
             results.append(counts | {"seconds": seconds})
             print(segments, {name: _shown(times) for name, times in seconds.items()})
     document = {"machine": on, "repeats": arguments.repeats, "tokens": TOKENS, "results": results}
-    save(arguments.out, "many-segments-cpu", document, report(document))
-    draw(document, arguments.out / "many-segments-cpu.png")
+    save(arguments.out, "many-segments-cpu", document, report(document), draw)
 
 
 if __name__ == "__main__":

@@ -348,8 +348,7 @@ def main() -> None:
     kind += "" if arguments.budget == BUDGET_OF_AIMS else f"-{arguments.budget:.0%}".rstrip("%")
     name = arguments.name or f"{kind}-{label}-{arguments.dtype}-{device.type}"
     text = report(result, measured_on)
-    save(arguments.out, name, result, text)
-    plot(result, arguments.out / f"{name}.png")
+    save(arguments.out, name, result, text, plot)
     print(text)
 
 

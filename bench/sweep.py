@@ -221,8 +221,7 @@ def main() -> None:
     )
     name = arguments.name or f"sweep-{arguments.shape}-{arguments.dtype}-{torch.device(arguments.device).type}"
     text = report(result, measured_on)
-    save(arguments.out, name, result, text)
-    plot(result, arguments.out / f"{name}.png")
+    save(arguments.out, name, result, text, plot)
     print(text)
 
 

@@ -287,8 +287,7 @@ def main() -> None:
         "results": {str(budget): figures_of(budget, choosing, reported) for budget in arguments.budgets},
     }
     name, text = f"windows-{arguments.model.name}", report(document)
-    save(arguments.out, name, document, text)
-    draw(document, arguments.out / f"{name}.png")
+    save(arguments.out, name, document, text, draw)
     print(text)
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,18 @@ def commit_of(folder: Path) -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def save(out: Path, name: str, document: dict[str, Any], markdown: str) -> None:
+def save(
+    out: Path,
+    name: str,
+    document: dict[str, Any],
+    markdown: str,
+    plot: Callable[[dict[str, Any], Path], None] = lambda document, path: None,
+) -> None:
     """Write `<name>.json` and `<name>.md`, which names the commit that was measured, at its end if nowhere else.
 
     Args:
         document: with what `machine` says, as "machine".
+        plot: draws it, to `<name>.png`.
     """
     out.mkdir(parents=True, exist_ok=True)
     commit = document["machine"]["commit"]
@@ -70,6 +78,7 @@ def save(out: Path, name: str, document: dict[str, Any], markdown: str) -> None:
         markdown = f"{markdown.rstrip()}\n\nMeasured at commit {commit}.\n"
     (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / f"{name}.md").write_text(markdown)
+    plot(document, out / f"{name}.png")
 
 
 def pyplot() -> Any | None:
