@@ -38,10 +38,6 @@ class Costs:
         """Ratio r0 = t_i / (t_c + t_i), at which computing and loading take equally long (Equation 11)."""
         return self.load / (self.compute + self.load)
 
-    def layer_seconds(self, ratio: float, tokens: int) -> float:
-        """Return the time of a layer if computing and loading overlap (Equation 9)."""
-        return max(ratio * tokens * self.compute, (1 - ratio) * tokens * self.load) + self.overhead
-
 
 def fastest_ratio(
     seconds: Callable[[float], float], warm: float, low: float = LOWEST, high: float = 1.0, width: float = 0.01

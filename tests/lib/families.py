@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,6 +111,3 @@ def longrope(original_length: int) -> dict[str, Any]:
 def prompt(tokens: int, seed: int = 1, rows: int = 1) -> torch.Tensor:
     """Random token ids, int64 `[rows, tokens]`, none of them padding."""
     return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-ByName = Callable[[str], PreTrainedModel]

@@ -6,7 +6,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("cuda", 0)
-_LEAVES = {"cpu", "to", "tolist", "item", "__int__", "__bool__", "__index__", "__repr__"}
 _ASKS = {"__get__", "size", "dim", "numel", "is_floating_point", "__len__", "stride", "is_complex", "data_ptr"}
 
 
