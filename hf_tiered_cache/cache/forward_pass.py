@@ -78,12 +78,15 @@ class ForwardPass(Scope):
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's `forward` with these arguments."""
         with self._stack as stack:
-            stack.callback(self._count)
             self._begin(stack)
             if self.attachment.compiled:
                 stack.enter_context(self.attachment.running_eagerly())
             stack.callback(leave_to, enter(self))
-            return forward(**kwargs)
+            try:
+                return forward(**kwargs)
+            finally:
+                if self.assemble_seconds:
+                    self.collector.add(assemble_seconds=self.assemble_seconds)
 
     def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
         """Let an observer see the queries of the pass.
@@ -106,11 +109,6 @@ class ForwardPass(Scope):
     def close(self) -> None:
         """Release the resources of the pass, if an interrupt (Ctrl-C) has prevented that."""
         self._stack.close()
-
-    def _count(self) -> None:
-        """Report assembly time once per pass."""
-        if self.assemble_seconds:
-            self.collector.add(assemble_seconds=self.assemble_seconds)
 
     def _begin(self, stack: ExitStack) -> None:
         """Set up the resources of the pass; `stack` releases them."""

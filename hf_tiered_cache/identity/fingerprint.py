@@ -103,17 +103,12 @@ class Fingerprinter:
 
     def rows_have_adapters(self) -> bool:
         """Return whether the current pass selects adapters by row."""
-        return bool(self.tuned) and rows_have_adapters(self.tuned)
-
-    @property
-    def tuned(self) -> list[Any]:
-        """Layers wrapped by an adapter."""
-        return self._description.tuned
+        return bool(self._tuned) and rows_have_adapters(self._tuned)
 
     def _watch(self) -> None:
         """Describe the model again if a watched object was replaced or the adapter state changed."""
         watch = self._description.watch
-        if watch.holds() and (not self.tuned or adapter_state(self.tuned) == self._adapters):
+        if watch.holds() and (not self._tuned or adapter_state(self._tuned) == self._adapters):
             self._changes = 0
             return
         name, words = watch.changed_name(), self._description.words
@@ -125,7 +120,8 @@ class Fingerprinter:
     def _describe(self) -> None:
         """Describe the model again. Read its weights again only if its tensors were replaced."""
         self._description = description = ModelDescription(self._model, statics=self._statics)
-        self._adapters = adapter_state(description.tuned)
+        self._tuned = description.tuned  # layers wrapped by an adapter
+        self._adapters = adapter_state(self._tuned)
         self._devices = tuple(dict.fromkeys((*devices(self._model).split(), "cpu")))
         if not self._weights.are_of(description.named_tensors):
             self._weights = WeightDigests(description.named_tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from types import CellType, FunctionType, MappingProxyType
@@ -159,8 +160,8 @@ def computing_state(devices: Iterable[str]) -> tuple[str, ...]:
 
 
 _SWITCHES: tuple[Callable[[], object], ...] = (
-    lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-    lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    partial(getattr, torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    partial(getattr, torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     torch.are_deterministic_algorithms_enabled,
     torch.get_default_dtype,
     torch._C._get_mkldnn_enabled,

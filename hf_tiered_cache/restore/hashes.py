@@ -169,10 +169,9 @@ class History:
             prefix_hashes.extend(self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent))
         return prefix_hashes
 
-    def prefix_hashes_with(self, row: int, new_tokens: np.ndarray) -> list[bytes]:
-        """Return the prefix hashes of a row's tokens followed by `new_tokens`, int `[n]`, with left padding removed."""
+    def prefix_hashes_of(self, row: int, tokens: np.ndarray) -> list[bytes]:
+        """Return the prefix hashes of `tokens`, int `[n]`, which begin with a row's tokens without padding."""
         prefix_hashes = self.prefix_hashes(row)
-        tokens = np.concatenate([self.ids()[row], new_tokens])[self.pads[row] :]
         parent = prefix_hashes[-1] if prefix_hashes else None
         return prefix_hashes + self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent)
 

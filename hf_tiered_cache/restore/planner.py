@@ -119,7 +119,8 @@ def make_plan(
     for (pad, _), rows in alike.items():
         cached_hashes = max(0, base - pad) // HASH_TOKENS
         pieces, tokens = [], cached_hashes * HASH_TOKENS
-        for run, reader in match(history.prefix_hashes_with(rows[0], ids[rows[0]]), cached_hashes):
+        row_tokens = whole_rows[rows[0]][pad:]
+        for run, reader in match(history.prefix_hashes_of(rows[0], row_tokens), cached_hashes):
             pieces.append(SegmentSlice(reader, 0, run.num_hashes * HASH_TOKENS, run.start * HASH_TOKENS))
             tokens = run.stop * HASH_TOKENS
         lookups.append(
@@ -128,7 +129,7 @@ def make_plan(
         if find is not None:  # a part of a passage may begin among cached tokens
             cached_tokens = base - pad
             start = tokens if tokens > cached_tokens else max(0, cached_tokens - (HASH_TOKENS - 1))
-            pieces += find(whole_rows[rows[0]][pad:], start)
+            pieces += find(row_tokens, start)
         groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
         restorable = min(restorable, max(0, pad + tokens - base))
     if not any(group.pieces for group in groups):

@@ -183,7 +183,8 @@ def test_a_history_knows_its_tokens_and_prefix_hashes_through_everything(steps, 
     for r in range(3):
         row_ids = rectangle[r].numpy()
         assert history.prefix_hashes(r) == HASHER.hashes(row_ids[offsets[r] :])
-        assert history.prefix_hashes_with(r, more) == HASHER.hashes(np.concatenate([row_ids, more])[offsets[r] :])
+        whole = np.concatenate([row_ids, more])[offsets[r] :]
+        assert history.prefix_hashes_of(r, whole) == HASHER.hashes(whole)
 
 
 def test_a_forked_history_goes_its_own_way():
