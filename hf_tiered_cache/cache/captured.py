@@ -11,7 +11,7 @@ import torch
 from ..store.digest import Group
 from ..store.geometry import LayerKV, Part
 from ..store.shape import SegmentShape
-from ..tiers.streams import CopyStream, Event, Staging
+from ..tiers.device import CopyStream, Event, Staging
 
 Sources = dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]
 """Keys and values by layer: two lists of `[batch, heads, tokens, dim]` tensors, consecutive in tokens."""

@@ -23,7 +23,7 @@ from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_gro
 from ..store.interrupts import Step
 from ..store.shape import SegmentShape, TokenTables
 from ..store.writer import KeptOnDevice, PendingSegment, Writer
-from ..tiers.streams import CopyStream, Event, copy_stream
+from ..tiers.device import CopyStream, Event, copy_stream
 from .captured import LayerBuffer, cut_end, last_positions, packer, tokens_from
 from .request import DecodingCheck
 

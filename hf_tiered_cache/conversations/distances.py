@@ -23,7 +23,7 @@ import torch
 
 from ..restore.observe import ComputedPositions, KeysOfLayer, Later
 from ..store.memory import to_device
-from ..tiers.streams import DoneEvent, Event, copy_stream
+from ..tiers.device import DoneEvent, Event, copy_stream
 from .attention_sums import QueryRows, SampledWindow, SampledWindows, attention_sums, reordered
 from .sharing import LayerDistances
 

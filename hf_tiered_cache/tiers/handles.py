@@ -22,11 +22,10 @@ from ..store.digest import lin64
 from ..store.interrupts import Apart, Latch, Step
 from ..store.memory import to_device
 from ..store.segment import Asked, SegmentReader
-from .device import DeviceMemory
+from .device import CopyStream, DeviceMemory, DoneEvent, Event
 from .pool import Tier, slab_slots
 from .scores import Owner
 from .slabs import NO_MEMORY, BlockRun, Blocks, SlotPool
-from .streams import CopyStream, DoneEvent, Event
 
 
 class LateCheck:

@@ -23,14 +23,13 @@ from ..store.interrupts import Apart, Step
 from ..store.memory import aligned_bytes, page_locked
 from ..store.segment import read_batch
 from . import make_policy
-from .device import STAGING_BYTES, DeviceMemory
+from .device import STAGING_BYTES, DeviceMemory, DoneEvent, copy_stream
 from .handles import BlockHandle, BlockRequest, LateCheck, PendingFetch, Pin, Pins, SlabMaker
 from .index_cache import IndexCache
 from .policy import Usage
 from .pool import Tier
 from .scores import Owner, ScoreTable, Speculation
 from .slabs import ORPHANED, RESERVED, Blocks, SlotPool
-from .streams import DoneEvent, copy_stream
 
 
 class Residency:

@@ -20,8 +20,8 @@ from hf_tiered_cache.cache import recorder as record_module
 from hf_tiered_cache.store import disk as disk_module
 from hf_tiered_cache.store.digest import PackedBlocks, lin64
 from hf_tiered_cache.store.writer import KeptOnDevice, PendingSegment, Writer
-from hf_tiered_cache.tiers import streams as staging_module
-from hf_tiered_cache.tiers.streams import CopyStream
+from hf_tiered_cache.tiers import device as device_module
+from hf_tiered_cache.tiers.device import CopyStream
 
 WRITER = "hf-tiered-writer"
 SIZE = 1 << 20
@@ -59,7 +59,7 @@ def record(model, path, stream, monkeypatch, **options):
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_files_are_those_of_the_cpu_byte_for_byte(model, tmp_path, monkeypatch, codec):
     stream, sums = Sidecars(), []
-    monkeypatch.setattr(staging_module, "lin64", lambda blocks: sums.append(stream.depth) or lin64(blocks))
+    monkeypatch.setattr(device_module, "lin64", lambda blocks: sums.append(stream.depth) or lin64(blocks))
     there = record(model, tmp_path / "there", stream, monkeypatch, codec=codec)
     here = record(model, tmp_path / "here", CopyStream(), monkeypatch, codec=codec)
     assert len(here) >= 2
@@ -69,8 +69,8 @@ def test_files_are_those_of_the_cpu_byte_for_byte(model, tmp_path, monkeypatch, 
 
 def test_only_the_writer_waits_once_for_each_block_group(model, tmp_path, monkeypatch):
     stream, groups = Sidecars(), []
-    real = staging_module.Staging.bring_down
-    monkeypatch.setattr(staging_module.Staging, "bring_down", lambda *a: groups.append(1) or real(*a))
+    real = device_module.Staging.bring_down
+    monkeypatch.setattr(device_module.Staging, "bring_down", lambda *a: groups.append(1) or real(*a))
     stored = record(model, tmp_path, stream, monkeypatch)
     assert set(stream.waits) == set(stream.computations) == {WRITER}
     assert stream.waits[WRITER] == len(groups) >= 2 * len(stored)

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_tiered_cache.store.geometry import ALIGNMENT
-from hf_tiered_cache.tiers.streams import CopyStream
+from hf_tiered_cache.tiers.device import CopyStream
 
 HOST, COPIES, COMPUTATION = 0, 1, 2
 """Actors: the thread, the side stream, the stream of the model. Each read from disk is one more."""

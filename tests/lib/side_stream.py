@@ -12,7 +12,7 @@ import torch
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.tiers import residency as residency_module
-from hf_tiered_cache.tiers.streams import CopyStream
+from hf_tiered_cache.tiers.device import CopyStream
 
 
 class DirectEngine(PosixEngine):

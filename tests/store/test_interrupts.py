@@ -34,10 +34,10 @@ from hf_tiered_cache.store.engines.posix import PosixFile
 from hf_tiered_cache.store.files import open_regular
 from hf_tiered_cache.store.interrupts import Apart
 from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.device import CopyStream
 from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
 from hf_tiered_cache.tiers.slabs import ORPHANED, RESERVED
-from hf_tiered_cache.tiers.streams import CopyStream
 
 CPU = torch.device("cpu")
 CHUNKS = 10

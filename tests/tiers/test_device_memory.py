@@ -15,9 +15,9 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store import memory as memory_module
 from hf_tiered_cache.store.faults import Notices
 from hf_tiered_cache.store.memory import page_locked, to_device
-from hf_tiered_cache.tiers import streams
+from hf_tiered_cache.tiers import device as device_module
+from hf_tiered_cache.tiers.device import Staging
 from hf_tiered_cache.tiers.residency import Residency
-from hf_tiered_cache.tiers.streams import Staging
 
 GPU = torch.device("cuda", 0)
 HUGE = 2 << 20
@@ -34,15 +34,15 @@ def made(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    streams._cuda_stream.cache_clear()
+    device_module._cuda_stream.cache_clear()
     yield made
-    streams._cuda_stream.cache_clear()
+    device_module._cuda_stream.cache_clear()
 
 
 def test_a_process_has_one_copy_stream_for_each_device(made):
     for _ in range(5):  # stores that are opened one after the other
-        assert Residency(0)._gpu(GPU).stream is streams.copy_stream(torch.device("cuda"))
-    threads = [threading.Thread(target=streams.copy_stream, args=(torch.device("cuda", 1),)) for _ in range(8)]
+        assert Residency(0)._gpu(GPU).stream is device_module.copy_stream(torch.device("cuda"))
+    threads = [threading.Thread(target=device_module.copy_stream, args=(torch.device("cuda", 1),)) for _ in range(8)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert made == [GPU, torch.device("cuda", 1)]

@@ -28,10 +28,10 @@ from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.device import CopyStream, DoneEvent
 from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
 from hf_tiered_cache.tiers.slabs import overlaps
-from hf_tiered_cache.tiers.streams import CopyStream, DoneEvent
 
 CPU = torch.device("cpu")
 CHUNKS = 10

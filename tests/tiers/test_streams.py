@@ -33,9 +33,9 @@ from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.shape import SegmentShape
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.device import DoneEvent
 from hf_tiered_cache.tiers.handles import BlockRequest, LateCheck, Pin, Pins
 from hf_tiered_cache.tiers.residency import Residency
-from hf_tiered_cache.tiers.streams import DoneEvent
 
 GPU, OTHER = torch.device("cpu"), torch.device("meta")
 """Where attention runs: a device with a tier of its own, which is memory of the CPU here, and one without."""
