@@ -52,10 +52,9 @@ from hf_tiered_cache.stats import TIERS
 OURS, AHEAD, KEYS, IMPRESS = "ContiguousKV", "ContiguousKV, ahead", "ContiguousKV as in the paper", "IMPRESS"
 H2O_LFU, ATTENTION_STORE = "H2O + LFU", "AttentionStore + LRU"
 WITHOUT: dict[str, tuple[Prefetched, ...]] = {
-    "": ("period", "keys", "guesses"),
-    ", no intra-period prefetch": ("keys", "guesses"),
-    ", no prefetch of the next keys": ("period", "guesses"),
-    ", no guesses": ("period", "keys"),
+    "": ("period", "keys"),
+    ", no intra-period prefetch": ("keys",),
+    ", no prefetch of the next keys": ("period",),
     ", no prefetch": (),
 }
 """What an ablation leaves out, and what is left of the prefetching."""
@@ -166,13 +165,13 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"settings, a selection serves {result['period']} layers. {budgets(result)}{probes(result)}\n",
         "## What is read\n",
         table(
-            ["system", "TTFT, ms", "p95", "MiB read", "scoring", "mis-speculated", "tokens read",
-             "amplification", "hits device / host / disk, %", "memory, MiB"],
+            ["system", "TTFT, ms", "p95", "MiB read", "scoring", "tokens read", "amplification",
+             "hits device / host / disk, %", "memory, MiB"],
             [_read(name, row) for name, row in rows.items()],
         ),
         "Means per request. *Tokens read*: bytes read from disk, without scoring reads, divided by the KV of a token "
         f"in all layers ({result['token_bytes'] / 1024:g} KiB). *Amplification*: bytes of the blocks that are attended "
-        "to, per byte that is attended to, without scoring and mis-speculated reads. Blocks that are read for scoring "
+        "to, per byte that is attended to, without scoring reads. Blocks that are read for scoring "
         "and then attended to (H2O's keys) count as attended to. *Memory*: for blocks + for a resident index; all "
         "systems have the same total.\n",
         "## First request to a prefix\n",
@@ -244,7 +243,7 @@ def _read(name: str, row: dict[str, Any]) -> list[str]:
     return [
         name,
         *(f"{row[key] * 1e3:.0f}" for key in ("ttft_mean_s", "ttft_p95_s")),
-        *(f"{row[key] / MIB:.2f}" for key in ("bytes_read", "bytes_identifying", "bytes_guessed")),
+        *(f"{row[key] / MIB:.2f}" for key in ("bytes_read", "bytes_identifying")),
         f"{row['tokens_read']:.1f}",
         f"{row['read_amplification']:.2f}",
         " / ".join(f"{100 * row['hit_ratio'][tier]:.0f}" for tier in TIERS),

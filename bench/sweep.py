@@ -112,7 +112,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"One setting at a time is varied from {result['defaults']}. All KV and its memory vary with the length of the "
         "prefix.\n",
     ]
-    heading = ["identify", "TTFT, ms", "p95", "MiB read for scoring", "mis-speculated", "attended to", "amplification",
+    heading = ["identify", "TTFT, ms", "p95", "MiB read for scoring", "attended to", "amplification",
                "hits device / host / disk, %"]  # fmt: skip
     for sweep, rows in result["sweeps"].items():
         title = SWEEPS[sweep][0]
@@ -121,8 +121,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
             table([title, *heading], [_cells(row) for row in rows]),
         ]
     text.append(
-        "Means per request. Bytes are those read from disk: for scoring, mis-speculated, and attended to. "
-        "Amplification: bytes read per byte that is attended to (blocks are whole pages of 4 KiB, which small blocks "
+        "Means per request. Bytes are those read from disk: for scoring, and the rest. "
+        "*Amplification*: bytes read per byte that is attended to (blocks are whole pages of 4 KiB, which small blocks "
         "do not fill).\n"
     )
     return "\n".join(text)
@@ -130,12 +130,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
 
 def _read(row: dict[str, Any]) -> dict[str, float]:
     """MiB read, by what they were read for."""
-    choosing, guessed = row["bytes_identifying"], row["bytes_guessed"]
-    split = {
-        "scoring": choosing,
-        "mis-speculated": guessed,
-        "attended to": row["bytes_read"] - choosing - guessed,
-    }
+    choosing = row["bytes_identifying"]
+    split = {"scoring": choosing, "attended to": row["bytes_read"] - choosing}
     return {name: nbytes / MIB for name, nbytes in split.items()}
 
 

@@ -14,8 +14,7 @@ class Reading:
     Args:
         read: blocks with at least one token that the prompt attends to, counted in full.
         identified: blocks that were read only to select tokens, without any selected token.
-        guessed: blocks that were fetched for a wrong speculation.
-        brought: sum of `read`, `identified` and `guessed`.
+        brought: sum of `read` and `identified`.
         answered: all blocks that were read until the answer was complete.
         per_token: mean over the answer tokens after the first; None if there are none.
         index: size of the index in memory that selections used, in percent of the KV without padding; not part of
@@ -24,7 +23,6 @@ class Reading:
 
     read: float
     identified: float
-    guessed: float
     brought: float
     answered: float
     per_token: float | None
@@ -45,11 +43,10 @@ def reading_of(prefix_bytes: int, kv: int, prompt: RequestStats, answered: Reque
     def share(nbytes: float) -> float:
         return 100 * nbytes / prefix_bytes
 
-    brought, in_vain = prompt.bytes_brought, prompt.brought_identifying + prompt.brought_guessed
+    brought, identifying = prompt.bytes_brought, prompt.brought_identifying
     return Reading(
-        read=share(brought - in_vain),
-        identified=share(prompt.brought_identifying),
-        guessed=share(prompt.brought_guessed),
+        read=share(brought - identifying),
+        identified=share(identifying),
         brought=share(brought),
         answered=share(answered.bytes_brought),
         per_token=share((answered.bytes_brought - brought) / tokens) if tokens else None,

@@ -79,13 +79,6 @@ _COLUMNS = (
         about="`identified`: the same for blocks that were read only to select.",
     ),
     _Column(
-        "guessed, %",
-        "guessed",
-        ".1f",
-        zeros=False,
-        about="`guessed`: the same for blocks that were prefetched for a selection that turned out differently.",
-    ),
-    _Column(
         "a token, %",
         "per_token",
         ".2f",

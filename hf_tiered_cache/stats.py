@@ -163,7 +163,7 @@ class RequestStats(_Figures[TierStats]):
     bytes_identifying: int = 0
     """Bytes of `bytes_read` that were used only to select what to attend to."""
     bytes_guessed: int = 0
-    """Bytes of `bytes_read` that were fetched for a selection that turned out differently."""
+    """Bytes of `bytes_read` for tokens that a pass compared with computed ones, and then computed."""
     bytes_brought: int = 0
     """Bytes of all blocks delivered to layers, from any tier, including padding, and of indexes read from disk. Equal
     to `bytes_read` if no block was in memory and no gap between blocks was read. A block that is requested again
@@ -171,8 +171,6 @@ class RequestStats(_Figures[TierStats]):
     """
     brought_identifying: int = 0
     """Bytes of `bytes_brought` in indexes, and in blocks used only for a selection that hold nothing selected."""
-    brought_guessed: int = 0
-    """Bytes of `bytes_brought` in blocks that were fetched for a selection that turned out differently."""
     index_bytes: int = 0
     """Bytes of the in-memory indexes that prompts selected with: 8-bit keys, or indexes of chunks."""
     io_seconds: float = 0.0
@@ -238,9 +236,8 @@ class RequestStats(_Figures[TierStats]):
         if self.tokens_kept or self.tokens_dropped:
             rows.insert(2, ("tokens kept / dropped when a cache was continued", self.tokens_kept, self.tokens_dropped))
         if self.tokens_attended != self.tokens_restored:
-            byte_counts = (format_bytes(self.bytes_identifying), format_bytes(self.bytes_guessed))
             rows.insert(2, ("restored tokens attended to", self.tokens_attended))
-            rows.append(("scoring reads / mis-speculated reads", *byte_counts))
+            rows.append(("scoring reads", format_bytes(self.bytes_identifying)))
         if self.passages:
             num_found, tokens = (
                 sum(getattr(passage, name) for passage in self.passages) for name in ("tokens_found", "tokens")

@@ -275,7 +275,7 @@ def summarise(rows: list[dict[str, Any]], token_bytes: int) -> dict[str, Any]:
     def mean(name: str) -> float:
         return statistics.fmean(row[name] for row in rows)
 
-    read, identifying, guessed, used = map(mean, ("bytes_read", "bytes_identifying", "bytes_guessed", "bytes_used"))
+    read, identifying, used = map(mean, ("bytes_read", "bytes_identifying", "bytes_used"))
     select, stall, assemble, match = map(mean, ("select_seconds", "stall_seconds", "assemble_seconds", "match_seconds"))
     waiting = mean("select_stall_seconds")
     asked = sum(row[tier]["hits"] for row in rows for tier in TIERS)
@@ -294,10 +294,9 @@ def summarise(rows: list[dict[str, Any]], token_bytes: int) -> dict[str, Any]:
         "ttft_median_s": median(ttft),
         "bytes_read": read,
         "bytes_identifying": identifying,
-        "bytes_guessed": guessed,
         "bytes_used": used,
         "tokens_read": (read - identifying) / token_bytes,
-        "read_amplification": (read - identifying - guessed) / used if used else 1.0,
+        "read_amplification": (read - identifying) / used if used else 1.0,
         "hit_ratio": {tier: sum(row[tier]["hits"] for row in rows) / asked if asked else 0.0 for tier in TIERS},
         "parts": parts,
         "io_s": mean("io_seconds"),

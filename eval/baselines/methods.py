@@ -11,7 +11,6 @@ from hf_tiered_cache.errors import ConfigError, unknown_name
 from hf_tiered_cache.methods import BudgetMethod, Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.restore.observe import CacheObserver, Later
 from hf_tiered_cache.restore.plan import PlanContext
-from hf_tiered_cache.selection.prompt import Prefetched
 from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector, budgeted_tokens
 from hf_tiered_cache.selection.selectors import head_mass, top_of_each
 from hf_tiered_cache.store.codecs.pairs import TOWARD
@@ -89,10 +88,6 @@ class H2O(BudgetMethod):
 
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, 1)
-
-    @property
-    def prefetches(self) -> tuple[Prefetched, ...]:
-        return ("keys",)
 
     def selector(self) -> Selector:
         return TopTokens()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ConfigError, unknown_name, with_type
-from ..selection.prompt import PREFETCHED, Prefetched
 from ..selection.selector import Selector, budgeted_tokens
 from ..selection.selectors import TopChunks
 from ..store.geometry import Geometry, KeyIndex
@@ -138,11 +136,6 @@ class ContiguousKV(BudgetMethod):
                 f"periods, and are read for each of them; pass subperiod={fitting}, and call store.relayout(method)"
             )
         return super().geometry_warning(geometry)
-
-    @property
-    def prefetches(self) -> Collection[Prefetched]:
-        # heads of different layers select different tokens, and their blocks hold different ones
-        return PREFETCHED - {"guesses"} if self.per_head else PREFETCHED
 
     def selector(self) -> Selector:
         resident = self.identify == "index"

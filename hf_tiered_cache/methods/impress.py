@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..selection.prompt import Prefetched
 from ..selection.selector import Selector, budgeted_tokens
 from ..selection.selectors import ProbeHeads
 from ..store.geometry import Geometry
@@ -45,10 +44,6 @@ class Impress(BudgetMethod):
 
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, 1)
-
-    @property
-    def prefetches(self) -> tuple[Prefetched, ...]:
-        return ("keys",)
 
     def selector(self) -> Selector:
         return ProbeHeads(heads=self.probe_heads, alpha=self.alpha)

@@ -126,7 +126,7 @@ class Fetcher:
         Args:
             requests_by_unit: Units with their requested chunks, int64, ascending.
             ahead: Whether this is a prefetch, limited to the memory budgets and `ahead_bytes`.
-            attends: Whether attention uses all of these chunks; False for selection inputs and speculation.
+            attends: Whether attention uses all of these chunks; False for selection inputs.
 
         Raises:
             RestoreError: A fetch could not be started.
@@ -205,13 +205,12 @@ class Fetcher:
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
         """Record the I/O of `units` and what it was used for, and release their blocks."""
-        brought, unused_bytes = 0, dict.fromkeys(("brought_identifying", "brought_guessed"), 0)
+        brought, identifying = 0, 0
         for unit in units:
             size, num_chunks = unit.block_group.block_bytes, sum(len(blocks.chunks) for blocks in unit.fetched)
             brought += num_chunks * size
-            unused_bytes["brought_identifying" if unit.identifies else "brought_guessed"] += (
-                max(0, num_chunks - len(unit.attended)) * size
-            )
+            if unit.identifies:
+                identifying += max(0, num_chunks - len(unit.attended)) * size
             if unit.from_disk:
                 read = np.concatenate([blocks.from_disk for blocks in unit.fetched])
                 unused = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * size
@@ -224,7 +223,7 @@ class Fetcher:
             unit.fetched.clear()
             unit.from_disk, unit._joined = False, (0, _NO_BLOCKS)  # releases the memory
         if brought:
-            self.collector.add(bytes_brought=brought, **unused_bytes)
+            self.collector.add(bytes_brought=brought, brought_identifying=identifying)
 
     def _release(self, handle: BlockHandle) -> None:
         """Drop one unit's reference to a block handle, and release the handle with the last one."""

@@ -1,9 +1,7 @@
 """Restore within a budget: a period's tokens are selected when its first layer has its queries.
 
-Before that, the keys that the selection scores are prefetched, and speculatively the chunks that the period before has
-selected, as long as their hit rate is high enough. Attention uses only the period's own selection, so speculation
-affects only the run time. Alternatively, the selection itself is made ahead, from queries predicted some layers before:
-its blocks are then fetched while these layers run, without speculation.
+Before that, the keys that the selection scores are prefetched. Alternatively, the selection itself is made ahead, from
+queries predicted some layers before: its blocks are then fetched while these layers run.
 """
 
 from __future__ import annotations
@@ -36,13 +34,12 @@ from .selector import Selection, SelectionInput, Selector, check_mass, check_sel
 from .warm_up import WarmUp
 from .window import WindowDecodeSelector
 
-Prefetched = Literal["period", "keys", "guesses"]
+Prefetched = Literal["period", "keys"]
 """Kinds of prefetched blocks.
 
 "period": selected blocks of the later layers of a period (ContiguousKV's intra-period prefetch). "keys": blocks that
-the next period selects from. "guesses": blocks that the next period is expected to select. The last two are
-ContiguousKV's inter-period prefetch."""
-PREFETCHED: frozenset[Prefetched] = frozenset(("period", "keys", "guesses"))
+the next period selects from (the part of its inter-period prefetch that needs no speculation)."""
+PREFETCHED: frozenset[Prefetched] = frozenset(("period", "keys"))
 
 
 class SelectiveRestore:
@@ -274,7 +271,6 @@ class SelectiveRestore:
         """Select for a period, start to fetch its tokens, and prefetch for the next period."""
         if self._warm_up is not None and self._indexes is not None:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
-        previous_gathers = self._gathers.get(number - 1, [])
         period_gathers = self._gathers[number] = []
         self._scanned_groups.clear()
         with self._identifying():
@@ -295,21 +291,11 @@ class SelectiveRestore:
                 check_selection(self.selector, choice.tokens, request)
                 period_gathers.append(Gathers(row, choice.tokens))
                 self._note(number, row, choice)
-        if previous_gathers and "guesses" in self._prefetches:
-            hit_rates = [
-                np.isin(current.tokens, previous.tokens).mean()
-                for current, previous in zip(period_gathers, previous_gathers, strict=True)
-            ]
-            chances = [previous.tokens.shape[1] / previous.row.tokens for previous in previous_gathers]
-            self.residency.speculation.note((self.selector, number), float(np.mean(hit_rates)), float(np.mean(chances)))
         self.fetcher.finish(self._keys.pop(number, {}).values())
         self._bring(number, self._periods[number], ahead=ahead)
-        if number + 1 < len(self._periods) and not (self.plan.streamed and self._indexes is not None):
-            if "keys" in self._prefetches:
-                self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
-            speculates = "guesses" in self._prefetches and not self.selector.ahead
-            if speculates and self.residency.speculation.worth((self.selector, number + 1)):
-                self._bring(number + 1, self._periods[number + 1], speculative=True)
+        streams_keys = self.plan.streamed and self._indexes is not None
+        if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
+            self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
 
     def _note_warm(
         self,
@@ -329,18 +315,17 @@ class SelectiveRestore:
                     ranked, _ = rank(row_indexes, query[row.group.rows[0]], scaling, count)
                     warm_up.note(row, layer, to_host(ranked)[0], size)
 
-    def _bring(self, number: int, layers: Sequence[int], ahead: bool = False, speculative: bool = False) -> None:
+    def _bring(self, number: int, layers: Sequence[int], ahead: bool = False) -> None:
         """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need.
 
         Args:
             number: Number of the period.
             layers: Layers of the period, ascending.
             ahead: Whether the first layer's blocks are fetched ahead of need, too.
-            speculative: Whether to fetch speculatively what the period before has selected.
         """
         units = self._units.setdefault(number, {})
         unit_chunks: dict[FetchUnit, list[np.ndarray]] = {}
-        for gathers in self._gathers[number - 1 if speculative else number]:
+        for gathers in self._gathers[number]:
             for piece, block_group, tokens in gathers.sources(layers):
                 unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
                 unit_chunks.setdefault(unit, []).append(unit.chunks_of(tokens))
@@ -349,10 +334,8 @@ class SelectiveRestore:
         for _, batch in groupby(sorted_chunks, lambda item: item[0].block_group.layers):
             requests = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
             is_first = layers[0] in requests[0][0].block_group.layers
-            if is_first and not speculative and not ahead:
-                self.fetcher.bring(requests)
-            elif is_first or speculative or "period" in self._prefetches:
-                self.fetcher.bring(requests, ahead=True, attends=not speculative)
+            if is_first or "period" in self._prefetches:
+                self.fetcher.bring(requests, ahead=ahead or not is_first)
 
     def _note(self, number: int, row: RowPrefix, choice: Selection) -> None:
         """Report the selected chunks and their attention to the tiers, and the tokens' attention to the store."""

@@ -28,7 +28,7 @@ from .handles import BlockHandle, BlockRequest, LateCheck, PendingFetch, Pin, Pi
 from .index_cache import IndexCache
 from .policy import Usage
 from .pool import Tier
-from .scores import Owner, ScoreTable, Speculation
+from .scores import Owner, ScoreTable
 from .slabs import ORPHANED, RESERVED, Blocks, SlotPool
 
 
@@ -61,7 +61,6 @@ class Residency:
         register: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.index_cache = IndexCache(index_budget)
-        self.speculation = Speculation()
         self.scores = ScoreTable(make_policy(policy).learn)
         self.host = Tier(
             "host",

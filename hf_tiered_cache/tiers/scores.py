@@ -1,4 +1,4 @@
-"""Scores by which blocks are evicted, tokens reordered and chunks prefetched speculatively.
+"""Scores by which blocks are evicted and tokens reordered.
 
 A chunk's score is its importance and how often selectors chose it, in memory or not. A token's is its importance to
 past queries.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
@@ -200,30 +200,3 @@ def size_of(shape: SegmentShape) -> tuple[int, int, int]:
     """Return the number of layers, the largest number of KV heads of a layer, and the number of tokens."""
     layers = shape.layout.layers
     return len(layers), max(layer.key_heads for layer in layers if layer is not None), shape.tokens
-
-
-_MIN_GAIN = 0.25
-"""Minimum gain over chance; below it, speculative reads cost more than they save."""
-_WEIGHT = 0.25
-"""Weight of the latest gain in the moving average."""
-
-
-class Speculation:
-    """Moving average of the gain over chance, for each kind of speculation.
-
-    Speculations that were not carried out are noted, too. The gain is 0 if the hit rate equals that of a random guess
-    of the same size, and 1 if all guesses are hits.
-    """
-
-    def __init__(self) -> None:
-        self._gains: dict[Hashable, float] = {}
-
-    def note(self, kind: Hashable, share: float, chance: float) -> None:
-        """Note a speculation with the hit rate `share`, where random guesses would have the hit rate `chance`."""
-        gain = (share - chance) / (1 - chance) if chance < 1 else 0.0
-        average = self._gains.get(kind)
-        self._gains[kind] = gain if average is None else (1 - _WEIGHT) * average + _WEIGHT * gain
-
-    def worth(self, kind: Hashable) -> bool:
-        """Return whether to speculate; True for a kind that was never noted."""
-        return self._gains.get(kind, 1.0) >= _MIN_GAIN

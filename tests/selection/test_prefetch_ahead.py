@@ -74,11 +74,11 @@ def asked_by(model, tmp_path, method, fetched, memory="16MiB"):
         return ask(model, store, question(ids), method)
 
 
-def test_all_that_can_be_known_or_guessed_is_fetched_ahead(model, tmp_path, fetched):
+def test_all_that_can_be_known_is_fetched_ahead(model, tmp_path, fetched):
     asked_by(model, tmp_path, TWO, fetched)
     assert fetched[-1] == [(NOW, 0, "keys")]
-    # its own blocks, the later layer's of this choice, what the next choice is made from, and a guess at that
-    assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 1, "kv"), (AHEAD, 2, "keys"), (AHEAD, 2, "kv"), (AHEAD, 3, "kv")]
+    # its own blocks, the later layer's of this choice, and what the next choice is made from
+    assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 1, "kv"), (AHEAD, 2, "keys")]
     assert 1 not in fetched
     assert (NOW, 2, "keys") not in fetched[2]
 
@@ -94,11 +94,6 @@ def test_without_prefetch_of_the_next_keys_a_choice_waits_for_them(model, tmp_pa
     asked_by(model, tmp_path, replace(TWO, prefetched=("period",)), fetched)
     assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 1, "kv")]
     assert fetched[2] == [(NOW, 2, "keys"), (NOW, 2, "kv"), (AHEAD, 3, "kv")]
-
-
-def test_guesses_alone(model, tmp_path, fetched):
-    asked_by(model, tmp_path, replace(TWO, prefetched=("guesses",)), fetched)
-    assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 2, "kv"), (AHEAD, 3, "kv")]
 
 
 @pytest.mark.parametrize("nothing", [replace(TWO, prefetched=()), replace(TWO, ahead_bytes=0)], ids=["no kind", "0"])
@@ -167,7 +162,7 @@ def test_a_choice_made_ahead_has_its_blocks_on_their_way_layers_before(model, tm
         store.flush()
         store._storage.residency.clear()
         fetched.clear()
-        again, cache = ask(model, store, question(ids), EACH)
+        again, _ = ask(model, store, question(ids), EACH)
     assert fetched == {
         0: [(NOW, 0, "kv"), (AHEAD, 1, "kv"), (AHEAD, 2, "kv")],
         1: [(AHEAD, 3, "kv")],
@@ -175,7 +170,6 @@ def test_a_choice_made_ahead_has_its_blocks_on_their_way_layers_before(model, tm
         3: [(AHEAD, 5, "kv")],
     }
     assert_same(again, first)  # where the indexes had to be made first, the same queries chose, but later
-    assert cache.stats.bytes_guessed == 0
 
 
 def test_without_room_ahead_a_choice_made_ahead_is_fetched_by_its_layer(model, tmp_path, fetched):
