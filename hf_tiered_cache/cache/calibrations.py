@@ -16,7 +16,7 @@ import torch
 from ..errors import ConfigError
 from ..methods import BudgetMethod, describe_method
 from ..passages.recompute import Costs
-from ..selection.by_index import WindowSizes
+from ..selection.window import WindowSizes
 from ..selection.window_sizes import WindowProfile, best_sizes
 from ..stats import TIERS
 from .storage import Storage

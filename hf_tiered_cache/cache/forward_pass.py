@@ -24,9 +24,9 @@ from ..restore.fetch import Fetcher
 from ..restore.observe import CacheObserver, ComputedPositions, PassObserver
 from ..restore.plan import BudgetPlan, Plan, RecomputePlan
 from ..restore.prefetch import Prefetch
+from ..selection.decode import DecodeSelection, DecodeSelector
 from ..selection.indexes import IndexSidecars
 from ..selection.prompt import SelectiveRestore
-from ..selection.selected import DecodeSelection, DecodeSelector
 from ..selection.selector import Selector
 from ..selection.streamed import StreamedPrefix
 from ..stats import StatsCollector

@@ -13,8 +13,8 @@ from ..patches.rope import PreRopeKV, RotaryTap
 from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
+from ..selection.decode import DecodeSelection, DecodeSelector
 from ..selection.prompt import SelectiveRestore
-from ..selection.selected import DecodeSelection, DecodeSelector
 from ..selection.streamed import StreamedPrefix
 from ..store.geometry import LayerKV
 

@@ -12,7 +12,7 @@ from ..patches.rope import PreRopeKV, picked
 from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import PassagesPlan, RecomputePlan
 from ..restore.prefetch import restore_layer
-from ..selection.selected import DecodeSelector
+from ..selection.decode import DecodeSelector
 from ..store.geometry import LayerKV
 from .base import Pass, RestoringPass
 from .buffer import KVBuffer

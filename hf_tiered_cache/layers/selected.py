@@ -14,7 +14,9 @@ from ..patches.rope import PreRopeKV
 from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import check_fit
-from ..selection.selected import DecodeSelector, Rotate
+from ..selection.decode import DecodeSelector
+from ..selection.fetched import Rotate
+from ..selection.window import WindowDecodeSelector
 from ..store.geometry import LayerKV
 from ..store.memory import to_device
 from .base import Pass, RestoringPass
@@ -142,7 +144,7 @@ class SelectedSource(DenseSource):
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
             selection = forward_pass.decode_selection(decode_selector)
-            self._rows = selection.reselect(self.index, self._rows, query, keys, values, rotate_, scaling)
+            selection.reselect(self.index, self._rows, query, keys, values, rotate_, scaling)
         except RestoreError as error:  # the last selection is still held
             if not decode_selector.may_stay:
                 raise LostKVError(error.segment, str(error)) from error
@@ -151,7 +153,7 @@ class SelectedSource(DenseSource):
 
     def offload(self) -> None:
         """See `KVSource`. Offloaded positions are then selected like restored ones."""
-        if self.decode_selector is None:
+        if not isinstance(self.decode_selector, WindowDecodeSelector):
             return
         first = self._num_selected
         if count := self.decode_selector.num_to_offload(self._rows, self.held - first):

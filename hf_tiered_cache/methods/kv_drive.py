@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError, unknown_name, with_type
 from ..selection import DECODE_INDEXES
-from ..selection.by_index import ByIndex, WindowSizes
 from ..selection.selector import Selector
+from ..selection.window import ByIndex, WindowSizes
 from ..selection.window_slots import WINDOW_POLICIES
 from ..store.geometry import HASH_TOKENS, Geometry
 from .budget import BudgetMethod

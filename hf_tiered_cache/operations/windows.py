@@ -22,7 +22,7 @@ from ..identity import Fingerprinter
 from ..layers import kv_sources
 from ..methods import KVDrive, Method, make_method
 from ..patches.attach import attach
-from ..selection.by_index import ByIndex
+from ..selection.window import ByIndex
 from ..selection.window_sizes import SIZES, Trace, measure
 from .precompute import as_prompts, precompute
 

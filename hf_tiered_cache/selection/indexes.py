@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..restore.fetch import Fetcher, FetchUnit
-from ..restore.gather import Gather
+from ..restore.fetch import Fetcher
 from ..restore.plan import SegmentSlice
 from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
 from .decode_index import DecodeIndex
-from .selected import Rotate, RowPrefix, key_groups, parts_of
+from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
 
 _VERSION = 1
 """Version of how indexes are built. Increment it to rebuild stored indexes."""
@@ -84,27 +84,25 @@ class RowIndexes:
         self._kind, self.chunk_tokens = kind, chunk_tokens
         self._fetcher, self._rows, self._sidecars = fetcher, rows, sidecars
         # looked up now: if a segment is relaid out during the request, its cached indexes move to the new segment
-        readers = {piece.reader for row in rows for piece in row.pieces()}
+        readers = {piece.reader for row in rows for piece in row.pieces}
         self._cached_indexes = {reader: self._cached(reader) for reader in readers}
         self._stored_indexes: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
         self._segment_indexes: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # by layer
         self._built_readers: set[SegmentReader] = set()
         self._row_indexes: dict[tuple[int, int], list[DecodeIndex | None]] = {}  # by layer and row number
-        # units and chunks with the keys for missing indexes
-        self._units: dict[tuple[int, int], list[tuple[FetchUnit, np.ndarray]]] = {}
+        self._keys: dict[tuple[int, int], tuple[UnitTable, list[Request]]] = {}  # keys for missing indexes
 
     def fetch(self, layer: int, ahead: bool = False) -> None:
         """Look up a layer's indexes, and start to fetch the keys of segments without one."""
         for place, row in enumerate(self._rows):
-            if (layer, place) in self._units:
-                continue
-            indexes, units = self._look_up(layer, place), self._units.setdefault((layer, place), [])
-            for piece, index in zip(row.pieces(), indexes, strict=True):
-                tokens = self._to_index(row, piece)
-                for group in key_groups(piece.reader.shape, layer, None) if index is None else ():
-                    unit = FetchUnit(piece.reader, group, identifies=True)
-                    units.append((unit, unit.chunks_of(tokens)))
-            self._fetcher.bring(units, ahead, attends=False)
+            if (layer, place) not in self._keys:
+                table, requests = UnitTable(self._fetcher, (layer,)), list[Request]()
+                self._keys[layer, place] = table, requests
+                for piece, index in zip(row.pieces, self._look_up(layer, place), strict=True):
+                    if index is None:
+                        requests += table.want_keys(self._to_index(row, piece), layer, None)
+                if requests:
+                    self._fetcher.bring(requests, ahead, attends=False)
 
     def of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
         """Return the indexes of a row at a layer, in token order. Missing ones are built from the row's keys.
@@ -114,19 +112,22 @@ class RowIndexes:
         """
         self.fetch(layer)
         row, indexes = self._rows[place], self._row_indexes[layer, place]
-        if requests := self._units[layer, place]:
-            self._units[layer, place] = []
+        table, requests = self._keys[layer, place]
+        if requests:
             self._fetcher.bring(requests, attends=False)  # chunks that a prefetch had no room for
-            units = [unit for unit, _ in requests]
-            self._fetcher.wait_for(units)
+            requests.clear()
+            table.wait(layer)
             self._fetcher.confirm()  # indexes built from keys outlive the pass
-            for number, piece in enumerate(row.pieces()):
+            for number, piece in enumerate(row.pieces):
                 if indexes[number] is None:
-                    piece_units = [unit for unit in units if unit.reader is piece.reader]
-                    segment_index = self._build(piece, layer, self._keys(row, piece, piece_units, layer, rotate_))
-                    indexes[number] = self._part(row, piece, segment_index)
-            self._fetcher.finish(units)
+                    keys = self._rotated_keys(table, row, piece, layer, rotate_)
+                    indexes[number] = self._part(piece, self._build(piece, layer, keys))
+            table.finish(layer)
         return [index for index in indexes if index is not None]
+
+    def held(self, layer: int, place: int) -> list[DecodeIndex]:
+        """Return the indexes of a row at a layer, all of which exist: the row was selected from them before."""
+        return [index for index in self._row_indexes[layer, place] if index is not None]
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +145,7 @@ class RowIndexes:
         """Merge the indexes of each layer and row for decoding. Call when all layers have their indexes."""
         for key, indexes in self._row_indexes.items():
             self._row_indexes[key] = [*self._kind.merged([index for index in indexes if index is not None])]
+        self._keys.clear()
         self._cached_indexes.clear()
         self._stored_indexes.clear()
         self._segment_indexes.clear()
@@ -156,14 +158,13 @@ class RowIndexes:
         """Build missing indexes of a row at a layer from all of its rotated keys, `[kv_heads, tokens, dim]`."""
         row, indexes = self._rows[place], self._look_up(layer, place)
         self._fetcher.confirm()  # indexes built from keys outlive the pass
-        for number, piece in enumerate(row.pieces()):
+        for number, piece in enumerate(row.pieces):
             if indexes[number] is None:
-                indexes[number] = self._build(piece, layer, keys[:, piece.at : piece.at + _count(row, piece)])
+                indexes[number] = self._build(piece, layer, keys[:, piece.at : piece.at + piece.count])
 
     def _look_up(self, layer: int, place: int) -> list[DecodeIndex | None]:
         if (layer, place) not in self._row_indexes:
-            row = self._rows[place]
-            self._row_indexes[layer, place] = [self._find_index(row, piece, layer) for piece in row.pieces()]
+            self._row_indexes[layer, place] = [self._find_index(piece, layer) for piece in self._rows[place].pieces]
         return self._row_indexes[layer, place]
 
     def keep(self) -> None:
@@ -172,34 +173,30 @@ class RowIndexes:
             self._sidecars.keep(reader, self._segment_indexes[reader])
         self._built_readers.clear()
 
-    def _keys(
-        self, row: RowPrefix, piece: SegmentSlice, units: list[FetchUnit], layer: int, rotate_: Rotate
+    def _rotated_keys(
+        self, table: UnitTable, row: RowPrefix, piece: SegmentSlice, layer: int, rotate_: Rotate
     ) -> torch.Tensor:
-        """Return the rotated keys of a slice, or of its whole segment: `[kv_heads, tokens, dim]`."""
-        inside = self._to_index(row, piece)
-        positions = inside + piece.at - piece.first
+        """Return the keys to index of a slice: `[kv_heads, tokens, dim]`."""
+        tokens = self._to_index(row, piece)
         layout, device = piece.reader.shape.layout, self._fetcher.device_of(layer)
-        kind = layout.layer(layer)
-        keys = torch.empty(kind.key_heads, len(inside), kind.key_dim, dtype=layout.dtype, device=device)
-        for unit in units:
-            gather = Gather(piece.reader.shape, unit.block_group)
-            gather.add(piece.reader.shape, unit.blocks, inside, np.arange(len(inside)))
-            for part in parts_of(unit.block_group, layer, "key"):
-                gather.copy(part, keys)
-        rotate_(keys, positions[None], max(row.tokens, int(positions[-1]) + 1))
+        kind, (to_index,) = layout.layer(layer), tokens.row.pieces
+        keys = torch.empty(kind.key_heads, to_index.count, kind.key_dim, dtype=layout.dtype, device=device)
+        table.copy(tokens, table.units(layer), layer, "key", keys)
+        positions = tokens.tokens + to_index.first + piece.at - piece.first
+        rotate_(keys, positions, max(row.tokens, int(positions[0, -1]) + 1))
         return keys
 
-    def _to_index(self, row: RowPrefix, piece: SegmentSlice) -> np.ndarray:
-        """Return the segment tokens to index, int64, ascending: the whole segment if the index class is divisible."""
-        if self._kind.divisible:
-            return np.arange(piece.reader.shape.tokens)
-        return np.arange(piece.first, piece.first + _count(row, piece))
+    def _to_index(self, row: RowPrefix, piece: SegmentSlice) -> RowTokens:
+        """Return the tokens to index of a slice: those of the whole segment if the index class is divisible."""
+        whole = replace(piece, first=0, count=piece.reader.shape.tokens, at=0)
+        to_index = whole if self._kind.divisible else replace(piece, at=0)
+        prefix = RowPrefix(replace(row.group, pieces=(to_index,)), to_index.count)
+        return RowTokens(prefix, np.arange(to_index.count)[None])
 
-    def _part(self, row: RowPrefix, piece: SegmentSlice, index: DecodeIndex) -> DecodeIndex:
+    def _part(self, piece: SegmentSlice, index: DecodeIndex) -> DecodeIndex:
         """Return the part of an index that a row needs; the index may cover the whole segment."""
-        count = _count(row, piece)
-        is_complete = not self._kind.divisible or count == piece.reader.shape.tokens
-        return index if is_complete else index.part(piece.first, count)
+        is_complete = not self._kind.divisible or piece.count == piece.reader.shape.tokens
+        return index if is_complete else index.part(piece.first, piece.count)
 
     def _build(self, piece: SegmentSlice, layer: int, keys: torch.Tensor) -> DecodeIndex:
         """Build the index of a slice's keys. The index of a whole segment is also cached for other requests."""
@@ -211,10 +208,10 @@ class RowIndexes:
             self._built_readers.add(piece.reader)
         return index
 
-    def _find_index(self, row: RowPrefix, piece: SegmentSlice, layer: int) -> DecodeIndex | None:
+    def _find_index(self, piece: SegmentSlice, layer: int) -> DecodeIndex | None:
         """Return a cached or stored index, or None. An indivisible index requires a row with the whole segment."""
         reader, device = piece.reader, self._fetcher.device_of(layer)
-        if _count(row, piece) < reader.shape.tokens and not self._kind.divisible:
+        if piece.count < reader.shape.tokens and not self._kind.divisible:
             return None
         index_cache = self._fetcher.residency.index_cache
         index = self._cached_indexes.get(reader, {}).get(layer)
@@ -229,7 +226,7 @@ class RowIndexes:
         if index is None:
             return None
         self._segment_indexes.setdefault(reader, {})[layer] = index
-        return self._part(row, piece, index)
+        return self._part(piece, index)
 
     def _cached(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
         """Return the indexes of a segment in the index cache, by layer."""
@@ -249,11 +246,6 @@ class RowIndexes:
 
     def _owner(self, reader: SegmentReader, layer: int) -> tuple[str, int, int, str]:
         return reader.key_owner(layer, f"{self._kind.__name__} {self.chunk_tokens}")
-
-
-def _count(row: RowPrefix, piece: SegmentSlice) -> int:
-    """Return the number of tokens of a slice that the row restores."""
-    return min(piece.count, row.tokens - piece.at)
 
 
 def rotate_nothing(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,14 +25,15 @@ from ..store.geometry import in_groups
 from ..store.memory import to_host
 from ..store.segment import SegmentReader
 from ..tiers.scores import TokenImportance
-from .by_index import ByIndex
+from .decode import DecodeSelector
 from .decode_index import DecodeIndex, rank
+from .fetched import Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
+from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes, rotate_nothing
-from .reselect import TokenDecodeSelector
-from .selected import DecodeSelector, Gathers, Rotate, RowPrefix, key_groups, restoring_groups, sets_in
 from .selector import Selection, SelectionInput, Selector, check_mass, check_selection
-from .warm_up import WarmUp
-from .window import WindowDecodeSelector
+from .selectors import TokenDecodeSelector
+from .streamed import WarmUp
+from .window import ByIndex, WindowDecodeSelector
 
 Prefetched = Literal["period", "keys"]
 """Kinds of prefetched blocks.
@@ -83,10 +84,9 @@ class SelectiveRestore:
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
         self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
         self._padding = [row for group in plan.groups if restored <= group.pad for row in group.rows]
-        self._gathers: dict[int, list[Gathers]] = {}  # by period, for each of _rows
+        self._selected: dict[int, list[RowTokens]] = {}  # by period, for each of _rows
         self._columns: dict[int, int] = {}  # restored positions held, by layer
-        self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # by period
-        self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # by period, of index groups
+        self._tables = [UnitTable(fetcher, period) for period in self._periods]
         self._scanned_groups: set[tuple[SegmentReader, int]] = set()  # groups that the last selection read as a whole
         self._decode_selector: DecodeSelector | None = None
         self._indexes: RowIndexes | None = None
@@ -123,15 +123,12 @@ class SelectiveRestore:
             RestoreError: A block did not arrive.
         """
         number = self._period_of[layer]
-        if number not in self._gathers:
+        if number not in self._selected:
             self._choose(number, query, own_keys, rotate_, scaling)
-        else:
-            period = set(self._periods[number])
-            if any(min(period.intersection(unit.block_group.layers)) == layer for unit in self._units_of(layer)):
-                self._bring(number, (layer,))  # chunks that a prefetch had no room for
-        for previous_number in [period_number for period_number in self._gathers if period_number < number]:
-            del self._gathers[previous_number]
-        self._columns[layer] = max(gathers.tokens.shape[1] for gathers in self._gathers[number])
+        elif self._tables[number].begins_at(layer):
+            self._bring(number, (layer,))  # chunks that a prefetch had no room for
+        self._selected.pop(number - 1, None)
+        self._columns[layer] = max(selected.tokens.shape[1] for selected in self._selected[number])
         return self._columns[layer]
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
@@ -147,23 +144,18 @@ class SelectiveRestore:
             RestoreError: A block did not arrive.
         """
         number = self._period_of[layer]
-        period, units = self._periods[number], self._units_of(layer)
-        self.fetcher.wait_for(units)
-        for row, gathers in zip(self._rows, self._gathers[number], strict=True):
-            first_row, tokens = row.group.rows[0], gathers.tokens
-            begin = keys.shape[2] - tokens.shape[1]  # a shorter row has padding before its tokens
-            for tensor, name in ((keys, "key"), (values, "value")):
-                gathers.copy(units, layer, name, tensor[first_row, :, begin:])
-            rotate_(keys[first_row, :, begin:], tokens, row.tokens)
-            for tensor in (keys, values):
-                share_row(tensor, row.group.rows, begin, tensor.shape[2])
-            gathers.note_use(units, (layer,))
-        for tensor in (keys, values):
+        table = self._tables[number]
+        table.wait(layer)
+        for row, selected in zip(self._rows, self._selected[number], strict=True):
+            begin = keys.shape[2] - selected.tokens.shape[1]  # a shorter row has padding before its tokens
+            first_row = row.group.rows[0]
+            table.restore(selected, layer, keys[first_row, :, begin:], values[first_row, :, begin:], rotate_)
+            if begin or len(row.group.rows) > 1:
+                for tensor in (keys, values):
+                    share_row(tensor, row.group.rows, begin, tensor.shape[2])
+        for tensor in (keys, values) if self._padding else ():
             share_row(tensor, self._padding, keys.shape[2], 0)  # rows that restore nothing
-        finished_units = [unit for unit in units if max(set(unit.block_group.layers) & set(period)) == layer]
-        for gathers in self._gathers[number]:
-            gathers.forget(finished_units)
-        self.fetcher.finish(finished_units)
+        table.finish(layer)
         if layer == self._periods[-1][-1]:
             self._end()
 
@@ -177,11 +169,6 @@ class SelectiveRestore:
             if self._warm_up is not None:
                 self._warm_up.start()
 
-    def _units_of(self, layer: int) -> list[FetchUnit]:
-        """Return the units that hold the selected tokens of a layer."""
-        units = self._units[self._period_of[layer]].values()
-        return [unit for unit in units if layer in unit.block_group.layers]
-
     def executed_plan(self) -> BudgetPlan:
         """Return the plan, with the number of positions that each layer selected unless all equal the maximum."""
         columns = tuple(self._columns.values())
@@ -194,7 +181,7 @@ class SelectiveRestore:
         them, the keys are fetched, and the layer selects later from the same prediction.
         """
         number = self._period_of[layer]
-        if number in self._gathers or layer != self._periods[number][0] or self._indexes is None:
+        if number in self._selected or layer != self._periods[number][0] or self._indexes is None:
             return
         if any(self._indexes.lacks(layer, place) for place in range(len(self._rows))):
             self._fetch_keys(number, None, ahead=True)
@@ -222,31 +209,22 @@ class SelectiveRestore:
                 if row_keys is not None and self._indexes is not None:
                     self._indexes.make(layer, place, row_keys)
 
-    def decode_selector(self, layer: int, batch: int) -> tuple[DecodeSelector, list[Any]] | None:
+    def decode_selector(self, layer: int, batch: int) -> tuple[DecodeSelector, list[HeldChunks | None]] | None:
         """Return the decode selector, and what a filled layer holds of each row; None if nothing reselects."""
         if not self._reselects:
             return None
-        device_of = self.fetcher.device_of
-        if self._decode_selector is None and isinstance(self.selector, ByIndex):
-            assert self._indexes is not None
-            self._decode_selector = WindowDecodeSelector(
-                self.residency, device_of, self._rows, self.selector, self._indexes, self.plan.budget_tokens
-            )
-        elif self._decode_selector is None:
-            self._decode_selector = TokenDecodeSelector(
-                replace(self.selector, ahead=0),
-                self.residency,
-                device_of,
-                self._periods,
-                self._rows,
-                self._probe_keys,
-                self._indexes,
-                self._columns,
-            )
-        row_states: list[Any] = [None] * batch
-        for place, (row, gathers) in enumerate(zip(self._rows, self._gathers[self._period_of[layer]], strict=True)):
+        if self._decode_selector is None:
+            common = self.residency, self.fetcher.device_of, self._periods, self._rows, self._columns
+            if isinstance(self.selector, ByIndex):
+                assert self._indexes is not None
+                self._decode_selector = WindowDecodeSelector(*common, self.selector, self._indexes)
+            else:
+                selector = replace(self.selector, ahead=0)
+                self._decode_selector = TokenDecodeSelector(*common, selector, self._probe_keys, self._indexes)
+        row_states: list[HeldChunks | None] = [None] * batch
+        for place, (row, selected) in enumerate(zip(self._rows, self._selected[self._period_of[layer]], strict=True)):
             for batch_row in row.group.rows:
-                row_states[batch_row] = self._decode_selector.row(layer, place, gathers.tokens)
+                row_states[batch_row] = self._decode_selector.row(layer, place, selected.tokens)
         return self._decode_selector, row_states
 
     # --- selection
@@ -271,7 +249,7 @@ class SelectiveRestore:
         """Select for a period, start to fetch its tokens, and prefetch for the next period."""
         if self._warm_up is not None and self._indexes is not None:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
-        period_gathers = self._gathers[number] = []
+        period_selection = self._selected[number] = []
         self._scanned_groups.clear()
         with self._identifying():
             requests = [
@@ -289,9 +267,9 @@ class SelectiveRestore:
             for row, request, choice in zip(self._rows, requests, self.selector.choose_rows(requests), strict=True):
                 check_mass(self.selector, choice, request, self._method)
                 check_selection(self.selector, choice.tokens, request)
-                period_gathers.append(Gathers(row, choice.tokens))
-                self._note(number, row, choice)
-        self.fetcher.finish(self._keys.pop(number, {}).values())
+                period_selection.append(RowTokens(row, choice.tokens))
+                self._note(number, period_selection[-1], choice)
+        self._tables[number].finish_keys()
         self._bring(number, self._periods[number], ahead=ahead)
         streams_keys = self.plan.streamed and self._indexes is not None
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
@@ -323,12 +301,11 @@ class SelectiveRestore:
             layers: Layers of the period, ascending.
             ahead: Whether the first layer's blocks are fetched ahead of need, too.
         """
-        units = self._units.setdefault(number, {})
+        table = self._tables[number]
         unit_chunks: dict[FetchUnit, list[np.ndarray]] = {}
-        for gathers in self._gathers[number]:
-            for piece, block_group, tokens in gathers.sources(layers):
-                unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
-                unit_chunks.setdefault(unit, []).append(unit.chunks_of(tokens))
+        for selected in self._selected[number]:
+            for unit, chunks in table.want(selected, layers):
+                unit_chunks.setdefault(unit, []).append(chunks)
         sorted_chunks = sorted(unit_chunks.items(), key=lambda item: item[0].block_group.layers)
         # a layer waits only for its own batch
         for _, batch in groupby(sorted_chunks, lambda item: item[0].block_group.layers):
@@ -337,23 +314,23 @@ class SelectiveRestore:
             if is_first or "period" in self._prefetches:
                 self.fetcher.bring(requests, ahead=ahead or not is_first)
 
-    def _note(self, number: int, row: RowPrefix, choice: Selection) -> None:
+    def _note(self, number: int, selected: RowTokens, choice: Selection) -> None:
         """Report the selected chunks and their attention to the tiers, and the tokens' attention to the store."""
-        for piece in row.pieces():
-            shape, count = piece.reader.shape, min(piece.count, row.tokens - piece.at)
-            mass = choice.mass[:, piece.at : piece.at + count]  # [rows, count]
+        for piece in selected.row.pieces:
+            shape, stop = piece.reader.shape, piece.first + piece.count
+            mass = choice.mass[:, piece.at : piece.at + piece.count]  # [rows, count]
             if self._importance is not None:
                 for layer in self._periods[number]:
-                    self._importance.note(piece.reader.id, shape, layer, slice(piece.first, piece.first + count), mass)
+                    self._importance.note(piece.reader.id, shape, layer, slice(piece.first, stop), mass)
             scanned_groups = {group for reader, group in self._scanned_groups if reader is piece.reader}
             for block_group in restoring_groups(shape, self._periods[number]):
                 if block_group.index in scanned_groups:
                     continue
-                sets = [(head, row.inside(piece, tokens)[1]) for head, tokens in sets_in([*choice.tokens], block_group)]
-                tokens, counts = np.unique(np.concatenate([inside for _, inside in sets]), return_counts=True)
+                heads, _, sets = zip(*selected.in_group(piece, block_group), strict=True)
+                tokens, counts = np.unique(np.concatenate(sets), return_counts=True)
                 if not len(tokens):
                     continue
-                head_mass = mass[[head for head, _ in sets]] if len(mass) > 1 else mass
+                head_mass = mass[list(heads)] if len(mass) > 1 else mass
                 token_mass = head_mass.mean(axis=0)[tokens - piece.first]
                 step = shape.geometry.chunk_tokens
                 chunks, chunk_index = np.unique(shape.slot_of_token(block_group, tokens) // step, return_inverse=True)
@@ -367,8 +344,7 @@ class SelectiveRestore:
                 )
             for index in scanned_groups:  # every selection reads all of these chunks, and all attention depends on them
                 block_group = shape.block_groups[index]
-                restored_tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
-                chunks = shape.chunks_of(block_group, restored_tokens)
+                chunks = shape.chunks_of(block_group, np.arange(piece.first, stop))
                 total = np.full(len(chunks), choice.mass.sum() / len(choice.mass))
                 self.residency.note_attention(
                     piece.reader.owner(index), shape.chunks_in(block_group), chunks, total, np.ones(len(chunks))
@@ -383,44 +359,33 @@ class SelectiveRestore:
 
     def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
         """Start to fetch the keys that a period selects from, for the first `heads` heads or all, if not done yet."""
-        layer, requests = self._periods[number][0], []
+        layer = self._periods[number][0]
         if self._indexes is not None:
             self._indexes.fetch(layer, ahead)
             return
-        for row in self._rows:
-            for piece in row.pieces():
-                tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
-                for block_group in key_groups(piece.reader.shape, layer, heads):
-                    # groups that also hold attended tokens stay in `_units`
-                    units = (self._keys if block_group.identifies else self._units).setdefault(number, {})
-                    unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
-                    unit.identifies = True
-                    requests.append((unit, unit.chunks_of(tokens)))
+        table = self._tables[number]
+        requests = [request for row in self._rows for request in table.want_keys(_all_tokens(row), layer, heads)]
         self.fetcher.bring(requests, ahead, attends=False)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """Return the rotated keys of a row's restored tokens at a period's first layer: `[kv_heads, tokens, dim]`."""
-        row = self._rows[place]
         self._fetch_keys(number, heads)
-        layer, tokens = self._periods[number][0], np.arange(row.tokens)
-        keys = self._empty_keys(row.group.pieces[0].reader, layer, heads, row.tokens)
-        key_units: list[FetchUnit] = []
-        for piece in row.pieces():
-            index_units, shared_units = self._keys.get(number, {}), self._units.get(number, {})
-            names = [(piece.reader, block_group.index) for block_group in key_groups(piece.reader.shape, layer, heads)]
-            units = [index_units.get(name) or shared_units[name] for name in names]
-            self.fetcher.wait_for(units)
-            self.fetcher.confirm()  # scores and probe keys outlive the pass
-            key_units.extend(units)
-            self._scanned_groups.update(names)
-        Gathers(row, tokens[None]).copy(key_units, layer, "key", keys)
-        rotate_(keys, tokens[None], row.tokens)
+        table, layer, tokens = self._tables[number], self._periods[number][0], _all_tokens(self._rows[place])
+        units = [unit for unit, _ in table.want_keys(tokens, layer, heads)]
+        self.fetcher.wait_for(units)
+        self.fetcher.confirm()  # scores and probe keys outlive the pass
+        self._scanned_groups.update((unit.reader, unit.block_group.index) for unit in units)
+        layout = tokens.row.pieces[0].reader.shape.layout
+        kind = layout.layer(layer)
+        shape = kind.key_heads if heads is None else min(heads, kind.key_heads), tokens.row.tokens, kind.key_dim
+        keys = torch.empty(shape, dtype=layout.dtype, device=self.fetcher.device_of(layer))
+        table.copy(tokens, units, layer, "key", keys)
+        rotate_(keys, tokens.tokens, tokens.row.tokens)
         if self._reselects:
             self._probe_keys[number, place] = keys
         return keys
 
-    def _empty_keys(self, reader: SegmentReader, layer: int, heads: int | None, tokens: int) -> torch.Tensor:
-        layout = reader.shape.layout
-        kind = layout.layer(layer)
-        count = kind.key_heads if heads is None else min(heads, kind.key_heads)
-        return torch.empty(count, tokens, kind.key_dim, dtype=layout.dtype, device=self.fetcher.device_of(layer))
+
+def _all_tokens(row: RowPrefix) -> RowTokens:
+    """Return all restored tokens of a row."""
+    return RowTokens(row, np.arange(row.tokens)[None])

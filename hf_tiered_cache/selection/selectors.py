@@ -1,4 +1,4 @@
-"""Selectors of a prompt's tokens, by the attention that its queries pay to each restored token.
+"""Selectors by the attention that queries pay to each restored token, for a prompt and while decoding.
 
 `TopChunks` is ContiguousKV's (Section 4.2): whole chunks, by all heads or by each head. `ProbeHeads` is IMPRESS's
 (Section 4.1): single tokens by a few probe heads, and for all heads if the probe heads agree.
@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import cast
@@ -16,8 +16,12 @@ import torch
 
 from ..store.memory import to_host
 from .all_keys import Int8KeysIndex, KeysIndex
+from .decode import Choice, DecodeSelector
 from .decode_index import DecodeIndex
-from .selector import Selection, SelectionInput, Selector, tokens_of_mass, top_chunks
+from .held import HeldChunks
+from .indexes import RowIndexes
+from .selector import Selection, SelectionInput, Selector, check_selection, tokens_of_mass, top_chunks
+from .window_slots import Window
 
 _LARGEST = 1 << 26
 """Maximum number of attention weights held at a time: 256 MiB of float32."""
@@ -185,6 +189,62 @@ class TopChunks(Selector):
         max_tokens = max(tokens_of_mass(choice.mass, request.chunks, self.mass) for request, choice in choices)
         for request, choice in choices:
             yield replace(choice, tokens=top_chunks(choice.mass, request.chunks, min(max_tokens, request.count)))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDecodeSelector(DecodeSelector):
+    """Decode selector of single tokens by their attention, for all layers of a period.
+
+    The rotated keys that the selection scores stay in memory.
+
+    Args:
+        selector: Selects one set of tokens for all heads, or one for each.
+        keys: For each period and prefix, the rotated keys of the restored tokens at the period's first layer,
+            `[kv_heads, tokens, dim]`, for as many heads as the selector needs; empty if it uses an index.
+        indexes: Indexes of these keys, for a selector that uses them.
+    """
+
+    selector: Selector
+    keys: Mapping[tuple[int, int], torch.Tensor]
+    indexes: RowIndexes | None
+
+    may_stay = True
+
+    def row(self, layer: int, prefix: int, tokens: np.ndarray) -> HeldChunks:
+        """See `DecodeSelector`."""
+        first = self.columns[layer] - tokens.shape[1]  # a shorter row has padding before its tokens
+        return HeldChunks(prefix, Window.filled(tokens, self.prefixes[prefix].tokens), first, 1)
+
+    def select(
+        self,
+        layer: int,
+        rows: Mapping[int, HeldChunks],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        scaling: float | None,
+    ) -> dict[int, Choice]:
+        """See `DecodeSelector`."""
+        choices: dict[int, Choice] = {}
+        for row, state in rows.items():
+            request = self._request(layer, state, query[row], keys[row, :, self.columns[layer] :], scaling)
+            tokens = self.selector.reselect(request, state.window.columns)  # a chunk is a token
+            check_selection(self.selector, tokens, request, exactly=True)
+            choices[row] = tokens, None
+        return choices
+
+    def _request(
+        self, layer: int, state: HeldChunks, query: torch.Tensor, own_keys: torch.Tensor, scaling: float | None
+    ) -> SelectionInput:
+        prefix, indexes = state.prefix, self.indexes
+        return SelectionInput(
+            query,
+            own_keys,
+            lambda heads: self.keys[self.number_of[layer], prefix],
+            scaling,
+            self.prefixes[prefix].chunks(layer, self.selector.per_head),
+            state.window.num_columns,
+            lambda: () if indexes is None else indexes.held(layer, prefix),
+        )
 
 
 def _all_keys(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:

@@ -3,20 +3,32 @@
 Outputs over disjoint sets of keys are merged into the output over all of them, by the log-sum-exp of their logits
 (online softmax: Milakov and Gimelshein 2018; FlashAttention: Dao et al. 2022). The kernels are PyTorch's own, which
 compute the log-sum-exp in any case.
+
+The last queries of such a prompt show which chunks of its prefix matter while decoding (KVDRIVE, Section 7.1). The
+layers hold the most important ones themselves; of the others, as many as the host has room for are fetched to host
+memory after the request (`WarmUp`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
+from ..errors import TieredCacheError
 from ..patches.scope import AttentionCall
-from ..restore.fetch import Fetcher, FetchUnit
+from ..restore.fetch import Fetcher
 from ..restore.plan import Plan
-from .selected import Gathers, Rotate, RowPrefix
+from ..stats import StatsCollector
+from ..tiers.handles import BlockRequest
+from ..tiers.residency import Residency
+from .fetched import Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
+
+logger = logging.getLogger("hf_tiered_cache")
 
 _LARGEST = 1 << 24
 """Maximum number of logits held at a time where no kernel returns the log-sum-exp: 64 MiB of float32."""
@@ -151,12 +163,12 @@ class StreamedPrefix:
         self._layers, self._fetcher = layers, fetcher
         suffix = plan.suffix or 0
         rows = [RowPrefix(group, suffix - group.pad) for group in plan.groups if suffix > group.pad]
-        self._runs: list[tuple[int, Gathers]] = []  # row number, and tokens of the run
+        self._runs: list[tuple[int, RowTokens]] = []  # row number, and tokens of the run
         for number, row in enumerate(rows):
             for first in range(0, row.tokens, _RUN_TOKENS):
                 tokens = np.arange(first, min(first + _RUN_TOKENS, row.tokens))
-                self._runs.append((number, Gathers(row, tokens[None])))
-        self._units: dict[tuple[int, int], list[FetchUnit]] = {}  # by layer and number of the run
+                self._runs.append((number, RowTokens(row, tokens[None])))
+        self._tables: dict[tuple[int, int], UnitTable] = {}  # by layer and number of the run
 
     def start(self) -> None:
         """Start to fetch the first run.
@@ -187,45 +199,94 @@ class StreamedPrefix:
         """
         query, keys, values, mask, scaling = call
         merged = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
-        for number, (place, gathers) in enumerate(self._runs):
+        for number, (place, run) in enumerate(self._runs):
             self._bring(layer, number)
             self._bring_next(layer, number)
-            units = self._units.pop((layer, number))
-            self._fetcher.wait_for(units)
-            tokens, rows = gathers.tokens, list(gathers.row.group.rows)
-            shape = keys.shape[1], tokens.shape[1]
+            table, rows = self._tables.pop((layer, number)), list(run.row.group.rows)
+            table.wait(layer)
+            shape = keys.shape[1], run.tokens.shape[1]
             run_keys = keys.new_empty(*shape, keys.shape[3])  # [kv_heads, run, dim]
             run_values = values.new_empty(*shape, values.shape[3])
-            gathers.copy(units, layer, "key", run_keys)
-            gathers.copy(units, layer, "value", run_values)
-            rotate_(run_keys, tokens, gathers.row.tokens)
+            table.restore(run, layer, run_keys, run_values, rotate_)
             if place < len(collect) and (key_buffer := collect[place]) is not None:
-                key_buffer[:, tokens[0]] = run_keys
+                key_buffer[:, run.tokens[0]] = run_keys
             batch_rows = slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] + 1 - rows[0] else torch.tensor(rows)
             batch = len(rows), -1, -1, -1
             partial = attention(query[batch_rows], run_keys.expand(batch), run_values.expand(batch), scaling)
             merged.join(batch_rows, partial)
-            gathers.note_use(units, (layer,))
-            gathers.forget(units)
-            self._fetcher.finish(units)
+            table.finish(layer)
         return merged.output.to(query.dtype)
 
     def _bring(self, layer: int, number: int, ahead: bool = False) -> None:
         """Start to fetch a run for a layer, or the chunks of it that a prefetch had no room for."""
-        gathers = self._runs[number][1]
-        run_units = self._units.setdefault((layer, number), [])
-        units = {(unit.reader, unit.block_group.index): unit for unit in run_units}
-        requests = []
-        for piece, block_group, tokens in gathers.sources((layer,)):
-            name = piece.reader, block_group.index
-            if name not in units:
-                units[name] = FetchUnit(piece.reader, block_group)
-                run_units.append(units[name])
-            requests.append((units[name], units[name].chunks_of(tokens)))
-        self._fetcher.bring(requests, ahead)
+        table = self._tables.setdefault((layer, number), UnitTable(self._fetcher, (layer,)))
+        self._fetcher.bring(table.want(self._runs[number][1], (layer,)), ahead)
 
     def _bring_next(self, layer: int, number: int) -> None:
         if number + 1 < len(self._runs):
             self._bring(layer, number + 1, ahead=True)
         elif (place := self._layers.index(layer) + 1) < len(self._layers):
             self._bring(self._layers[place], 0, ahead=True)
+
+
+_SHARE = 0.9
+"""Share of host memory to fill; the rest is for requests in the meantime."""
+
+
+class WarmUp:
+    """Most important chunks of one prompt, and their fetch to host memory.
+
+    Args:
+        residency: Memory tiers.
+        collector: Statistics of the reads.
+        defer: Runs a callable after the request.
+        lists: Number of lists that will be recorded: one for each layer and row.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        collector: StatsCollector,
+        defer: Callable[[Callable[[], object]], object],
+        lists: int,
+    ) -> None:
+        self._residency, self._collector, self._defer = residency, collector, defer
+        self._bytes_per_list = int(_SHARE * residency.host.budget / lists)
+        self._requests: list[list[BlockRequest]] = []  # by layer and row
+
+    def chunks_per_head(self, row: RowPrefix, layer: int, chunk_tokens: int) -> int:
+        """Return how many chunks of each head fit, for one layer and row; 0 if all of them fit."""
+        chunk_bytes, total_bytes = 0, 0
+        for piece in row.pieces:
+            shape = piece.reader.shape
+            groups = restoring_groups(shape, (layer,))
+            total_bytes += sum(group.block_bytes * shape.chunks_in(group) for group in groups)
+            blocks = -(-chunk_tokens // shape.geometry.chunk_tokens)  # per chunk and group
+            chunk_bytes = max(chunk_bytes, blocks * sum(group.block_bytes for group in groups))
+        return 0 if total_bytes <= self._bytes_per_list else self._bytes_per_list // chunk_bytes
+
+    def note(self, row: RowPrefix, layer: int, ranked: np.ndarray, chunk_tokens: int) -> None:
+        """Record the chunks of a row that matter most to a layer, int64 `[kv_heads, n]`, `chunk_tokens` tokens each."""
+        tokens = np.sort(ranked, axis=1)[..., None] * chunk_tokens + np.arange(chunk_tokens)
+        tokens = tokens.reshape(len(ranked), -1)  # [kv_heads, tokens]; the last chunk may have fewer tokens
+        row_tokens = RowTokens(row, tokens, (tokens < row.tokens).sum(axis=1))
+        self._requests.append(
+            [BlockRequest(reader, group.index, chunks) for reader, group, chunks in row_tokens.chunks((layer,))]
+        )
+
+    def start(self) -> None:
+        """Fetch the recorded chunks, layer by layer."""
+        for requests in self._requests:
+            self._defer(partial(_bring, self._residency, self._collector, requests))
+
+
+def _bring(residency: Residency, collector: StatsCollector, requests: list[BlockRequest]) -> None:
+    handle = None
+    try:
+        handle = residency.fetch(requests, torch.device("cpu"), collector, ahead=True)
+        handle.wait()
+    except (TieredCacheError, OSError, MemoryError) as error:  # a request that needs them fetches and reports
+        logger.info("chunks that are likely to be selected could not be loaded into host memory: %s", error)
+    finally:
+        if handle is not None:
+            handle.release()

@@ -1,89 +1,180 @@
-"""Selection of chunks for each head at each token, from a window in device memory and the tiers (KVDRIVE).
+"""Selection of chunks by an index, for each head at each token, with a window in device memory (KVDRIVE, Section 4).
 
-Of the prefix positions that a layer holds, the first and last tokens are fixed, and the chunks between follow the
-queries: at each token, an index ranks the chunks of each kv head. Newly selected chunks replace deselected ones in
-place, which are set aside in the window. Chunks that the layer holds neither in place nor aside are fetched from the
-tiers. Attention does not depend on the order, since every key carries its position, nor on where a chunk came from.
+`ByIndex` selects for a prompt, `WindowDecodeSelector` for the tokens after it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 import torch
 
-from ..restore.fetch import Fetcher, FetchUnit
-from ..restore.gather import Gather, gather_chunks, holds_chunks
-from ..stats import StatsCollector
-from ..store.geometry import BlockGroup
-from ..store.memory import to_device, to_host
-from ..store.segment import SegmentReader
-from ..tiers.residency import Residency
-from .by_index import ByIndex, Span
-from .decode_index import DecodeIndex
+from ..errors import ConfigError
+from ..store.memory import to_host
+from .clusters import ClusterIndex
+from .decode import Choice, DecodeSelector
+from .decode_index import DecodeIndex, rank
+from .held import INDEXED_TOKENS, HeldChunks, append_offloaded
 from .indexes import RowIndexes
-from .offload import INDEXED_TOKENS, MicroBatches, OffloadedChunks, append_offloaded
-from .selected import Rotate, RowPrefix, parts_of, restoring_groups
-from .window_slots import Fetches, Moves, Window
+from .selector import Selection, SelectionInput, Selector
+from .window_slots import Window
+
+WindowSizes = tuple[tuple[float, ...], ...]
+"""Window sizes of the KV heads of each layer of a model, in multiples of the selected chunks; () for a layer without
+selection."""
 
 
-@dataclass(eq=False)
-class WindowRow:
-    """Chunks that one layer holds of one row.
+@dataclass(frozen=True)
+class Span:
+    """Division of a row's restored tokens: leading and trailing tokens, always attended to, and chunks to select.
 
     Args:
-        prefix: Number of the row's prefix.
-        window: Tells which chunks are at its positions, and which are set aside.
-        aside: Keys and values of the chunks set aside, `[slots, chunk_tokens, dim]` each; None before there are any.
-        offloaded: Offloaded generated KV that is selected from, too, if any.
+        tokens: Number of restored tokens.
+        first: Number of leading tokens, in whole chunks, that are always attended to.
+        last: Number of trailing tokens that are always attended to.
+        chunks: Number of chunks to select between them.
+        chunk_tokens: Tokens per chunk.
+        offloaded: Chunks of offloaded generated KV, which may be selected, too.
     """
 
-    prefix: int
-    window: Window
-    aside: tuple[torch.Tensor, torch.Tensor] | None = None
-    offloaded: OffloadedChunks | None = None
+    tokens: int
+    first: int
+    last: int
+    chunks: int
+    chunk_tokens: int
+    offloaded: range = range(0)
 
-    def fork(self) -> WindowRow:
-        """Return an independent copy."""
-        aside = None if self.aside is None else (self.aside[0].clone(), self.aside[1].clone())
-        return WindowRow(self.prefix, self.window.copy(), aside, self.offloaded)
+    @property
+    def candidates(self) -> range:
+        """Chunks that may be selected. A chunk that overlaps the trailing tokens is excluded."""
+        return range(self.first // self.chunk_tokens, (self.tokens - self.last) // self.chunk_tokens)
+
+    def tokens_of(self, chunks: np.ndarray) -> np.ndarray:
+        """Return the leading tokens, those of `chunks`, and the trailing ones: int64 `[heads, tokens]`.
+
+        Args:
+            chunks: Selected chunks, int64 `[heads, chunks]`.
+        """
+        heads = len(chunks)
+        inside = (chunks[..., None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(heads, -1)
+        ends = np.arange(self.first), np.arange(self.tokens - self.last, self.tokens)
+        first, last = (np.broadcast_to(end, (heads, len(end))) for end in ends)
+        return np.concatenate([first, inside, last], axis=1)
+
+
+@dataclass(frozen=True)
+class ByIndex(Selector):
+    """Selector of the chunks that a decode index ranks first, for each KV head by the queries of its group.
+
+    Args:
+        kind: Type of the index: a value of `DECODE_INDEXES`.
+        chunk_tokens: Tokens per chunk.
+        sinks: Number of leading tokens that are always selected, rounded up to whole chunks.
+        local: Minimum number of trailing tokens that are always selected.
+        window: Number of chunks that a head keeps in device memory while decoding, in multiples of the selected chunks.
+        eviction: Eviction policy of that window (see `Window`).
+        pool: Number of candidates that are ranked per selected chunk. The window's eviction uses their order.
+        window_sizes: Window sizes per layer and KV head, used instead of `window`; () for none.
+        trace: Callback that gets the layer and the candidates of each step of each row, int64 `[kv_heads, M]`, best
+            first. The first call has the chunks selected for the prompt.
+    """
+
+    kind: type[DecodeIndex] = ClusterIndex
+    chunk_tokens: int = 8
+    sinks: int = 4
+    local: int = 64
+    pool: float = 1.25
+    window: float = 2
+    eviction: str = "lookahead"
+    window_sizes: WindowSizes = ()
+    trace: Callable[[int, np.ndarray], None] | None = field(default=None, compare=False)
+
+    @property
+    def index(self) -> tuple[type[DecodeIndex], int]:
+        return self.kind, self.chunk_tokens
+
+    def budgeted_tokens(self, budget: float, tokens: int) -> int:
+        """Return the number of a row's restored tokens that are held if a share `budget` of its chunks is selected.
+
+        At least one chunk is selected. Sinks and local tokens are counted, too.
+        """
+        step = self.chunk_tokens
+        first, last = self._first, tokens - max(0, tokens - self.local) // step * step
+        chunks = max(1, int(budget * -(-tokens // step) + 1e-9))
+        return min(tokens, first + chunks * step + last)
+
+    def span(self, tokens: int, count: int) -> Span | None:
+        """Return how `count` of a row's `tokens` restored tokens are selected, or None if all of them are."""
+        if count >= tokens:
+            return None
+        chunks = (count - self._first - self.local) // self.chunk_tokens
+        return Span(tokens, self._first, count - self._first - chunks * self.chunk_tokens, chunks, self.chunk_tokens)
+
+    def capacities(self, layer: int, heads: int, chunks: int) -> np.ndarray:
+        """Return the number of chunks that each KV head keeps while decoding, `chunks` selected: int64 `[heads]`.
+
+        Raises:
+            ConfigError: `window_sizes` has no sizes for this layer and number of heads.
+        """
+        sizes = self.window_sizes[layer : layer + 1] if self.window_sizes else ((self.window,) * heads,)
+        if not sizes or len(sizes[0]) != heads:
+            raise ConfigError(f"no window sizes are available for layer {layer} with {heads} KV heads")
+        multiples = np.minimum(sizes[0], 1 if self.eviction == "none" else np.inf)  # [heads]
+        return np.where(multiples >= 1, multiples * chunks, 0).astype(np.int64)
+
+    def choose(self, request: SelectionInput) -> Selection:
+        span, mass = self.span(request.chunks.tokens, request.count), np.zeros((1, request.chunks.tokens), np.float32)
+        if span is None:
+            return Selection(np.arange(request.count)[None], mass)
+        (ranked,) = to_host(self.rank(request.indexes(), request.query, request.scaling, span))
+        return Selection(span.tokens_of(np.sort(self.candidates(ranked, span)[:, : span.chunks], axis=1)), mass)
+
+    def rank(
+        self, indexes: Sequence[DecodeIndex], query: torch.Tensor, scaling: float | None, span: Span
+    ) -> torch.Tensor:
+        """Rank chunks for queries, `[heads, n, dim]`, best first: int64 `[kv_heads, n]`, on the device.
+
+        The result contains enough of `candidates`, however high the other chunks rank.
+        """
+        total_chunks = sum(index.chunks for index in indexes)
+        excluded_chunks = total_chunks - len(span.candidates) - len(span.offloaded)
+        return rank(indexes, query, scaling, min(total_chunks, int(self.pool * span.chunks) + excluded_chunks))[0]
+
+    def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
+        """Return the selectable chunks of rankings, int64 `[..., n]`, in their order, cut to the shortest row."""
+        restored, offloaded = span.candidates, span.offloaded
+        excluded = (ranked < restored.start) | (ranked >= restored.stop)
+        if len(offloaded):
+            excluded &= (ranked < offloaded.start) | (ranked >= offloaded.stop)
+        order = excluded.argsort(axis=-1, kind="stable")
+        return np.take_along_axis(ranked, order, -1)[..., : ranked.shape[-1] - int(excluded.sum(axis=-1).max())]
+
+    @property
+    def _first(self) -> int:
+        return -(-self.sinks // self.chunk_tokens) * self.chunk_tokens
 
 
 @dataclass(frozen=True, eq=False)
-class WindowDecodeSelector:
-    """Decode selector of a cache, kept for the lifetime of the cache (see `DecodeSelector`).
+class WindowDecodeSelector(DecodeSelector):
+    """Decode selector of chunks that an index ranks first, for each kv head, with a window of recently selected ones.
+
+    The first and last tokens of the prefix are fixed, and so are the generated ones, until they are offloaded.
 
     Args:
-        residency: Memory tiers.
-        device_of: Returns the device of a layer.
-        prefixes: Restored tokens of each row group.
         selector: Ranks chunks.
         indexes: Indexes of the chunks.
-        columns: Number of restored positions that a layer holds of each row.
-        micro_batches: Determines how many rows are ranked together.
-        may_stay: See `DecodeSelector`.
     """
 
-    residency: Residency
-    device_of: Callable[[int], torch.device]
-    prefixes: Sequence[RowPrefix]
     selector: ByIndex
     indexes: RowIndexes
-    columns: int
-    micro_batches: MicroBatches = field(default_factory=MicroBatches)
-    may_stay: bool = False
 
-    def span(self, prefix: int) -> Span | None:
-        """Return how a row's tokens are selected; None if the row holds all of them."""
-        return self.selector.span(self.prefixes[prefix].tokens, self.columns)
+    may_stay = False
 
-    def row(self, layer: int, prefix: int, tokens: np.ndarray) -> WindowRow | None:
-        """Return the state of a layer's row that holds `tokens`, int64 `[kv_heads, columns]`; None if that is all."""
-        if (span := self.span(prefix)) is None:
+    def row(self, layer: int, prefix: int, tokens: np.ndarray) -> HeldChunks | None:
+        """See `DecodeSelector`."""
+        if (span := self.selector.span(self.prefixes[prefix].tokens, self.columns[layer])) is None:
             return None
         inside = tokens[:, span.first : tokens.shape[1] - span.last : span.chunk_tokens]
         capacities = self.selector.capacities(layer, len(tokens), span.chunks)
@@ -91,298 +182,56 @@ class WindowDecodeSelector:
         window.commit(window.plan(inside // span.chunk_tokens))
         if self.selector.trace is not None:
             self.selector.trace(layer, window.columns)
-        return WindowRow(prefix, window)
+        return HeldChunks(prefix, window, span.first, span.chunk_tokens)
 
-    def num_to_offload(self, rows: Sequence[WindowRow | None], computed: int) -> int:
-        """See `DecodeSelector`. The last `selector.local` positions stay; all stay if a row does not select."""
+    def select(
+        self,
+        layer: int,
+        rows: Mapping[int, HeldChunks],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        scaling: float | None,
+    ) -> dict[int, Choice]:
+        """See `DecodeSelector`. Ranks the chunks of all rows, and waits once for the results."""
+        selector, ranked = self.selector, []
+        for row, state in rows.items():
+            indexes: Sequence[DecodeIndex] = self.indexes.held(layer, state.prefix)
+            span = selector.span(self.prefixes[state.prefix].tokens, self.columns[layer])
+            assert span is not None, "a row that holds all tokens has no state"
+            if state.offloaded is not None:
+                indexes = [*indexes, *state.offloaded.indexes]
+                span = replace(span, offloaded=state.offloaded.numbers)
+            ranked.append((row, span, selector.rank(indexes, query[row], scaling, span)))
+        choices: dict[int, Choice] = {}
+        for (row, span, _), ranking in zip(ranked, to_host(*(entry[2] for entry in ranked)), strict=True):
+            pool = selector.candidates(ranking, span)
+            if selector.trace is not None:
+                selector.trace(layer, pool)
+            choices[row] = pool[:, : span.chunks], pool
+        return choices
+
+    def num_to_offload(self, rows: Sequence[HeldChunks | None], computed: int) -> int:
+        """Return the number of leading computed positions to offload now, which are selected from afterwards.
+
+        The last `selector.local` positions stay; all stay if a row does not select.
+
+        Args:
+            rows: State of each row of a layer; None for rows that do not select.
+            computed: Number of computed positions that the layer holds after the restored ones.
+        """
         excess = max(0, computed - max(1, self.selector.local)) if None not in rows else 0
         return excess // INDEXED_TOKENS * INDEXED_TOKENS
 
     def offload(
-        self, rows: Sequence[WindowRow | None], keys: torch.Tensor, values: torch.Tensor
-    ) -> list[WindowRow | None]:
-        """See `DecodeSelector`."""
-        states: list[WindowRow | None] = []
+        self, rows: Sequence[HeldChunks | None], keys: torch.Tensor, values: torch.Tensor
+    ) -> list[HeldChunks | None]:
+        """Offload rotated keys and values, `[batch, kv_heads, n, dim]`, of a layer, and return its new row states."""
+        states: list[HeldChunks | None] = []
         for state, row_keys, row_values in zip(rows, keys, values, strict=True):
             assert state is not None
             size, kind = self.selector.chunk_tokens, self.selector.kind
-            offloaded = append_offloaded(
-                state.offloaded, self._num_chunks(state.prefix), row_keys, row_values, size, kind
-            )
+            num_chunks = sum(-(-piece.count // size) for piece in self.prefixes[state.prefix].pieces)  # of the indexes
+            offloaded = append_offloaded(state.offloaded, num_chunks, row_keys, row_values, size, kind)
             state.window.grow(offloaded.numbers.stop)
             states.append(replace(state, offloaded=offloaded))
         return states
-
-    def _num_chunks(self, prefix: int) -> int:
-        """Return the number of chunks in the indexes of a row's restored tokens."""
-        row, size = self.prefixes[prefix], self.selector.chunk_tokens
-        return sum(-(-min(piece.count, row.tokens - piece.at) // size) for piece in row.pieces())
-
-    def begin(self, collector: StatsCollector) -> WindowDecodeSelection:
-        """Begin the decode selections of a pass."""
-        self.micro_batches.begin()
-        return WindowDecodeSelection(self, collector)
-
-
-@dataclass(frozen=True, eq=False)
-class _GroupRequest:
-    """Chunks that one row fetches from one KV cache group of a segment.
-
-    Args:
-        unit: Blocks that hold them.
-        entries: int64 `[n]`, indexes into the row's fetches.
-        tokens: int64 `[n]`, first token of each chunk, counted in the segment.
-        is_block: Whether each chunk is one block.
-    """
-
-    unit: FetchUnit
-    entries: np.ndarray
-    tokens: np.ndarray
-    is_block: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _RowUpdate:
-    """Update of one row at one layer."""
-
-    row: int
-    state: WindowRow
-    span: Span
-    moves: Moves
-    requests: list[_GroupRequest] = field(default_factory=list)
-
-    @cached_property
-    def restored(self) -> Fetches:
-        """Chunks to fetch from the tiers."""
-        return self._select_fetches(self.moves.fetched.chunks < self._first_computed)
-
-    @cached_property
-    def computed(self) -> Fetches:
-        """Chunks to copy from offloaded generated KV."""
-        return self._select_fetches(self.moves.fetched.chunks >= self._first_computed)
-
-    @property
-    def _first_computed(self) -> int:
-        return self.state.window.num_chunks if self.state.offloaded is None else self.state.offloaded.first
-
-    def _select_fetches(self, mask: np.ndarray) -> Fetches:
-        return Fetches(*(values[mask] for values in self.moves.fetched))
-
-
-class WindowDecodeSelection:
-    """Decode selections of one pass.
-
-    Args:
-        decode_selector: Decode selector of the cache.
-        collector: Statistics of the pass.
-    """
-
-    def __init__(self, decode_selector: WindowDecodeSelector, collector: StatsCollector) -> None:
-        self._decode_selector, self._collector = decode_selector, collector
-        self._fetcher = Fetcher(decode_selector.residency, collector, decode_selector.device_of)
-
-    def cancel(self) -> None:
-        """Release all block handles, wherever the pass has stopped."""
-        self._fetcher.cancel()
-
-    def reselect(
-        self,
-        layer: int,
-        rows: Sequence[WindowRow | None],
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rotate_: Rotate,
-        scaling: float | None,
-    ) -> Sequence[WindowRow | None]:
-        """Copy the chunks selected for a layer's queries to its positions. See `DecodeSelection`."""
-        updates: list[_RowUpdate] = []
-        units: dict[tuple[SegmentReader, int], FetchUnit] = {}
-        start_time = time.perf_counter()
-        size = self._decode_selector.micro_batches.of(len(rows))
-        for first in range(0, len(rows), size):  # ranking overlaps with fetches of other rows
-            with self._collector.timing("select_seconds"):
-                batch = self._plan(layer, first, rows[first : first + size], query, rotate_, scaling)
-            self._fetcher.bring([request for update in batch for request in self._find(update, layer, units)])
-            updates += batch
-        self._fetcher.wait_for(units.values())
-        self._fetcher.confirm()  # writes in place cannot be undone
-        for update in updates:
-            self._move(update, layer, keys[update.row], values[update.row], rotate_)
-        self._fetcher.finish(units.values())
-        self._decode_selector.micro_batches.took(time.perf_counter() - start_time)
-        return rows
-
-    def _plan(
-        self,
-        layer: int,
-        first: int,
-        rows: Sequence[WindowRow | None],
-        query: torch.Tensor,
-        rotate_: Rotate,
-        scaling: float | None,
-    ) -> list[_RowUpdate]:
-        """Rank the chunks of rows, numbered from `first` on, wait once for the results, and plan the moves."""
-        decode_selector, ranked = self._decode_selector, []
-        for row, state in enumerate(rows, first):
-            if state is not None and (span := decode_selector.span(state.prefix)) is not None:
-                indexes: Sequence[DecodeIndex] = decode_selector.indexes.of(layer, state.prefix, rotate_)
-                if state.offloaded is not None:
-                    indexes = [*indexes, *state.offloaded.indexes]
-                    span = replace(span, offloaded=state.offloaded.numbers)
-                ranked.append((row, state, span, decode_selector.selector.rank(indexes, query[row], scaling, span)))
-        updates: list[_RowUpdate] = []
-        if not ranked:  # these rows hold all restored tokens
-            return updates
-        for (row, state, span, _), host_ranking in zip(ranked, to_host(*(entry[3] for entry in ranked)), strict=True):
-            pool = decode_selector.selector.candidates(host_ranking, span)
-            if decode_selector.selector.trace is not None:
-                decode_selector.selector.trace(layer, pool)
-            updates.append(_RowUpdate(row, state, span, state.window.plan(pool[:, : span.chunks], pool)))
-        return updates
-
-    def _find(
-        self, update: _RowUpdate, layer: int, units: dict[tuple[SegmentReader, int], FetchUnit]
-    ) -> Iterator[tuple[FetchUnit, np.ndarray]]:
-        """Yield the blocks that a row fetches, and record them in its step."""
-        fetched, size = update.restored, update.span.chunk_tokens
-        firsts = fetched.chunks * size  # counted in the row
-        for piece in self._decode_selector.prefixes[update.state.prefix].pieces() if len(firsts) else ():
-            inside = (firsts >= piece.at) & (firsts < piece.at + piece.count)
-            for group in restoring_groups(piece.reader.shape, (layer,)):
-                heads = _heads_of(group)
-                entries = np.flatnonzero(inside & (fetched.heads >= heads.start) & (fetched.heads < heads.stop))
-                if not len(entries):
-                    continue
-                unit = units.setdefault((piece.reader, group.index), FetchUnit(piece.reader, group))
-                tokens = firsts[entries] - piece.at + piece.first
-                is_block = holds_chunks(piece.reader.shape, group, size) and piece.at % size == piece.first % size == 0
-                update.requests.append(_GroupRequest(unit, entries, tokens, is_block))
-                block_tokens = tokens if is_block else _chunk_tokens(tokens, size).ravel()
-                yield unit, np.unique(unit.chunk_of_each(block_tokens))
-
-    def _move(
-        self,
-        update: _RowUpdate,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rotate_: Rotate,
-    ) -> None:
-        """Exchange chunks in `[kv_heads, columns, dim]`, a row's positions, with those set aside; copy fetched ones."""
-        state, span, moves, device = update.state, update.span, update.moves, keys.device
-        size, (brought, set_aside) = span.chunk_tokens, (moves.brought, moves.set_aside)
-        restored, computed = update.restored, update.computed
-        *gathered, order = self._gather(update, layer, keys, values, rotate_)
-        if state.aside is None and state.window.num_slots:
-            slots = state.window.num_slots
-            state.aside = (
-                keys.new_empty(slots, size, keys.shape[2]),
-                values.new_empty(slots, size, values.shape[2]),
-            )
-        targets = [_chunk_rows(tensor, span) for tensor in (keys, values)]
-        head_stride = targets[0][1]  # rows from one head to the next, in keys and values
-        index_parts = [
-            *(brought.heads * head_stride + brought.columns, brought.slots),
-            *(set_aside.heads * head_stride + set_aside.columns, set_aside.slots),
-            (restored.heads * head_stride + restored.columns)[order],
-            computed.heads * head_stride + computed.columns,
-        ]
-        split_indices = to_device(np.concatenate(index_parts), device).split([len(indices) for indices in index_parts])
-        b_row, b_slot, s_row, s_slot, r_row, c_row = split_indices
-        offloaded = (
-            state.offloaded.get(computed.heads, computed.chunks, device) if state.offloaded and len(c_row) else None
-        )
-        for index, (rows, _) in enumerate(targets):
-            if state.aside is not None:
-                aside = state.aside[index].flatten(1)
-                displaced = rows.index_select(0, s_row)
-                rows.index_copy_(0, b_row, aside.index_select(0, b_slot))
-                aside.index_copy_(0, s_slot, displaced)
-            if len(r_row):
-                rows.index_copy_(0, r_row, gathered[index].flatten(1))
-            if offloaded is not None:
-                rows.index_copy_(0, c_row, offloaded[index].flatten(1))
-        state.window.commit(moves)
-
-    def _gather(
-        self, update: _RowUpdate, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate
-    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Return the chunks of a row that were fetched from the tiers, in any order.
-
-        Returns:
-            Rotated keys and values, `[n, chunk_tokens, dim]` each, and the index of each chunk in `restored`, int64
-            `[n]`.
-        """
-        fetched, size = update.restored, update.span.chunk_tokens
-        prefix = self._decode_selector.prefixes[update.state.prefix]
-        requests, order = update.requests, np.arange(len(fetched.chunks))
-        if not requests:
-            return keys.new_empty(0, size, keys.shape[2]), values.new_empty(0, size, values.shape[2]), order
-        if all(request.is_block for request in requests):
-            first_unit = requests[0].unit
-            sources = [
-                (request.unit.blocks, request.unit.chunk_of_each(request.tokens), request.entries)
-                for request in requests
-            ]
-            chunk_keys, chunk_values, order = gather_chunks(first_unit.reader.shape, first_unit.block_group, sources)
-        else:
-            chunk_keys, chunk_values = (
-                _gather_tokens(requests, fetched, size, layer, name, tensor)
-                for name, tensor in (("key", keys), ("value", values))
-            )
-        for request in requests:
-            if request.unit.from_disk:
-                heads, tokens = fetched.heads[request.entries], _chunk_tokens(request.tokens, size)
-                request.unit.use((layer,), [tokens[heads == head].ravel() for head in range(len(keys))])
-        chunk_keys, positions = chunk_keys.contiguous(), _chunk_tokens(fetched.chunks[order] * size, size)
-        rotate_(chunk_keys.view(1, -1, chunk_keys.shape[2]), positions.reshape(1, -1), prefix.tokens)
-        return chunk_keys, chunk_values, order
-
-
-def _chunk_rows(columns: torch.Tensor, span: Span) -> tuple[torch.Tensor, int]:
-    """Return the selected chunks of `[kv_heads, columns, dim]`, one row each, to move chunks of all heads at once.
-
-    Returns:
-        View `[rows, chunk_tokens * dim]` that begins with the first head's chunks, and the number of rows from one head
-        to the next.
-    """
-    length = span.chunk_tokens * columns.shape[2]
-    head_stride, remainder = divmod(columns.stride(0), length)
-    assert not remainder and columns[0].is_contiguous(), "a buffer holds whole chunks"
-    count = (len(columns) - 1) * head_stride + span.chunks
-    return columns.as_strided((count, length), (length, 1), columns[0, span.first].storage_offset()), head_stride
-
-
-def _gather_tokens(
-    requests: Sequence[_GroupRequest], fetched: Fetches, size: int, layer: int, name: str, like: torch.Tensor
-) -> torch.Tensor:
-    """Return what was fetched of one tensor, like `[kv_heads, _, dim]`, from any blocks: `[fetches, size, dim]`."""
-    count = len(fetched.chunks)
-    target = like.new_empty(len(like), count * size, like.shape[2])
-    for request in requests:
-        shape, group = request.unit.reader.shape, request.unit.block_group
-        gather, heads = Gather(shape, group), fetched.heads[request.entries]
-        for head in np.unique(heads).tolist():
-            head_mask = heads == head
-            tokens, columns = (
-                _chunk_tokens(first, size).ravel()
-                for first in (request.tokens[head_mask], request.entries[head_mask] * size)
-            )
-            gather.add(shape, request.unit.blocks, tokens, columns, head)
-        for part in parts_of(group, layer, name):
-            gather.copy(part, target)
-    head = to_device(fetched.heads, like.device)
-    return target.unflatten(1, (count, size))[head, torch.arange(count, device=like.device)]
-
-
-def _chunk_tokens(firsts: np.ndarray, size: int) -> np.ndarray:
-    """Return the tokens of chunks with these first tokens: int64 `[n, size]`."""
-    return firsts[:, None] + np.arange(size)
-
-
-def _heads_of(group: BlockGroup) -> range:
-    """Return the kv heads of a KV cache group."""
-    return range(
-        min(part.first_head for part in group.parts), max(part.first_head + part.heads for part in group.parts)
-    )

@@ -143,6 +143,13 @@ class Window:
         self._stride = 0
         self.grow(num_chunks)
 
+    @classmethod
+    def filled(cls, chunks: np.ndarray, num_chunks: int) -> Window:
+        """Return a window without aside slots whose columns hold `chunks`, int64 `[heads, B]`."""
+        window = cls(chunks.shape[1], np.full(len(chunks), chunks.shape[1]), num_chunks, "none")
+        window.commit(window.plan(chunks))
+        return window
+
     @property
     def columns(self) -> np.ndarray:
         """Chunk in each column, int64 `[heads, B]`; EMPTY before the first step."""
@@ -217,6 +224,8 @@ class Window:
         missing_names = np.sort(names[missing_indices])
         if len(targets) != len(missing_indices) or (missing_names[1:] == missing_names[:-1]).any():
             raise ValueError("a head selected a chunk twice")
+        if not len(missing_indices):
+            return Moves(self._step, *_NO_MOVES)
         source, chunks = place[missing_indices].astype(np.int64), selected_chunks.ravel()[missing_indices]
         heads = targets // self.num_columns
         columns = targets - heads * self.num_columns
@@ -318,6 +327,15 @@ class Window:
         if len(slots) > len(heads):  # otherwise every slot is used
             slots = slots[_runs(slots.searchsorted(self.first_slots), np.bincount(heads, minlength=self.num_heads))]
         return slots
+
+
+_NOTHING = np.empty(0, np.int64)
+_NO_MOVES = (
+    Transfers(*[_NOTHING] * 4),
+    Transfers(*[_NOTHING] * 4),
+    Fetches(*[_NOTHING] * 3),
+    Evictions(*[_NOTHING] * 2),
+)
 
 
 def _pack(heads: np.ndarray, standing: np.ndarray | int, chunks: np.ndarray) -> np.ndarray:

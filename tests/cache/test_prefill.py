@@ -17,9 +17,8 @@ from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.layers.buffer import KVBuffer
 from hf_tiered_cache.methods import ContiguousKV, KVDrive
 from hf_tiered_cache.selection import streamed as partial_attention
-from hf_tiered_cache.selection.streamed import StreamedPrefix
-from hf_tiered_cache.selection.warm_up import WarmUp
-from hf_tiered_cache.selection.window import WindowDecodeSelection
+from hf_tiered_cache.selection.decode import DecodeSelection
+from hf_tiered_cache.selection.streamed import StreamedPrefix, WarmUp
 
 TOKENS, PIECE = 700, 128
 METHOD = KVDrive(budget=0.2, local=16, prefill_tokens=PIECE, exact_from=16, observed=16)
@@ -98,12 +97,11 @@ def test_later_tokens_attend_to_what_their_windows_say(model, tmp_path, monkeypa
     ids, steps = prompt(TOKENS), []
     kv = exact_kv(model, ids)
 
-    def reselect(self, layer, rows, query, keys, *rest, real=WindowDecodeSelection.reselect):
-        held = real(self, layer, rows, query, keys, *rest)
-        steps.append((layer, held[0].window.columns, keys.clone()))
-        return held
+    def reselect(self, layer, rows, query, keys, *rest, real=DecodeSelection.reselect):
+        real(self, layer, rows, query, keys, *rest)
+        steps.append((layer, rows[0].window.columns, keys.clone()))
 
-    monkeypatch.setattr(WindowDecodeSelection, "reselect", reselect)
+    monkeypatch.setattr(DecodeSelection, "reselect", reselect)
     with KVStore(tmp_path, engine="posix") as store:
         ask(model, store, ids)
     before = TOKENS - 60

@@ -14,12 +14,11 @@ from hf_tiered_cache import KVStore, LostKVError, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.layers.buffer import KVBuffer
 from hf_tiered_cache.methods import KVDrive, make_method
-from hf_tiered_cache.selection import DECODE_INDEXES, window
-from hf_tiered_cache.selection import offload as grown
-from hf_tiered_cache.selection.by_index import ByIndex, Span
+from hf_tiered_cache.selection import DECODE_INDEXES, decode, window
+from hf_tiered_cache.selection import held as grown
+from hf_tiered_cache.selection.decode import DecodeSelection, MicroBatches
 from hf_tiered_cache.selection.decode_index import rank
-from hf_tiered_cache.selection.offload import MicroBatches
-from hf_tiered_cache.selection.window import WindowDecodeSelection
+from hf_tiered_cache.selection.window import ByIndex, Span
 
 METHOD = KVDrive(budget=0.2, local=16)
 TOKENS = 400
@@ -35,13 +34,12 @@ def steps(monkeypatch):
     """What each layer holds after each choice: layer, each row's columns, query, keys, values."""
     seen = []
 
-    def reselect(self, layer, rows, query, keys, values, *rest, real=WindowDecodeSelection.reselect):
-        result = real(self, layer, rows, query, keys, values, *rest)
-        columns = [None if row is None else row.window.columns for row in result]
+    def reselect(self, layer, rows, query, keys, values, *rest, real=DecodeSelection.reselect):
+        real(self, layer, rows, query, keys, values, *rest)
+        columns = [None if row is None else row.window.columns for row in rows]
         seen.append((layer, columns, query.clone(), keys.clone(), values.clone()))
-        return result
 
-    monkeypatch.setattr(WindowDecodeSelection, "reselect", reselect)
+    monkeypatch.setattr(DecodeSelection, "reselect", reselect)
     return seen
 
 
@@ -373,11 +371,10 @@ def test_forks_choose_for_themselves(model, tmp_path):
 def test_a_pass_that_fails_late_changes_nothing(new_buffer, model, tmp_path, monkeypatch):
     last = model.config.num_hidden_layers - 1
 
-    def interrupted(self, layer, *rest, real=WindowDecodeSelection.reselect):
-        found = real(self, layer, *rest)
+    def interrupted(self, layer, *rest, real=DecodeSelection.reselect):
+        real(self, layer, *rest)
         if layer == last:
             raise KeyboardInterrupt
-        return found
 
     twins = []
     ids, way = prompt(TOKENS), prompt(12, seed=11)
@@ -388,7 +385,7 @@ def test_a_pass_that_fails_late_changes_nothing(new_buffer, model, tmp_path, mon
         for number, token in enumerate(way.split(1, dim=1)):
             if number % 3 == 0:
                 twins.extend([cache.fork()] * new_buffer)  # shares the buffer, so that the pass makes one of its own
-                monkeypatch.setattr(WindowDecodeSelection, "reselect", interrupted)
+                monkeypatch.setattr(DecodeSelection, "reselect", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     logits_of(model, cache, prompt(1, seed=20 + number))
                 monkeypatch.undo()
@@ -491,17 +488,16 @@ def test_an_interrupt_around_growing_changes_nothing(when, early, model, tmp_pat
     last = model.config.num_hidden_layers - 1
     struck = []
 
-    def interrupted(self, layer, *rest, real=WindowDecodeSelection.reselect):
-        found = real(self, layer, *rest)
+    def interrupted(self, layer, *rest, real=DecodeSelection.reselect):
+        real(self, layer, *rest)
         if layer == last and not struck and cache.get_seq_length() >= TOKENS + 24 + when:
             struck.append(layer)
             raise KeyboardInterrupt
-        return found
 
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, METHOD)
         expected, _, cache = attended(model, store, question(ids), METHOD, way)
-        monkeypatch.setattr(WindowDecodeSelection, "reselect", interrupted)
+        monkeypatch.setattr(DecodeSelection, "reselect", interrupted)
         cache = TieredCache(model, store, method=METHOD, record=False)
         with torch.no_grad():
             found = [model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1).logits[0, -1]]
@@ -539,7 +535,7 @@ def test_chunks_of_all_heads_are_rows_of_one_matrix(size):
         for held in buffer._views():
             held.copy_(torch.arange(held.numel()).view(held.shape))
             span = Span(tokens=1000, first=16, last=21, chunks=64 // size, chunk_tokens=size)
-            rows, apart = window._chunk_rows(held[1], span)
+            rows, apart = decode._chunk_rows(held[1], span.first, span.chunks, size)
             for head in range(3):
                 for chunk in range(span.chunks):
                     first = span.first + chunk * size

@@ -86,9 +86,10 @@ def holds_what_it_says(cache, stored):
         if not isinstance(layer, SelectedSource):
             continue
         for row, held in enumerate(layer._rows):
-            assert all(len(set(tokens.tolist())) == len(tokens) == layer._num_selected for tokens in held.tokens)
+            sets = held.window.columns
+            assert all(len(set(tokens.tolist())) == len(tokens) == layer._num_selected for tokens in sets)
             for mine, whole in ((layer.keys, keys), (layer.values, values)):
-                assert torch.equal(mine[row, :, : layer._num_selected], of_sets(whole, held.tokens)[0])
+                assert torch.equal(mine[row, :, : layer._num_selected], of_sets(whole, sets)[0])
 
 
 def of_sets(every, sets):
@@ -236,7 +237,7 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, 
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         store.precompute(model, ids, method=method, progress=False)
         _, cache = ask(model, store, question(ids), method)
-        stored, rows = kv_of(model, ids), [layer._rows[0].tokens.copy() for layer in cache.layers]
+        stored, rows = kv_of(model, ids), [layer._rows[0].window.columns for layer in cache.layers]
 
         def fails(*args, **kwargs):
             raise OSError("gone")
@@ -245,8 +246,22 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, 
         decode(model, cache, 3)
         assert "the current selection is kept" in caplog.text
         holds_what_it_says(cache, stored)
-        assert all((layer._rows[0].tokens == then).all() for layer, then in zip(cache.layers, rows, strict=True))
+        assert all(
+            (layer._rows[0].window.columns == then).all() for layer, then in zip(cache.layers, rows, strict=True)
+        )
         assert cache.stats.read_errors > 0
+
+
+def test_a_period_keeps_its_selection_if_its_first_layer_does(model, store, erratic):
+    ids = prompt(PREFIX)
+    store.precompute(model, ids, method=METHOD, progress=False)
+    _, cache = ask(model, store, question(ids))
+    cache.layers[1].decode_selector = None  # as after a read error; layer 2 shares its selection
+    rows = [layer._rows[0].window.columns for layer in cache.layers]
+    decode(model, cache, 2)
+    holds_what_it_says(cache, kv_of(model, ids))
+    kept = [np.array_equal(layer._rows[0].window.columns, then) for layer, then in zip(cache.layers, rows, strict=True)]
+    assert kept == [False, True, True, False, False, False]
 
 
 def test_a_store_that_is_closed_while_decoding_leaves_what_was_chosen(model, method, tmp_path, erratic):

@@ -252,11 +252,11 @@ def goes_on(model, cache, stored, chosen, tokens):
         torch.testing.assert_close(logits[row : row + 1, -1], expected, rtol=0, atol=1e-4)
         for layer, (keys, values), took in zip(cache.layers, stored, choices, strict=True):
             rows = layer._rows
-            assert sorted(rows[row].tokens[0].tolist()) == took.tolist()
+            assert sorted(rows[row].window.columns[0].tolist()) == took.tolist()
             columns = slice(0, len(took))
             assert layer.held == len(took) + behind + tokens.shape[1]
-            assert torch.equal(layer.keys[row, :, columns], keys[0][:, rows[row].tokens[0]])
-            assert torch.equal(layer.values[row, :, columns], values[0][:, rows[row].tokens[0]])
+            assert torch.equal(layer.keys[row, :, columns], keys[0][:, rows[row].window.columns[0]])
+            assert torch.equal(layer.values[row, :, columns], values[0][:, rows[row].window.columns[0]])
 
 
 def begun(model, store, **kwargs):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_tiered_cache.selection.offload import MicroBatches
+from hf_tiered_cache.selection.decode import MicroBatches
 
 
 def run(sizes: MicroBatches, rows: int, seconds: dict[int, float], passes: int, layers: int = 3) -> list[int]:

@@ -1,0 +1,346 @@
+"""Reselection while decoding: at each token, layers replace deselected chunks by newly selected ones, in place.
+
+A row's restored positions hold leading and trailing tokens that never change, and selected chunks between them. A
+deselected chunk may be set aside in device memory (see `Window`). Chunks that a layer holds neither in place nor aside
+are fetched from the tiers. Attention does not depend on the order, since every key carries its position, nor on where a
+chunk came from.
+
+Two subclasses of `DecodeSelector` select: `TokenDecodeSelector` (`selectors.py`) tokens by attention, once per period
+of layers, and `WindowDecodeSelector` (`window.py`) chunks by an index. `DecodeSelection` moves what they select. The
+papers of ContiguousKV and IMPRESS select only once per prompt.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ..restore.fetch import Fetcher
+from ..stats import StatsCollector
+from ..store.memory import to_device
+from ..tiers.residency import Residency
+from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
+from .held import HeldChunks
+from .window_slots import Fetches, Moves, Window
+
+_ROUNDS = 3
+"""Number of passes measured per size; the median counts."""
+
+
+class MicroBatches:
+    """Size of micro-batches (KVDRIVE, Section 6.1), tuned on this machine.
+
+    Smaller micro-batches overlap ranking with more reads, but cost more processor time per row. Which effect is larger
+    depends on the machine and on the tier of the blocks. So all rows, halves, quarters and so on down to single rows
+    are measured in turn, after an unmeasured first pass that finds no blocks in place, and the fastest size is kept.
+    The selection does not depend on the size.
+    """
+
+    def __init__(self) -> None:
+        self.size: int | None = None
+        """Rows per micro-batch; None until it is measured."""
+        self._rows = 0
+        self._seconds: dict[int, list[float]] = {}
+        self._schedule: Iterator[int] = iter(())
+        self._current_size: int | None = None
+        self._elapsed = 0.0
+
+    def begin(self) -> None:
+        """Begin a pass: record the time of the last pass for its size, and take the next size to measure."""
+        if self.size is None and self._elapsed:
+            if self._current_size is not None:
+                self._seconds.setdefault(self._current_size, []).append(self._elapsed)
+            self._current_size, self._elapsed = next(self._schedule, None), 0.0
+            if self._current_size is None and self._seconds:
+                self.size = min(self._seconds, key=lambda size: statistics.median(self._seconds[size]))
+
+    def of(self, rows: int) -> int:
+        """Return the micro-batch size for a layer with `rows` rows."""
+        if rows != self._rows:  # first pass, or another batch size
+            self._rows, self.size, self._current_size = rows, rows if rows == 1 else None, None
+            self._seconds.clear()
+            self._schedule = (size for _ in range(_ROUNDS) for size in _sizes(rows))
+        return self.size or self._current_size or rows
+
+    def took(self, seconds: float) -> None:
+        """Add the time of one layer of this pass."""
+        self._elapsed += seconds
+
+
+def _sizes(rows: int) -> Iterator[int]:
+    """Yield all rows, half of them (rounded up), and so on down to 1: 6, 3, 2, 1."""
+    while rows > 1:
+        yield rows
+        rows = -(-rows // 2)
+    yield 1
+
+
+Choice = tuple[np.ndarray, np.ndarray | None]
+"""Selected chunks, int64 `[sets, chunks]`, and candidates, best first, for the eviction of the window; see `Window`."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeSelector(ABC):
+    """Decode selector of a cache, kept for the lifetime of the cache.
+
+    Args:
+        residency: Memory tiers.
+        device_of: Returns the device of a layer.
+        periods: Groups of layers that share a selection.
+        prefixes: Restored tokens of each row group.
+        columns: For each layer, the number of restored positions that it holds of each row.
+    """
+
+    residency: Residency
+    device_of: Callable[[int], torch.device]
+    periods: Sequence[Sequence[int]]
+    prefixes: Sequence[RowPrefix]
+    columns: Mapping[int, int]
+
+    micro_batches: MicroBatches = field(default_factory=MicroBatches, init=False)
+    may_stay: ClassVar[bool]
+    """True if the last selection may be kept if blocks of the next one cannot be read."""
+
+    @cached_property
+    def number_of(self) -> dict[int, int]:
+        """Number of the period of each layer."""
+        return {layer: number for number, period in enumerate(self.periods) for layer in period}
+
+    @abstractmethod
+    def row(self, layer: int, prefix: int, tokens: np.ndarray) -> HeldChunks | None:
+        """Return the state of a layer's row, or None if the row never reselects, because it holds all tokens.
+
+        Args:
+            layer: Layer index.
+            prefix: Number of the row's prefix.
+            tokens: int64 `[sets, columns]`, tokens at the layer's restored positions.
+        """
+
+    @abstractmethod
+    def select(
+        self,
+        layer: int,
+        rows: Mapping[int, HeldChunks],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        scaling: float | None,
+    ) -> dict[int, Choice]:
+        """Select for the queries of a period's first layer, for some rows. See `DecodeSelection.reselect`."""
+
+    def begin(self, collector: StatsCollector) -> DecodeSelection:
+        """Begin the decode selections of a pass."""
+        self.micro_batches.begin()
+        return DecodeSelection(self, collector)
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """Update of one row at one layer.
+
+    Args:
+        row: Index of the row in the batch.
+        state: Chunks that the row holds.
+        moves: Planned moves.
+        restored: Chunks to fetch from the tiers, by head and chunk.
+        place: Index of each of these chunks among those of its head, int64 `[n]`.
+        tokens: Tokens of these chunks.
+        requests: Blocks to fetch.
+    """
+
+    row: int
+    state: HeldChunks
+    moves: Moves
+    restored: Fetches
+    place: np.ndarray
+    tokens: RowTokens
+    requests: list[Request]
+
+
+class DecodeSelection:
+    """Decode selections of one pass.
+
+    Args:
+        decode_selector: Decode selector of the cache.
+        collector: Statistics of the pass.
+    """
+
+    def __init__(self, decode_selector: DecodeSelector, collector: StatsCollector) -> None:
+        self._decode_selector, self._collector = decode_selector, collector
+        self._fetcher = Fetcher(decode_selector.residency, collector, decode_selector.device_of)
+        self._number = -1  # of the current period
+        self._choices: dict[int, Choice] = {}  # of the current period, by row
+
+    def cancel(self) -> None:
+        """Release all block handles, wherever the pass has stopped."""
+        self._fetcher.cancel()
+
+    def reselect(
+        self,
+        layer: int,
+        rows: Sequence[HeldChunks | None],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rotate_: Rotate,
+        scaling: float | None,
+    ) -> None:
+        """Select for a layer's queries and replace deselected tokens by newly selected ones, in place.
+
+        Args:
+            layer: Index of a layer with full attention.
+            rows: State of each row, as returned by `DecodeSelector.row`, updated in place; None for a row that never
+                reselects or restores nothing.
+            query: `[batch, heads, n, dim]`, rotated.
+            keys: `[batch, kv_heads, columns, dim]`, all keys that the layer holds, restored ones first.
+            values: Like `keys`.
+            rotate_: Rotates stored keys.
+            scaling: Scale of the logits; None for dim ** -0.5.
+
+        Raises:
+            RestoreError: A block did not arrive; nothing has changed.
+        """
+        decode_selector, started = self._decode_selector, time.perf_counter()
+        number = decode_selector.number_of[layer]
+        period = decode_selector.periods[number]
+        selects = layer == period[0]
+        if selects:
+            self._number, self._choices, self._table = number, {}, UnitTable(self._fetcher, period)
+        elif number != self._number:  # the first layer keeps its selection since it could not be read
+            return
+        states = {row: state for row, state in enumerate(rows) if state is not None}
+        updates: list[_Update] = []
+        size = decode_selector.micro_batches.of(len(rows))
+        for first in range(0, len(rows), size):  # selection overlaps with fetches of other rows
+            batch = {row: states[row] for row in range(first, first + size) if row in states}
+            if selects and batch:
+                with self._collector.timing("select_seconds"):
+                    self._choices |= decode_selector.select(layer, batch, query, keys, scaling)
+            planned = [self._plan(row, state, period if selects else (layer,)) for row, state in batch.items()]
+            if requests := [request for update in planned for request in update.requests]:
+                self._fetcher.bring(requests)
+            updates += planned
+        if units := self._table.wait(layer):
+            self._fetcher.confirm()  # writes in place cannot be undone
+        for update in updates:
+            if len(update.moves.fetched.heads) or len(update.moves.brought.heads):
+                self._move(update, layer, keys[update.row], values[update.row], rotate_)
+            update.state.window.commit(update.moves)
+        if units:
+            self._table.finish(layer)
+        decode_selector.micro_batches.took(time.perf_counter() - started)
+
+    def _plan(self, row: int, state: HeldChunks, layers: Sequence[int]) -> _Update:
+        """Plan the moves of a row, which fetches for `layers`: they hold the same, unless a pass has failed."""
+        chunks, pool = self._choices[row]
+        if len(chunks) > state.window.num_heads:  # heads begin to select for themselves
+            state.window = Window.filled(np.broadcast_to(state.window.columns, chunks.shape), state.window.num_chunks)
+        chunks = np.broadcast_to(chunks, (state.window.num_heads, chunks.shape[1]))
+        moves = state.window.plan(chunks, pool)
+        fetched, size = moves.fetched, state.size
+        order = np.lexsort((fetched.chunks, fetched.heads))
+        if state.offloaded is not None:
+            order = order[fetched.chunks[order] < state.offloaded.first]
+        restored = Fetches(*(values[order] for values in fetched))
+        counts = np.bincount(restored.heads, minlength=len(chunks))
+        place = np.arange(len(order)) - (counts.cumsum() - counts)[restored.heads]
+        tokens = np.zeros((len(chunks), counts.max(), size), np.int64)
+        tokens[restored.heads, place] = restored.chunks[:, None] * size + np.arange(size)
+        prefix = self._decode_selector.prefixes[state.prefix]
+        row_tokens = RowTokens(prefix, tokens.reshape(len(chunks), -1), counts * size)
+        requests = self._table.want(row_tokens, layers) if len(order) else []
+        return _Update(row, state, moves, restored, place, row_tokens, requests)
+
+    def _move(self, update: _Update, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
+        """Exchange chunks in `[kv_heads, columns, dim]`, a row's positions, with those set aside; copy fetched ones."""
+        state, (_, brought, set_aside, fetched, _) = update.state, update.moves
+        slots, size, device = state.window.num_slots, state.size, keys.device
+        if state.aside is None and slots:
+            state.aside = (
+                keys.new_empty(slots, size, keys.shape[2]),
+                values.new_empty(slots, size, values.shape[2]),
+            )
+        targets = [_chunk_rows(tensor, state.first, state.window.num_columns, size) for tensor in (keys, values)]
+        stride = targets[0][1]  # rows from one head to the next, in keys and values
+        is_computed = fetched.chunks >= (state.window.num_chunks if state.offloaded is None else state.offloaded.first)
+        computed = Fetches(*(indices[is_computed] for indices in fetched))
+        restored, source, *chunks_of = self._restore(update, layer, keys, values, rotate_)
+        parts = [
+            *(brought.heads * stride + brought.columns, brought.slots),
+            *(set_aside.heads * stride + set_aside.columns, set_aside.slots),
+            *(restored.heads * stride + restored.columns, source),
+            computed.heads * stride + computed.columns,
+        ]
+        on_device = to_device(np.concatenate(parts), device).split([len(indices) for indices in parts])
+        b_row, b_slot, s_row, s_slot, r_row, r_source, c_row = on_device
+        offloaded = (
+            state.offloaded.get(computed.heads, computed.chunks, device) if state.offloaded and len(c_row) else None
+        )
+        for index, (rows, _) in enumerate(targets):
+            if state.aside is not None:
+                aside = state.aside[index].flatten(1)
+                displaced = rows.index_select(0, s_row)
+                rows.index_copy_(0, b_row, aside.index_select(0, b_slot))
+                aside.index_copy_(0, s_slot, displaced)
+            if len(r_row):
+                chunks = chunks_of[index].flatten(1)
+                rows.index_copy_(0, r_row, chunks.index_select(0, r_source) if len(r_source) else chunks)
+            if offloaded is not None:
+                rows.index_copy_(0, c_row, offloaded[index].flatten(1))
+
+    def _restore(
+        self, update: _Update, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate
+    ) -> tuple[Fetches, np.ndarray, torch.Tensor, torch.Tensor]:
+        """Return the chunks of a row that were fetched from the tiers.
+
+        Returns:
+            Chunks to copy to the row's positions; the index of each in the tensors that follow, int64 `[n]`, or nothing
+                if they are in this order; and rotated keys and values, `[m, chunk_tokens, dim]` each.
+        """
+        restored, tokens, size = update.restored, update.tokens, update.state.size
+        in_order = restored.heads[:0]
+        if not update.requests:
+            return restored, in_order, keys, values
+        row, heads = tokens.row, len(keys)
+        if (blocks := self._table.copy_chunks(tokens, layer, size, heads)) is not None:
+            chunk_keys, chunk_values, order = blocks
+            restored = Fetches(*(indices[order] for indices in restored))
+            positions = (restored.chunks[:, None] * size + np.arange(size)).reshape(1, -1)
+            rotate_(chunk_keys.view(1, -1, chunk_keys.shape[2]), positions, row.tokens)
+            return restored, in_order, chunk_keys, chunk_values
+        width = tokens.tokens.shape[1]
+        fetched = [tensor.new_empty(heads, width, tensor.shape[2]) for tensor in (keys, values)]
+        self._table.restore(tokens, layer, fetched[0], fetched[1], rotate_)
+        place = update.place
+        if len(tokens.tokens) < heads:  # one set for all heads
+            of_heads = np.arange(heads).repeat(len(place))
+            restored, place = Fetches(of_heads, *(np.tile(part, heads) for part in restored[1:])), np.tile(place, heads)
+        source = restored.heads * (width // size) + place
+        return restored, source, *(tensor.view(-1, size, tensor.shape[2]) for tensor in fetched)
+
+
+def _chunk_rows(columns: torch.Tensor, first: int, chunks: int, size: int) -> tuple[torch.Tensor, int]:
+    """Return chunks of `[kv_heads, columns, dim]`, one row each, to move chunks of all heads at once.
+
+    Args:
+        columns: Keys or values of a row.
+        first: Position of the first chunk.
+        chunks: Number of chunks.
+        size: Tokens per chunk.
+
+    Returns:
+        View `[rows, size * dim]` that begins with the first head's chunks, and the number of rows from one head to the
+        next.
+    """
+    length = size * columns.shape[2]
+    head_stride, remainder = divmod(columns.stride(0), length)
+    assert not remainder and columns[0].is_contiguous(), "a buffer holds whole chunks"
+    count = (len(columns) - 1) * head_stride + chunks
+    return columns.as_strided((count, length), (length, 1), columns[0, first].storage_offset()), head_stride

@@ -1,0 +1,320 @@
+"""Tokens of rows to fetch, and the table of fetched units that hold them.
+
+Restoring a selected prompt, reselecting while decoding and streaming a prefix all do the same with it: want tokens,
+bring their blocks, wait, copy the tokens to contiguous positions, note their use, and finish. `Fetcher` brings blocks
+and cancels fetches, and `UnitTable` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..restore.fetch import Fetcher, FetchUnit
+from ..restore.gather import Gather, gather_chunks, holds_chunks
+from ..restore.plan import RowGroup, SegmentSlice
+from ..store.geometry import BlockGroup
+from ..store.segment import SegmentReader
+from ..store.shape import SegmentShape
+from .selector import ChunkMap
+
+Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
+"""Function that rotates `[heads, n, dim]` in place to positions, int64 `[sets, n]`: one set for all heads, or one for
+each. All positions are below the third argument."""
+
+Request = tuple[FetchUnit, np.ndarray]
+"""Unit and the chunks to fetch of it, int64, ascending."""
+
+
+@dataclass(frozen=True)
+class RowPrefix:
+    """Restored tokens of one group of rows: token positions `[0, tokens)`, padding not counted."""
+
+    group: RowGroup
+    tokens: int
+    _chunks: dict[tuple[int, bool], ChunkMap] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def pieces(self) -> tuple[SegmentSlice, ...]:
+        """Segment slices that hold the restored tokens, and no others."""
+        pieces = (piece for piece in self.group.pieces if piece.at < self.tokens)
+        return tuple(replace(piece, count=min(piece.count, self.tokens - piece.at)) for piece in pieces)
+
+    def chunks(self, layer: int, per_head: bool) -> ChunkMap:
+        """Return the chunks of the tokens as stored in a layer's blocks: for the first kv head, or for each kv head."""
+        if (layer, per_head) not in self._chunks:
+            shapes = [piece.reader.shape for piece in self.pieces]
+            ordered = all(shape.in_order(group) for shape in shapes for group in restoring_groups(shape, (layer,)))
+            name = (-1 if ordered else layer, per_head and not ordered)  # layers and heads in order share one map
+            if name not in self._chunks:
+                self._chunks[name] = ChunkMap.by_slot(*self._slots(layer, name[1]))
+            self._chunks[layer, per_head] = self._chunks[name]
+        return self._chunks[layer, per_head]
+
+    def _slots(self, layer: int, per_head: bool) -> tuple[np.ndarray, int]:
+        """Return token slots, int64 `[heads or 1, tokens]`, numbered across all segments, and the slots per chunk."""
+        shapes = [piece.reader.shape for piece in self.pieces]
+        step = max(shape.geometry.chunk_tokens for shape in shapes)
+        heads = shapes[0].layout.layer(layer).key_heads if per_head else 1
+        slots, begin = np.empty((heads, self.tokens), np.int64), 0
+        for piece, shape in zip(self.pieces, shapes, strict=True):
+            tokens = np.arange(piece.first, piece.first + piece.count)
+            for group in restoring_groups(shape, (layer,)):
+                chunk, place = np.divmod(shape.slot_of_token(group, tokens), shape.geometry.chunk_tokens)
+                for part in group.parts:
+                    if part.layer == layer and part.tensor == "key":
+                        head_slots = slots[part.first_head : part.first_head + part.heads]
+                        head_slots[:, piece.at : piece.at + piece.count] = begin + chunk * step + place
+            begin += -(-shape.tokens // shape.geometry.chunk_tokens) * step
+        return slots, step
+
+
+@dataclass(frozen=True, eq=False)
+class RowTokens:
+    """Tokens of one row to fetch: one set for all kv heads, or one set for each.
+
+    Args:
+        row: Restored tokens of the row.
+        tokens: int64 `[sets, tokens]`, each set ascending.
+        counts: int64 `[sets]`, number of leading tokens used of each set; None for all.
+    """
+
+    row: RowPrefix
+    tokens: np.ndarray
+    counts: np.ndarray | None = None
+
+    @cached_property
+    def sets(self) -> list[np.ndarray]:
+        """Tokens of each set."""
+        if self.counts is None:
+            return list(self.tokens)
+        return [tokens[:count] for tokens, count in zip(self.tokens, self.counts, strict=True)]
+
+    def in_group(self, piece: SegmentSlice, block_group: BlockGroup) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield what a segment slice and KV cache group hold of each set.
+
+        Yields:
+            Head of the set, or -1 for the single set of all heads; index of the first held token in the set; and the
+                held tokens, counted in the segment.
+        """
+        if len(self.sets) == 1:
+            yield -1, *_inside(piece, self.sets[0])
+            return
+        heads = heads_of(block_group)
+        for head in range(heads.start, min(len(self.sets), heads.stop)):
+            yield head, *_inside(piece, self.sets[head])
+
+    def chunks(self, layers: Collection[int]) -> Iterator[tuple[SegmentReader, BlockGroup, np.ndarray]]:
+        """Yield segments, KV cache groups, and their chunks that hold these tokens for some layers, int64 ascending."""
+        for piece in self.row.pieces:
+            for block_group in restoring_groups(piece.reader.shape, layers):
+                token_sets = [inside for _, _, inside in self.in_group(piece, block_group)]
+                tokens = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
+                if len(tokens):
+                    yield piece.reader, block_group, piece.reader.shape.chunks_of(block_group, tokens)
+
+
+class UnitTable:
+    """Fetched units of layers that share a selection: one unit for each segment and KV cache group.
+
+    Args:
+        fetcher: Fetcher of the pass. Its `cancel` releases all blocks, wherever the pass has stopped.
+        layers: Layers that the units are fetched for, ascending.
+    """
+
+    def __init__(self, fetcher: Fetcher, layers: Sequence[int]) -> None:
+        self._fetcher, self._layers = fetcher, layers
+        self._units: dict[tuple[SegmentReader, int], FetchUnit] = {}
+        self._gathers: dict[RowTokens, dict[int, tuple[BlockGroup, Gather]]] = {}  # by KV cache group
+
+    def want(self, tokens: RowTokens, layers: Collection[int]) -> list[Request]:
+        """Return the units that hold tokens of some layers, and the chunks to bring of them."""
+        return [(self._unit(reader, block_group), chunks) for reader, block_group, chunks in tokens.chunks(layers)]
+
+    def want_keys(self, tokens: RowTokens, layer: int, heads: int | None) -> list[Request]:
+        """Return the units that hold keys of a layer, with as little other data as possible, and the chunks to bring.
+
+        Args:
+            tokens: Tokens of one set.
+            layer: Layer index.
+            heads: Number of leading kv heads needed; None for all.
+        """
+        requests = []
+        for piece in tokens.row.pieces:
+            _, inside = _inside(piece, tokens.tokens[0])
+            for block_group in key_groups(piece.reader.shape, layer, heads):
+                unit = self._unit(piece.reader, block_group)
+                unit.identifies = True
+                requests.append((unit, piece.reader.shape.chunks_of(block_group, inside)))
+        return requests
+
+    def _unit(self, reader: SegmentReader, block_group: BlockGroup) -> FetchUnit:
+        return self._units.setdefault((reader, block_group.index), FetchUnit(reader, block_group))
+
+    def wait(self, layer: int) -> list[FetchUnit]:
+        """Wait for the units of a layer, and return them.
+
+        Raises:
+            RestoreError: A block did not arrive.
+        """
+        units = self.units(layer)
+        self._fetcher.wait_for(units)
+        return units
+
+    def units(self, layer: int) -> list[FetchUnit]:
+        """Return the units of a layer."""
+        return [unit for unit in self._units.values() if layer in unit.block_group.layers]
+
+    def restore(self, tokens: RowTokens, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
+        """Copy tokens to `[kv_heads, tokens, dim]` of a layer, rotate their keys, and note that attention uses them."""
+        units = self.units(layer)
+        self.copy(tokens, units, layer, "key", keys)
+        self.copy(tokens, units, layer, "value", values)
+        rotate_(keys, tokens.tokens, tokens.row.tokens)
+        self.note_use(tokens, units, layer)
+
+    def copy(self, tokens: RowTokens, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
+        """Copy tokens to contiguous positions of `target`.
+
+        Args:
+            tokens: Tokens to copy.
+            units: Units that hold them and have arrived.
+            layer: Layer index.
+            name: "key" or "value".
+            target: `[kv_heads, tokens, dim]`, filled in place; for some leading heads only, if it has fewer.
+        """
+        gathers, new_gathers = self._gathers.setdefault(tokens, {}), dict[int, tuple[BlockGroup, Gather]]()
+        for unit in units:
+            shape, block_group = unit.reader.shape, unit.block_group
+            if id(block_group) in gathers:
+                continue
+            gather = new_gathers.setdefault(id(block_group), (block_group, Gather(shape, block_group)))[1]
+            for piece in tokens.row.pieces:
+                if piece.reader is unit.reader:
+                    for head, first, inside in tokens.in_group(piece, block_group):
+                        gather.add(shape, unit.blocks, inside, np.arange(first, first + len(inside)), head)
+        gathers.update(new_gathers)
+        for block_group in {id(unit.block_group): unit.block_group for unit in units}.values():
+            for part in block_group.parts:
+                if part.layer == layer and part.tensor == name and part.first_head < len(target):
+                    gathers[id(block_group)][1].copy(part, target)
+
+    def copy_chunks(
+        self, tokens: RowTokens, layer: int, size: int, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray] | None:
+        """Copy chunks that are whole blocks of one head each, and note that attention uses them.
+
+        Args:
+            tokens: Tokens of whole chunks.
+            layer: Layer index.
+            size: Tokens per chunk.
+            heads: Number of kv heads.
+
+        Returns:
+            Keys and values, `[n, size, dim]` each, and the number of each chunk, counted over all sets, int64 `[n]`.
+                None if a chunk is no block, or if all heads share one set.
+        """
+        if len(tokens.sets) < heads:
+            return None
+        counts = [len(token_set) // size for token_set in tokens.sets]
+        first_of_set = np.cumsum(counts) - counts
+        sources: list[tuple[FetchUnit, np.ndarray, np.ndarray]] = []
+        for piece in tokens.row.pieces:
+            for block_group in restoring_groups(piece.reader.shape, (layer,)):
+                for head, first, inside in tokens.in_group(piece, block_group):
+                    if not len(inside):
+                        continue
+                    if (first | int(inside[0]) | len(inside)) % size or not holds_chunks(
+                        piece.reader.shape, block_group, size
+                    ):
+                        return None
+                    first_chunk = first_of_set[head] + first // size
+                    numbers = np.arange(first_chunk, first_chunk + len(inside) // size)
+                    sources.append((self._unit(piece.reader, block_group), inside[::size] // size, numbers))
+        unit = sources[0][0]
+        blocks = [(unit.blocks, chunks, numbers) for unit, chunks, numbers in sources]
+        self.note_use(tokens, self.units(layer), layer)
+        keys, values, order = gather_chunks(unit.reader.shape, unit.block_group, blocks)
+        return keys.contiguous(), values, order
+
+    @staticmethod
+    def note_use(tokens: RowTokens, units: Iterable[FetchUnit], layer: int) -> None:
+        """Record that a layer attends to tokens of these units. Units that read nothing from disk are skipped."""
+        for unit in units:
+            for piece in tokens.row.pieces if unit.from_disk else ():
+                if piece.reader is unit.reader:
+                    unit.use((layer,), [_inside(piece, token_set)[1] for token_set in tokens.sets])
+
+    def finish(self, layer: int) -> None:
+        """Record the I/O of units that no layer after `layer` needs, and release their blocks."""
+        self._finish([unit for unit in self._units.values() if max(self._used_by(unit)) == layer])
+
+    def finish_keys(self) -> None:
+        """Record the I/O of units with keys to select by that hold nothing to attend to, and release their blocks."""
+        self._finish([unit for unit in self._units.values() if unit.block_group.identifies])
+
+    def begins_at(self, layer: int) -> bool:
+        """Return whether `layer` is the first one that needs a unit."""
+        return any(min(self._used_by(unit)) == layer for unit in self.units(layer))
+
+    def _used_by(self, unit: FetchUnit) -> set[int]:
+        return set(unit.block_group.layers).intersection(self._layers)
+
+    def _finish(self, units: Sequence[FetchUnit]) -> None:
+        for unit in units:
+            del self._units[unit.reader, unit.block_group.index]
+            for gathers in self._gathers.values():
+                gathers.pop(id(unit.block_group), None)
+        self._fetcher.finish(units)
+
+
+def _inside(piece: SegmentSlice, tokens: np.ndarray) -> tuple[int, np.ndarray]:
+    """Find the tokens of a row, int64 ascending, that `piece` holds.
+
+    Returns:
+        Index into `tokens` of the first token held, and the held tokens counted in the segment.
+    """
+    low, high = np.searchsorted(tokens, (piece.at, piece.at + piece.count))
+    return int(low), tokens[low:high] - piece.at + piece.first
+
+
+def heads_of(block_group: BlockGroup) -> range:
+    """Return the kv heads of a KV cache group."""
+    parts = block_group.parts
+    return range(min(part.first_head for part in parts), max(part.first_head + part.heads for part in parts))
+
+
+def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[BlockGroup]:
+    """Return the KV cache groups of a segment that `layers` restore from."""
+    groups = {group.index: group for layer in layers for group in shape.restoring_groups.get(layer, ())}
+    return [groups[index] for index in sorted(groups)]
+
+
+def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[BlockGroup]:
+    """Return KV cache groups that hold a layer's keys, with as little other data as possible.
+
+    Args:
+        shape: Shape of the segment.
+        layer: Layer index.
+        heads: Number of leading kv heads needed; None for all.
+
+    Returns:
+        One index group if one holds all of these heads, else the ordinary groups that hold the keys.
+    """
+    kind = shape.layout.layer(layer)
+    num_heads = kind.key_heads if heads is None else min(heads, kind.key_heads)
+    index_groups, shared_groups = [], []
+    for block_group in shape.block_groups:
+        key_parts = [
+            p for p in block_group.parts if p.layer == layer and p.tensor == "key" and p.first_head < num_heads
+        ]
+        if key_parts and block_group.identifies:
+            index_groups.append((sum(p.heads for p in key_parts), block_group))
+        elif key_parts:
+            shared_groups.append(block_group)
+    complete_groups = [block_group for count, block_group in index_groups if count >= num_heads]
+    return complete_groups[:1] or shared_groups
