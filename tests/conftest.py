@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,6 +18,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import eval.baselines  # noqa: F401  # registered, so that what is asked of every method is asked of them
+
+# background jobs of a shell ignore SIGINT, and so would their children
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the same examples each time, so that who changes nothing breaks nothing; `make test-thorough` looks for others
 settings.register_profile(

@@ -730,7 +730,7 @@ def decode_from(model, cache, stored):
         model(input_ids=token, past_key_values=cache)
     for layer, (keys, values) in zip(cache.layers, stored, strict=True):
         (row,) = layer._rows
-        tokens = torch.from_numpy(row.tokens)[..., None]
+        tokens = torch.from_numpy(row.window.columns)[..., None]
         for held, every in ((layer.keys, keys), (layer.values, values)):
             expected = every[0].gather(1, tokens.expand(-1, -1, every.shape[-1]))
             assert torch.equal(held[0, :, : tokens.shape[1]], expected)
