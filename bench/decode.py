@@ -10,6 +10,9 @@ tokens. Each row of a batch has its own context. Queries are synthetic, too: a h
 query projection, which still runs. All systems get the same queries, so that selections change as in a trained model.
 Only the time of the output has a meaning, not its content.
 
+All systems fold the query heads of a KV head at decoded tokens, except the row with transformers' own kernel. Before
+transformers 5.24, and without a mask, that kernel reads each key once per query head.
+
 Each system has its own cache over the same contexts, and decodes `--tokens` tokens in turns, in alternating order.
 Figures are medians over the tokens of all turns but the first. Full attention in memory is transformers' DynamicCache,
 which copies its KV at each token, and ours (Exact), which does not. transformers' offloaded cache moves KV between GPU
@@ -32,13 +35,14 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lib.attention_kernels import attend_folded, registered
 from lib.common import SHAPES, build, interleaved, median, parser_of
 from lib.layer_files import LayerFiles, LayerFromDisk
 from lib.made_contexts import SUFFIX, TAG, Contexts
@@ -47,6 +51,7 @@ from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import eval.baselines  # noqa: F401  # registers their indexes
 from hf_tiered_cache import KVStore, TieredCache
@@ -56,13 +61,15 @@ from hf_tiered_cache.store.engines import PosixEngine
 MEMORY, DISK = "memory", "memory + disk"
 SPLIT = ("select", "fetch", "wait", "compute")
 PEER, FULL = "ShadowKV-like", "full, in memory"
+OURS = "full, in memory, ours"
+UNFOLDED = "full, in memory, transformers' kernel"
 OFFLOADED, OFFLOAD = "full, offloaded by transformers", "full, layer by layer from disk"
 
 
 def methods(budget: float) -> dict[str, Method]:
     """Those that choose, and all KV by way of the store."""
     return {
-        "full, in memory, ours": Exact(recompute=0.0, decline=False),
+        OURS: Exact(recompute=0.0, decline=False),
         "Quest": KVDrive(budget, index="page_bounds", chunk_tokens=16, window=0),
         PEER: KVDrive(budget, index="chunk_means", window=1, eviction="lru"),
         "RetroInfer-like": KVDrive(budget, index="token_clusters", chunk_tokens=1, eviction="lru"),
@@ -72,7 +79,7 @@ def methods(budget: float) -> dict[str, Method]:
     }
 
 
-SYSTEMS = (FULL, OFFLOADED, OFFLOAD, *methods(0.5))
+SYSTEMS = (FULL, UNFOLDED, OFFLOADED, OFFLOAD, *methods(0.5))
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
@@ -121,6 +128,8 @@ class System:
 
     contexts: Contexts
     cache: Cache
+    kernel: Callable[..., Any] = attend_folded
+    """Attention of decoded tokens, where the cache does not replace it."""
     step_bytes: int = 0
     """Moved at each token, where the cache does not count."""
     waited: Callable[[], float] = lambda: 0.0
@@ -137,7 +146,8 @@ class System:
             ids = ids[:, self.contexts.tokens :]
         self.contexts.step = self.at
         started = time.perf_counter()
-        output = self.contexts.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1)
+        with nullcontext() if isinstance(self.cache, TieredCache) else registered(self.kernel):
+            output = self.contexts.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1)
         taken = time.perf_counter() - started
         self.at, self.said = self.at + tokens, output.logits
         return taken
@@ -200,18 +210,19 @@ def system(
             return None
         layered = LayerFiles(contexts, files, engine_of(arguments))
         layers = [LayerFromDisk(layered, number) for number in range(contexts.layers)]
-        return System(contexts, Cache(layers=layers), layered.step_bytes, lambda: layered.waited)
-    if name in (FULL, OFFLOADED):
+        return System(contexts, Cache(layers=layers), step_bytes=layered.step_bytes, waited=lambda: layered.waited)
+    if name in (FULL, UNFOLDED, OFFLOADED):
         if place == DISK or (name == OFFLOADED and device.type == "cpu"):
             return None
         cache = DynamicCache(config=model.config, **{"offloading": True} if name == OFFLOADED else {})
         for layer in range(contexts.layers):
             cache.update(*(tensor.to(device) for tensor in contexts.batch(layer)), layer)
-        return System(contexts, cache, contexts.nbytes if name == OFFLOADED else 0)
+        kernel = sdpa_attention_forward if name == UNFOLDED else attend_folded
+        return System(contexts, cache, kernel, contexts.nbytes if name == OFFLOADED else 0)
     method = methods(arguments.budget)[name]
     if isinstance(method, Exact) and place == DISK:
         return None  # once begun, it is in memory
-    return System(contexts, TieredCache(model, opened(), method=method, record=False, tag=TAG))
+    return System(contexts, TieredCache(model, opened(), method=method, record=False, tag=TAG, fold_heads=True))
 
 
 def engine_of(arguments: argparse.Namespace) -> PosixEngine:

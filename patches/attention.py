@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -153,7 +154,34 @@ def attend(
         prefix_output = _attend(base, module, prefix_query, prefix_key, prefix_value, mask, kwargs)[0]
         suffix_output = _attend(base, module, query[:, :, prefix_length:], key, value, attention_mask, kwargs)[0]
         return torch.cat([prefix_output, suffix_output], dim=1), None
+    if scope.folds and base is sdpa_attention_forward and can_fold(query, key, attention_mask, kwargs):
+        return attend_folded(query, key, value, attention_mask, kwargs), None
     return _attend(base, module, query, key, value, attention_mask, kwargs)
+
+
+def can_fold(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
+    """Return whether one token attends with several query heads per KV head, and with the same mask for all heads."""
+    is_grouped = query.shape[2] == 1 and query.shape[1] > key.shape[1]
+    is_plain = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+    return is_grouped and is_plain and (mask is None or mask.shape[1] == 1)
+
+
+def attend_folded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Compute the attention of one token, with the query heads of each KV head as rows of one matrix.
+
+    Each key and value is then read once, not once per query head. See `attend` for the arguments.
+
+    Returns:
+        `[batch, 1, heads, dim]`.
+    """
+    batch, heads, _, dim = query.shape
+    folded_query = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)  # [batch, kv_heads, group, dim]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        folded_query, key, value, mask, kwargs.get("dropout", 0.0), scale=kwargs.get("scaling")
+    )
+    return output.reshape(batch, 1, heads, value.shape[3])
 
 
 def _attend(

@@ -93,6 +93,8 @@ class Scope:
     recompute_lengths: tuple[int, ...] = ()
     selects: bool = False
     """True if `attend` determines what queries attend to."""
+    folds: bool = False
+    """True if the query heads of a KV head may be folded into one batch of queries, which changes rounding."""
     observer: QueryObserver | None = None
     """Observer of the queries, if any."""
 

@@ -54,6 +54,7 @@ class CacheOptions:
     progress: bool = True
     label: str = ""
     tag: str = ""
+    fold_heads: bool = False
 
 
 class Executor:
@@ -233,6 +234,8 @@ class Executor:
                         self.store.disk.warn(warning, warning)
             kind = RefiningForward if isinstance(plan, PassagesPlan) else RestoringForward
             forward_pass = kind(*common, plan=plan, store=self.store, method=self.method)
+        may_round = sequence.approximate or sequence.method.records_approximations
+        forward_pass.folds = may_round or self.options.fold_heads
         if self.observer is not None:
             forward_pass.watch(self.observer, request.base + request.num_positions, sequence.history.pads)
         return forward_pass

@@ -687,7 +687,7 @@ def test_decode(tmp_path, monkeypatch):
     for (batch, place), systems in cases.items():
         assert set(systems) == set(decode.SYSTEMS)
         lacking = {name for name, lists in systems.items() if lists is None}
-        whole = {decode.FULL, "full, in memory, ours"} if place == decode.DISK else {decode.OFFLOAD}
+        whole = {decode.FULL, decode.UNFOLDED, decode.OURS} if place == decode.DISK else {decode.OFFLOAD}
         assert lacking == {decode.OFFLOADED} | whole
         assert all(len(lists["seconds"]) == 4 for lists in systems.values() if lists is not None)
         quest, peer = systems["Quest"], systems[decode.PEER]
@@ -707,7 +707,7 @@ def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp
     arguments = decode.arguments_of(["--budget", "1"])
     model = build("tiny", torch.float32, torch.device("cpu"), layers=2)
     contexts = decode.Contexts(model, 256, 2, 3)
-    names = (decode.FULL, decode.OFFLOAD, "full, in memory, ours", "KVDrive")
+    names = (decode.FULL, decode.UNFOLDED, decode.OFFLOAD, decode.OURS, "KVDrive")
     seen = []
     with decode.KVStore(tmp_path / "store") as store, contexts.asking(), torch.inference_mode():
         contexts.store(store, decode.KVDrive())

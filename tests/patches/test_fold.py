@@ -1,0 +1,82 @@
+"""Decoded tokens whose query heads are folded: where it happens, and that it changes nothing but rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build, prompt
+from transformers import AttentionInterface, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_tiered_cache import TieredCache
+from hf_tiered_cache.methods import ContiguousKV, Krul, KVDrive
+from hf_tiered_cache.patches import attention
+
+NEW = 5
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+GROUPED = ("llama", "qwen3", "gemma3", "qwen2_sliding")
+
+
+@pytest.fixture
+def folded(monkeypatch):
+    """Shapes of the queries of each call that folds."""
+    shapes: list[torch.Size] = []
+    fold = attention.attend_folded
+
+    def noting(query, *args):
+        shapes.append(query.shape)
+        return fold(query, *args)
+
+    monkeypatch.setattr(attention, "attend_folded", noting)
+    return shapes
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", GROUPED)
+def test_folding_changes_only_rounding(family, batch, store, folded):
+    model, ids = build(family), prompt(90, rows=batch)
+    mask = torch.ones_like(ids)
+    mask[1:, :7] = 0
+    plain = model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config), **GREEDY)
+    cache = TieredCache(model, store, fold_heads=True)
+    ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert len(folded) == (NEW - 1) * model.config.get_text_config().num_hidden_layers
+    assert torch.equal(ours.sequences, plain.sequences)
+    for a, b in zip(ours.logits, plain.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+
+
+def test_an_exact_cache_does_not_fold_unless_asked(store, folded):
+    model, ids = build("llama"), prompt(90)
+    model.generate(ids, past_key_values=TieredCache(model, store), **GREEDY)
+    assert not folded
+
+
+@pytest.mark.parametrize(
+    "method",
+    [ContiguousKV(budget=0.25, quality=None), KVDrive(budget=0.25, exact_from=1), Krul()],
+    ids=["contiguous_kv", "kv_drive", "krul"],
+)
+def test_caches_with_approximate_kv_fold(method, store, folded):
+    model, ids = build("llama"), prompt(300)
+    store.precompute(model, ids, method=method, progress=False)
+    conversation = "talk" if isinstance(method, Krul) else None
+    cache = TieredCache(model, store, method=method, conversation=conversation)
+    model.generate(torch.cat([ids, prompt(9, seed=2)], dim=1), past_key_values=cache, **GREEDY)
+    assert folded
+
+
+def test_a_users_own_attention_function_is_called(store):
+    model, ids, calls = build("llama"), prompt(90), []
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def own(module, query, *args, **kwargs):
+        calls.append(query.shape[2])
+        return plain(module, query, *args, **kwargs)
+
+    AttentionInterface.register("sdpa", own)
+    try:
+        model.generate(ids, past_key_values=TieredCache(model, store, fold_heads=True, tag="own"), **GREEDY)
+    finally:
+        AttentionInterface.register("sdpa", plain)
+    assert calls.count(1) == (NEW - 1) * model.config.num_hidden_layers
