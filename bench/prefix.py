@@ -1,6 +1,7 @@
 """Exact prefix reuse: time to first token from disk and host memory, compared with recomputing, DynamicCache and files.
 
     python bench/prefix.py                                      # Qwen2.5-0.5B's shape, float32, this machine's CPU
+    PYTHONPATH=. python bench/prefix.py --model smollm2-135m --prefixes 1024,4096,7680
     python bench/prefix.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --device-memory 20GiB
 
 Every figure is a median over turns that measure all variants in succession. Ratios are taken within a turn. Reads are
@@ -38,6 +39,7 @@ _TIMES_KV = 6  # no way takes more memory than that
 AIMS = {
     "recompute / disk at 4k": (">=", 20.0),
     "host / DynamicCache at 4k": ("<=", 1.10),
+    "disk / max(raw read, DynamicCache) at 4k": ("<=", 1.20),
     "disk read / raw O_DIRECT read at 4k": (">=", 0.80),
     "with recording / without at 4k": ("<=", 1.05),
     "decode, tokens/s over DynamicCache's at 4k": (">=", 1.0),
@@ -53,9 +55,16 @@ class Bench:
         self.arguments = arguments
         self.folder = folder
         self.device = torch.device(arguments.device)
-        self.model: PreTrainedModel = build(arguments.shape, getattr(torch, arguments.dtype), self.device)
+        self.model: PreTrainedModel = self._model()
         self.random = torch.Generator().manual_seed(0)
         self.kv_bytes = 0  # of the prefix, once it is known
+
+    def _model(self) -> PreTrainedModel:
+        if self.arguments.model is None:
+            return build(self.arguments.shape, getattr(torch, self.arguments.dtype), self.device)
+        from eval.models import load
+
+        return load(self.arguments.model, self.arguments.dtype)[0].to(self.device)
 
     def ids(self, tokens: int) -> torch.Tensor:
         vocabulary = self.model.config.vocab_size
@@ -260,11 +269,17 @@ def headline(results: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "recompute / disk at 4k": median(at["recompute_s"]) / median(at["disk_s"]),
         "host / DynamicCache at 4k": at["host_over_dynamic"],
+        "disk / max(raw read, DynamicCache) at 4k": _over_bound(at),
         "disk read / raw O_DIRECT read at 4k": at["read_over_raw"],
         "with recording / without at 4k": at["record_over_recompute"],
         "decode, tokens/s over DynamicCache's at 4k": at["decode_speed_over_dynamic"],
         "disk / safetensors file at 4k": at["disk_over_file"],
     } | {f"disk / safetensors file at {r['prefix'] >> 10}k": r["disk_over_file"] for r in results if r is not at}
+
+
+def _over_bound(result: dict[str, Any]) -> float:
+    """Return the time from disk over its lower bound: reading takes as long as a raw read, or is hidden by the rest."""
+    return median(result["disk_s"]) / max(median(result["raw_read_s"]), median(result["dynamic_s"]))
 
 
 def report(document: dict[str, Any]) -> str:
@@ -273,6 +288,7 @@ def report(document: dict[str, Any]) -> str:
         [
             str(r["prefix"]),
             f"{r['kv_bytes'] / 2**20:.0f} MiB",
+            f"{r['kv_bytes'] / r['prefix'] / 1024:.0f} KiB",
             f"{median(r['recompute_s']):.2f} s",
             f"{median(r['disk_s']) * 1e3:.0f} ms",
             f"{median(r['host_s']) * 1e3:.0f} ms",
@@ -280,6 +296,7 @@ def report(document: dict[str, Any]) -> str:
             f"{median(r['recompute_s']) / median(r['disk_s']):.1f}",
             f"{r['host_over_dynamic']:.3f}",
             f"{r['disk_over_dynamic']:.3f}",
+            f"{_over_bound(r):.3f}",
         ]
         for r in results
     ]
@@ -309,12 +326,12 @@ def report(document: dict[str, Any]) -> str:
     ]
     return (
         f"# Exact prefix reuse, {document['shape']} in {document['dtype']} on {on['device']}\n\n"
-        f"{machine_text(on)} Random weights, suffix of {SUFFIX} tokens, engine {document['engine']}. "
+        f"{machine_text(on)} {document['weights']} weights, suffix of {SUFFIX} tokens, engine {document['engine']}. "
         "Medians; ratios are taken within a turn.\n\n"
         "## Time to first token\n\n"
         + table(
-            ["prefix", "KV on disk", "recompute", "from disk, cold", "from host", "DynamicCache in memory",
-             "recompute / disk", "host / DynamicCache", "disk / DynamicCache"],
+            ["prefix", "KV on disk", "per token", "recompute", "from disk, cold", "from host", "DynamicCache in memory",
+             "recompute / disk", "host / DynamicCache", "disk / DynamicCache", "disk / max(raw read, DynamicCache)"],
             rows,
         )
         + f"\n## Compared with code of your own\n\n{peers.report(results)}"
@@ -361,7 +378,8 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny, with random weights")
+    parser.add_argument("--model", help="pretrained model instead of a shape: name of eval.models, folder or hub id")
     parser.add_argument("--dtype", default="float32", help="data type of the model")
     parser.add_argument("--device", default="cpu", help="device of the model")
     parser.add_argument("--prefixes", default="1024,4096,16384", help="numbers of prefix tokens, separated by commas")
@@ -384,14 +402,15 @@ def main() -> None:
             engine = probe._storage.disk.backend.reads_with
         results = [bench.run(int(prefix)) for prefix in tqdm(arguments.prefixes.split(","), desc="prefixes")]
         document = {
-            "shape": arguments.shape,
+            "shape": arguments.model or arguments.shape,
+            "weights": "Random" if arguments.model is None else "Pretrained",
             "dtype": arguments.dtype,
             "engine": engine,
             "machine": machine(bench.device, folder),
             "headline": headline(results),
             "results": results,
         }
-        name = arguments.name or f"prefix-{arguments.shape}-{arguments.dtype}-{bench.device.type}"
+        name = arguments.name or f"prefix-{arguments.model or arguments.shape}-{arguments.dtype}-{bench.device.type}"
         save(arguments.out, name, document, report(document))
         plot(document, arguments.out / f"{name}.png")
         print(report(document))

@@ -18,6 +18,10 @@ _PIECE_BYTES = 512 << 10
 ones comes from the system each time, page by page. At 4096 tokens that took longer than the rest of a restore."""
 
 
+_SAMPLED = 16
+"""Number of positions at which two rotations are compared."""
+
+
 @dataclass(eq=False)
 class Call:
     """Recorded call that can be repeated.
@@ -44,6 +48,10 @@ class Call:
         """Return the arguments with these names."""
         args, kwargs, places = self.args, self.kwargs, self.places
         return [args[place] if (place := places[name]) < len(args) else kwargs[name] for name in names]
+
+    def named(self) -> list[tuple[str, Any]]:
+        """Return the arguments that were passed, with their names."""
+        return [*zip(self.places, self.args, strict=False), *self.kwargs.items()]
 
     def repeat(self, **changed: Any) -> Any:
         """Repeat the call with some arguments changed."""
@@ -82,6 +90,7 @@ class TableCache:
 
     def __init__(self) -> None:
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._by_halves: dict[tuple[Any, ...], bool] = {}
 
     def at(self, table: RotaryTable, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[1, stop or more, dims]`, with the frequencies of the pass of `table`."""
@@ -93,6 +102,19 @@ class TableCache:
             with torch.inference_mode(False), torch.no_grad():  # later passes may run without inference mode
                 tables = self._tables[key] = table.at(torch.arange(stop))
         return tables
+
+    def is_by_halves(self, call: RotaryCall, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Return whether a function's rotation of keys on the CPU equals `rotate_halves_`, bit for bit; asked once."""
+        others = [value for name, value in call.named() if name not in ("q", "k", "cos", "sin")]
+        if keys.device.type != "cpu" or any(isinstance(value, torch.Tensor) for value in others):
+            return False
+        key = call.function, keys.shape[1], keys.shape[3], keys.dtype, cos.shape[2], cos.dtype, repr(others)
+        if key not in self._by_halves:
+            found = call.is_by_halves(keys, cos, sin)
+            if found is None:
+                return False
+            self._by_halves[key] = found
+        return self._by_halves[key]
 
 
 def _agree(tables: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: int) -> bool:
@@ -116,7 +138,9 @@ class RotaryCall(Call):
     rotated: torch.Tensor
     table: RotaryTable | None = None
 
-    def rotate_(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0) -> None:
+    def rotate_(
+        self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0, by_halves: bool = False
+    ) -> None:
         """Rotate other keys in the same way, in place.
 
         Args:
@@ -124,6 +148,7 @@ class RotaryCall(Call):
             cos: Table `[1, first + n, dims]`, or longer.
             sin: Like `cos`.
             first: Row of the tables for the first key.
+            by_halves: True if `rotate_halves_` gives the bits of the model's function (see `is_by_halves`).
         """
         num_keys = step = keys.shape[2]
         if keys.device.type == "cpu" and keys.numel():
@@ -131,13 +156,50 @@ class RotaryCall(Call):
         for at in range(0, num_keys, step or 1):
             count = min(step, num_keys - at)
             part = keys.narrow(2, at, count)
-            part.copy_(self._rotate(part, *(table.narrow(1, first + at, count) for table in (cos, sin))))
+            cos_part, sin_part = (table.narrow(1, first + at, count) for table in (cos, sin))
+            if by_halves:
+                rotate_halves_(part, cos_part, sin_part)
+            else:
+                part.copy_(self._rotate(part, cos_part, sin_part))
+
+    def is_by_halves(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool | None:
+        """Return whether `rotate_halves_` gives the bits of the model's function, by rotating random keys with both.
+
+        Returns:
+            None if the tables are too short for a reliable answer.
+        """
+        count = min(_SAMPLED, cos.shape[1])
+        if count < _SAMPLED or cos.dtype != keys.dtype or cos.shape[2] % 2:
+            return None if count < _SAMPLED else False
+        generator = torch.Generator().manual_seed(0)
+        sample = torch.randn(1, keys.shape[1], count, keys.shape[3], generator=generator).to(keys.dtype)
+        cos, sin = cos[:1, -count:], sin[:1, -count:]
+        expected = self._rotate(sample.clone(), cos, sin)
+        rotate_halves_(sample, cos, sin)
+        return expected.dtype == sample.dtype and torch.equal(expected, sample)
 
     def _rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         try:
             return self.repeat(q=keys[:, :0], k=keys, cos=cos, sin=sin)[1]  # no query is needed
         except RuntimeError:  # it infers a size from the queries, so one is needed
             return self.repeat(q=keys[:, :1], k=keys, cos=cos, sin=sin)[1]
+
+
+def rotate_halves_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate the first half of the tables' dimensions against the second, in place, with half of the temporary memory.
+
+    Args:
+        keys: `[batch, heads, n, dims or more]`.
+        cos: `[1 or batch, n, dims]`.
+        sin: Like `cos`.
+    """
+    keys = keys[..., : cos.shape[-1]]
+    first, second = keys.chunk(2, dim=-1)
+    first_sin, second_sin = sin.unsqueeze(1).chunk(2, dim=-1)
+    from_second, from_first = second * first_sin, first * second_sin
+    keys.mul_(cos.unsqueeze(1))
+    first.sub_(from_second)
+    second.add_(from_first)
 
 
 @dataclass
@@ -208,7 +270,8 @@ class RotaryTap:
         """
         call = like.rotation
         cos, sin = self._tables_at(call, first + tensor.shape[2], tensor.device)
-        call.rotate_(tensor.narrow(3, 0, like.dims), cos, sin, first)
+        keys = tensor.narrow(3, 0, like.dims)
+        call.rotate_(keys, cos, sin, first, self.table_cache.is_by_halves(call, keys, cos, sin))
 
     def rotate_at_(self, like: PreRopeKV, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
         """Rotate, in place, keys of any positions in the way that those of `like` were rotated.
@@ -224,7 +287,9 @@ class RotaryTap:
         part = tensor[..., : like.dims]
         part = part.unsqueeze(0 if len(positions) == 1 else 1)  # heads with other positions become rows of a batch
         rows = positions.reshape(-1)  # a flat index copies whole rows
-        call.rotate_(part, *(table[0].index_select(0, rows).unflatten(0, positions.shape) for table in (cos, sin)))
+        by_halves = self.table_cache.is_by_halves(call, part, cos, sin)
+        cos, sin = (table[0].index_select(0, rows).unflatten(0, positions.shape) for table in (cos, sin))
+        call.rotate_(part, cos, sin, by_halves=by_halves)
 
     def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tables of at least `stop` positions: rows of different lengths share the longest table."""
