@@ -1,109 +1,103 @@
-"""All measurements that need a GPU, in one run of ten minutes."""
+"""Measure this library on a machine with a GPU within ten minutes, and show the results.
+
+    python bench/on_gpu.py run results/                 all of it, 540 seconds
+    python bench/on_gpu.py run results/ --stages probe,syncs
+    python bench/on_gpu.py run results/ --shape tiny    the same code on a CPU, in a minute or two
+    python bench/on_gpu.py read results/                tables, each time as a share of the roofline
+
+The folder contains at most five small files: rows.jsonl (a line for each measurement, written immediately),
+report.md, trace.json.gz, gpu-tests.txt and log.txt. If a run is killed, `read` shows what it has measured. A
+missing part of the machine (GPU, kvikio, pytest, another package, disk space) is reported as a row and does not stop
+the run: the first stage needs torch and transformers only.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 import time
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from lib.gpu_run import REPORT, ROWS, Run, described, read_rows, run_all, stages_of
 
 BEGAN = time.monotonic()
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-
-@app.callback()
-def _top() -> None:
-    """Measure this library on a machine with a GPU within ten minutes, and show the results.
-
-    \b
-      python bench/on_gpu.py run results/                 all of it, 540 seconds
-      python bench/on_gpu.py run results/ --stages probe,syncs
-      python bench/on_gpu.py run results/ --shape tiny    the same code on a CPU, in a minute or two
-      python bench/on_gpu.py read results/                tables, each time as a share of the roofline
-
-    The folder contains at most five small files: rows.jsonl (a line for each measurement, written immediately),
-    report.md, trace.json.gz, gpu-tests.txt and log.txt. If a run is killed, `read` shows what it has measured. A
-    missing part of the machine (GPU, kvikio, pytest, disk space) is reported as a row and does not stop the run.
-    """
-
-
-@app.command()
-def run(
-    out: Annotated[Path, typer.Argument(help="Folder for results; created if missing.")],
-    seconds: Annotated[
-        float, typer.Option(help="Time limit. Each stage has a share of it; unused time goes to later stages.")
-    ] = 540,
-    stages: Annotated[
-        str, typer.Option(help="Stages, separated by commas; see `python bench/on_gpu.py stages`. Default: all.")
-    ] = "",
-    shape: Annotated[
-        str, typer.Option(help="Shapes of models with random weights, separated by commas; use tiny for a test.")
-    ] = "qwen2.5-7b,qwen2.5-0.5b",
-    prefixes: Annotated[
-        str, typer.Option(help="Prefix lengths in tokens, separated by commas, most important first.")
-    ] = "",
-    dtype: Annotated[str, typer.Option(help="Data type of the models.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Device: cuda, cpu, or auto.")] = "auto",
-    turns: Annotated[int, typer.Option(min=1, help="Number of measurements of each time to first token.")] = 5,
-    disk: Annotated[str, typer.Option(help="Maximum disk space of the stores, such as 20GiB.")] = "60GiB",
-    folder: Annotated[Path | None, typer.Option(help="Parent folder of the stores, on the disk to measure.")] = None,
-) -> None:
+def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Measure, and write each result immediately."""
     # asked by an import, the runtime would be begun in this process, and fail in those that are forked from it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    from lib.gpu_run import REPORT, ROWS, Run, described, read_rows, run_all
+    from hf_tiered_cache.errors import ConfigError
+    from hf_tiered_cache.units import parse_bytes
 
-    shapes = tuple(shape.split(","))
-    lengths = prefixes or ("128,64" if shapes == ("tiny",) else "4096,16384,1024")
+    out, shapes = given.out.resolve(), tuple(given.shape.split(","))
+    lengths = given.prefixes or ("128,64" if shapes == ("tiny",) else "4096,16384,1024")
+    tokens = tuple(map(int, lengths.split(",")))
+    wanted = set(filter(None, given.stages.split(",")))
+    stages = [stage for stage in stages_of(shapes) if not wanted or stage.name.split()[0] in wanted]
+    if unknown := wanted - {stage.name.split()[0] for stage in stages}:
+        parser.error(f"unknown stage {min(unknown)}; `python bench/on_gpu.py stages` lists the stages")
+    try:
+        disk_bytes = parse_bytes(given.disk, "--disk")
+    except ConfigError as error:
+        parser.error(str(error))
     out.mkdir(parents=True, exist_ok=True)
     (out / ROWS).unlink(missing_ok=True)
-    work = Path(tempfile.gettempdir() if folder is None else folder) / f"on-gpu-{os.getpid()}"
-    tokens = tuple(map(int, lengths.split(",")))
-    planned = Run(out.resolve(), work, BEGAN, BEGAN + seconds, shapes, dtype, device, tokens, turns, 0, "run")
-    try:
-        from lib.gpu_report import report
-        from lib.gpu_stages import stages_of
+    work = Path(given.folder or tempfile.gettempdir()) / f"on-gpu-{os.getpid()}"
+    until = BEGAN + given.seconds
+    planned = Run(
+        out, work, BEGAN, until, shapes, given.dtype, given.device, tokens, given.turns, disk_bytes, stage="run"
+    )
+    planned.row("asked", **described(planned), seconds=given.seconds)
+    with suppress(ImportError):  # spares the forked stages the imports; each of them reports what it lacks
+        import lib.gpu_stages  # noqa: F401
+    run_all(planned, stages, given.seconds)
+    from lib.gpu_report import report
 
-        from hf_tiered_cache.units import parse_bytes
-    except ImportError as error:  # without its dependencies nothing can be measured
-        planned.skip("all of it", f"{error.name or error} is not installed")
-        print(f"nothing was measured: {error}")
-        raise typer.Exit(2) from error
-    planned = replace(planned, disk_bytes=parse_bytes(disk, "--disk"))
-    wanted = set(filter(None, stages.split(",")))
-    known = stages_of(shapes)
-    if unknown := wanted - {stage.name.split()[0] for stage in known}:
-        raise typer.BadParameter(f"unknown stage {min(unknown)}; `python bench/on_gpu.py stages` lists the stages")
-    planned.row("asked", **described(planned), seconds=seconds, imported_after_s=round(time.monotonic() - BEGAN, 1))
-    run_all(planned, [stage for stage in known if not wanted or stage.name.split()[0] in wanted], seconds)
     page = report(read_rows(out))
     (out / REPORT).write_text(page)
     print(page)
 
 
-@app.command()
-def read(folder: Annotated[Path, typer.Argument(help="Folder of a run, complete or killed.")]) -> None:
+def read(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Print the results as Markdown: medians, and shares of the roofline."""
     from lib.gpu_report import report
-    from lib.gpu_run import read_rows
 
-    print(report(read_rows(folder)))
+    print(report(read_rows(given.folder)))
 
 
-@app.command("stages")
-def list_stages() -> None:
+def stages(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """List the stages in order, with the share of each in 540 seconds."""
-    from lib.gpu_stages import stages_of
-
     for stage in stages_of(("qwen2.5-7b", "qwen2.5-0.5b")):
-        function = getattr(stage.measure, "func", stage.measure)
-        print(f"{stage.seconds:4.0f} s  {stage.name:22} {(function.__doc__ or '').splitlines()[0]}")
+        print(f"{stage.seconds:4.0f} s  {stage.name}")
+
+
+def main() -> None:
+    """Parse the arguments, with the standard library: the machine may lack what pyproject.toml asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    parsers = {}
+    for command in (run, read, stages):
+        parsers[command] = commands.add_parser(command.__name__, description=command.__doc__, help=command.__doc__)
+        parsers[command].set_defaults(command=command)
+    parsers[read].add_argument("folder", type=Path, help="folder of a run, complete or killed")
+    add = parsers[run].add_argument
+    add("out", type=Path, help="folder for results; created if missing")
+    add("--seconds", type=float, default=540, help="time limit; each stage has a share, unused time goes to later ones")
+    add("--stages", default="", help="stages, separated by commas; see `python bench/on_gpu.py stages`; default: all")
+    add("--shape", default="qwen2.5-7b,qwen2.5-0.5b",
+        help="shapes of models with random weights, separated by commas; use tiny for a test")  # fmt: skip
+    add("--prefixes", default="", help="prefix lengths in tokens, separated by commas, most important first")
+    add("--dtype", default="bfloat16", help="data type of the models")
+    add("--device", default="auto", help="cuda, cpu, or auto")
+    add("--turns", type=int, default=5, help="number of measurements of each time to first token")
+    add("--disk", default="60GiB", help="maximum disk space of the stores, such as 20GiB")
+    add("--folder", type=Path, help="parent folder of the stores, on the disk to measure")
+    given = parser.parse_args()
+    given.command(given, parser)
 
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everything that only a GPU can show, within ten minutes: `bench/on_gpu.sh FOLDER [OPTIONS]`; --help says more.
-#   PYTHON (default python3) must have torch with CUDA, transformers and what pyproject.toml asks for. What else is
-#   missing, such as kvikio or pytest, is a row that says so.
+#   PYTHON (default python3) must have torch with CUDA and transformers. What else is missing, such as xxhash, kvikio or
+#   pytest, is a row of each stage that needs it.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1

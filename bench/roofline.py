@@ -11,11 +11,11 @@ measured beside it, with the bandwidths that its probe found in place of those a
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from lib.common import SHAPES, vocabulary
 from lib.pages import table
 
@@ -204,29 +204,29 @@ def report(found: dict[str, Any]) -> str:
     )
 
 
-def main(
-    shape: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "qwen2.5-7b",
-    dtype_bytes: Annotated[int, typer.Option(help="Bytes per number: 2 for bfloat16.")] = 2,
-    prefix: Annotated[int, typer.Option(help="Number of restored tokens.")] = 16384,
-    suffix: Annotated[int, typer.Option(help="Number of computed tokens after them.")] = 64,
-    peak: Annotated[float, typer.Option(help="Peak TFLOP/s of the device, dense.")] = Machine.peak / 1e12,
-    share: Annotated[float, typer.Option(help="Share of the peak that prefill reaches.")] = Machine.share,
-    hbm: Annotated[float, typer.Option(help="Bandwidth of device memory, GB/s.")] = Machine.hbm / GB,
-    h2d: Annotated[float, typer.Option(help="Bandwidth from pinned host memory to the device, GB/s.")] = Machine.h2d
-    / GB,
-    page_cache: Annotated[
-        float, typer.Option(help="Bandwidth of copies from the page cache, GB/s.")
-    ] = Machine.page_cache / GB,
-    disk: Annotated[list[float] | None, typer.Option(help="Bandwidth of a disk, GB/s. Can be repeated.")] = None,
-    overhead: Annotated[float, typer.Option(help="Constant time of a restore, ms.")] = Machine.overhead * 1e3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def main() -> None:
     """Compute the minimum time to restore a prefix, and the length from which it pays off. Measures nothing."""
-    machine = Machine(peak * 1e12, share, hbm * GB, h2d * GB, page_cache * GB, overhead=overhead / 1e3)
-    disks = [speed * GB for speed in disk or (1.5, 7.0, 14.0)]
-    found = roofline(ModelShape.of(shape, dtype_bytes), machine, prefix, suffix, disks)
-    print(json.dumps(found, indent=1) if as_json else report(found))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", default="qwen2.5-7b", choices=SHAPES, help="shape of the model")
+    add("--dtype-bytes", type=int, default=2, help="bytes per number: 2 for bfloat16")
+    add("--prefix", type=int, default=16384, help="number of restored tokens")
+    add("--suffix", type=int, default=64, help="number of computed tokens after them")
+    add("--peak", type=float, default=Machine.peak / 1e12, help="peak TFLOP/s of the device, dense")
+    add("--share", type=float, default=Machine.share, help="share of the peak that prefill reaches")
+    add("--hbm", type=float, default=Machine.hbm / GB, help="bandwidth of device memory, GB/s")
+    add("--h2d", type=float, default=Machine.h2d / GB, help="bandwidth from pinned host memory to the device, GB/s")
+    add("--page-cache", type=float, default=Machine.page_cache / GB, help="bandwidth from the page cache, GB/s")
+    add("--disk", type=float, action="append", help="bandwidth of a disk, GB/s; can be repeated")
+    add("--overhead", type=float, default=Machine.overhead * 1e3, help="constant time of a restore, ms")
+    add("--json", action="store_true", help="print JSON")
+    given = parser.parse_args()
+    bandwidths = given.hbm * GB, given.h2d * GB, given.page_cache * GB
+    machine = Machine(given.peak * 1e12, given.share, *bandwidths, overhead=given.overhead / 1e3)
+    disks = [speed * GB for speed in given.disk or (1.5, 7.0, 14.0)]
+    found = roofline(ModelShape.of(given.shape, given.dtype_bytes), machine, given.prefix, given.suffix, disks)
+    print(json.dumps(found, indent=1) if given.json else report(found))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Generic, TypeVar
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 TIERS = ("device", "host", "disk")
 """Names of the tiers, fastest first. Statistics are tables by these names: a new tier is one more name."""
@@ -26,6 +26,8 @@ Tier = TypeVar("Tier")
 
 def render(table: Table) -> str:
     """Render a table as plain text."""
+    from rich.console import Console
+
     console = Console(width=80, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
@@ -215,6 +217,8 @@ class RequestStats(_Figures[TierStats]):
         return _by_tier(self) | derived
 
     def _tables(self) -> list[Table]:
+        from rich.table import Table
+
         summary = Table(title="TieredCache", title_justify="left", show_header=False)
         summary.add_column(justify="left")
         summary.add_column(justify="right")
@@ -415,6 +419,8 @@ class StoreStats(_Figures[TierUse]):
         return _by_tier(self)
 
     def _tables(self) -> list[Table]:
+        from rich.table import Table
+
         table = Table(title="KVStore", title_justify="left", show_header=False)
         table.add_column()
         table.add_column(justify="right")

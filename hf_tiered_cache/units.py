@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-
-import humanize
+from decimal import Decimal
 
 from .errors import ConfigError
 
-_SIZE = re.compile(r"\d+|\d*\.?\d+ *(?![a-z]*bits?$)[a-z]+", re.IGNORECASE | re.ASCII)
-"""A whole number of bytes, or a number and a unit; units of bits are not matched."""
+_SIZE = re.compile(r"(\d+|\d*\.?\d+(?= *[a-z])) *([a-z]*)", re.IGNORECASE | re.ASCII)
+"""A whole number of bytes, or a number and a unit."""
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgtpe", start=1)
+    for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
+}
 
 
 def parse_bytes(size: int | str, name: str) -> int:
@@ -22,14 +26,11 @@ def parse_bytes(size: int | str, name: str) -> int:
     Raises:
         ConfigError: The size is not valid.
     """
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    plain = isinstance(size, int) and not isinstance(size, bool)
-    if plain or (isinstance(size, str) and _SIZE.fullmatch(size.strip())):
-        try:
-            return int(TypeAdapter(ByteSize).validate_python(size))
-        except ValidationError:
-            pass
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match and (unit := match[2].lower()) in _UNITS:
+        return int(Decimal(match[1]) * _UNITS[unit])
     raise ConfigError(
         f"{name}={size!r} is not a valid size; pass bytes as an int, or a string such as '10GiB' or '500MB'"
     )
@@ -37,4 +38,6 @@ def parse_bytes(size: int | str, name: str) -> int:
 
 def format_bytes(nbytes: float) -> str:
     """Return `nbytes` in binary units, such as "1.5 MiB"."""
+    import humanize  # with rich, only needed to print: measurements run without both
+
     return humanize.naturalsize(nbytes, binary=True)

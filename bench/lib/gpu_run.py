@@ -17,6 +17,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,23 @@ class Stage:
     name: str
     seconds: float
     measure: Callable[[Run], None]
+
+
+def measure(module: str, function: str, run: Run, **settings: Any) -> None:
+    """Call a function of `lib`, which is imported only now: a package that is missing costs its own stages alone."""
+    getattr(import_module(f"lib.{module}"), function)(run, **settings)
+
+
+def stages_of(shapes: tuple[str, ...]) -> list[Stage]:
+    """Return all stages, the most informative first, with their share of 540 seconds."""
+    share = 180 / len(shapes)
+    stages = {"tests": (100, "gpu_tests"), "decode": (45, "decoding"), "syncs": (30, "syncs"), "trace": (25, "trace"),
+              "selective": (55, "selective"), "kvikio": (40, "kvikio"), "passages": (45, "passages")}  # fmt: skip
+    tests, *others = (Stage(name, took, partial(measure, "gpu_stages", do)) for name, (took, do) in stages.items())
+    prefixes = (
+        Stage(f"prefix {shape}", share, partial(measure, "gpu_stages", "prefixes", shape=shape)) for shape in shapes
+    )
+    return [Stage("probe", 20, partial(measure, "gpu_probe", "probe")), tests, *prefixes, *others]
 
 
 def run_all(run: Run, stages: list[Stage], seconds: float) -> None:

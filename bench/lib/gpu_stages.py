@@ -21,8 +21,8 @@ import reprefill
 import torch
 from lib import serving
 from lib.common import build, first_token, forget_page_cache, interleaved, seconds
-from lib.gpu_probe import device_of, probe
-from lib.gpu_run import TESTS, TRACE, Run, Stage, die_with_parent
+from lib.gpu_probe import device_of
+from lib.gpu_run import TESTS, TRACE, Run, die_with_parent
 from lib.workload import RandomTokens
 from transformers import DynamicCache, PreTrainedModel
 
@@ -37,22 +37,6 @@ SUFFIX = 64
 TRACE_BYTES = 8 << 20
 ROOT = Path(__file__).parents[2]
 _PACKAGE = Path(hf_tiered_cache.__file__).parent
-
-
-def stages_of(shapes: tuple[str, ...]) -> list[Stage]:
-    """Return all stages, the most informative first, with their share of 540 seconds."""
-    share = 180 / len(shapes)
-    return [
-        Stage("probe", 20, probe),
-        Stage("tests", 100, gpu_tests),
-        *(Stage(f"prefix {shape}", share, partial(prefixes, shape=shape)) for shape in shapes),
-        Stage("decode", 45, decoding),
-        Stage("syncs", 30, syncs),
-        Stage("trace", 25, trace),
-        Stage("selective", 55, selective),
-        Stage("kvikio", 40, kvikio),
-        Stage("passages", 45, passages),
-    ]
 
 
 # --- tests/gpu

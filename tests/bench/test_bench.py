@@ -584,16 +584,35 @@ def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
     assert not work.exists()  # the next run removes what this one left
 
 
-def test_on_gpu_without_a_dependency_says_so(tmp_path, monkeypatch):
+def on_gpu_without(tmp_path, monkeypatch, packages, *options):
+    """The rows of a run where these packages are not installed."""
     from lib import gpu_run
 
-    (tmp_path / "xxhash.py").write_text("raise ImportError('gone', name='xxhash')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    running = on_gpu(tmp_path / "out")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    for name in packages:
+        (hidden / f"{name}.py").write_text(f"raise ModuleNotFoundError('gone', name={name!r})")
+    monkeypatch.setenv("PYTHONPATH", str(hidden))
+    running = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--prefixes", "64", *options)
     output, _ = running.communicate()
-    assert running.returncode == 2 and "Traceback" not in output, output
-    (row,) = gpu_run.read_rows(tmp_path / "out")
-    assert row["skipped"] == "xxhash is not installed"
+    assert running.returncode == 0 and "Traceback" not in output, output
+    return gpu_run.read_rows(tmp_path / "out")
+
+
+def test_on_gpu_measures_without_what_only_prints(tmp_path, monkeypatch):
+    packages = ("pydantic", "typer", "rich", "humanize", "kvikio")
+    rows = on_gpu_without(tmp_path, monkeypatch, packages, "--stages", "probe,prefix,selective,passages,syncs")
+    assert (rows[0]["stage"], rows[0]["what"]) == ("run", "asked")
+    assert not [row for row in rows if "not installed" in row.get("skipped", "")]
+    done = {row["stage"] for row in rows if row["what"] == "done"}
+    assert done == {"probe", "prefix tiny", "selective", "passages", "syncs"}
+
+
+def test_on_gpu_without_a_dependency_probes_the_machine(tmp_path, monkeypatch):
+    rows = on_gpu_without(tmp_path, monkeypatch, ["xxhash"], "--stages", "probe,prefix,decode")
+    assert {row["stage"] for row in rows if row["what"] == "done"} == {"probe"}
+    skipped = {row["stage"]: row["skipped"] for row in rows if row["what"] == "the rest"}
+    assert skipped == dict.fromkeys(("prefix tiny", "decode"), "xxhash is not installed")
 
 
 def test_a_stage_that_fails_costs_itself_alone(tmp_path, monkeypatch):
