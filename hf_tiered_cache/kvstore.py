@@ -149,7 +149,6 @@ class KVStore:
         residency = Residency(
             *sizes,
             policy,
-            pin=torch.cuda.is_available(),
             direct=place.reads_device and not cipher.key_id,  # the CPU decrypts
             index_budget=index_budget,
             register=place.register,

@@ -407,7 +407,7 @@ class Recorder:
         """Return the device memory that the captured tensors keep allocated, or None."""
         storages = (t.untyped_storage() for tensors in self._tensors() for t in tensors if not self._on_host(t.device))
         nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        return KeptOnDevice(nbytes) if nbytes else None
+        return KeptOnDevice(nbytes, next(d for d in self._streams if not self._on_host(d))) if nbytes else None
 
     def _on_host(self, device: torch.device) -> bool:
         return self._streams[device].on_host

@@ -209,6 +209,8 @@ class Storage:
 
     def submit(self, pending: PendingSegment, wait: bool = True) -> None:
         """Queue a segment for writing, and cache its blocks in host memory."""
+        if pending.on_device is not None:
+            self.residency.prepare(pending.on_device.device)
         written, refused = partial(_admit, pending, self.residency), partial(_refused, pending, self.residency)
         self.writer.submit(replace(pending, written=written, refused=refused), wait)
 

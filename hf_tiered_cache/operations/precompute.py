@@ -199,8 +199,10 @@ def warm(
     total = sum(unit.nbytes for unit in prompt.units)
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
         for unit in prompt.units:
-            # without a device budget, load blocks only to the host
-            device = prompt.device_of(unit) if storage.residency.device_budget else torch.device("cpu")
+            device = prompt.device_of(unit)
+            storage.residency.prepare(device)
+            if not storage.residency.device_budget:  # load blocks only to the host
+                device = torch.device("cpu")
             request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
             handle = storage.residency.fetch([request], device, collector, ahead=True)
             try:

@@ -70,26 +70,31 @@ def _huge_pages(nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
     return pages, memory[start : start + nbytes]
 
 
-def page_locked(nbytes: int) -> torch.Tensor:
+def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate page-locked memory like `aligned_bytes`, but outside PyTorch's allocators, for long-lived buffers.
 
     Huge pages are used under the same conditions as in `aligned_bytes`. The caller must keep the memory until the GPU
     has finished all copies. If CUDA refuses to lock the pages, the result of `aligned_bytes` is returned.
+
+    Args:
+        nbytes: size in bytes.
+        device: GPU that copies from and to the memory. No other GPU is initialized.
     """
     if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with torch.inference_mode(False):
             pages, memory = _huge_pages(nbytes)
-        if _register(memory.data_ptr(), nbytes):
+        if _register(memory.data_ptr(), nbytes, device):
             weakref.finalize(pages, _unregister, memory.data_ptr(), os.getpid()).atexit = False
             return memory
     return aligned_bytes(nbytes, pin=True)
 
 
-def _register(pointer: int, nbytes: int) -> bool:
+def _register(pointer: int, nbytes: int, device: torch.device) -> bool:
     """Page-lock memory for all GPUs of the process. Returns False if CUDA refuses."""
     portable = 1  # cudaHostRegisterPortable
     try:
-        return int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, portable)) == 0
+        with torch.cuda.device(device):
+            return int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, portable)) == 0
     except RuntimeError:  # CUDA is not usable, e.g. in a child forked after its parent used CUDA
         return False
 

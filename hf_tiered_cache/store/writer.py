@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..errors import ModelChangedError, StoreBusyError, StoreClosedError
 from .digest import Group, PackedBlocks
 from .disk import SegmentStore, Written
@@ -35,6 +37,7 @@ class KeptOnDevice:
     """GPU memory that several pending segments keep alive: the rows of a batch share the same tensors."""
 
     nbytes: int
+    device: torch.device
 
 
 @dataclass(eq=False)

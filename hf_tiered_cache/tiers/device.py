@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ..store.digest import PackedBlocks, lin64
-from ..store.memory import aligned_bytes
+from ..store.memory import aligned_bytes, page_locked
 from .policy import EvictionPolicy, Usage
 from .pool import Tier
 from .scores import Owner, ScoreTable
@@ -110,7 +110,14 @@ def copy_stream(device: torch.device) -> CopyStream:
     if device.type != "cuda":
         return CopyStream()
     with _stream_lock:  # `cache` alone would let two threads create two streams
-        return _cuda_stream(torch.cuda.current_device() if device.index is None else device.index)
+        return _cuda_stream(numbered(device).index)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Return `device` with its index: "cuda" is the current GPU."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 _stream_lock = threading.Lock()
@@ -119,6 +126,25 @@ _stream_lock = threading.Lock()
 @cache
 def _cuda_stream(index: int) -> CudaCopyStream:
     return CudaCopyStream(torch.device("cuda", index))
+
+
+class HostMemory:
+    """Allocator of the host tier. Memory is page-locked once a GPU is known that copies from and to it.
+
+    CUDA is not initialized for models on the CPU, and page-locking initializes no other GPU than the model's.
+    """
+
+    def __init__(self) -> None:
+        self.gpu: torch.device | None = None
+        """First GPU on which a model has used the tier."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Allocate a slab, uint8 `[nbytes]`."""
+        return aligned_bytes(nbytes) if self.gpu is None else page_locked(nbytes, self.gpu)
+
+    def allocate_own(self, nbytes: int) -> torch.Tensor:
+        """Allocate memory of one request, uint8 `[nbytes]`. PyTorch's allocator waits for copies before reuse."""
+        return aligned_bytes(nbytes, pin=self.gpu is not None)
 
 
 class Staging:

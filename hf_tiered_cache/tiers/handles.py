@@ -97,12 +97,13 @@ class SlabMaker:
         lock: guards the tiers; it is not held during allocation.
         step: repair guard of the residency.
         host: the host tier.
-        ahead: whether a worker thread allocates one slab of the host tier in advance.
     """
 
-    def __init__(self, lock: threading.Lock, step: Step, host: Tier, ahead: bool) -> None:
+    def __init__(self, lock: threading.Lock, step: Step, host: Tier) -> None:
         self._lock, self._step, self._host = lock, step, host
-        self._worker = Apart() if ahead else None
+        self.ahead = False
+        """Whether a worker thread allocates one slab of the host tier in advance."""
+        self._worker: Apart | None = None
 
     def missing_slabs(self, needs: Needs) -> list[tuple[Tier, int]]:
         """Return the tier and size in bytes of each slab that is needed and not allocated yet, within the budgets.
@@ -113,9 +114,10 @@ class SlabMaker:
         for (tier, size), count in needs.items():
             sizes = tier.wants(size, count)
             slabs.extend((tier, nbytes) for nbytes in sizes)
-            if tier is self._host and self._worker is not None and not tier.stock.is_ordered:
+            if tier is self._host and self.ahead and not tier.stock.is_ordered:
                 next_sizes = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(sizes) :]
                 if next_sizes:
+                    self._worker = self._worker or Apart()
                     tier.stock.is_ordered = True
                     self._worker.do(partial(self._make_ahead, next_sizes[0]))
         return slabs

@@ -20,10 +20,9 @@ import torch
 from ..stats import StatsCollector
 from ..store.engines import ReadReport
 from ..store.interrupts import Apart, Step
-from ..store.memory import aligned_bytes, page_locked
 from ..store.segment import read_batch
 from . import make_policy
-from .device import STAGING_BYTES, DeviceMemory, DoneEvent, copy_stream
+from .device import STAGING_BYTES, DeviceMemory, DoneEvent, HostMemory, copy_stream, numbered
 from .handles import BlockHandle, BlockRequest, LateCheck, PendingFetch, Pin, Pins, SlabMaker
 from .index_cache import IndexCache
 from .policy import Usage
@@ -39,7 +38,6 @@ class Residency:
         host_budget: bytes of host memory for blocks.
         device_budget: bytes for blocks on each device.
         policy: name of the eviction policy of the tiers.
-        pin: whether host memory is page-locked.
         device_types: types of device with their own tier; for others the host tier is the device tier.
         direct: whether the engine reads from disk directly to device memory (GPUDirect Storage).
         index_budget: bytes for indexes of keys that stay in memory for selection.
@@ -53,7 +51,6 @@ class Residency:
         device_budget: int = 0,
         policy: str = "lru",
         *,
-        pin: bool = False,
         device_types: frozenset[str] = frozenset({"cuda"}),
         direct: bool = False,
         index_budget: int = 256 << 20,
@@ -62,13 +59,14 @@ class Residency:
     ) -> None:
         self.index_cache = IndexCache(index_budget)
         self.scores = ScoreTable(make_policy(policy).learn)
+        self._host_memory = HostMemory()
         self.host = Tier(
             "host",
             host_budget,
             make_policy(policy),
-            page_locked if pin else aligned_bytes,
+            self._host_memory.allocate,
             scores=self.scores,
-            allocate_own=partial(aligned_bytes, pin=pin),  # its allocator waits for copies before reuse
+            allocate_own=self._host_memory.allocate_own,
         )
         self.device_budget, self.staging_budget = device_budget, staging_budget
         self._policy, self._direct, self._device_types = policy, direct, device_types
@@ -79,7 +77,7 @@ class Residency:
         self._step = Step(self._mend)
         self._clock = 0
         self._read_worker = Apart()  # a read interrupted while starting could not be undone
-        self._slabs = SlabMaker(self._lock, self._step, self.host, ahead=pin)
+        self._slabs = SlabMaker(self._lock, self._step, self.host)
 
     # --- fetching and inserting
 
@@ -98,6 +96,7 @@ class Residency:
         Returns:
             A block handle. The call does not wait for the blocks.
         """
+        self.prepare(device)
         handle = BlockHandle(requests, self.confirm, self.retire)
         try:
             with self._lock, self._step:
@@ -218,6 +217,12 @@ class Residency:
         if handle.pin.release_event is not None:  # released in the meantime
             self.retire(handle)
 
+    def prepare(self, device: torch.device) -> None:
+        """Page-lock the host memory that is allocated from now on, if a model on `device` needs this."""
+        if device.type == "cuda" and self._host_memory.gpu is None:
+            self._slabs.ahead = True  # page-locking takes milliseconds
+            self._host_memory.gpu = numbered(device)
+
     def admit(self, owner: Owner, blocks: torch.Tensor) -> None:
         """Insert computed blocks, uint8 `[chunks, block_bytes]` on the CPU, into the host tier if they fit."""
         count, block_bytes = blocks.shape
@@ -267,7 +272,7 @@ class Residency:
         """
         with self._lock, self._step:
             chunks_by_tier = {}
-            gpu = self._gpus.get(device)
+            gpu = self._gpus.get(numbered(device))
             for tier in [self.host] if gpu is None else [gpu.tier, self.host]:
                 in_tier = tier.lookup(owner, chunks) >= 0
                 chunks_by_tier[tier.name] = chunks[in_tier]
@@ -512,6 +517,7 @@ class Residency:
         """Return the memory of `device`, created on first use; None if the host tier is the device tier."""
         if device.type not in self._device_types:
             return None
+        device = numbered(device)
         if device not in self._gpus:
             self._gpus[device] = DeviceMemory(
                 device,

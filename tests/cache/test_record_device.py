@@ -103,7 +103,9 @@ class Beds:
                 yield PackedBlocks(down, lin64(group).numpy())
                 down.zero_()
 
-        made = PendingSegment(header, chain, block_groups, (), refused, on_device=kept or KeptOnDevice(nbytes))
+        made = PendingSegment(
+            header, chain, block_groups, (), refused, on_device=kept or KeptOnDevice(nbytes, torch.device("cpu"))
+        )
         return made, blocks
 
 
@@ -183,7 +185,7 @@ def test_a_segment_larger_than_the_bound_leaves_the_gpu_before_the_disk_is_done(
 def test_rows_that_lie_in_the_same_tensors_count_once(tmp_path, slow):
     beds, store = Beds(), open_store(tmp_path)
     writing = Writer(store, device_bytes=SIZE)
-    kept = KeptOnDevice(SIZE)
+    kept = KeptOnDevice(SIZE, torch.device("cpu"))
     for seed in "abc":
         writing.submit(beds.pending(seed, kept=kept)[0], wait=False)
     assert writing.queued_device_bytes == SIZE

@@ -291,6 +291,13 @@ def test_auto_takes_kvikio_where_gpudirect_is_and_posix_elsewhere(monkeypatch, g
     assert kvikio.settings["num_threads"] == 8
 
 
+def test_auto_leaves_cuda_alone_where_there_is_no_gpudirect(monkeypatch):
+    """A process that asks CUDA cannot use it in its forked children."""
+    fake_kvikio.install(monkeypatch, gds=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA was asked"))
+    assert open_engine("auto").name == "posix"
+
+
 def test_without_cuda_kvikio_is_never_called(monkeypatch):
     fake_kvikio.install(monkeypatch, gds=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store import memory as memory_module
 from hf_tiered_cache.store.faults import Notices
 from hf_tiered_cache.store.memory import page_locked, to_device
+from hf_tiered_cache.store.writer import KeptOnDevice, PendingSegment
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers.device import Staging
 from hf_tiered_cache.tiers.residency import Residency
@@ -50,8 +52,8 @@ def test_a_process_has_one_copy_stream_for_each_device(made):
 
 @pytest.fixture
 def locked(monkeypatch):
-    """Pages that are locked, by their address; `refuses` says that no more can be."""
-    locked = SimpleNamespace(pages={}, refuses=False)
+    """Pages that are locked, by their address, and the GPUs that were asked; `refuses` says that no more can be."""
+    locked = SimpleNamespace(pages={}, refuses=False, gpus=[])
 
     def register(pointer, nbytes, flags):
         if locked.refuses:
@@ -61,12 +63,13 @@ def locked(monkeypatch):
 
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda pointer: locked.pages.pop(pointer))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(locked.gpus.append(device)))
     return locked
 
 
 def test_page_locked_slabs_are_of_huge_pages_and_unlocked_before_they_go(locked):
     with torch.inference_mode():
-        memory = page_locked(3 * HUGE + 4096)
+        memory = page_locked(3 * HUGE + 4096, GPU)
     assert memory.data_ptr() % HUGE == 0
     assert locked.pages == {memory.data_ptr(): 3 * HUGE + 4096}
     memory.fill_(7)
@@ -84,9 +87,9 @@ def test_what_cuda_refuses_to_lock_comes_from_pytorch(locked, monkeypatch):
     asked = []
     monkeypatch.setattr(memory_module, "aligned_bytes", lambda nbytes, pin: asked.append((nbytes, pin)))
     locked.refuses = True
-    page_locked(4 * HUGE)
+    page_locked(4 * HUGE, GPU)
     locked.refuses = False
-    page_locked(HUGE // 2)  # less than a page
+    page_locked(HUGE // 2, GPU)  # less than a page
     assert asked == [(4 * HUGE, True), (HUGE // 2, True)]
     assert locked.pages == {}
 
@@ -111,7 +114,8 @@ def forked(monkeypatch, tmp_path):
 
 
 def test_what_cannot_be_locked_is_ordinary_memory_and_said_once(forked, caplog):
-    residency = Residency(64 << 20, pin=True)
+    residency = Residency(64 << 20)
+    residency.prepare(GPU)
     for allocate in (residency.host.allocate, residency.host.allocate_own):
         for nbytes in (4096, 3 * HUGE):
             memory = allocate(nbytes)
@@ -123,6 +127,27 @@ def test_what_cannot_be_locked_is_ordinary_memory_and_said_once(forked, caplog):
         "memory cannot be page-locked (Cannot re-initialize CUDA in forked subprocess.), so copies from and to a GPU "
         "take longer"
     ]
+
+
+def test_host_memory_is_locked_for_the_first_gpu_and_not_for_models_on_the_cpu(locked, made, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    residency, second = Residency(64 << 20), torch.device("cuda", 1)
+    residency._gpu(torch.device("cpu"))
+    assert residency.host.allocate(2 * HUGE).shape == (2 * HUGE,)
+    residency.prepare(torch.device("cpu"))
+    assert residency.host.allocate(2 * HUGE).shape == (2 * HUGE,)
+    assert (locked.gpus, residency._slabs.ahead) == ([], False)
+    for device in (second, GPU):
+        residency.prepare(device)
+        residency.host.allocate(2 * HUGE)
+    assert set(locked.gpus) == {second}
+
+
+@pytest.mark.parametrize("host_memory", ["64MiB", 0])
+def test_a_model_on_the_cpu_asks_no_gpu(forked, tmp_path, host_memory, monkeypatch):
+    for name in ("cudart", "current_device", "device", "init", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: pytest.fail(f"torch.cuda.{name}"))
+    test_a_forked_child_restores_though_it_can_lock_no_memory(forked, tmp_path, host_memory)
 
 
 @pytest.mark.parametrize("host_memory", ["64MiB", 0])
@@ -140,8 +165,18 @@ def test_a_forked_child_restores_though_it_can_lock_no_memory(forked, tmp_path, 
         assert store.stats.host.budget == (64 << 20 if host_memory else 0)
 
 
+def test_a_segment_of_a_model_on_a_gpu_is_kept_in_locked_memory(locked, tmp_path, monkeypatch):
+    """The first request stores what the next one restores."""
+    with KVStore(tmp_path, engine="posix") as store:
+        storage = store._storage
+        monkeypatch.setattr(storage.writer, "submit", lambda pending, wait: None)
+        storage.submit(PendingSegment(None, [], lambda: iter(()), on_device=KeptOnDevice(1, GPU)))
+        storage.residency.host.allocate(2 * HUGE)
+    assert locked.gpus[:1] == [GPU]
+
+
 def test_a_forked_child_unlocks_nothing(locked, monkeypatch):
-    memory = page_locked(2 * HUGE)
+    memory = page_locked(2 * HUGE, GPU)
     monkeypatch.setattr(memory_module.os, "getpid", lambda: -1)
     del memory
     gc.collect()
@@ -150,7 +185,8 @@ def test_a_forked_child_unlocks_nothing(locked, monkeypatch):
 
 def test_memory_that_stays_is_locked_by_us_and_what_goes_by_pytorch(locked, monkeypatch):
     """PyTorch waits for copies before it gives memory to others; of ours it knows nothing."""
-    residency, asked = Residency(64 << 20, pin=True), []
+    residency, asked = Residency(64 << 20), []
+    residency.prepare(GPU)
     kept = residency.host.allocate(2 * HUGE)
     assert locked.pages[kept.data_ptr()] == 2 * HUGE
     before = dict(locked.pages)

@@ -246,9 +246,8 @@ def test_a_page_locked_slab_is_made_before_it_is_needed(stored, monkeypatch):
     _, (a, b), blocks = stored
     size = a.shape.block_groups[0].block_bytes
     monkeypatch.setattr(pool_module, "SLAB_BYTES", CHUNKS * size + 4096)  # a slab for each block group
-    monkeypatch.setattr(residency_module, "page_locked", aligned_bytes)
-    monkeypatch.setattr(residency_module, "aligned_bytes", lambda nbytes, pin: aligned_bytes(nbytes))
-    residency = Residency(4 * (CHUNKS * size + 4096), pin=True)
+    residency = Residency(4 * (CHUNKS * size + 4096))
+    residency._slabs.ahead = True
     noted = Allocations(residency.host)
     check(fetch(residency, a, 0, range(CHUNKS)), blocks, a, 0, range(CHUNKS))
     deadline = time.monotonic() + 10

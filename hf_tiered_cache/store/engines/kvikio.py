@@ -74,11 +74,11 @@ class KvikioEngine(Engine):
     name: ClassVar[str] = "kvikio"
 
     def __init__(self, threads: int = 8, compat: bool = True) -> None:
+        self.reads_device = has_gpudirect()
+        if not self.reads_device and not compat:  # checked first: it does not initialize CUDA
+            raise EngineUnavailableError("GPUDirect Storage is not available to kvikio on this machine")
         if not torch.cuda.is_available():
             raise EngineUnavailableError("the kvikio engine requires CUDA, but torch.cuda.is_available() is False")
-        self.reads_device = has_gpudirect()
-        if not self.reads_device and not compat:
-            raise EngineUnavailableError("GPUDirect Storage is not available to kvikio on this machine")
         self._kvikio = _import_kvikio()
         defaults = self._kvikio.defaults
         try:
