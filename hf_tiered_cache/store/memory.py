@@ -40,7 +40,7 @@ def _aligned_bytes(nbytes: int, pin: bool, device: torch.device) -> torch.Tensor
     size = nbytes + ALIGNMENT
     memory = try_page_lock(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=True)) if pin else None
     if memory is None and device.type == "cpu" and nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        return _huge_pages(nbytes)[1]
+        return _huge_pages(nbytes)[2]
     if memory is None:
         memory = torch.empty(size, dtype=torch.uint8, device=device)
     start = -memory.data_ptr() % ALIGNMENT
@@ -60,14 +60,23 @@ def try_page_lock(allocate: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         return None
 
 
-def _huge_pages(nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
+def _huge_pages(nbytes: int) -> tuple[mmap.mmap, memoryview, torch.Tensor]:
+    """Map memory, uint8 `[nbytes]`. The tensor holds the view, and the view the mapping."""
     # a mapping is sure to be aligned to huge pages only if its size is a multiple of them, so one more page is mapped
     pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    view = memoryview(pages)
+    memory = torch.frombuffer(view, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
     with suppress(OSError):  # the kernel has no huge pages
         pages.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
-    return pages, memory[start : start + nbytes]
+    return pages, view, memory[start : start + nbytes]
+
+
+_MADV_WIPEONFORK = 18
+"""A forked child gets zeros, and the parent keeps its own pages, which the GPU uses.
+
+With `MADV_DONTFORK` the child could map other memory there, and lose it when its copy of the mapping is freed.
+"""
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -82,26 +91,32 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
     """
     if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with torch.inference_mode(False):
-            pages, memory = _huge_pages(nbytes)
-        if _register(memory.data_ptr(), nbytes, device):
-            weakref.finalize(pages, _unregister, memory.data_ptr(), os.getpid()).atexit = False
+            pages, view, memory = _huge_pages(nbytes)
+        with suppress(OSError):
+            pages.madvise(_MADV_WIPEONFORK)
+        portable = 1  # cudaHostRegisterPortable: for all GPUs of the process
+        if _cudart(device, "cudaHostRegister", memory.data_ptr(), nbytes, portable):
+            # the finalizer holds the mapping: an address that is mapped again must not be locked still
+            weakref.finalize(view, _unregister, pages, memory.data_ptr(), device, os.getpid()).atexit = False
             return memory
     return aligned_bytes(nbytes, pin=True)
 
 
-def _register(pointer: int, nbytes: int, device: torch.device) -> bool:
-    """Page-lock memory for all GPUs of the process. Returns False if CUDA refuses."""
-    portable = 1  # cudaHostRegisterPortable
-    try:
-        with torch.cuda.device(device):
-            return int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, portable)) == 0
-    except RuntimeError:  # CUDA is not usable, e.g. in a child forked after its parent used CUDA
-        return False
+def _cudart(device: torch.device, function: str, *args: int) -> bool:
+    """Call a function of the CUDA runtime on `device`. Return False if it fails."""
+    # a RuntimeError: CUDA is not usable, e.g. in a child forked after its parent used CUDA
+    with suppress(RuntimeError), torch.cuda.device(device):
+        if int(getattr(torch.cuda.cudart(), function)(*args)) == 0:
+            return True
+        # the error stays the last one of the thread, and PyTorch would raise it at the model's next kernel: this
+        # kernel raises it here, which clears it
+        torch.ones(1, device=device)
+    return False
 
 
-def _unregister(pointer: int, pid: int) -> None:
+def _unregister(pages: mmap.mmap, pointer: int, device: torch.device, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has no CUDA context of its parent
-        torch.cuda.cudart().cudaHostUnregister(pointer)
+        _cudart(device, "cudaHostUnregister", pointer)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

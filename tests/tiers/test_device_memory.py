@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,18 +52,37 @@ def test_a_process_has_one_copy_stream_for_each_device(made):
     assert made == [GPU, torch.device("cuda", 1)]
 
 
+def is_mapped(address):
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(end, 16) for first, end in spans)
+
+
 @pytest.fixture
 def locked(monkeypatch):
     """Pages that are locked, by their address, and the GPUs that were asked; `refuses` says that no more can be."""
-    locked = SimpleNamespace(pages={}, refuses=False, gpus=[])
+    locked = SimpleNamespace(pages={}, refuses=False, gpus=[], last_error=0)
+    ones = torch.ones
 
     def register(pointer, nbytes, flags):
-        if locked.refuses:
-            return 2
+        if locked.refuses or pointer in locked.pages:  # 712: it is registered already
+            locked.last_error = 2 if locked.refuses else 712
+            return locked.last_error
         locked.pages[pointer] = nbytes
         return 0
 
-    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda pointer: locked.pages.pop(pointer))
+    def unregister(pointer):
+        assert is_mapped(pointer)
+        del locked.pages[pointer]
+        return 0
+
+    def launch(*size, device=None):
+        if device is not None and (error := locked.last_error):
+            locked.last_error = 0
+            raise RuntimeError(f"CUDA error {error}")
+        return ones(*size)
+
+    monkeypatch.setattr(torch, "ones", launch)
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(locked.gpus.append(device)))
     return locked
@@ -81,6 +102,38 @@ def test_page_locked_slabs_are_of_huge_pages_and_unlocked_before_they_go(locked)
     del part
     gc.collect()
     assert locked.pages == {}
+
+
+def test_pages_that_are_mapped_again_are_locked_again(locked):
+    """Another thread may get an address as soon as it is unmapped."""
+
+    def allocate():
+        for _ in range(100):
+            page_locked(2 * HUGE, GPU)
+
+    threads = [threading.Thread(target=allocate) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    gc.collect()
+    assert (locked.pages, locked.last_error) == ({}, 0)
+
+
+def test_a_refused_lock_is_no_error_of_the_next_kernel(locked):
+    locked.refuses = True
+    page_locked(2 * HUGE, GPU)
+    torch.ones(1, device=GPU)
+
+
+def test_a_forked_child_shares_no_locked_page(locked):
+    """A write after the fork would give the parent another page than the one that the GPU knows."""
+    memory = page_locked(2 * HUGE, GPU).fill_(7)
+    child = os.fork()
+    if not child:
+        wiped = not memory.any()
+        del memory
+        os._exit(0 if wiped else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((memory == 7).all())
 
 
 def test_what_cuda_refuses_to_lock_comes_from_pytorch(locked, monkeypatch):
