@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
@@ -24,6 +25,10 @@ maximum applies. The limits are powers of two, alignment included, because PyTor
 
 Allocate = Callable[[int], torch.Tensor]
 """Function that allocates uint8 `[nbytes]` on the device of the tier, aligned to 4 KiB."""
+
+
+RETRY_SECONDS = 60.0
+"""Seconds for which a tier does not grow after a failed allocation; on a GPU each attempt waits for the device."""
 
 
 def slab_slots(block_bytes: int, budget: int = 8 * SLAB_BYTES) -> int:
@@ -61,7 +66,7 @@ class Tier:
         added: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.name = name
-        self.budget = budget
+        self._budget, self._size_limit, self._limited_until = budget, budget, 0.0
         self.policy = policy
         self.allocated = 0
         self.evicted = 0
@@ -113,6 +118,11 @@ class Tier:
         for at in range(0, len(chunks), slab_slots(block_bytes)):
             piece = chunks[at : at + slab_slots(block_bytes)]
             yield Blocks.alone(piece, self.allocate_own(len(piece) * block_bytes).view(len(piece), block_bytes))
+
+    @property
+    def budget(self) -> int:
+        """Bytes that the tier may allocate now: less than its budget for a while after a failed allocation."""
+        return self._size_limit if time.monotonic() < self._limited_until else self._budget
 
     @property
     def nbytes(self) -> int:
@@ -266,10 +276,11 @@ class Tier:
             self.stock.put(memory)
 
     def stay(self, error: Exception) -> None:
-        """Stop the growth of the tier after a failed allocation: limit the budget to the allocated bytes."""
-        logger.warning("no memory for more blocks (%s), so the %s tier keeps its size", error, self.name)
+        """Stop the growth of the tier for `RETRY_SECONDS` after a failed allocation."""
+        level = logging.DEBUG if self._limited_until else logging.WARNING  # the first failure is a warning
+        logger.log(level, "no memory for more blocks (%s), so the %s tier keeps its size for now", error, self.name)
         self.stock.clear()
-        self.budget = self.allocated
+        self._size_limit, self._limited_until = self.allocated, time.monotonic() + RETRY_SECONDS
 
     def _grow(self, pool: SlotPool, count: int) -> None:
         """Add slabs until `count` slots are free. Beyond the budget, take memory from less recently used pools."""

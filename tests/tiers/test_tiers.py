@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -232,9 +234,10 @@ def test_blocks_of_several_sizes_find_room_in_a_small_budget(budget):
     assert tier.allocated <= budget
 
 
-def test_a_tier_goes_on_with_the_memory_it_could_get(caplog):
-    """It says so once, and asks no more."""
-    asked = []
+def test_a_tier_goes_on_with_the_memory_it_could_get(caplog, monkeypatch):
+    """It says so once, and asks again later."""
+    asked, now = [], [1000.0]
+    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def allocate(nbytes):
         asked.append(nbytes)
@@ -252,6 +255,13 @@ def test_a_tier_goes_on_with_the_memory_it_could_get(caplog):
     tier.unpin(pool, slots)
     assert len(tier.acquire(65536, 2 * count)[1]) == count - 1  # others go instead
     assert len(asked) == 2
+    now[0] += pool_module.RETRY_SECONDS
+    assert tier.budget == 8 * SLAB_BYTES
+    assert len(tier.acquire(65536, 2 * count)[1]) == 0
+    assert len(asked) == 3
+    now[0] += pool_module.RETRY_SECONDS
+    monkeypatch.setattr(tier, "allocate", lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    assert len(tier.acquire(65536, count // 2)[1]) == count // 2
     assert ["planted" in record.message for record in caplog.records] == [True]
 
 
