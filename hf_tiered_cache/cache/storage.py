@@ -97,7 +97,7 @@ class Storage:
             self.rankings = KeptRankings(disk)
             self.rewriter = SegmentRewriter(disk, residency, self.rankings)
             self.passage_index = PassageIndex(disk.index)
-            close = partial(_close, self.rewriter, disk, residency.scores, self.conversations)
+            close = partial(_close, self.rewriter, disk, residency, self.conversations)
             seal = partial(_seal, self._recorders, self._lock)
             self.writer = Writer(disk, queue_bytes, queue_device_bytes, seal, close)
             self._close = weakref.finalize(self, self.writer.end)  # in any thread: the writer's thread does the rest
@@ -331,9 +331,10 @@ def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
     return False not in [recorder.finish() for recorder in live_recorders]  # a list, so that no recorder is left out
 
 
-def _close(rewriter: SegmentRewriter, disk: SegmentStore, scores: ScoreTable, conversations: Conversations) -> None:
+def _close(rewriter: SegmentRewriter, disk: SegmentStore, residency: Residency, conversations: Conversations) -> None:
     rewriter.close()
     rewriter.keep_importance()
-    _keep_scores(disk, scores)
+    _keep_scores(disk, residency.scores)
+    residency.clear()  # also if the store is collected: a GPU may be using its memory
     conversations.release_all()
     disk.close()

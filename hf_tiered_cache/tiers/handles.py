@@ -125,7 +125,7 @@ class SlabMaker:
     def make(self, slabs: Iterable[tuple[Tier, int]]) -> None:
         """Allocate slabs and put them in stock. The caller does not hold the lock.
 
-        If an allocation fails, its tier stops growing.
+        If an allocation fails, its tier stops growing for a while.
         """
         for tier, nbytes in slabs:
             try:
@@ -222,6 +222,17 @@ class Pins:
         for pin in self._pins:
             if pin.moves_down and pin.stream is not stream:
                 pin.copied.synchronize()
+
+    def order_work(self) -> None:
+        """Prepare to free the slots that are still pinned, after the copies and computation queued so far.
+
+        Wait for the copies, which may be to host memory. Device memory belongs to the side stream, so a later use of it
+        comes after the computation that the stream waits for.
+        """
+        for pin in self._pins:
+            pin.copied.synchronize()
+            if pin.stream is not None and pin.release_event is not None:
+                pin.stream.await_computation(pin.release_event)
 
     def reap(self, unpin: Callable[[Tier, SlotPool, np.ndarray], None]) -> None:
         """Unpin the slots of all pins that are over."""

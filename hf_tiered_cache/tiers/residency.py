@@ -552,8 +552,9 @@ class Residency:
         return sum(tier.evicted for tier in self._tiers())
 
     def clear(self) -> None:
-        """Forget all blocks and indexes and free the memory. Slabs with pinned slots are kept."""
+        """Forget all blocks and indexes and free the memory. Slabs with pinned slots are kept while the store is."""
         with self._lock, self._step:
+            self._pins.order_work()
             self._pins.reap(self._unpin)
             for tier in self._tiers():
                 tier.clear()

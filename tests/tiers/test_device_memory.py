@@ -147,6 +147,14 @@ def test_what_cuda_refuses_to_lock_comes_from_pytorch(locked, monkeypatch):
     assert locked.pages == {}
 
 
+def test_a_gpu_has_one_tier_by_any_name(made):
+    residency, current = Residency(0), torch.device("cuda")
+    assert residency._gpu(current) is residency._gpu(GPU)
+    assert list(residency.devices) == [GPU]
+    chunks = np.arange(3)
+    assert residency.find(("s", 0, 0), chunks, current).keys() == residency.find(("s", 0, 0), chunks, GPU).keys()
+
+
 @pytest.fixture
 def forked(monkeypatch, tmp_path):
     """A process with a GPU, forked from one that had used CUDA: it can neither register memory nor allocate any."""

@@ -6,6 +6,7 @@ soon as any one synchronisation is taken away, it does.
 
 from __future__ import annotations
 
+import gc
 import random
 from concurrent.futures import Future
 
@@ -105,24 +106,38 @@ class Run:
         self.random = random.Random(seed)
         self.world = World(self.random)
         self.disk, memory, stream = Disk(self.world), Memory(self.world), WatchedStream(self.world)
-        for module in (residency_module, device_module):
-            monkeypatch.setattr(module, "aligned_bytes", memory.allocate)
+        monkeypatch.setattr(device_module, "aligned_bytes", memory.allocate)
         monkeypatch.setattr(residency_module, "LateCheck", WholeBlocks)
         monkeypatch.setattr(residency_module, "copy_stream", lambda device: stream)
         monkeypatch.setattr(residency_module, "read_batch", self.disk.read_batch)
+        self.direct = direct
+        self.residency = self.open()
+        self.readers = [Reader(number) for number in range(3)]
+        self.leases, self.kept = [], []
+
+    def open(self) -> Residency:
+        """The tiers of a store."""
         blocks = (0, 6, 14, 40), (0, 6, 14, 25), (0, 6, 25)
         host, device, staging = (self.random.choice(counts) * BLOCK_BYTES for counts in blocks)
-        self.residency = Residency(
+        residency = Residency(
             host and host + 4096,
             device and device + 4096,
             self.random.choice(["lru", "lfu"]),
             device_types=frozenset({GPU.type}),
-            direct=direct,
+            direct=self.direct,
             staging_budget=staging and staging + 4096,
         )
-        self.residency._read_worker = Inline()
-        self.readers = [Reader(number) for number in range(3)]
-        self.leases, self.kept = [], []
+        residency._read_worker = Inline()
+        return residency
+
+    def reopen(self) -> None:
+        """Close the store while the device has work to do, and open another one."""
+        while self.leases:
+            self.end(self.leases.pop())
+        self.disk.finish(len(self.disk.pending))
+        self.residency.clear()
+        self.residency = self.open()
+        gc.collect()
 
     def go(self) -> None:
         with Watch(self.world):
@@ -136,6 +151,8 @@ class Run:
                     self.record()
                 elif random < 0.70:
                     self.residency.forget([self.random.choice(self.readers).id])
+                elif random < 0.71:
+                    self.reopen()
                 elif self.leases:
                     self.end(self.leases.pop(self.random.randrange(len(self.leases))))
 
@@ -233,6 +250,10 @@ def the_host_reads_what_is_still_moving_down(patch):
     patch.setattr(Pins, "await_moves_down", lambda pins, stream: None)
 
 
+def a_store_closes_with_work_queued(patch):
+    patch.setattr(Pins, "order_work", lambda pins: None)
+
+
 def nobody_waits_for_events(patch):
     patch.setattr(WorkEvent, "synchronize", lambda event: None)
 
@@ -246,6 +267,7 @@ ALWAYS = [
     slots_go_before_their_copies_are_done,
     slots_go_while_the_disk_fills_them,
     the_host_reads_what_is_still_moving_down,
+    a_store_closes_with_work_queued,
 ]
 
 
