@@ -85,12 +85,17 @@ class RotaryTable:
 class TableCache:
     """Tables on the CPU that the passes of a model share: making one of 128k positions takes as long as ten layers.
 
-    A cached table is compared with the output of the pass's own module at two positions.
+    A cached table is compared with the output of the pass's own module at two positions. What comparing tensors of a
+    layer has shown once is remembered, since each comparison waits for the GPU; it depends only on the model's code.
     """
 
     def __init__(self) -> None:
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._by_halves: dict[tuple[Any, ...], bool] = {}
+        self.partial: set[tuple[int, int, int]] = set()
+        """Layers that were seen to concatenate the rotated dimensions with the others: index and both widths."""
+        self.copied: dict[tuple[int, int], int] = {}
+        """Number of the table whose copy a layer was seen to rotate with, by layer and width."""
 
     def at(self, table: RotaryTable, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[1, stop or more, dims]`, with the frequencies of the pass of `table`."""
@@ -237,8 +242,8 @@ class RotaryTap:
     _picked_tables: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
     _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def take(self, keys: torch.Tensor, values: torch.Tensor) -> PreRopeKV:
-        """Return the keys and values that the calling layer would have passed to `update` without its rotation.
+    def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PreRopeKV:
+        """Return the keys and values that `layer` would have passed to `update` without its rotation.
 
         The recorded rotation is used up by the layer that made it, so it never applies to a layer without rotation
         (NoPE).
@@ -248,7 +253,7 @@ class RotaryTap:
             return PreRopeKV(keys, values, position_independent=self.rotates)
         self.rotates, rotated = True, call.rotated
         unrotated, cos, sin = call.arguments("k", "cos", "sin")
-        call.table = self._table_with(cos, sin)
+        call.table = self._table_with(layer, cos, sin)
         if call.table is None or rotated.data_ptr() == unrotated.data_ptr():
             return PreRopeKV(keys, values, position_independent=False)  # unknown tables, or rotated in place
         dims = unrotated.shape[-1]
@@ -256,7 +261,7 @@ class RotaryTap:
             return PreRopeKV(unrotated, values, "key", dims, True, call)
         if _same(values, rotated):  # MLA keeps latents as keys and rotated parts as values
             return PreRopeKV(keys, unrotated, "value", dims, True, call)
-        if _begins_with(keys, rotated):  # partial rotation: the rotated part was concatenated with the rest
+        if self._begins_with(layer, keys, rotated):  # partial rotation: the rotated part was concatenated with the rest
             return PreRopeKV(torch.cat([unrotated, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
         return PreRopeKV(keys, values, position_independent=False)
 
@@ -311,7 +316,15 @@ class RotaryTap:
         self._picked_tables = picked_tables, tables
         return picked_tables
 
-    def _table_with(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTable | None:
+    def _begins_with(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor) -> bool:
+        if keys.shape[:-1] != rotated.shape[:-1] or keys.shape[-1] <= rotated.shape[-1]:
+            return False
+        known, case = self.table_cache.partial, (layer, keys.shape[-1], rotated.shape[-1])
+        if case not in known and torch.equal(keys[:, :, -1:, : rotated.shape[-1]], rotated[:, :, -1:]):
+            known.add(case)
+        return case in known
+
+    def _table_with(self, layer: int, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTable | None:
         """Return the observed table with the cos and sin that a rotation got, or None if no module made these values.
 
         Code between a module and the rotation may scale the table. Then the module cannot give the tables of other
@@ -323,7 +336,13 @@ class RotaryTap:
         for table in self.tables:
             if table.cos is cos and table.sin is sin:
                 return table
-        return next((table for table in self.tables if _equal(table.cos, cos) and _equal(table.sin, sin)), None)
+        known, case = self.table_cache.copied, (layer, cos.shape[-1])
+        if (place := known.get(case, len(self.tables))) < len(self.tables):
+            return self.tables[place]
+        places = [at for at, table in enumerate(self.tables) if _equal(table.cos, cos) and _equal(table.sin, sin)]
+        if len(places) == 1:  # at position 0 all tables are equal
+            known[case] = places[0]
+        return self.tables[places[0]] if places else None
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -334,14 +353,6 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
-
-
-def _begins_with(keys: torch.Tensor, rotated: torch.Tensor) -> bool:
-    if keys.shape[:-1] != rotated.shape[:-1] or keys.shape[-1] <= rotated.shape[-1]:
-        return False
-    if keys.is_cuda and keys.shape[2] == 1:
-        return True  # checked in the prompt's pass; comparing would make the CPU wait for the GPU each time
-    return torch.equal(keys[:, :, -1:, : rotated.shape[-1]], rotated[:, :, -1:])
 
 
 # --- watching

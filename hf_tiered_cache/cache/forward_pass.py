@@ -120,7 +120,7 @@ class ForwardPass(Scope):
         source = self.layers[layer]
         if not self._captures:
             return source.update(keys, values)
-        pre_rope = self.tap.take(keys, values)
+        pre_rope = self.tap.take(layer, keys, values)
         _, key_heads, _, key_dim = keys.shape
         _, value_heads, _, value_dim = values.shape
         rotation = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent

@@ -22,6 +22,7 @@ from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.identity import watch
 from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Exact, Impress
+from hf_tiered_cache.patches import rope
 from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.store.memory import to_host
 
@@ -130,6 +131,30 @@ def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, reads):
     assert counted.found == {}
     assert counted.read_down == reads
     assert counted.reads_of_the_prompt < 16
+
+
+@pytest.mark.parametrize("family", ["phi", "stablelm"])
+def test_a_partial_rotation_is_looked_at_once(tmp_path, family):
+    model, document, new = build(family), prompt(200), (2, 4)
+    ids = torch.cat([document, prompt(24, seed=5)], dim=1)
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(model, document, progress=False)
+        ask(model, store, ids, Exact(), 1)
+        assert [waits(model, store, ids, Exact(), count).found for count in new] == [{}, {}]
+
+
+def test_a_copied_rotary_table_is_looked_at_once(monkeypatch):
+    """Of a model on several GPUs each layer gets a copy, and a comparison with it waits for two of them."""
+    compared, equal, shared = [], torch.equal, rope.TableCache()
+    monkeypatch.setattr(torch, "equal", lambda *tensors: compared.append(1) or equal(*tensors))
+    for first in (0, 0, 5, 7):  # at position 0 both tables are the same
+        tap, angles = rope.RotaryTap(shared), torch.arange(first, first + 1).view(1, 1, 1)
+        tap.tables = [rope.RotaryTable(None, (angles * f).cos(), (angles * f).sin()) for f in (0.1, 0.2)]
+        before = len(compared)
+        assert (
+            tap._table_with(1, *(t.clone() for t in (tap.tables[1].cos, tap.tables[1].sin))) in tap.tables[first // 5 :]
+        )
+        assert (len(compared) > before) == (first < 7)
 
 
 @pytest.mark.parametrize("reselect", [False, True])
