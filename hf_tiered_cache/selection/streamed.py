@@ -24,6 +24,7 @@ from ..patches.scope import AttentionCall
 from ..restore.fetch import Fetcher
 from ..restore.plan import Plan
 from ..stats import StatsCollector
+from ..store.memory import to_device
 from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from .fetched import Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
@@ -105,18 +106,21 @@ def _attention(
         )
         return Partial(output.float(), log_total)
     aligned = query.shape[-1] == values.shape[-1] and query.shape[-1] % 8 == 0
-    if query.device.type == "cuda" and mask is None and aligned:
-        half = query.dtype in (torch.float16, torch.bfloat16) and torch.backends.cuda.is_flash_attention_available()
-        if half and query.shape[-1] <= 256:
-            output, log_total, *_ = kernels._scaled_dot_product_flash_attention(
-                query, keys, values, is_causal=causal, scale=scaling
-            )
-        else:
-            output, log_total, *_ = kernels._scaled_dot_product_efficient_attention(
-                query, keys, values, None, True, is_causal=causal, scale=scaling
-            )
-        return Partial(output.float(), log_total[..., : query.shape[2]].float())
-    return _plain_attention(query, keys, values, scaling, mask, causal)
+    if query.device.type != "cuda" or mask is not None or not aligned:
+        return _plain_attention(query, keys, values, scaling, mask, causal)
+    # what a kernel supports depends on the GPU, not only on the build: flash attention needs capability 8.0
+    params = torch.backends.cuda.SDPAParams(query, keys, values, None, 0.0, causal, False)
+    if torch.backends.cuda.can_use_flash_attention(params):
+        output, log_total, *_ = kernels._scaled_dot_product_flash_attention(
+            query, keys, values, is_causal=causal, scale=scaling
+        )
+    elif torch.backends.cuda.can_use_efficient_attention(params):
+        output, log_total, *_ = kernels._scaled_dot_product_efficient_attention(
+            query, keys, values, None, True, is_causal=causal, scale=scaling
+        )
+    else:
+        return _plain_attention(query, keys, values, scaling, mask, causal)
+    return Partial(output.float(), log_total[..., : query.shape[2]].float())
 
 
 def _plain_attention(
@@ -209,8 +213,10 @@ class StreamedPrefix:
             run_values = values.new_empty(*shape, values.shape[3])
             table.restore(run, layer, run_keys, run_values, rotate_)
             if place < len(collect) and (key_buffer := collect[place]) is not None:
-                key_buffer[:, run.tokens[0]] = run_keys
-            batch_rows = slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] + 1 - rows[0] else torch.tensor(rows)
+                first = int(run.tokens[0, 0])
+                key_buffer[:, first : first + shape[1]] = run_keys
+            is_slice = len(rows) == rows[-1] + 1 - rows[0]
+            batch_rows = slice(rows[0], rows[-1] + 1) if is_slice else to_device(np.array(rows), query.device)
             batch = len(rows), -1, -1, -1
             partial = attention(query[batch_rows], run_keys.expand(batch), run_values.expand(batch), scaling)
             merged.join(batch_rows, partial)

@@ -400,7 +400,7 @@ class SegmentShape:
         by_slot = [view.transpose(0, 1).flatten(1, 2)[:, :num_tokens] for view in views]  # [heads, held, field's dim]
         if self.in_order(group):
             return tuple(by_slot)
-        tokens, unpacked = torch.from_numpy(self.tokens_by_slot(group)), []
+        tokens, unpacked = to_device(self.tokens_by_slot(group), blocks.device), []
         for field in by_slot:
             unpacked.append(field.new_zeros(field.shape[0], self.tokens, field.shape[2]))
             unpacked[-1][:, tokens] = field

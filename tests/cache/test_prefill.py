@@ -9,6 +9,7 @@ import torch
 from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted_device import on_device
 from test_kv_drive import exact_kv, tokens_in
 from transformers import DynamicCache
 
@@ -357,6 +358,24 @@ def test_parts_make_the_whole(heads, dims, queries, cuts, masked, dtype, seed):
     wide = (t.float().repeat_interleave(heads[0] // heads[1], 1) for t in (keys, values))
     expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *wide, attn_mask=every)
     torch.testing.assert_close(found.output, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "plain"])
+def test_the_gpu_says_which_kernel_it_has(kernel, monkeypatch):
+    """Not the build of PyTorch: a GPU of capability 7.5 has no flash attention, and none for bfloat16."""
+    called, query = [], torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
+    for name in ("flash", "efficient"):
+
+        def run(query, *rest, name=name, **settings):
+            called.append(name)
+            return query, query[..., 0]
+
+        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention", run)
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda given, name=name: name == kernel)
+    partial_attention.attention(*[on_device(query)] * 3, None)
+    assert called == ([] if kernel == "plain" else [kernel])
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -21,7 +21,7 @@ import hf_tiered_cache
 from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.identity import watch
-from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Exact, Impress
+from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Exact, Impress, KVDrive
 from hf_tiered_cache.patches import rope
 from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.store.memory import to_host
@@ -131,6 +131,14 @@ def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, reads):
     assert counted.found == {}
     assert counted.read_down == reads
     assert counted.reads_of_the_prompt < 16
+
+
+def test_rows_of_a_streamed_prefix_are_not_named_from_the_host(model, tmp_path):
+    method = KVDrive(budget=0.2, local=16, prefill_tokens=64, exact_from=16, observed=16)
+    ids = torch.cat([prompt(200), prompt(200, seed=5), prompt(200)])  # the first and the last share what is fetched
+    with KVStore(tmp_path, engine="posix") as store, Waits() as counted:
+        model.generate(ids, past_key_values=TieredCache(model, store, method=method, progress=False), max_new_tokens=1)
+    assert not [site for site in counted.found if site[0] == "streamed.py"]
 
 
 @pytest.mark.parametrize("family", ["phi", "stablelm"])
