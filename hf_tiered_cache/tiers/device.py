@@ -16,7 +16,7 @@ import torch
 from ..store.digest import PackedBlocks, lin64
 from ..store.memory import aligned_bytes, page_locked
 from .policy import EvictionPolicy, Usage
-from .pool import Tier
+from .pool import DIRECT_SLAB_BYTES, LEAST_SLAB_BYTES, Tier
 from .scores import Owner, ScoreTable
 from .slabs import Blocks, overlaps
 
@@ -187,6 +187,7 @@ class DeviceMemory:
         scores: scores of chunks that selectors reported.
         on_evict: see `Tier`.
         added: called with each new slab.
+        direct: whether the engine reads from disk directly to the memory.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class DeviceMemory:
         scores: ScoreTable,
         on_evict: Callable[[Owner, int, Blocks, Usage], None],
         added: Callable[[torch.Tensor], None] | None,
+        direct: bool = False,
     ) -> None:
         def allocate(nbytes: int) -> torch.Tensor:
             # allocate on the side stream, which fills the memory: memory that the allocator keeps for the compute
@@ -207,8 +209,9 @@ class DeviceMemory:
                 return aligned_bytes(nbytes, device=device)
 
         self.device, self.stream = device, stream
-        self.tier = Tier("device", budget, policy, allocate, on_evict, scores, added=added)
-        self.staging = Tier("staging", staging, policy, allocate, scores=scores, added=added)
+        least_slab = DIRECT_SLAB_BYTES if direct else LEAST_SLAB_BYTES
+        self.tier = Tier("device", budget, policy, allocate, on_evict, scores, added=added, least_slab=least_slab)
+        self.staging = Tier("staging", staging, policy, allocate, scores=scores, added=added, least_slab=least_slab)
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
         """Copy blocks of the same chunks, to or from the GPU, on the side stream."""

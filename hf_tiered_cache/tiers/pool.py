@@ -23,6 +23,12 @@ Memory is allocated in slabs, so that a budget is not allocated at start and poo
 small budget a slab takes an eighth of it, so that blocks of several sizes fit. If that is below the minimum, the
 maximum applies. The limits are powers of two, alignment included, because PyTorch page-locks whole powers of two."""
 
+DIRECT_SLAB_BYTES = 10 << 20
+"""Minimum slab size in bytes for GPUDirect Storage.
+
+PyTorch cuts smaller memory out of larger allocations, and cuFile then does not find the registered memory by its
+address."""
+
 Allocate = Callable[[int], torch.Tensor]
 """Function that allocates uint8 `[nbytes]` on the device of the tier, aligned to 4 KiB."""
 
@@ -31,10 +37,10 @@ RETRY_SECONDS = 60.0
 """Seconds for which a tier does not grow after a failed allocation; on a GPU each attempt waits for the device."""
 
 
-def slab_slots(block_bytes: int, budget: int = 8 * SLAB_BYTES) -> int:
-    """Return how many blocks fit in a slab of a tier with the given budget in bytes."""
+def slab_slots(block_bytes: int, budget: int = 8 * SLAB_BYTES, least: int = LEAST_SLAB_BYTES) -> int:
+    """Return how many blocks fit in a slab of a tier with the given budget and minimum slab size in bytes."""
     nbytes = min(SLAB_BYTES, 1 << max(0, (budget // 8).bit_length() - 1))
-    return max(1, ((nbytes if nbytes >= LEAST_SLAB_BYTES else SLAB_BYTES) - ALIGNMENT) // block_bytes)
+    return max(1, ((nbytes if nbytes >= least else SLAB_BYTES) - ALIGNMENT) // block_bytes)
 
 
 class Tier:
@@ -52,6 +58,7 @@ class Tier:
         scores: scores of chunks that selectors reported.
         allocate_own: allocates memory outside the tier for a single request; `allocate` by default.
         added: called with each new slab, uint8 `[slots, block_bytes]`.
+        least_slab: minimum slab size in bytes, where the budget allows it.
     """
 
     def __init__(
@@ -64,8 +71,10 @@ class Tier:
         scores: ScoreTable | None = None,
         allocate_own: Allocate | None = None,
         added: Callable[[torch.Tensor], None] | None = None,
+        least_slab: int = LEAST_SLAB_BYTES,
     ) -> None:
         self.name = name
+        self.least_slab = least_slab
         self._budget, self._size_limit, self._limited_until = budget, budget, 0.0
         self.policy = policy
         self.allocated = 0
@@ -268,7 +277,8 @@ class Tier:
 
     def _slab_bytes(self, block_bytes: int, room: int) -> int:
         """Return the bytes of the next slab, at most `room` with alignment; 0 if no block fits."""
-        return max(0, min((room - ALIGNMENT) // block_bytes, slab_slots(block_bytes, self.budget))) * block_bytes
+        slots = slab_slots(block_bytes, self.budget, self.least_slab)
+        return max(0, min((room - ALIGNMENT) // block_bytes, slots)) * block_bytes
 
     def put_in_stock(self, memory: torch.Tensor) -> None:
         """Keep memory, uint8 `[nbytes]`, for a later slab if it fits in the budget."""

@@ -528,6 +528,7 @@ class Residency:
                 self.scores,
                 partial(self._move_down, device),
                 self._register,
+                self._direct,
             )
         return self._gpus[device]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import fake_kvikio
 import numpy as np
@@ -296,6 +298,31 @@ def test_auto_leaves_cuda_alone_where_there_is_no_gpudirect(monkeypatch):
     fake_kvikio.install(monkeypatch, gds=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA was asked"))
     assert open_engine("auto").name == "posix"
+
+
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("user", [None, "user.json", "missing.json"])
+def test_reads_are_asynchronous_by_a_configuration_that_is_named_before_kvikio_is_imported(
+    monkeypatch, tmp_path, user, system
+):
+    fake_kvikio.install(monkeypatch, gds=True)
+    for name in ("user.json", "system.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(kvikio_module, "_SYSTEM_CONFIG", tmp_path / ("system.json" if system else "none.json"))
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / (user or "")))
+    if user is None:
+        monkeypatch.delenv("CUFILE_ENV_PATH_JSON")
+    named, import_kvikio = [], kvikio_module._import_kvikio
+    monkeypatch.setattr(
+        kvikio_module, "_import_kvikio", lambda: named.append(os.environ.get("CUFILE_ENV_PATH_JSON")) or import_kvikio()
+    )
+    said = open_engine("kvikio").describe()
+    assert said.startswith("kvikio (GPUDirect Storage, ")
+    assert ("synchronous" in said) == (user == "missing.json" and not system)
+    if user is None and not system:
+        assert isinstance(json.loads(Path(named[0]).read_text()), dict)
+    else:
+        assert named == [user and str(tmp_path / user)]
 
 
 def test_without_cuda_kvikio_is_never_called(monkeypatch):

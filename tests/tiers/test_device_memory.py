@@ -155,6 +155,12 @@ def test_a_gpu_has_one_tier_by_any_name(made):
     assert residency.find(("s", 0, 0), chunks, current).keys() == residency.find(("s", 0, 0), chunks, GPU).keys()
 
 
+def test_slabs_that_the_disk_writes_to_are_large(made):
+    for direct in (False, True):
+        gpu = Residency(0, 64 << 20, direct=direct)._gpu(GPU)
+        assert {tier.least_slab for tier in (gpu.tier, gpu.staging)} == {(10 if direct else 1) << 20}
+
+
 @pytest.fixture
 def forked(monkeypatch, tmp_path):
     """A process with a GPU, forked from one that had used CUDA: it can neither register memory nor allocate any."""

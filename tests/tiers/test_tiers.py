@@ -234,6 +234,20 @@ def test_blocks_of_several_sizes_find_room_in_a_small_budget(budget):
     assert tier.allocated <= budget
 
 
+@pytest.mark.parametrize("budget", [12, 16, 32, 64, 79, 80, 127, 128, 512])
+def test_slabs_for_direct_reads_are_allocations_of_their_own(budget):
+    """PyTorch cuts what is smaller than 10 MiB out of 20 MiB, and another address is registered than is read to."""
+    made = []
+
+    def allocate(nbytes):
+        made.append(nbytes + ALIGNMENT)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    tier = Tier("device", budget << 20, make_policy("lru"), allocate, least_slab=pool_module.DIRECT_SLAB_BYTES)
+    assert len(tier.acquire(32 << 10, 1)[1]) == 1
+    assert 10 << 20 <= made[0] <= min(SLAB_BYTES, budget << 20)
+
+
 def test_a_tier_goes_on_with_the_memory_it_could_get(caplog, monkeypatch):
     """It says so once, and asks again later."""
     asked, now = [], [1000.0]

@@ -7,9 +7,12 @@ known to work. This module relies on the following behaviour in kvikio's public 
   still in use, an error of the last task, or of the first one that it waits for, is reported while others still write.
   A read of one task has one future. So reads are split here, and each piece is awaited separately.
 - `pread` into device memory first synchronises the default stream, which PyTorch computes on: a prefetch would wait
-  for the model. `raw_read_async` is ordered only by the stream that it is given.
+  for the model. `raw_read_async` is ordered only by the stream that it is given. Without a configuration file of
+  cuFile, which pip does not install, it silently becomes such a `pread`. An empty configuration is enough; it must be
+  named before kvikio looks for it.
 - `memory_register` registers the allocation that contains the memory; a read names its base and an offset.
-  Unregistered memory is read through the driver's buffers.
+  Unregistered memory is read through the driver's buffers. PyTorch allocates slabs of 10 MiB or more separately, so
+  their base is that of the allocation (`tiers.pool.DIRECT_SLAB_BYTES`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -41,6 +45,8 @@ TASK_BYTES = 1 << 20
 
 _DRIVER = ("/proc/driver/nvidia-fs/version", "/dev/nvidia-fs0")
 """Files that show that the kernel driver of GPUDirect Storage is loaded."""
+_CONFIG_VARIABLE, _SYSTEM_CONFIG = "CUFILE_ENV_PATH_JSON", Path("/etc/cufile.json")
+_CONFIG = Path(__file__).with_name("cufile.json")
 _PROBE = "import os, kvikio.cufile_driver as driver; os._exit(0 if driver.get('is_gds_available') else 1)"
 _PROBE_SECONDS = 20.0
 
@@ -79,6 +85,7 @@ class KvikioEngine(Engine):
             raise EngineUnavailableError("GPUDirect Storage is not available to kvikio on this machine")
         if not torch.cuda.is_available():
             raise EngineUnavailableError("the kvikio engine requires CUDA, but torch.cuda.is_available() is False")
+        self.reads_asynchronously = self.reads_device and _has_config()
         self._kvikio = _import_kvikio()
         defaults = self._kvikio.defaults
         try:
@@ -167,7 +174,10 @@ class KvikioEngine(Engine):
         self._deregister_gone()
 
     def describe(self) -> str:
-        return f"kvikio ({'GPUDirect Storage' if self.reads_device else 'compat mode'}, {self.threads} threads)"
+        mode = "GPUDirect Storage" if self.reads_device else "compat mode"
+        if self.reads_device and not self.reads_asynchronously:
+            mode += ", synchronous: no cufile.json"
+        return f"kvikio ({mode}, {self.threads} threads)"
 
 
 def _tasks_of(op: ReadOp) -> Iterator[ReadOp]:
@@ -220,6 +230,13 @@ def has_gpudirect() -> bool:
             probe.wait(1.0)
 
 
+def _has_config() -> bool:
+    """Name a configuration file of cuFile, unless there is one. Return whether there is one now."""
+    if not _SYSTEM_CONFIG.exists() and _CONFIG.exists():
+        os.environ.setdefault(_CONFIG_VARIABLE, str(_CONFIG))
+    return _SYSTEM_CONFIG.exists() or Path(os.environ.get(_CONFIG_VARIABLE, "")).is_file()
+
+
 def _import_kvikio() -> Any:
     try:
         import kvikio
@@ -227,6 +244,6 @@ def _import_kvikio() -> Any:
         import kvikio.defaults
     except Exception as error:  # a missing libcufile raises RuntimeError, a wrong driver may raise anything
         raise EngineUnavailableError(
-            f"kvikio cannot be imported ({error}); pip install 'hf-tiered-cache[gds]'"
+            f"kvikio cannot be imported ({error}); pip install 'hf-tiered-cache[gds-cu13]', or gds-cu12 for CUDA 12"
         ) from error
     return kvikio
