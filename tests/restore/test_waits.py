@@ -6,6 +6,7 @@ counted by where they are asked for. One kind must be: a choice comes down, sinc
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,12 +17,13 @@ import pytest
 import torch
 from families import build, prompt
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_tiered_cache
 from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.identity import watch
-from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Exact, Impress, KVDrive
+from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Epic, Exact, Impress, Krul, KVDrive, Passages
 from hf_tiered_cache.patches import rope
 from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.store.memory import to_host
@@ -37,6 +39,32 @@ ON_THE_CPU_ALONE = {("rope.py", "_agree")}
 """What is done to tensors on the CPU, and otherwise on a GPU."""
 ONCE = {"request.py", "sequence.py"}
 """What reads the prompt itself, once: its tokens are looked up by the host."""
+
+
+def our_frame():
+    """The innermost frame of ours; None for what the model does by itself, which is the same without us."""
+    frame = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith((PACKAGE, PATCHES)):
+        frame = None if "/transformers/" in frame.f_code.co_filename else frame.f_back
+    return frame
+
+
+class WaitingOperations(TorchDispatchMode):
+    """Counts operations of ours with a result that the host must see, also those within other operations."""
+
+    NAMES = re.compile("aten::(_local_scalar_dense|item|equal|is_nonzero|nonzero|masked_select|_?unique)")
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        indexes = args[1] if name.startswith("aten::index") and isinstance(args[1], list | tuple) else ()
+        masks = [index for index in indexes if index is not None and index.dtype == torch.bool]
+        if (masks or self.NAMES.match(name)) and (frame := our_frame()) is not None:
+            self.found[Path(frame.f_code.co_filename).name, frame.f_code.co_name] += 1
+        return function(*args, **(kwargs or {}))
 
 
 class Waits(TorchFunctionMode):
@@ -62,15 +90,7 @@ class Waits(TorchFunctionMode):
         return name in READS
 
     def _note(self, name):
-        frame = sys._getframe(2)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith((PACKAGE, PATCHES)):
-                break
-            if "/transformers/" in file:  # the model's own business, which is the same without us
-                return
-            frame = frame.f_back
-        if frame is None:
+        if (frame := our_frame()) is None:
             return
         function, module = frame.f_code.co_name, Path(frame.f_code.co_filename).name
         if (module, function) in ON_THE_CPU_ALONE:
@@ -86,12 +106,12 @@ class Waits(TorchFunctionMode):
 @pytest.fixture(autouse=True)
 def counting_changes_nothing(monkeypatch):
     """A mode that a model could not be told from others by, if it were the user's."""
-    monkeypatch.setattr(watch, "HARMLESS_MODES", (*watch.HARMLESS_MODES, Waits))
+    monkeypatch.setattr(watch, "HARMLESS_MODES", (*watch.HARMLESS_MODES, Waits, WaitingOperations))
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", num_hidden_layers=4)
+    return build("llama", num_hidden_layers=LAYERS)
 
 
 def ask(model, store, ids, method, new):
@@ -193,6 +213,41 @@ def test_passages_wait_for_what_is_chosen_alone(model, tmp_path, method, choices
         counted = waits(model, store, ids, method)
     assert counted.found == {}
     assert counted.read_down == choices
+
+
+LAYERS = 4
+COUNTS = {"none": 0, "one": 1, "two": 2, "one per layer": LAYERS, "up to four per layer": 4 * LAYERS}
+DOCUMENTED = {
+    "Exact": (Exact(), "none", "none"),
+    "Krul": (Krul(), "none", "none"),
+    "ContiguousKV": (ContiguousKV(0.25, reorder=False), "one per layer", "one per layer"),
+    "Impress": (Impress(0.25, reorder=False), "up to four per layer", "none"),
+    "KVDrive": (KVDrive(0.25, local=16), "one per layer", "one per layer"),
+    "CacheTune": (CacheTune(), "two", "none"),
+    "CacheBlend": (CacheBlend(), "one", "none"),
+    "Epic": (Epic(), "none", "none"),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_waits_of_each_method_are_those_of_the_docs(model, tmp_path, name):
+    method, of_prompt, of_token = DOCUMENTED[name]
+    page = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
+    assert f"| `{name}` | {of_prompt} | {of_token} |" in page
+    passages, stored = isinstance(method, Passages), [prompt(64, seed=seed)[0] for seed in (11, 12, 13)]
+    ids, counts = torch.cat([*stored, prompt(24, seed=5)[0]])[None], []
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(
+            model, stored if passages else torch.cat(stored), passages=passages, method=method, progress=False
+        )
+        for new in (1, 4, 6):
+            ask(model, store, ids, method, new)
+            with WaitingOperations() as operations:
+                counts.append(waits(model, store, ids, method, new).read_down)
+            sites = {site for site in operations.found if site[0] not in ONCE} - ON_THE_CPU_ALONE
+            assert sites == set()
+    assert counts[0] == COUNTS[of_prompt]
+    assert counts[2] - counts[1] == 2 * COUNTS[of_token]
 
 
 @pytest.mark.parametrize("host", ["64MiB", "0"])
