@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, overload
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,9 +24,9 @@ from .cache.conversation import Conversation
 from .cache.executor import CacheOptions
 from .cache.stored_cache import StoredCache, prepare
 from .cache.suspend import Suspended, put_away
-from .errors import ConfigError, StoreClosedError
+from .errors import ConfigError, StoreClosedError, TieredCacheError
 from .kvstore import KVStore, open_store, storage_of
-from .methods import ForConversation, Method, make_method
+from .methods import BudgetMethod, ForConversation, Method, make_method
 from .patches.attach import Attachment, attachment_of, base_model
 from .stats import RequestStats, StatsCollector
 from .store.conversations import conversation_name
@@ -118,6 +120,10 @@ class TieredCache(StoredCache):
         of 16; the next turn computes the remaining ones. Without a conversation, KV is stored and released as well. The
         call returns when everything is durable.
 
+        KV that was computed after a selection is not exact. So after a turn with a method that has a budget, the model
+        computes the turn's tokens once more, with all stored KV in memory, and stores them (not after contexts of more
+        than `prefill_tokens`).
+
         Returns:
             Number of tokens and bytes stored. If something could not be stored, for example because the disk is full or
             not writable, `reason` says why.
@@ -130,7 +136,29 @@ class TieredCache(StoredCache):
             if executor.conversation is not None:
                 stack.callback(executor.conversation.release)  # runs last
             stack.callback(self._start_over, executor.collector)
-            return put_away(executor, self.get_seq_length())
+            started = time.perf_counter()
+            self._compute_exactly()
+            suspended = put_away(executor, self.get_seq_length())
+            return replace(suspended, seconds=time.perf_counter() - started)
+
+    def _compute_exactly(self) -> None:
+        """Store the exact KV of tokens that were computed after a selection; `put_away` reports what is not stored."""
+        executor, method = self._executor, self.method
+        sequence = executor.sequence or executor.ended
+        if sequence is None or not isinstance(method, BudgetMethod) or method.records_approximations:
+            return
+        options, history = executor.options, sequence.history
+        rows = [row[pad:] for row, pad in zip(history.ids(), history.pads, strict=True)]
+        is_long = method.prefill_tokens and max(map(len, rows)) > method.prefill_tokens
+        if not sequence.approximate or not options.record or executor.bypass or is_long:
+            return
+        store = partial(self.store.precompute, method=method, progress=options.progress)
+        try:
+            store(self.model, [torch.from_numpy(row) for row in rows], label=options.label, tag=options.tag)
+        except StoreClosedError:
+            raise
+        except (TieredCacheError, OSError) as error:
+            logger.warning("the tokens of this turn are not stored: %s", error)
 
     def __enter__(self) -> TieredCache:
         return self

@@ -21,7 +21,7 @@ from families import build, prompt
 from reference import Remembering, prefilled
 
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
-from hf_tiered_cache.methods import ContiguousKV, Exact, describe_method, make_method
+from hf_tiered_cache.methods import ContiguousKV, Exact, Impress, KVDrive, describe_method, make_method
 from hf_tiered_cache.store.codecs import coded_provenance
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, conversation_name
 from hf_tiered_cache.store.kinds import CONVERSATION_LOCK
@@ -800,12 +800,35 @@ def test_what_is_computed_behind_a_choice_is_the_conversations_own(model, store)
             assert "stored by the method 'Private" in cache.stats.reason
 
 
-def test_methods_without_a_name_of_their_own_store_nothing_behind_a_choice(model, store):
-    method = ContiguousKV(0.25, period=2, subperiod=2)
-    history = begun(model, store, method=method)  # an empty store is filled exactly
+@pytest.mark.parametrize(
+    "method", [ContiguousKV(0.25, period=2, subperiod=2), Impress(0.25)], ids=["contiguous_kv", "impress"]
+)
+def test_turns_after_a_selection_are_computed_exactly_when_suspended(model, store, method):
+    """Any method and conversation then restores them."""
+    history, restored, stored = prompt(200), [], [0]
+    for seed in range(4):
+        with TieredCache(model, store, conversation="alice-42", method=method, progress=False) as cache:
+            history = turn(model, cache, history, more=40, seed=seed)
+            restored.append(cache.stats.tokens_restored)
+            assert not seed or 0 < cache.stats.tokens_attended < restored[-1]
+            kept = cache.suspend()
+        assert kept.tokens >= (history.shape[1] - 1) // 16 * 16 and kept.reason == ""
+        stored.append(kept.tokens)
+    assert restored == stored[:-1]
+    asked = torch.cat([history, prompt(12, seed=9)], dim=1)
+    cache = TieredCache(model, store, method=Exact(recompute=0.0, decline=False), record=False)
+    assert torch.equal(model.generate(asked, past_key_values=cache, **GREEDY), plain(model, asked))
+    assert cache.stats.tokens_restored >= 384
+
+
+def test_a_context_that_memory_may_not_hold_is_not_computed_exactly_and_says_so(model, store):
+    method = KVDrive(0.25, exact_from=60, prefill_tokens=256)
+    with TieredCache(model, store, conversation="alice-42", method=method) as cache:
+        history = turn(model, cache, prompt(600), more=100)  # an empty store is filled exactly
     stored = info(store).tokens
     with TieredCache(model, store, conversation="alice-42", method=method) as cache:
-        history = turn(model, cache, history, more=40)
+        turn(model, cache, history, more=20)
+        assert cache.stats.tokens_attended < cache.stats.tokens_restored
         kept = cache.suspend()
     assert kept.tokens == stored and kept.reason == reasons.APPROXIMATE
 
