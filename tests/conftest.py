@@ -101,3 +101,9 @@ def run(monkeypatch, capsys):
         return ended.value.code or 0, out, err
 
     return run
+
+
+@pytest.fixture
+def unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute decoded tokens with the kernel of a DynamicCache, so that bits can be compared (see test_fold.py)."""
+    monkeypatch.setattr("hf_tiered_cache.patches.attention.can_fold", lambda *args: False)

@@ -209,9 +209,16 @@ class DeviceMemory:
                 return aligned_bytes(nbytes, device=device)
 
         self.device, self.stream = device, stream
-        least_slab = DIRECT_SLAB_BYTES if direct else LEAST_SLAB_BYTES
-        self.tier = Tier("device", budget, policy, allocate, on_evict, scores, added=added, least_slab=least_slab)
-        self.staging = Tier("staging", staging, policy, allocate, scores=scores, added=added, least_slab=least_slab)
+
+        def least_slab(budget: int) -> int:  # a small budget serves blocks of several sizes rather than direct reads
+            return DIRECT_SLAB_BYTES if direct and budget >= 8 * DIRECT_SLAB_BYTES else LEAST_SLAB_BYTES
+
+        self.tier = Tier(
+            "device", budget, policy, allocate, on_evict, scores, added=added, least_slab=least_slab(budget)
+        )
+        self.staging = Tier(
+            "staging", staging, policy, allocate, scores=scores, added=added, least_slab=least_slab(staging)
+        )
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
         """Copy blocks of the same chunks, to or from the GPU, on the side stream."""

@@ -24,6 +24,8 @@ from hf_tiered_cache.store.geometry import Geometry, block_groups
 from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import TokenTables
 
+pytestmark = pytest.mark.usefixtures("unfolded")
+
 PAIRS = ((1, 4), (2, 3))  # of six layers, one pair inside the other
 RETAINED = {(1, 4): np.array([0, 3, 50, 51, 95]), (2, 3): np.array([17])}
 FRONTS = (80, 64, 33, 32, 5, 0)

@@ -18,6 +18,8 @@ from hf_tiered_cache.methods import ContiguousKV, describe_method, make_method
 from hf_tiered_cache.selection.selectors import TopChunks
 from hf_tiered_cache.store.geometry import in_groups
 
+pytestmark = pytest.mark.usefixtures("unfolded")
+
 METHOD = ContiguousKV(
     budget=0.75, mass=0.5, chunk_tokens=8, per_head=False, reorder=False, identify="keys", reselect=False, queries=4
 )
@@ -337,12 +339,12 @@ def test_a_conversation_goes_idle_and_comes_back(model, store, chosen):
     ids = prompt(PREFIX)
     fill(store, model, ids, AGAIN)
     first, _ = ask(model, store, question(ids), AGAIN)
-    cache = TieredCache(model, store, method=AGAIN, conversation="alice")
+    cache = TieredCache(model, store, method=AGAIN, conversation="alice", record=False)
     for _ in range(2):
         assert_same(model.generate(question(ids), past_key_values=cache, **GREEDY), first)
         assert cache.suspend().tokens == RESTORED
         assert {layer.get_mask_sizes(3) for layer in cache.layers} == {(3, 0)}
-    with TieredCache(model, store, method=AGAIN, conversation="alice") as again:
+    with TieredCache(model, store, method=AGAIN, conversation="alice", record=False) as again:
         assert_same(model.generate(question(ids), past_key_values=again, **GREEDY), first)
         goes_on(model, again, kv_of(model, ids), chosen, prompt(1, seed=9))
         turn = torch.cat([first.sequences, prompt(40, seed=9)], dim=1)

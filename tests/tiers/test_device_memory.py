@@ -156,9 +156,10 @@ def test_a_gpu_has_one_tier_by_any_name(made):
 
 
 def test_slabs_that_the_disk_writes_to_are_large(made):
-    for direct in (False, True):
-        gpu = Residency(0, 64 << 20, direct=direct)._gpu(GPU)
-        assert {tier.least_slab for tier in (gpu.tier, gpu.staging)} == {(10 if direct else 1) << 20}
+    """Unless the budget is too small for blocks of several sizes."""
+    for direct, budget, least in ((False, 1 << 30, 1), (True, 1 << 30, 10), (True, 64 << 20, 1)):
+        gpu = Residency(0, budget, direct=direct, staging_budget=budget)._gpu(GPU)
+        assert {tier.least_slab for tier in (gpu.tier, gpu.staging)} == {least << 20}
 
 
 @pytest.fixture
