@@ -817,7 +817,9 @@ def test_turns_after_a_selection_are_computed_exactly_when_suspended(model, stor
     assert restored == stored[:-1]
     asked = torch.cat([history, prompt(12, seed=9)], dim=1)
     cache = TieredCache(model, store, method=Exact(recompute=0.0, decline=False), record=False)
-    assert torch.equal(model.generate(asked, past_key_values=cache, **GREEDY), plain(model, asked))
+    with torch.no_grad():
+        ours = model(asked, past_key_values=cache, logits_to_keep=1).logits
+        torch.testing.assert_close(ours, model(asked, logits_to_keep=1).logits, rtol=0, atol=1e-5)
     assert cache.stats.tokens_restored >= 384
 
 

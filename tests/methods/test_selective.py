@@ -465,7 +465,7 @@ def test_probes_of_what_is_often_asked_stay_in_memory(tmp_path):
         for ids in documents:
             fill(store, model, ids, method)
         keys = 6 * 12 * 16 * 2 * 64 * 4  # of the probes, of all layers
-        store._storage.residency.host.budget = 2 * keys
+        store._storage.residency.host._budget = 2 * keys
         for _ in range(4):
             ask(model, store, question(documents[0]), method)
         for ids in documents[1:]:
@@ -550,7 +550,7 @@ def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
                 ask(model, store, question(ids), method)  # its index is in memory from here on
             (block_group, *others) = (block_group for block_group in _block_groups(store) if not block_group.identifies)
             blocks = 3 * (1 + len(others))  # that a question attends to
-            store._storage.residency.host.budget = (blocks * 3 // 2) * block_group.block_bytes + 4096
+            store._storage.residency.host._budget = (blocks * 3 // 2) * block_group.block_bytes + 4096
             for _ in range(4):
                 ask(model, store, question(documents[0]), method)
             for ids in documents[1:]:

@@ -285,7 +285,7 @@ def test_what_memory_has_of_a_segment_goes_on_when_its_tokens_are_reordered(mode
         fill(store, model, ids, method)
         (old,) = store.segments()
         residency = store._storage.residency
-        residency.host.budget = 64 << 20
+        residency.host._budget = 64 << 20
         for number in range(3):
             ask(model, store, question(ids, seed=number % 2), method)
         groups = store._storage.disk.reader(old.id).shape.block_groups
