@@ -125,7 +125,7 @@ class TieredCache(StoredCache):
             if executor.conversation is not None:
                 stack.callback(executor.conversation.release)  # runs last
             stack.callback(self._start_over, executor.collector)
-            return put_away(executor, self.get_seq_length())
+            return put_away(executor, self)
 
     def __enter__(self) -> TieredCache:
         return self
