@@ -326,7 +326,8 @@ def conversation_answers_of(tmp_path, monkeypatch, *ways):
 
 
 def test_conversation_answers(tmp_path, monkeypatch):
-    ways = ("int8", "front 0.4", "Krul 0.5", "Krul 0.75 front 0.4 int8", "MiniCache 0.25", "random pairs 0.5")
+    ways = ("int8", "front 0.4", "Krul", "Krul, any distance")
+    ways += ("Krul 0.5", "Krul 0.75 front 0.4 int8", "MiniCache 0.25", "random pairs 0.5")
     document = conversation_answers_of(tmp_path, monkeypatch, *ways, "fixed pairs 0.5", "H2O 0.5")
     assert document["found"].keys() == {"questions", "books"}
     assert document["skipped"] == {"longbench": "no --data", "chat": "no --data"}
@@ -335,6 +336,9 @@ def test_conversation_answers(tmp_path, monkeypatch):
         assert mean["full"]["storage"] == 100 and mean["full"]["KL"] < 1e-3  # kernels may round otherwise
         assert mean["full, rounded otherwise"]["storage"] == 100 and mean["full, rounded otherwise"]["KL"] < 1e-2
         assert mean["int8"]["storage"] == 100 * (32 + 4) / (2 * 32)  # a factor for each vector of 32 numbers
+        for way in ("Krul", "Krul, any distance"):
+            assert mean[way]["KL"] <= 0.01 and mean[way]["pairs"] <= mean[way]["proposed pairs"]
+            assert mean[way]["storage"] <= mean["int8"]["storage"]
         assert mean["front 0.4"]["KL"] < 1e-3 < mean["H2O 0.5"]["KL"] and mean["H2O 0.5"]["storage"] == 50
         alone = 13 / 256  # 5 % of a pair's tokens stay unmerged; two merged vectors take 64 bytes and two factors
         assert mean["MiniCache 0.25"]["storage"] == pytest.approx(100 * (6 + 2 * alone + (1 - alone) * 72 / 64) / 8)
@@ -360,9 +364,10 @@ def test_conversations_of_people_come_back(tmp_path, monkeypatch):
     assert len(talks) == 2
     for talk in talks:
         ((prompt, answer),) = talk.asked
-        assert talk.ids.shape == (1, 256) and len(answer) == answers.ANSWER_TOKENS
+        assert talk.ids.shape == (1, 256) and len(answer) == arguments.answer == 48
         tokenizer = answers.AutoTokenizer.from_pretrained(arguments.model)
         assert tokenizer.decode(prompt).split()[-2:] == ["Why?", "Assistant:"]
+    assert [talk.opening for talk in answers.opened(20, arguments, 1, 9)] == [20, 20]
 
 
 def test_heads_agree(tmp_path, monkeypatch):
