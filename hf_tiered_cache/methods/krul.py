@@ -64,7 +64,7 @@ class Krul(PrefixMethod, ForConversation):
             `LayerDistances.relative`).
         quality: Maximum mean loss per token, as KL divergence from unmerged KV, in nats. At `suspend()`, the last 32
             tokens are replayed over the merged KV. The pairs share if they lose at most a quarter of this, else half of
-            them are tried, and so on. Below 128 tokens, or 32 observed rows in a turn, no new pair is proposed. After a
+            them are tried, and so on. Below 128 tokens, or 8 observed rows in a turn, no new pair is proposed. After a
             refusal, new pairs are proposed when the conversation has twice the length. None merges all pairs without
             a replay, as published.
         codec: See `Method`.

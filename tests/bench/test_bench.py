@@ -345,7 +345,7 @@ def test_conversation_answers(tmp_path, monkeypatch):
         assert mean["random pairs 0.5"]["pairs"] == mean["Krul 0.5"]["pairs"] > 0
         assert mean["Krul 0.75 front 0.4 int8"]["storage"] < 34 < mean["front 0.4"]["storage"]
     page = (tmp_path / "conversation-answers-xs-bfloat16.md").read_text()
-    assert "| H2O 0.5 | 0.0 | 50.0 % | 2.00 |" in page and "Not measured: no --data" in page
+    assert "| H2O 0.5 | 0.0 |  | 50.0 % | 2.00 |" in page and "Not measured: no --data" in page
 
 
 def test_conversations_of_people_come_back(tmp_path, monkeypatch):

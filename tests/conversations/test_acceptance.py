@@ -232,7 +232,7 @@ def test_a_short_first_turn_decides_nothing(store):
     model, ids, method = alike(build("llama")), prompt(400), Krul(**ANY)
     assert suspended(model, store, method, ids[:, :20]).merging == ""
     assert suspended(model, store, method, ids[:, :120]).merging == "" and not pairs_in(store)
-    assert suspended(model, store, method, ids[:, :200]).merging == ""  # long enough, but too few rows are observed
+    assert suspended(model, store, method, ids[:, :140]).merging == ""  # long enough, but too few rows are observed
     kept = suspended(model, store, method, ids)
     assert len(pairs_in(store)) == 2 and kept.merging.startswith("2 of 2 pairs")
 
