@@ -370,6 +370,18 @@ def test_conversations_of_people_come_back(tmp_path, monkeypatch):
     assert [talk.opening for talk in answers.opened(20, arguments, 1, 9)] == [20, 20]
 
 
+def test_pair_loss(tmp_path, monkeypatch):
+    import pair_loss
+
+    monkeypatch.setattr(sys, "argv", ["pair_loss.py", "--tokens", "256", "--count", "1", "--out", str(tmp_path)])
+    pair_loss.main()
+    pairs = json.loads((tmp_path / "pair-loss-xs.json").read_text())["pairs"]
+    assert len(pairs) == 7 + 6
+    near, far = (pairs[name] for name in ("4-5", "0-1"))
+    assert near["angle"][0] < 15 < 80 < far["angle"][0] and near["KL"][0] < 0.0025 < far["KL"][0]
+    assert "| 4-5 | " in (tmp_path / "pair-loss-xs.md").read_text()
+
+
 def test_heads_agree(tmp_path, monkeypatch):
     import heads_agree
 
