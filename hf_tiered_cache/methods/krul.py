@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_tiered_cache")
 
+_JOINED = 0.8
+"""Bytes of a joined segment, as a share of those of its parts, below which segments without shared layers are joined."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Krul(PrefixMethod, ForConversation):
@@ -125,7 +128,7 @@ class Krul(PrefixMethod, ForConversation):
         step = self.geometry.chunk_tokens
         stored_from = recompute_lengths(tokens_of(idle.readers), front, len(layout.layers), step=step)
         stored_from = np.maximum(stored_from, first_stored_tokens(idle.readers))
-        if not geometry.pairs and not stored_from.any():
+        if not geometry.pairs and not stored_from.any() and not wastes_space(idle.readers, geometry):
             return None
         first_tokens = stored_from.tolist()
         merge_options = self.retained, self.toward, idle.blocks_of, idle.admit
@@ -186,6 +189,15 @@ def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> flo
         sum(block_bytes[layer] for layer in group.layers) - group.block_bytes for group in groups if group.merged
     )
     return 1 - (1 - retained) * saved_bytes / sum(block_bytes.values())
+
+
+def wastes_space(readers: Sequence[SegmentReader], geometry: Geometry) -> bool:
+    """Return whether a chain of short segments, which are padded to whole blocks, should be joined into one.
+
+    Joining rewrites the whole chain, so this waits until the padding takes a fifth of the bytes.
+    """
+    joined = SegmentShape(readers[0].shape.layout, geometry, tokens_of(readers))
+    return joined.blocks_bytes < _JOINED * sum(reader.shape.blocks_bytes for reader in readers)
 
 
 def first_stored_tokens(readers: Sequence[SegmentReader]) -> np.ndarray:

@@ -412,3 +412,27 @@ def test_it_has_a_name():
     assert Krul.paper(0.75, recompute=0.4) == Krul(0.75, recompute=0.4, **published)
     assert method.provenance == "krul int8" and method.for_conversation("ab").provenance == "krul ab int8"
     assert Krul(codec="raw").coded("fp8").provenance == "krul"
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_segments_of_short_turns_are_joined_now_and_then(model, root, codec):
+    """The padding of short segments stays a fraction of the bytes, and not every turn rewrites all of them."""
+    method, ids, joined, turns = Krul(0.0, recompute=0.0, codec=codec), prompt(800), 0, range(32, 800, 32)
+    with KVStore(root, engine="posix") as store:
+        for stop in turns:
+            with TieredCache(model, store, conversation="alice", method=method) as cache:
+                said(model, cache, ids[:, :stop])
+            joined += len(store.segments()) == 1
+        kept = sum(storage_of(store).disk.reader(row.id).shape.blocks_bytes for row in store.segments())
+        found, stats = resumed_in(model, store, method, next_turn(ids[:, : turns[-1]]))
+        assert stats.tokens_restored == turns[-1]
+    layout = shapes(root)[0].layout
+    assert kept <= SegmentShape(layout, method.geometry, turns[-1]).blocks_bytes / 0.8
+    assert 2 <= joined <= len(turns) / 2
+    if codec == "raw":
+        torch.testing.assert_close(found, said(model, DynamicCache(), next_turn(ids[:, : turns[-1]])))
+
+
+def resumed_in(model, store, method, ids):
+    cache = TieredCache(model, store, conversation="alice", method=method, record=False)
+    return said(model, cache, ids), cache.stats
