@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hf_tiered_cache")
 
 _JOINED = 0.8
-"""Bytes of a joined segment, as a share of those of its parts, below which segments without shared layers are joined."""
+"""Bytes of a joined segment, as a share of those of its parts, below which segments are joined for their padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,8 @@ class Krul(PrefixMethod, ForConversation):
 
     kind: ClassVar[str] = "krul"
     """Beginning of the provenance."""
+    least_tokens: ClassVar[int] = LEAST_TOKENS
+    least_rows: ClassVar[int] = LEAST_ROWS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,7 +146,8 @@ class Krul(PrefixMethod, ForConversation):
         if self.quality is None:
             return self.pairs(idle, shared)
         decision, tokens, replay = idle.decision, tokens_of(idle.readers), idle.replay
-        has_evidence = tokens >= LEAST_TOKENS and idle.attention is not None and idle.attention.rows >= LEAST_ROWS
+        rows = 0 if idle.attention is None else idle.attention.rows
+        has_evidence = tokens >= self.least_tokens and rows >= self.least_rows
         proposed = self.pairs(idle, shared) if has_evidence and tokens >= 2 * decision.refused_tokens else shared
         if not proposed:
             return ()
