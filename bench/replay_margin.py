@@ -60,10 +60,10 @@ class Setting:
 def settings() -> dict[str, Setting]:
     """Return all settings by name."""
     found = {}
-    for alike, limit in ((0.3, 0.0025), (0.3, 0.01), (1.0, 0.01)):
-        method = Early(recompute=0.0, alike=alike, quality=MARGIN * limit)
-        for tokens in (48, 64, 96, 128, 192, 320, 480):
-            found[f"limit {limit}, alike {alike}, first turn of {tokens}"] = Setting(method, [tokens])
+    for alike, change, limit in ((0.3, 0.2, 0.0025), (1.0, 0.2, 0.0025), (1.0, 1.0, 0.0025), (1.0, 1.0, 0.01)):
+        method = Early(recompute=0.0, alike=alike, change=change, quality=MARGIN * limit)
+        for tokens in (48, 64, 128, 192, 320, 480):
+            found[f"limit {limit}, alike {alike}, change {change}, first turn of {tokens}"] = Setting(method, [tokens])
     method, none = Early(recompute=0.0), Krul(0.0, recompute=0.0)
     for tokens in (16, 32, 64, 128):
         found[f"320 tokens, last turn of {tokens}: {1 if tokens == 16 else tokens // 4} rows"] = Setting(

@@ -1,7 +1,7 @@
 """Ways to keep a conversation in less space: Krul, and what it is compared with in `conversation_answers.py`.
 
-`Krul` has the default settings: int8, and pairs that a replay accepts. `Krul, any distance` proposes pairs at any
-distance of their attention. `Krul SHARE` merges the pairs that attention proposes without a replay.
+`Krul` has the default settings: int8, and pairs that a replay accepts. `Krul, any distance` replays pairs at any
+distance of their attention and KV. `Krul SHARE` merges the pairs that attention proposes without a replay.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
         NOISE: Way("full", piece=61),
         "int8": Way("int8", Exact(recompute=0.0, codec="int8")),
         "Krul": Way("Krul, default", Krul(recompute=0.0)),
-        "Krul, any distance": Way("Krul, any distance", Krul(recompute=0.0, alike=1.0)),
+        "Krul, any distance": Way("Krul, any distance", Krul(recompute=0.0, alike=1.0, change=1.0)),
         "front 0.4": Way("front alone", Krul(0.0, recompute=0.4, codec=RAW)),
         "front 0.4 int8": Way("front alone, int8", Krul(0.0, recompute=0.4)),
     }

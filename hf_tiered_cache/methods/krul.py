@@ -14,6 +14,7 @@ from ..conversations.acceptance import (
     LEAST_ROWS,
     LEAST_TOKENS,
     MARGIN,
+    MOST_CHANGE,
     LayerTensors,
     Pairs,
     accepted_pairs,
@@ -70,6 +71,8 @@ class Krul(PrefixMethod, ForConversation):
             them are tried, and so on. Below 128 tokens, or 8 observed rows in a turn, no new pair is proposed. After a
             refusal, new pairs are proposed when the conversation has twice the length. None merges all pairs without
             a replay, as published.
+        change: Maximum relative distance by which a merge may move the keys and values of a pair, from 0 to 1, unless
+            `quality` is None. Pairs above it are not replayed.
         codec: See `Method`.
     """
 
@@ -81,6 +84,7 @@ class Krul(PrefixMethod, ForConversation):
     retained: float = 0.05
     alike: float = ALIKE
     quality: float | None = 0.01
+    change: float = MOST_CHANGE
     conversation: str = field(default="", repr=False)
     """Name of the conversation, see `for_conversation`."""
 
@@ -91,7 +95,7 @@ class Krul(PrefixMethod, ForConversation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("layers_shared", "toward", "retained", "alike"):
+        for name in ("layers_shared", "toward", "retained", "alike", "change"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be a float between 0 and 1, not {with_type(value)}")
@@ -155,15 +159,18 @@ class Krul(PrefixMethod, ForConversation):
         try:
             if replay is None:
                 raise ValueError("the cache does not hold its last tokens and the KV before them")
-            result = accepted_pairs(replay, proposed, merge, most)
+            result = accepted_pairs(replay, proposed, merge, most, self.change)
         except Exception as error:  # then nothing is merged, and the conversation is stored all the same
             decision.text = f"no layers share KV: the last tokens cannot be replayed: {error}"
             logger.warning("conversation %s: %s", self.conversation, decision.text)
             return ()
         decision.text = f"{len(result.pairs)} of {len(proposed)} pairs of layers share KV"
         decision.text += f", with a loss of {result.loss:.2g} nats per token" if result.pairs else ""
-        if len(result.pairs) < len(proposed):
+        if result.refused_loss:
             decision.text += f"; more would lose {result.refused_loss:.2g} nats, and the limit is {most:g}"
+        if result.refused_change:
+            decision.text += f"; the KV of others would move by {result.refused_change:.2g}, limit {self.change:g}"
+        if len(result.pairs) < len(proposed):
             decision.refused_tokens = tokens
         logger.info("conversation %s: %s", self.conversation, decision.text)
         return result.pairs

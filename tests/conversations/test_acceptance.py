@@ -28,7 +28,7 @@ from hf_tiered_cache.store.conversations import ConversationRecord, conversation
 XS = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 LIB = os.path.dirname(processes.__file__)
 TOKENS = 208
-ANY = {"gamma": 0.0, "alike": 1.0, "recompute": 0.0}
+ANY = {"gamma": 0.0, "alike": 1.0, "change": 1.0, "recompute": 0.0}
 """Proposes pairs of layers at any distance."""
 
 
@@ -168,10 +168,20 @@ ALL = range(8)
 )
 def test_pairs_that_change_most_are_dropped_first(harm, accepted, replays):
     replay = Harm(harm)
-    result = accepted_pairs(replay, PAIRS, moved, 0.1)
+    result = accepted_pairs(replay, PAIRS, moved, 0.1, 1.0)
     assert (result.pairs, replay.replays) == (accepted, replays)
     assert result.loss == pytest.approx(sum(harm.get(layer, 0.0) for pair in accepted for layer in pair))
     assert (result.refused_loss == 0) == (len(accepted) == len(PAIRS))
+
+
+def test_pairs_whose_kv_moves_far_are_not_replayed(store, monkeypatch):
+    replay = Harm({})
+    result = accepted_pairs(replay, PAIRS, moved, 0.1, 0.25)
+    assert (result.pairs, replay.replays) == (RANKED[:3], 1) and 0.4 < result.refused_change < 0.5
+    assert accepted_pairs(replay, PAIRS, moved, 0.1, 0.01).pairs == () and replay.replays == 1
+    losses = counting(monkeypatch)
+    kept = suspended(loud(build("llama")), store, Krul(**ANY | {"change": 0.2}), prompt(TOKENS))
+    assert not losses and kept.merging.startswith("0 of 2 pairs of layers share KV; the KV of others would move by 0.7")
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
@@ -252,7 +262,7 @@ def test_pairs_that_a_later_turn_contradicts_are_dissolved(store):
     model, ids = loud(build("llama")), prompt(400)
     suspended(model, store, Krul(quality=1e9, **ANY), ids[:, :200])
     assert len(pairs_in(store)) == 2
-    kept = suspended(model, store, Krul(quality=1e-6, recompute=0.0, alike=0.0), ids)
+    kept = suspended(model, store, Krul(quality=1e-6, change=1.0, recompute=0.0, alike=0.0), ids)
     assert kept.merging.startswith("0 of 2") and kept.tokens == 400
     newest = max(store.segments(), key=lambda row: row.position)
     assert not storage_of(store).disk.reader(newest.id).shape.geometry.pairs
