@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -380,6 +381,25 @@ def test_pair_loss(tmp_path, monkeypatch):
     near, far = (pairs[name] for name in ("4-5", "0-1"))
     assert near["angle"][0] < 15 < 80 < far["angle"][0] and near["KL"][0] < 0.0025 < far["KL"][0]
     assert "| 4-5 | " in (tmp_path / "pair-loss-xs.md").read_text()
+
+
+def test_replay_margin(tmp_path):
+    import replay_margin as margin
+
+    every = margin.settings()
+    assert all(setting.stops == sorted(set(setting.stops)) and setting.stops[-1] <= 480 for setting in every.values())
+    folder = BENCH.parent / "eval/reference/xs"
+    model = margin.load(folder, torch.float32, margin.CPU)
+    (talk,) = margin.questions(argparse.Namespace(model=folder, tokens=320), 1, 1)
+    figures = [
+        margin.figures_of(model, margin.Setting(method, [100, 208]), talk.ids, str(tmp_path / str(number)))
+        for number, method in enumerate((margin.Early(0.0, recompute=0.0), margin.Early(recompute=0.0, quality=1.0)))
+    ]
+    assert [bool(found["pairs"]) for found in figures] == [False, True]
+    assert figures[1]["bytes"] < figures[0]["bytes"] and figures[0]["KL"] < figures[1]["KL"] < 0.1
+    settings = {"a setting": {name: [found[name] for found in figures] for name in figures[0]}}
+    about = {"model": "xs", "count": 2, "machine": margin.machine(margin.CPU, tmp_path), "settings": settings}
+    assert "| a setting | 1 of 2 | " in margin.report(about)
 
 
 def test_heads_agree(tmp_path, monkeypatch):
