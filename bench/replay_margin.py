@@ -60,7 +60,7 @@ class Setting:
 def settings() -> dict[str, Setting]:
     """Return all settings by name."""
     found = {}
-    for alike, change, limit in ((0.3, 0.2, 0.0025), (1.0, 0.2, 0.0025), (1.0, 1.0, 0.0025), (1.0, 1.0, 0.01)):
+    for alike, change, limit in ((0.3, 0.12, 0.0025), (1.0, 0.12, 0.0025), (0.3, 1.0, 0.0025), (1.0, 1.0, 0.01)):
         method = Early(recompute=0.0, alike=alike, change=change, quality=MARGIN * limit)
         for tokens in (48, 64, 128, 192, 320, 480):
             found[f"limit {limit}, alike {alike}, change {change}, first turn of {tokens}"] = Setting(method, [tokens])

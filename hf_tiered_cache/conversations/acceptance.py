@@ -23,7 +23,7 @@ REPLAYED_TOKENS = 32
 LEAST_TOKENS, LEAST_ROWS = 128, 8
 """Number of tokens of a conversation, and of attention rows observed in its turn, before new pairs are selected
 (measured in `bench/replay_margin.py`)."""
-MOST_CHANGE = 0.2
+MOST_CHANGE = 0.12
 """Default of the maximum relative distance by which a merge moves keys and values. The last tokens need not show what a
 larger change does to later ones. Pairs of `xs` that merge well are below it, pairs of near layers of the pretrained
 models above 0.69 (`bench/pair_loss.py`)."""
