@@ -26,7 +26,7 @@ LEAST_TOKENS, LEAST_ROWS = 128, 8
 MOST_CHANGE = 0.12
 """Default of the maximum relative distance by which a merge moves keys and values. The last tokens need not show what a
 larger change does to later ones. Pairs of `xs` that merge well are below it, pairs of near layers of the pretrained
-models above 0.69 (`bench/pair_loss.py`)."""
+models above 0.64 (`bench/pair_loss.py`)."""
 MARGIN = 4
 """Factor by which the loss of a replay must be below the target, since the next turn may lose more."""
 
