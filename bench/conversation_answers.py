@@ -16,6 +16,9 @@ least. It runs on KV in memory.
 
 Conversations of the first half of the seeds are for choosing settings, and for the pairs that are fixed for the model.
 The others are reported.
+
+`--openings 5 100` repeats the chats with a first turn of so many tokens: the conversation is suspended after them, and
+again after all its tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import argparse
 import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -55,8 +59,6 @@ CPU = torch.device("cpu")
 REFERENCE = Path(__file__).resolve().parents[1] / "eval" / "reference"
 TURN_TOKENS = 128
 """Of running text, that stand for the new turn; of a chat, that its question has at most."""
-ANSWER_TOKENS = 48
-"""Of an answer in a chat, that are compared."""
 WITHIN = 0.99
 """Of full KV's score: what counts as no loss."""
 SCORES = {"questions": "answers", "books": "top 1", "longbench": "top 1", "chat": "top 1"}
@@ -64,17 +66,21 @@ SCORES = {"questions": "answers", "books": "top 1", "longbench": "top 1", "chat"
 LONGBENCH = ("gov_report", "multi_news", "qmsum", "hotpotqa", "narrativeqa", "qasper", "multifieldqa_en", "musique")
 _LETTERS = 8
 """Of LongBench's text for a token: more than it takes."""
-_FILE = "file bytes a token"
+_FILE, _PROPOSED = "file bytes a token", "proposed pairs"
 _MARKERS = "osD^vPX*<"
 _ARRAYS = ("euclidean", "relative", "initial_recent")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is kept, `[1, tokens]`, and what is asked behind it: prompts, and the tokens of their answers."""
+    """What is kept, `[1, tokens]`, and what is asked behind it: prompts, and the tokens of their answers.
+
+    It is suspended after the first `opening` tokens, if that is not 0, and at its end.
+    """
 
     ids: torch.Tensor
     asked: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    opening: int = 0
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
@@ -84,6 +90,13 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=20, help="number of conversations of each kind")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="data type of the model and its KV"
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(MAKERS), default=list(MAKERS), help="kinds of conversations to measure"
+    )
+    parser.add_argument("--answer", type=int, default=48, help="number of tokens of an answer in a chat to compare")
+    parser.add_argument(
+        "--openings", nargs="+", type=int, default=[], help="numbers of tokens of a first turn of the chats"
     )
     parser.add_argument("--data", type=Path, help="folder with data sets, including longbench and sharegpt")
     parser.add_argument(
@@ -147,16 +160,22 @@ def chat(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conve
     yield from islice((talk for talk in every if talk is not None), count)
 
 
+def opened(opening: int, arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
+    """The same, with a first turn of so many tokens."""
+    for talk in chat(arguments, seed, count):
+        yield replace(talk, opening=opening)
+
+
 def said_in(turns: list[dict[str, str]], tokenizer: Any, arguments: argparse.Namespace) -> Conversation | None:
     """The first turns that have so many tokens, and the question behind them; None where a chat is shorter."""
     ids, begin = list[int](), [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for asked, answered in zip(turns[::2], turns[1::2], strict=False):
         prompt = begin + tokenizer(f"User: {asked['value']}\nAssistant:", add_special_tokens=False)["input_ids"]
         answer = tokenizer(f" {answered['value'].strip()}\n", add_special_tokens=False)["input_ids"]
-        if len(ids) >= arguments.tokens and len(prompt) <= TURN_TOKENS and len(answer) >= ANSWER_TOKENS:
+        if len(ids) >= arguments.tokens and len(prompt) <= TURN_TOKENS and len(answer) >= arguments.answer:
             prompt = ids[arguments.tokens :][-TURN_TOKENS:] + prompt
             return Conversation(
-                torch.tensor([ids[: arguments.tokens]]), [(tuple(prompt), tuple(answer[:ANSWER_TOKENS]))]
+                torch.tensor([ids[: arguments.tokens]]), [(tuple(prompt), tuple(answer[: arguments.answer]))]
             )
         ids, begin = ids + prompt + answer, []
     return None
@@ -228,9 +247,11 @@ def suspended(
     model: PreTrainedModel, store: KVStore, method: Method, talk: Conversation, name: str
 ) -> tuple[Callable[[], Cache], dict[str, float]]:
     """Suspend a conversation. What makes the caches with which it comes back, and what it takes."""
-    cache = TieredCache(model, store, conversation=name, method=method)
-    model(input_ids=talk.ids, past_key_values=cache, logits_to_keep=1)
-    kept = cache.suspend()
+    for stop in (talk.opening, talk.ids.shape[1]):
+        cache = TieredCache(model, store, conversation=name, method=method)
+        if stop:
+            model(input_ids=talk.ids[:, :stop], past_key_values=cache, logits_to_keep=1)
+            kept = cache.suspend()
     assert kept.tokens == talk.ids.shape[1] and not kept.reason, kept
     (record,) = [each for each in store.conversations() if each.id == name]
     readers = [storage_of(store).disk.reader(segment) for segment in record.segments]
@@ -240,6 +261,7 @@ def suspended(
         "storage": 100 * sum(map(payload_bytes, shapes)) / full,
         _FILE: kept.bytes / kept.tokens,
         "pairs": len(shapes[0].geometry.pairs),
+        _PROPOSED: float(kept.merging.partition(" pairs")[0].partition(" of ")[2] or 0),
     }
 
     def returns() -> Cache:
@@ -269,9 +291,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     eager = load(arguments.model, dtype, CPU)
     eager.set_attn_implementation("eager")  # the one that gives weights
     lacking = skipped(arguments)
-    kinds = {kind: make for kind, make in MAKERS.items() if kind not in lacking}
+    kinds = {kind: make for kind, make in MAKERS.items() if kind not in lacking and kind in arguments.kinds}
+    if "chat" in kinds:
+        kinds |= {f"chat, opening of {opening}": partial(opened, opening) for opening in arguments.openings}
     with KVStore(folder / "watched") as store:
-        others = [talk for make in kinds.values() for talk in make(arguments, 0, arguments.count)]
+        measured = {kind: kinds[kind] for kind in kinds if kind in MAKERS}
+        others = [talk for make in measured.values() for talk in make(arguments, 0, arguments.count)]
         seen = watched(model, store, others)
     mean, gamma = mean_distances(seen), calibrated_gamma(one.initial_recent for one in seen)
     every = ways(lambda shared: share_layers(mean, gamma, shared).pairs)
@@ -310,7 +335,7 @@ def ask_all(
     """Keep a conversation in every way, and note what is answered."""
     context = computed(model, talk.ids)
     expected = [logits_of(model, copy.deepcopy(context), talk.ids, *asked) for asked in talk.asked]
-    masses = attended(eager, talk.ids)
+    masses = attended(eager, talk.ids) if any(way.method is None and not way.piece for way in every.values()) else []
     for label, way in every.items():
         if way.method is not None:
             returns, figures = suspended(model, stores[label], way.method, talk, name)
@@ -347,12 +372,13 @@ def report(document: dict[str, Any]) -> str:
         f"{machine_text(about)} {document['dtype']}, "
         f"up to {document['count']} conversations of each kind. *Storage*: bytes of keys and values relative to full "
         "KV. *File*: the same for files, which include padding and token tables. A *front* (recomputed prefix) is not "
-        "stored, but recomputed on resume, which takes additional time. *KL*: nats per token. In brackets: 95 % "
-        "bootstrap intervals. *Rounded otherwise*: full KV, computed in pieces of 7 tokens; its loss is noise.\n",
+        "stored, but recomputed on resume, which takes additional time. *Replayed*: pairs that were proposed to a "
+        "replay in the last turn. *KL*: nats per token. In brackets: 95 % "
+        "bootstrap intervals. *Rounded otherwise*: full KV, computed in pieces of 61 tokens; its loss is noise.\n",
         alike_text(alike),
     ]
     for kind, found in document["found"].items():
-        parts.append(f"\n## {kind}\n\n" + kind_text(found, SCORES[kind]))
+        parts.append(f"\n## {kind}\n\n" + kind_text(found, SCORES.get(kind, "top 1")))
     parts += [f"\n## {kind}\n\nNot measured: {why}.\n" for kind, why in document["skipped"].items()]
     return "".join(parts)
 
@@ -390,11 +416,13 @@ def kind_text(found: dict[str, Any], score: str) -> str:
         file = f"{100 * np.mean(of[_FILE]) / np.mean(found['full'][_FILE]):.0f} %" if _FILE in of else "in memory"
         asked = [f"{np.mean(of[score]):.1f} ({low:.1f} to {high:.1f})"]
         asked += [f"{np.mean(of['top 1']):.1f}"] * (score != "top 1")
-        figures = [f"{np.mean(of['pairs']):.1f}", f"{storage:.1f} %", f"{100 / storage:.2f}", file]
+        proposed = f"{np.mean(of[_PROPOSED]):.1f}" if any(of.get(_PROPOSED, [])) else ""
+        figures = [f"{np.mean(of['pairs']):.1f}", proposed, f"{storage:.1f} %", f"{100 / storage:.2f}", file]
         rows.append([name, *figures, *asked, f"{max(0.0, np.mean(of['KL'])):.4f}"])
     heads = [
         "variant",
         "pairs",
+        "replayed",
         "storage",
         "saving, ×",
         "file",
@@ -423,7 +451,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     systems = list(dict.fromkeys(way.system for way in every.values()))
     colors = plt.get_cmap("tab20")
     for column, (kind, found) in enumerate(kinds.items()):
-        for panel, figure_of in zip(axes[:, column], (SCORES[kind], "KL"), strict=True):
+        for panel, figure_of in zip(axes[:, column], (SCORES.get(kind, "top 1"), "KL"), strict=True):
             for number, system in enumerate(systems):
                 names = [name for name in found if every[name].system == system]
                 points = sorted((np.mean(found[name]["storage"]), np.mean(found[name][figure_of])) for name in names)
@@ -437,7 +465,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
             panel.set(
                 xlabel="storage, % of full KV", ylabel="KL, nats per token" if figure_of == "KL" else f"{figure_of}, %"
             )
-        axes[0, column].axhline(WITHIN * np.mean(found["full"][SCORES[kind]]), color="gray", linestyle=":", linewidth=1)
+        axes[0, column].axhline(
+            WITHIN * np.mean(found["full"][SCORES.get(kind, "top 1")]), color="gray", linestyle=":", linewidth=1
+        )
         axes[0, column].set_title(kind)
         axes[1, column].set_yscale("symlog", linthresh=1e-4)
         most = max(np.mean(of["KL"]) for of in found.values())

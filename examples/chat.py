@@ -13,9 +13,8 @@ The model is SmolLM2-135M-Instruct, or any other one that --model names. If it c
 reference model takes its place: it needs no network, and answers one kind of question about a made document
 (`--model eval/reference/xs`).
 
-`--method` says how a conversation is stored. `krul`, the default, merges layers if their attention is very similar,
-which is approximate; `exact` does not. With `--calibrate`, KV that is faster to compute than to load is computed on
-return.
+`--method` says how a conversation is stored. `krul`, the default, stores eight bits per number, which is approximate;
+`exact` keeps every bit. With `--calibrate`, KV that is faster to compute than to load is computed on return.
 
     /idle   suspends the conversation, as the end does: memory is released, and the next turn restores the KV
     /undo   removes the last turn; the KV of the turns before it is restored all the same

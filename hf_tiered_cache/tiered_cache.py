@@ -138,7 +138,7 @@ class TieredCache(StoredCache):
             stack.callback(self._start_over, executor.collector)
             started = time.perf_counter()
             self._compute_exactly()
-            suspended = put_away(executor, self.get_seq_length())
+            suspended = put_away(executor, self)
             return replace(suspended, seconds=time.perf_counter() - started)
 
     def _compute_exactly(self) -> None:

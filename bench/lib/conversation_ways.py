@@ -1,10 +1,14 @@
-"""Ways to keep a conversation in less space: Krul, and what it is compared with in `conversation_answers.py`."""
+"""Ways to keep a conversation in less space: Krul, and what it is compared with in `conversation_answers.py`.
+
+`Krul` has the default settings: int8, and pairs that a replay accepts. `Krul, any distance` replays pairs at any
+distance of their attention and KV. `Krul SHARE` merges the pairs that attention proposes without a replay.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from eval.baselines import MiniCache
 from hf_tiered_cache.conversations.sharing import I_R_SHARE, LayerDistances, calibrated_gamma
 from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method
+from hf_tiered_cache.store.codecs import RAW
 from hf_tiered_cache.store.codecs.pairs import TOWARD
 
 NOISE = "full, rounded otherwise"
@@ -21,6 +26,10 @@ _H2O_ROWS = 128
 """Queries whose attention is summed at once."""
 
 Pairs = tuple[tuple[int, int], ...]
+
+
+UNCHECKED: dict[str, Any] = {"quality": None, "codec": RAW}
+"""Settings of `Krul` without a replay, in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,25 +104,31 @@ def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
     """
     found = {
         "full": Way("full", Exact(recompute=0.0)),
-        NOISE: Way("full", piece=7),
+        NOISE: Way("full", piece=61),
         "int8": Way("int8", Exact(recompute=0.0, codec="int8")),
-        "front 0.4": Way("front alone", Krul(0.0, recompute=0.4)),
-        "front 0.4 int8": Way("front alone, int8", Krul(0.0, recompute=0.4, codec="int8")),
+        "Krul": Way("Krul, default", Krul(recompute=0.0)),
+        "Krul, any distance": Way("Krul, any distance", Krul(recompute=0.0, alike=1.0, change=1.0)),
+        "front 0.4": Way("front alone", Krul(0.0, recompute=0.4, codec=RAW)),
+        "front 0.4 int8": Way("front alone, int8", Krul(0.0, recompute=0.4)),
     }
     for front in (0.0, 0.4):
         for shared in (0.25, 0.5, 0.75):
             system = "Krul, front 0.4" if front else "Krul"
-            found[f"Krul {shared}" + f" front {front}" * bool(front)] = Way(system, Krul(shared, recompute=front))
+            found[f"Krul {shared}" + f" front {front}" * bool(front)] = Way(
+                system, Krul(shared, recompute=front, **UNCHECKED)
+            )
     for shared in (0.25, 0.5, 0.75):
         found[f"published {shared}"] = Way("Krul as published", Krul.paper(shared, recompute=0.0))
-    found["Krul 0.5 toward 0.6"] = Way("Krul, toward 0.6", Krul(0.5, recompute=0.0, toward=TOWARD))
-    found["Krul 0.75 front 0.4 int8"] = Way("Krul, front 0.4, int8", Krul(0.75, recompute=0.4, codec="int8"))
+    found["Krul 0.5 toward 0.6"] = Way("Krul, toward 0.6", Krul(0.5, recompute=0.0, toward=TOWARD, **UNCHECKED))
+    found["Krul 0.75 front 0.4 int8"] = Way("Krul, front 0.4, int8", Krul(0.75, recompute=0.4, quality=None))
     for shared in (0.25, 0.5):
         found[f"MiniCache {shared}"] = Way("MiniCache", MiniCache(shared))
     for shared in (0.25, 0.5, 0.75):
-        found[f"random pairs {shared}"] = Way("random pairs", RandomPairs(shared, recompute=0.0))
+        found[f"random pairs {shared}"] = Way("random pairs", RandomPairs(shared, recompute=0.0, **UNCHECKED))
     for shared in (0.25, 0.5, 0.75):
-        found[f"fixed pairs {shared}"] = Way("fixed pairs", FixedPairs(shared, recompute=0.0, fixed=fixed(shared)))
+        found[f"fixed pairs {shared}"] = Way(
+            "fixed pairs", FixedPairs(shared, recompute=0.0, fixed=fixed(shared), **UNCHECKED)
+        )
     return found | {f"H2O {share}": Way("H2O", share=share) for share in (0.75, 0.5, 0.42, 0.25)}
 
 

@@ -13,6 +13,7 @@ from hf_tiered_cache.restore.observe import CacheObserver, Later
 from hf_tiered_cache.restore.plan import PlanContext
 from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector, budgeted_tokens
 from hf_tiered_cache.selection.selectors import head_mass, top_of_each
+from hf_tiered_cache.store.codecs import RAW
 from hf_tiered_cache.store.codecs.pairs import TOWARD
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.memory import to_host
@@ -102,6 +103,8 @@ class MiniCache(Krul):
 
     recompute: float | Literal["auto"] = 0.0
     toward: float = TOWARD
+    quality: float | None = None
+    codec: str | None = RAW
 
     kind: ClassVar[str] = "minicache"
 

@@ -7,7 +7,7 @@ length, and ratios and costs are interpolated between measured lengths.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,15 @@ class PrefixCosts:
         if tier in self.load:
             return self.load[tier]
         return self.restore.get(tier, 0.0) - (self.placing(tier) if tier != TIERS[-1] else 0.0)
+
+    def with_bytes(self, share: float) -> PrefixCosts:
+        """Return the costs for KV that takes `share` of the bytes on disk."""
+        disk = TIERS[-1]
+        if disk not in self.restore:
+            return self
+        load = self.loading(disk)
+        restore = self.restore[disk] - (1 - share) * load
+        return replace(self, restore=self.restore | {disk: restore}, load=self.load | {disk: share * load})
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, JSON-ready."""

@@ -92,13 +92,17 @@ class Conversation:
         is_stored = any(self._storage.disk.index.row(segment) is not None for segment in record.segments)
         return reasons.OTHER_HISTORY if is_stored else reasons.EVICTED
 
-    def keep(self, sequence: SequenceState, rows: list[SegmentRow], tokens: int) -> str:
+    def keep(
+        self, sequence: SequenceState, rows: list[SegmentRow], tokens: int, merging: str = "", refused_tokens: int = 0
+    ) -> str:
         """Save the conversation's record. Without stored tokens or new prompts, the record is left unchanged.
 
         Args:
             sequence: state of the cache's tokens.
             rows: segments that hold the tokens, in order.
             tokens: number of tokens stored.
+            merging: see `ConversationRecord`.
+            refused_tokens: see `ConversationRecord`.
 
         Returns:
             Reason why the record was not saved, or "".
@@ -122,6 +126,8 @@ class Conversation:
             suspended=now,
             nbytes=sum(row.nbytes for row in rows),
             model=sequence.identity.facts,
+            merging=merging,
+            refused_tokens=refused_tokens,
         )
         try:
             self._write(record)

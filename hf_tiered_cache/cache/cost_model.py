@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,9 @@ from ..tiers.residency import Residency
 from .calibrations import PrefixCosts, prefix_costs
 from .sequence import SequenceState
 from .suitability import can_recompute_prefix
+
+_DIM = 64
+"""Size of a head, for estimates of a codec's bytes."""
 
 
 def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tuple[Plan | None, str]:
@@ -57,9 +61,17 @@ def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment)
 
 
 def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> PrefixCosts | None:
-    """Return the measured costs for `tokens` tokens of exact KV in the method's codec, or None."""
-    stored_as = coded_provenance(EXACT, sequence.method.geometry.codec)
-    return prefix_costs(sequence.store, sequence.identity.fingerprint, attachment.model.device, stored_as, tokens)
+    """Return the costs for `tokens` tokens of exact KV in the method's codec, or None if nothing was measured.
+
+    Without a measurement with this codec, the disk's costs are those of raw KV, scaled by the bytes.
+    """
+    codec, model = sequence.method.geometry.codec, attachment.model
+    of_codec = partial(prefix_costs, sequence.store, sequence.identity.fingerprint, model.device, tokens=tokens)
+    costs = of_codec(coded_provenance(EXACT, codec))
+    if costs is None and (costs := of_codec(EXACT)) is not None:
+        coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
+        costs = costs.with_bytes(coded_bytes / (model.dtype.itemsize * _DIM))
+    return costs
 
 
 def _may_recompute_prefix(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from transformers import Cache
 
 from .. import reasons
 from ..conversations.distances import AttentionDistances
 from ..errors import StoreClosedError, StoreError, TieredCacheError
-from ..methods import ForConversation, IdleConversation, PrefixMethod
+from ..layers import LayeredCache
+from ..methods import ForConversation, IdleConversation, MergeDecision, PrefixMethod
+from ..patches.attach import cache_argument
 from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from .calibrations import note_initial_recent
 from .cost_model import costs_of, idle_recompute_ratio
 from .executor import Executor
+from .replay import CacheReplay
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
@@ -33,6 +38,7 @@ class Suspended:
         bytes: size on disk of the segments with the stored tokens.
         seconds: duration of the call.
         reason: what could not be stored, and why, or "".
+        merging: decision about layers that share KV, with its reason (`Krul`), or "".
     """
 
     tokens: int
@@ -40,19 +46,21 @@ class Suspended:
     bytes: int
     seconds: float
     reason: str = ""
+    merging: str = ""
 
 
-def put_away(executor: Executor, num_positions: int) -> Suspended:
+def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
     Args:
         executor: executor of the cache.
-        num_positions: number of positions that the cache holds.
+        cache: the cache, which still holds its KV.
 
     Raises:
         StoreClosedError: the store was closed.
     """
     started, storage, conversation = time.perf_counter(), executor.store, executor.conversation
+    num_positions, decision = cache.get_seq_length(), MergeDecision()
     storage.check_open()
     sequence = executor.sequence or executor.ended
     if sequence is None:
@@ -72,16 +80,20 @@ def put_away(executor: Executor, num_positions: int) -> Suspended:
         if rows and executor.options.record:
             readers, method = _readers(storage, rows), sequence.method
             if isinstance(method, ForConversation):
-                compacted = method.compact(_idle(executor, sequence, readers, tokens))
+                record = None if conversation is None else conversation.record
+                if record is not None and record.fingerprint == sequence.identity.fingerprint:
+                    decision.refused_tokens = record.refused_tokens
+                idle = _idle(executor, sequence, readers, tokens)
+                compacted = method.compact(replace(idle, replay=_replay(executor, cache), decision=decision))
     except (TieredCacheError, OSError, ValueError) as error:
-        reason = reason or f"the conversation could not be rewritten: {error}"
+        reason, decision.text = reason or f"the conversation could not be rewritten: {error}", ""
     if compacted is not None and (row := storage.disk.index.row(compacted)) is not None:
         rows = [row]
     unstored = max(0, num_positions - sequence.history.pads[0] - tokens)
     if unstored >= HASH_TOKENS:
         reason = reason or _why_left(executor, sequence)
     if conversation is not None and executor.options.record:
-        reason = conversation.keep(sequence, rows, tokens) or reason
+        reason = conversation.keep(sequence, rows, tokens, decision.text, decision.refused_tokens) or reason
         if compacted is not None and conversation.record is not None and compacted in conversation.record.segments:
             try:  # delete old segments only after the record names the new one
                 storage.disk.remove(replaced)
@@ -90,7 +102,8 @@ def put_away(executor: Executor, num_positions: int) -> Suspended:
     storage.note_uses()
     if reason and not reasons.is_expected(reason):
         storage.disk.warn(reason, reason)
-    return Suspended(tokens, unstored, sum(row.nbytes for row in rows), time.perf_counter() - started, reason)
+    nbytes, seconds = sum(row.nbytes for row in rows), time.perf_counter() - started
+    return Suspended(tokens, unstored, nbytes, seconds, reason, decision.text)
 
 
 def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:
@@ -121,6 +134,24 @@ def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentRead
 
     admit = storage.residency.admit
     return IdleConversation(storage.disk, readers, storage.blocks_of, admit, front, attention, noted)
+
+
+def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:
+    """Return a replay of the cache's last tokens, or None if that is not possible."""
+    sequence, attachment = executor.sequence, executor.attachment
+    if sequence is None or sequence.approximate or any(sequence.history.pads):
+        return None
+
+    def run(ids: torch.Tensor, replayed: Cache) -> torch.Tensor:
+        arguments = {"input_ids": ids.to(attachment.device_of(0)), cache_argument(attachment.signature): replayed}
+        with attachment.running_eagerly():
+            logits: torch.Tensor = attachment.model(**arguments, use_cache=True, return_dict=True).logits
+        return logits
+
+    try:
+        return CacheReplay(run, cache.layers, torch.from_numpy(sequence.history.ids()[:1]))
+    except ValueError:
+        return None
 
 
 def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow], int]:

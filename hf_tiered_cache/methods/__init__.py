@@ -15,7 +15,7 @@ from .budget import BudgetMethod
 from .cache_blend import CacheBlend, Epic
 from .cache_tune import CacheTune
 from .contiguous_kv import ContiguousKV
-from .conversation import ForConversation, IdleConversation
+from .conversation import ForConversation, IdleConversation, MergeDecision
 from .exact import Exact
 from .impress import Impress
 from .krul import Krul
@@ -80,6 +80,7 @@ __all__ = [
     "Impress",
     "KVDrive",
     "Krul",
+    "MergeDecision",
     "Method",
     "Passages",
     "PrefixMethod",
@@ -154,6 +155,8 @@ def describe_method(method: Method) -> str:
 def _parse_value(text: str, option: Field[Any]) -> Any:
     kind: Callable[[str], Any] = type(option.default)
     annotation = str(option.type)
+    if text == "None" and "None" in annotation:
+        return None
     first = annotation.partition(" ")[0]
     if option.default is None or first in ("float", "bool"):  # such as "float | None"
         kind = {"float": float, "int": int, "bool": bool, "str": str}[first]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +14,25 @@ from ..restore.observe import CacheObserver, Later
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from ..conversations.acceptance import Replay
     from ..conversations.sharing import LayerDistances
     from ..store.disk import SegmentStore
     from ..store.relayout import Admit, BlocksOf
     from ..store.segment import SegmentReader
+
+
+@dataclass(eq=False)
+class MergeDecision:
+    """Decision about the layers of a conversation that share KV.
+
+    Args:
+        text: Decision and its reason; "" if there was nothing to decide.
+        refused_tokens: Number of tokens at which a replay last refused pairs, in this turn or an earlier one; 0 if none
+            did.
+    """
+
+    text: str = ""
+    refused_tokens: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +48,8 @@ class IdleConversation:
             size of the stored KV, as a share of the unmerged size.
         attention: Distances between the layers' attention; None if it was not observed.
         initial_recent: `LayerDistances.initial_recent` of conversations of this model, including this one.
+        replay: Replay of the last tokens over changed KV; None if they cannot be replayed.
+        decision: Takes the decision about shared layers.
     """
 
     disk: SegmentStore
@@ -42,6 +59,8 @@ class IdleConversation:
     front: Callable[[float], float]
     attention: LayerDistances | None = None
     initial_recent: Sequence[np.ndarray] = ()
+    replay: Replay | None = None
+    decision: MergeDecision = field(default_factory=MergeDecision)
 
 
 class ForConversation(ABC):

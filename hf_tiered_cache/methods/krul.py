@@ -5,17 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from ..conversations.acceptance import (
+    LEAST_ROWS,
+    LEAST_TOKENS,
+    MARGIN,
+    MOST_CHANGE,
+    LayerTensors,
+    Pairs,
+    accepted_pairs,
+)
 from ..conversations.distances import AttentionDistances
 from ..conversations.sharing import ALIKE, I_R_SHARE, calibrated_gamma, share_layers
 from ..errors import ConfigError, with_type
 from ..restore.observe import CacheObserver, Later
 from ..restore.schedule import recompute_lengths
-from ..store.codecs import coded_provenance
-from ..store.codecs.pairs import TOWARD
+from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
+from ..store.codecs.pairs import TOWARD, merge_layers
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.relayout import merge_segments, tokens_of
 from ..store.segment import SegmentReader
@@ -29,16 +39,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_tiered_cache")
 
+_JOINED = 0.8
+"""Bytes of a joined segment, as a share of those of its parts, below which segments are joined for their padding."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Krul(PrefixMethod, ForConversation):
     """Krul: a suspended conversation is stored with KV shared between similar layers, and without its first tokens.
 
-    Pairs of layers that share their KV are selected for each conversation, by the attention observed in it (Section 4).
-    A pair remains for the rest of the conversation. The first tokens, more of them in early layers than in late ones,
-    are recomputed when the conversation is restored, while the rest is loaded (Section 6). Without
-    `TieredCache(conversation=)` nothing is suspended, and KV is stored as it is. `Krul.paper()` has the paper's
-    settings.
+    KV is stored in eight bits. Pairs of layers that share their KV are proposed for each conversation, by the attention
+    observed in it (Section 4). They share only if a replay of the last tokens shows that this is harmless. The first
+    tokens, more of them in early layers than in late ones, are recomputed when the conversation is restored, while the
+    rest is loaded (Section 6). Without `TieredCache(conversation=)` nothing is suspended, and nothing is merged.
+    `Krul.paper()` has the paper's settings.
 
     Args:
         layers_shared: Share of the full-attention layers to pair, in [0, 1]. Fewer are paired if fewer are similar.
@@ -53,26 +66,41 @@ class Krul(PrefixMethod, ForConversation):
         retained: Share of the tokens that a pair keeps unmerged: those that differ most between its layers (MiniCache).
         alike: Maximum distance between the attention of two layers that share, from 0 to 1 (ours:
             `LayerDistances.relative`).
+        quality: Maximum mean loss per token, as KL divergence from unmerged KV, in nats. At `suspend()`, the last 32
+            tokens are replayed over the merged KV. The pairs share if they lose at most a quarter of this, else half of
+            them are tried, and so on. Below 128 tokens, or 8 observed rows in a turn, no new pair is proposed. After a
+            refusal, new pairs are proposed when the conversation has twice the length. None merges all pairs without
+            a replay, as published.
+        change: Maximum relative distance by which a merge may move the keys and values of a pair, from 0 to 1, unless
+            `quality` is None. Pairs above it are not replayed.
+        codec: See `Method`.
     """
 
     geometry: Geometry = field(default=Geometry(64, 1))
+    codec: str | None = "int8"
     layers_shared: float = field(default=0.5, kw_only=False)
     gamma: float | Literal["auto"] = "auto"
     toward: float = 0.4
     retained: float = 0.05
     alike: float = ALIKE
+    quality: float | None = 0.01
+    change: float = MOST_CHANGE
     conversation: str = field(default="", repr=False)
     """Name of the conversation, see `for_conversation`."""
 
     kind: ClassVar[str] = "krul"
     """Beginning of the provenance."""
+    least_tokens: ClassVar[int] = LEAST_TOKENS
+    least_rows: ClassVar[int] = LEAST_ROWS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("layers_shared", "toward", "retained", "alike"):
+        for name in ("layers_shared", "toward", "retained", "alike", "change"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be a float between 0 and 1, not {with_type(value)}")
+        if self.quality is not None and (not is_number(self.quality) or not self.quality >= 0):
+            raise ConfigError(f"quality must be a loss in nats, at least 0, or None, not {with_type(self.quality)}")
         if self.gamma != "auto" and (not is_number(self.gamma) or not 0 <= self.gamma <= 1):
             raise ConfigError(
                 f'gamma must be a share of attention, a float between 0 and 1, or "auto", not {with_type(self.gamma)}'
@@ -80,8 +108,8 @@ class Krul(PrefixMethod, ForConversation):
 
     @classmethod
     def paper(cls, layers_shared: float = 0.5, **settings: Any) -> Krul:
-        """Return the paper's settings: the nearest layers share, at any distance, with MiniCache's directions."""
-        published: dict[str, Any] = {"toward": TOWARD, "alike": 1.0}
+        """Return the paper's settings: the nearest layers share, whatever that loses, with MiniCache's directions."""
+        published: dict[str, Any] = {"toward": TOWARD, "alike": 1.0, "quality": None, "codec": RAW}
         return cls(layers_shared, **(published | settings))
 
     @property
@@ -101,19 +129,58 @@ class Krul(PrefixMethod, ForConversation):
         if not self.conversation:
             return None
         layout = idle.readers[0].shape.layout
-        geometry = replace(self.geometry, pairs=self.pairs(idle, idle.readers[0].shape.geometry.pairs))
+        geometry = replace(self.geometry, pairs=self.accepted(idle, idle.readers[0].shape.geometry.pairs))
         front = idle.front(share_of_bytes(layout, geometry, self.retained))
         step = self.geometry.chunk_tokens
         stored_from = recompute_lengths(tokens_of(idle.readers), front, len(layout.layers), step=step)
         stored_from = np.maximum(stored_from, first_stored_tokens(idle.readers))
-        if not geometry.pairs and not stored_from.any():
+        if not geometry.pairs and not stored_from.any() and not wastes_space(idle.readers, geometry):
             return None
         first_tokens = stored_from.tolist()
         merge_options = self.retained, self.toward, idle.blocks_of, idle.admit
         return merge_segments(idle.disk, idle.readers, geometry, first_tokens, *merge_options)
 
-    def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """Return the layers that share from now on: the existing pairs, and those with the most similar attention."""
+    def accepted(self, idle: IdleConversation, shared: Pairs) -> Pairs:
+        """Return the pairs that share from now on: those of `pairs`, or those of them that lose little enough.
+
+        Args:
+            idle: Conversation.
+            shared: Pairs that share already.
+        """
+        if self.quality is None:
+            return self.pairs(idle, shared)
+        decision, tokens, replay = idle.decision, tokens_of(idle.readers), idle.replay
+        rows = 0 if idle.attention is None else idle.attention.rows
+        has_evidence = tokens >= self.least_tokens and rows >= self.least_rows
+        proposed = self.pairs(idle, shared) if has_evidence and tokens >= 2 * decision.refused_tokens else shared
+        if not proposed:
+            return ()
+        most, merge = self.quality / MARGIN, partial(self._merge, merged_codec(self.geometry.codec))
+        try:
+            if replay is None:
+                raise ValueError("the cache does not hold its last tokens and the KV before them")
+            result = accepted_pairs(replay, proposed, merge, most, self.change)
+        except Exception as error:  # then nothing is merged, and the conversation is stored all the same
+            decision.text = f"no layers share KV: the last tokens cannot be replayed: {error}"
+            logger.warning("conversation %s: %s", self.conversation, decision.text)
+            return ()
+        decision.text = f"{len(result.pairs)} of {len(proposed)} pairs of layers share KV"
+        decision.text += f", with a loss of {result.loss:.2g} nats per token" if result.pairs else ""
+        if result.refused_loss:
+            decision.text += f"; more would lose {result.refused_loss:.2g} nats, and the limit is {most:g}"
+        if result.refused_change:
+            decision.text += f"; the KV of others would move by {result.refused_change:.2g}, limit {self.change:g}"
+        if len(result.pairs) < len(proposed):
+            decision.refused_tokens = tokens
+        logger.info("conversation %s: %s", self.conversation, decision.text)
+        return result.pairs
+
+    def _merge(self, codec: Codec, first: LayerTensors, second: LayerTensors) -> tuple[LayerTensors, LayerTensors]:
+        """Return the keys and values of two layers after their merge."""
+        return merge_layers(first, second, codec, self.toward, self.retained)
+
+    def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
+        """Return the pairs that are proposed: those that share already, and those with the most similar attention."""
         attention = idle.attention
         if not self.layers_shared or attention is None or attention.missing:
             return shared
@@ -132,6 +199,15 @@ def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> flo
         sum(block_bytes[layer] for layer in group.layers) - group.block_bytes for group in groups if group.merged
     )
     return 1 - (1 - retained) * saved_bytes / sum(block_bytes.values())
+
+
+def wastes_space(readers: Sequence[SegmentReader], geometry: Geometry) -> bool:
+    """Return whether a chain of short segments, which are padded to whole blocks, should be joined into one.
+
+    Joining rewrites the whole chain, so this waits until the padding takes a fifth of the bytes.
+    """
+    joined = SegmentShape(readers[0].shape.layout, geometry, tokens_of(readers))
+    return joined.blocks_bytes < _JOINED * sum(reader.shape.blocks_bytes for reader in readers)
 
 
 def first_stored_tokens(readers: Sequence[SegmentReader]) -> np.ndarray:

@@ -67,6 +67,10 @@ class ConversationRecord(Record):
     """Bytes of its segments on disk at that time."""
     model: Mapping[str, str] = field(default_factory=dict)
     """Human-readable description of the model."""
+    merging: str = ""
+    """Decision about layers that share KV, with its reason, at the last suspension; "" if there was none."""
+    refused_tokens: int = 0
+    """Number of tokens at which a replay last refused pairs of layers; 0 if none did."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class ConversationInfo:
     in_use_by: int | None
     """Id of the process that continues it; 0 if unknown, None if there is none."""
     in_use_since: float | None
+    merging: str = ""
+    """Decision about layers that share KV, with its reason, when it was last suspended."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as a JSON-serializable dict."""
@@ -242,6 +248,7 @@ def _describe(
         used=used,
         in_use_by=None if holder is None else holder.pid or 0,
         in_use_since=None if holder is None else holder.since,
+        merging=record.merging,
     )
 
 

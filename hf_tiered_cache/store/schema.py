@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from ..errors import FormatError
@@ -79,6 +79,8 @@ def checked(schema: type[_T], facts: dict[str, Any]) -> _T:
         facts: decoded JSON object. Its other keys are ignored.
 
     Raises:
-        FormatError: a value has another type, or is out of bounds. KeyError: a field is missing.
+        FormatError: a value has another type, or is out of bounds. KeyError: a field without a default value is
+            missing.
     """
-    return schema(**{field.name: _CHECKS[str(field.type)](facts[field.name]) for field in fields(schema)})  # type: ignore[arg-type]
+    stored = [field for field in fields(schema) if field.name in facts or field.default is MISSING]  # type: ignore[arg-type]
+    return schema(**{field.name: _CHECKS[str(field.type)](facts[field.name]) for field in stored})

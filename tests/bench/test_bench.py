@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -326,7 +327,8 @@ def conversation_answers_of(tmp_path, monkeypatch, *ways):
 
 
 def test_conversation_answers(tmp_path, monkeypatch):
-    ways = ("int8", "front 0.4", "Krul 0.5", "Krul 0.75 front 0.4 int8", "MiniCache 0.25", "random pairs 0.5")
+    ways = ("int8", "front 0.4", "Krul", "Krul, any distance")
+    ways += ("Krul 0.5", "Krul 0.75 front 0.4 int8", "MiniCache 0.25", "random pairs 0.5")
     document = conversation_answers_of(tmp_path, monkeypatch, *ways, "fixed pairs 0.5", "H2O 0.5")
     assert document["found"].keys() == {"questions", "books"}
     assert document["skipped"] == {"longbench": "no --data", "chat": "no --data"}
@@ -335,13 +337,16 @@ def test_conversation_answers(tmp_path, monkeypatch):
         assert mean["full"]["storage"] == 100 and mean["full"]["KL"] < 1e-3  # kernels may round otherwise
         assert mean["full, rounded otherwise"]["storage"] == 100 and mean["full, rounded otherwise"]["KL"] < 1e-2
         assert mean["int8"]["storage"] == 100 * (32 + 4) / (2 * 32)  # a factor for each vector of 32 numbers
+        for way in ("Krul", "Krul, any distance"):
+            assert mean[way]["KL"] <= 0.01 and mean[way]["pairs"] <= mean[way]["proposed pairs"]
+            assert mean[way]["storage"] <= mean["int8"]["storage"]
         assert mean["front 0.4"]["KL"] < 1e-3 < mean["H2O 0.5"]["KL"] and mean["H2O 0.5"]["storage"] == 50
         alone = 13 / 256  # 5 % of a pair's tokens stay unmerged; two merged vectors take 64 bytes and two factors
         assert mean["MiniCache 0.25"]["storage"] == pytest.approx(100 * (6 + 2 * alone + (1 - alone) * 72 / 64) / 8)
         assert mean["random pairs 0.5"]["pairs"] == mean["Krul 0.5"]["pairs"] > 0
         assert mean["Krul 0.75 front 0.4 int8"]["storage"] < 34 < mean["front 0.4"]["storage"]
     page = (tmp_path / "conversation-answers-xs-bfloat16.md").read_text()
-    assert "| H2O 0.5 | 0.0 | 50.0 % | 2.00 |" in page and "Not measured: no --data" in page
+    assert "| H2O 0.5 | 0.0 |  | 50.0 % | 2.00 |" in page and "Not measured: no --data" in page
 
 
 def test_conversations_of_people_come_back(tmp_path, monkeypatch):
@@ -360,9 +365,41 @@ def test_conversations_of_people_come_back(tmp_path, monkeypatch):
     assert len(talks) == 2
     for talk in talks:
         ((prompt, answer),) = talk.asked
-        assert talk.ids.shape == (1, 256) and len(answer) == answers.ANSWER_TOKENS
+        assert talk.ids.shape == (1, 256) and len(answer) == arguments.answer == 48
         tokenizer = answers.AutoTokenizer.from_pretrained(arguments.model)
         assert tokenizer.decode(prompt).split()[-2:] == ["Why?", "Assistant:"]
+    assert [talk.opening for talk in answers.opened(20, arguments, 1, 9)] == [20, 20]
+
+
+def test_pair_loss(tmp_path, monkeypatch):
+    import pair_loss
+
+    monkeypatch.setattr(sys, "argv", ["pair_loss.py", "--tokens", "256", "--count", "1", "--out", str(tmp_path)])
+    pair_loss.main()
+    pairs = json.loads((tmp_path / "pair-loss-xs.json").read_text())["pairs"]
+    assert len(pairs) == 7 + 6
+    near, far = (pairs[name] for name in ("4-5", "0-1"))
+    assert near["angle"][0] < 15 < 80 < far["angle"][0] and near["KL"][0] < 0.0025 < far["KL"][0]
+    assert "| 4-5 | " in (tmp_path / "pair-loss-xs.md").read_text()
+
+
+def test_replay_margin(tmp_path):
+    import replay_margin as margin
+
+    every = margin.settings()
+    assert all(setting.stops == sorted(set(setting.stops)) and setting.stops[-1] <= 480 for setting in every.values())
+    folder = BENCH.parent / "eval/reference/xs"
+    model = margin.load(folder, torch.float32, margin.CPU)
+    (talk,) = margin.questions(argparse.Namespace(model=folder, tokens=320), 1, 1)
+    figures = [
+        margin.figures_of(model, margin.Setting(method, [100, 208]), talk.ids, str(tmp_path / str(number)))
+        for number, method in enumerate((margin.Early(0.0, recompute=0.0), margin.Early(recompute=0.0, quality=1.0)))
+    ]
+    assert [bool(found["pairs"]) for found in figures] == [False, True]
+    assert figures[1]["bytes"] < figures[0]["bytes"] and figures[0]["KL"] < figures[1]["KL"] < 0.1
+    settings = {"a setting": {name: [found[name] for found in figures] for name in figures[0]}}
+    about = {"model": "xs", "count": 2, "machine": margin.machine(margin.CPU, tmp_path), "settings": settings}
+    assert "| a setting | 1 of 2 | " in margin.report(about)
 
 
 def test_heads_agree(tmp_path, monkeypatch):

@@ -36,7 +36,8 @@ from hf_tiered_cache.tiers import residency
 XS = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 CPU = torch.device("cpu")
 TOKENS = 200
-EVERY = {"gamma": 0.0, "alike": 1.0, "geometry": Geometry(16, 1)}
+LOSSLESS = {"geometry": Geometry(16, 1), "codec": "raw"}
+EVERY = {"gamma": 0.0, "alike": 1.0, "quality": None} | LOSSLESS
 """Layers of random weights are not alike: so that some share all the same."""
 
 
@@ -78,7 +79,7 @@ def next_turn(ids, more=12, seed=7):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox"])
 @pytest.mark.parametrize("recompute", [0.0, 0.3, 0.8])
 def test_nothing_shared_is_lossless(family, recompute, root):
-    model, ids, method = build(family), prompt(TOKENS), Krul(0.0, recompute=recompute, geometry=Geometry(16, 1))
+    model, ids, method = build(family), prompt(TOKENS), Krul(0.0, recompute=recompute, **LOSSLESS)
     begun(model, root, method, ids)
     (shape,) = shapes(root)
     assert not shape.geometry.pairs and (sum(shape.held_from) > 0) == (recompute > 0)
@@ -93,7 +94,7 @@ def test_nothing_shared_is_lossless(family, recompute, root):
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_a_resumed_conversation_is_what_merged_kv_gives(model, root, codec, monkeypatch):
     """The same as from a segment that is merged by hand; what that gives stands in test_pairs_restore.py."""
-    ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, retained=0.0, toward=0.6, codec=codec, **EVERY)
+    ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, retained=0.0, toward=0.6, **EVERY | {"codec": codec})
     info = begun(model, root, method, ids)
     (shape,) = shapes(root)
     pairs, kept = shape.geometry.pairs, info.tokens
@@ -136,12 +137,12 @@ def test_turn_after_turn_pairs_stay_and_merged_tokens_do_not_change(model, root)
 
 def test_the_front_never_shrinks_for_what_was_not_stored(model, root):
     ids = prompt(TOKENS)
-    begun(model, root, Krul(0.0, recompute=0.6, geometry=Geometry(16, 1)), ids)
+    begun(model, root, Krul(0.0, recompute=0.6, **LOSSLESS), ids)
     (first,) = shapes(root)
     ids = next_turn(ids, 60)
-    begun(model, root, Krul(0.0, recompute=0.0, geometry=Geometry(16, 1)), ids)
+    begun(model, root, Krul(0.0, recompute=0.0, **LOSSLESS), ids)
     assert [shape.held_from for shape in shapes(root)] == [first.held_from]
-    found, stats = resumed(model, root, Krul(0.0, recompute=0.0, geometry=Geometry(16, 1)), next_turn(ids))
+    found, stats = resumed(model, root, Krul(0.0, recompute=0.0, **LOSSLESS), next_turn(ids))
     assert stats.tokens_restored == ids.shape[1] // 16 * 16
     torch.testing.assert_close(found, said(model, DynamicCache(), next_turn(ids)), atol=1e-4, rtol=1e-4)
 
@@ -174,7 +175,7 @@ def test_an_edited_history_comes_back_up_to_the_edit(model, root):
 
 def test_a_chain_that_an_edit_has_cut_lacks_what_is_left_of_it(model, root):
     """Of a segment that another one goes on inside, only what comes before that counts."""
-    ids, method = prompt(TOKENS), Krul(0.0, recompute=0.6, geometry=Geometry(16, 1))
+    ids, method = prompt(TOKENS), Krul(0.0, recompute=0.6, **LOSSLESS)
     begun(model, root, method, ids)
     (whole,) = shapes(root)
     edited = next_turn(ids[:, :96], 104)
@@ -198,7 +199,7 @@ def test_what_an_edit_has_left_behind_goes_with_its_conversation(model, root):
 
 
 def test_what_lacks_its_front_is_computed_where_that_cannot_be_done(model, root):
-    ids, method = prompt(TOKENS), Krul(0.0, recompute=0.5, geometry=Geometry(16, 1))
+    ids, method = prompt(TOKENS), Krul(0.0, recompute=0.5, **LOSSLESS)
     begun(model, root, method, ids)
     asked = next_turn(ids)
     with KVStore(root, engine="posix") as store:
@@ -388,7 +389,16 @@ def test_memory_that_holds_a_part_or_nothing_gives_the_same_bytes(model, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "settings", [{"layers_shared": 1.5}, {"retained": -0.1}, {"alike": 2}, {"gamma": 3}, {"recompute": 2}]
+    "settings",
+    [
+        {"quality": -1.0},
+        {"quality": "0.1"},
+        {"layers_shared": 1.5},
+        {"retained": -0.1},
+        {"alike": 2},
+        {"gamma": 3},
+        {"recompute": 2},
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(ConfigError):
@@ -398,5 +408,31 @@ def test_settings_that_make_no_sense_are_refused(settings):
 def test_it_has_a_name():
     method = Krul(0.25, recompute=0.4)
     assert make_method(describe_method(method.for_conversation("0" * 32))) == method
-    assert Krul.paper(0.75, recompute=0.4) == Krul(0.75, recompute=0.4, toward=0.6, alike=1.0)
-    assert method.provenance == "krul" and method.for_conversation("ab").provenance == "krul ab"
+    published = {"toward": 0.6, "alike": 1.0, "quality": None, "codec": "raw"}
+    assert Krul.paper(0.75, recompute=0.4) == Krul(0.75, recompute=0.4, **published)
+    assert method.provenance == "krul int8" and method.for_conversation("ab").provenance == "krul ab int8"
+    assert Krul(codec="raw").coded("fp8").provenance == "krul"
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_segments_of_short_turns_are_joined_now_and_then(model, root, codec):
+    """The padding of short segments stays a fraction of the bytes, and not every turn rewrites all of them."""
+    method, ids, joined, turns = Krul(0.0, recompute=0.0, codec=codec), prompt(800), 0, range(32, 800, 32)
+    with KVStore(root, engine="posix") as store:
+        for stop in turns:
+            with TieredCache(model, store, conversation="alice", method=method) as cache:
+                said(model, cache, ids[:, :stop])
+            joined += len(store.segments()) == 1
+        kept = sum(storage_of(store).disk.reader(row.id).shape.blocks_bytes for row in store.segments())
+        found, stats = resumed_in(model, store, method, next_turn(ids[:, : turns[-1]]))
+        assert stats.tokens_restored == turns[-1]
+    layout = shapes(root)[0].layout
+    assert kept <= SegmentShape(layout, method.geometry, turns[-1]).blocks_bytes / 0.8
+    assert 2 <= joined <= len(turns) / 2
+    if codec == "raw":
+        torch.testing.assert_close(found, said(model, DynamicCache(), next_turn(ids[:, : turns[-1]])))
+
+
+def resumed_in(model, store, method, ids):
+    cache = TieredCache(model, store, conversation="alice", method=method, record=False)
+    return said(model, cache, ids), cache.stats

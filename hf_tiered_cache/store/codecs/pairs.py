@@ -7,14 +7,18 @@ position embedding (RoPE) preserves lengths and angles, so keys may be merged be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from .base import Codec, Field, checked_encode
+from .base import Codec, Field, checked_decode, checked_encode
 
 TOWARD = 0.6
 """Interpolation weight of the second, deeper layer's direction (MiniCache, Section 4)."""
 _PARALLEL = 1e-3
 """Sine of the angle below which interpolation is linear. It differs from spherical interpolation by at most 1e-6."""
+
+_KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class Direction:
@@ -122,6 +126,30 @@ def retained(angles: torch.Tensor, share: float = 0.05) -> torch.Tensor:
     mean_angles = angles.float().reshape(-1, angles.shape[-1]).mean(0)  # [tokens]
     count = round(share * len(mean_angles))
     return mean_angles.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def merge_layers(
+    first: _KeysValues, second: _KeysValues, codec: Codec, toward: float, share: float
+) -> tuple[_KeysValues, _KeysValues]:
+    """Return the keys and values of two layers as they are restored after their merge.
+
+    Args:
+        first: keys and values of the first layer, `[..., tokens, dim]` each.
+        second: those of the second layer.
+        codec: codec of merged KV cache groups (see `merged_codec`).
+        toward: interpolation weight (see `merge`).
+        share: share of the tokens that stay unmerged (see `retained`).
+    """
+    angles = [angle(*both).flatten(0, -2) for both in zip(first, second, strict=True)]
+    unmerged = retained(torch.cat(angles), share)
+
+    def restored(one: torch.Tensor, other: torch.Tensor) -> Iterator[torch.Tensor]:
+        for tensor, fields in zip((one, other), encode(one, other, codec, toward), strict=True):
+            decoded = checked_decode(codec, fields, tensor.dtype, tensor.shape[-1])
+            yield decoded.index_copy(-2, unmerged, tensor.index_select(-2, unmerged))
+
+    (first_keys, second_keys), (first_values, second_values) = map(restored, first, second)
+    return (first_keys, first_values), (second_keys, second_values)
 
 
 def _directions(

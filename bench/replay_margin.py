@@ -1,0 +1,150 @@
+"""When a replay predicts the loss of merged layers: by length, observed rows, number of turns, and limit.
+
+    PYTHONPATH=. python bench/replay_margin.py --data DATA
+
+Conversations are suspended and resumed with the next 99 tokens. Each setting reports how many merges the replay of
+`Krul` accepted, and what the accepted ones lost: KL divergence from full KV and top-1 agreement. Half of the
+conversations are in the language of the reference model, half are chats of people (ShareGPT).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from conversation_answers import chat, questions
+from decode_answers import compared
+from lib.common import load, parser_of
+from lib.pages import machine, machine_text, save, table
+from tqdm.auto import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.conversations.acceptance import MARGIN
+from hf_tiered_cache.methods import Krul
+
+CPU = torch.device("cpu")
+NEXT_TOKENS = 99
+"""Number of tokens after a conversation that are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Early(Krul):
+    """Krul without a lower bound of tokens and rows."""
+
+    least_tokens: ClassVar[int] = 0
+    least_rows: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the page.
+
+    Args:
+        method: Method of the last turn; the turns before it use `earlier`.
+        stops: Number of tokens after each turn.
+        earlier: Method of the turns before.
+    """
+
+    method: Krul
+    stops: Sequence[int]
+    earlier: Krul | None = None
+
+
+def settings() -> dict[str, Setting]:
+    """Return all settings by name."""
+    found = {}
+    for alike, change, limit in ((0.3, 0.12, 0.0025), (1.0, 0.12, 0.0025), (0.3, 1.0, 0.0025), (1.0, 1.0, 0.01)):
+        method = Early(recompute=0.0, alike=alike, change=change, quality=MARGIN * limit)
+        for tokens in (48, 64, 128, 192, 320, 480):
+            found[f"limit {limit}, alike {alike}, change {change}, first turn of {tokens}"] = Setting(method, [tokens])
+    method, none = Early(recompute=0.0), Krul(0.0, recompute=0.0)
+    for tokens in (16, 32, 64, 128):
+        found[f"320 tokens, last turn of {tokens}: {1 if tokens == 16 else tokens // 4} rows"] = Setting(
+            method, [320 - tokens, 320], none
+        )
+    stops = [20, *range(68, 480, 48), 480]
+    found["int8, 11 turns, 480 tokens"] = Setting(none, stops)
+    found["Krul(), 11 turns, 480 tokens"] = Setting(Krul(recompute=0.0), stops)
+    return found
+
+
+def conversations(arguments: argparse.Namespace) -> Iterator[torch.Tensor]:
+    """Yield token ids, int `[1, tokens]`."""
+    for make in (questions, chat):
+        for talk in make(arguments, 1, arguments.count // 2):
+            yield talk.ids
+
+
+@torch.no_grad()
+def figures_of(model: PreTrainedModel, setting: Setting, ids: torch.Tensor, folder: str) -> dict[str, Any]:
+    """Suspend a conversation after each turn, resume it, and compare its next tokens with full KV."""
+    end = setting.stops[-1]
+    asked = ids[:, : end + NEXT_TOKENS]
+    with KVStore(folder, engine="posix") as store:
+        for stop in setting.stops:
+            method = setting.method if stop == end or setting.earlier is None else setting.earlier
+            with TieredCache(model, store, conversation="c", method=method) as cache:
+                model(input_ids=ids[:, :stop], past_key_values=cache, logits_to_keep=1)
+        cache = TieredCache(model, store, conversation="c", method=setting.method, record=False)
+        ours = model(input_ids=asked, past_key_values=cache, logits_to_keep=NEXT_TOKENS).logits[0].float()
+        assert cache.stats.tokens_restored == end
+        (info,) = store.conversations()
+    full = model(input_ids=asked, past_key_values=DynamicCache(), logits_to_keep=NEXT_TOKENS).logits[0].float()
+    pairs, _, proposed = info.merging.partition(" pairs")[0].partition(" of ")
+    found = compared(ours, full, tuple(full.argmax(1).tolist()))
+    accepted = int(pairs) if proposed else 0
+    return {"pairs": accepted, "KL": found["KL"], "top 1": found["top 1"], "bytes": info.bytes}
+
+
+def report(document: dict[str, Any]) -> str:
+    """Markdown."""
+    rows = []
+    for name, found in document["settings"].items():
+        merged = [
+            (loss, top) for loss, top, pairs in zip(found["KL"], found["top 1"], found["pairs"], strict=True) if pairs
+        ]
+        losses, tops = zip(*(merged or [(0.0, 100.0)]), strict=True)
+        row = [name, f"{len(merged)} of {len(found['KL'])}", f"{np.mean(found['pairs']):.1f}"]
+        row += [f"{max(0.0, np.mean(losses)):.4f}", f"{max(losses):.4f}", f"{np.mean(tops):.1f}"]
+        rows.append([*row, f"{np.mean(found['top 1']):.1f}", f"{np.mean(found['bytes']) / 1e3:.0f}"])
+    heads = ["setting", "merged", "pairs", "KL, mean", "KL, max", "top 1, %", "top 1 of all, %", "kB"]
+    return (
+        f"# Loss of merges that a replay accepts: {document['model']}\n\n{machine_text(document['machine'])} float32, "
+        f"{document['count']} conversations. *Merged*: conversations in which pairs were accepted; KL (nats per token) "
+        f"and top 1 are theirs, over the next {NEXT_TOKENS} tokens. *Limit*: maximum loss of the replay.\n\n"
+        + table(heads, rows)
+    )
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", type=Path, default=Path("eval/reference/xs"), help="folder of a reference model")
+    parser.add_argument("--count", type=int, default=24, help="number of conversations")
+    parser.add_argument("--data", type=Path, required=True, help="folder with data sets, including sharegpt")
+    arguments = parser.parse_args()
+    arguments.tokens, arguments.answer = 592, 1
+    model = load(arguments.model, torch.float32, CPU)
+    found = dict[str, dict[str, list[float]]]()
+    for ids in tqdm(list(conversations(arguments)), desc="conversations"):
+        for name, setting in settings().items():
+            with tempfile.TemporaryDirectory() as folder:
+                for figure, value in figures_of(model, setting, ids, folder).items():
+                    found.setdefault(name, {}).setdefault(figure, []).append(value)
+    with tempfile.TemporaryDirectory() as folder:
+        about = machine(CPU, Path(folder))
+    count = len(next(iter(found.values()))["KL"])
+    document = {"machine": about, "model": arguments.model.name, "count": count, "settings": found}
+    text = report(document)
+    save(arguments.out, f"replay-margin-{arguments.model.name}", document, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
