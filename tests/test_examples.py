@@ -326,7 +326,17 @@ def save_tokenizer(folder):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
 
 
-GUIDES = ("quick-start", "prefixes", "conversations", "budgets", "long-contexts", "passages", "serving")
+GUIDES = (
+    "quick-start",
+    "prefixes",
+    "conversations",
+    "budgets",
+    "long-contexts",
+    "passages",
+    "serving",
+    "tuning",
+    "statistics",
+)
 
 
 def blocks_of(page):
