@@ -9,8 +9,9 @@ BIN := $(VENV)/bin
 # a file for each kind of install: what one needs to run it, and what one needs to work on it
 FOR_USE := $(VENV)/installed-with-$(subst =,-,$(TORCH))
 FOR_DEV := $(VENV)/installed-dev-with-$(subst =,-,$(TORCH))
+FOR_DOCS := $(VENV)/installed-docs-with-$(subst =,-,$(TORCH))
 
-.PHONY: demo notebooks test test-thorough test-real test-gpu soak lint types format bench eval eval-real leaderboard clean
+.PHONY: demo notebooks test test-thorough test-real test-gpu soak lint types format docs bench eval eval-real leaderboard clean
 
 demo: $(FOR_USE)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -49,6 +50,10 @@ format: $(FOR_DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# the documentation as a site, in site/; ARGS="serve" shows it and follows changes
+docs: $(FOR_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
+
 bench: $(FOR_DEV)
 	$(BIN)/python bench/prefix.py $(ARGS)
 
@@ -61,10 +66,12 @@ eval-real: $(FOR_DEV)
 
 leaderboard: $(FOR_DEV)
 	$(BIN)/python -m eval.leaderboard $(wildcard eval/results/real-*) --out docs/leaderboard.md
+	$(BIN)/python -m eval.choosing
 
 $(FOR_USE): KIND := .[demo]
 $(FOR_DEV): KIND := .[dev]
-$(FOR_USE) $(FOR_DEV): pyproject.toml
+$(FOR_DOCS): KIND := .[docs]
+$(FOR_USE) $(FOR_DEV) $(FOR_DOCS): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --upgrade "$(TORCH)"
@@ -72,4 +79,4 @@ $(FOR_USE) $(FOR_DEV): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

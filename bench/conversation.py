@@ -37,6 +37,7 @@ import torch
 from lib.common import (
     add_model_arguments,
     build,
+    figures_of,
     forget_page_cache,
     interleaved,
     load,
@@ -227,7 +228,7 @@ class Bench:
 
 def counted(cache: TieredCache, history: int) -> dict[str, Any]:
     """Figures of a restore."""
-    stats = cache.stats
+    stats, figures = cache.stats, figures_of(cache.stats)
     bytes_of = {name: tier.bytes for name, tier in stats.tiers.items()}
     loaded = (stats.tokens_restored - stats.tokens_recomputed) / max(1, history)
     from_disk = bytes_of["disk"] / max(1, sum(bytes_of.values()))
@@ -238,8 +239,8 @@ def counted(cache: TieredCache, history: int) -> dict[str, Any]:
         "recomputed": stats.tokens_recomputed,
         "reason": stats.reason,
     } | {
-        figure: getattr(stats, figure)
-        for figure in (
+        name: figures[name]
+        for name in (
             "stall_seconds",
             "load_idle_seconds",
             "io_seconds",

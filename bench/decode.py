@@ -184,9 +184,9 @@ class System:
         fetched = sum(int(hits.fetched.sum()) for hits in windows)
         found = sum(int(hits.in_columns.sum() + hits.from_aside.sum()) for hits in windows)
         return {
-            "select": stats.select_seconds,
+            "select": stats.details.select_seconds,
             "wait": stats.stall_seconds,
-            "assemble": stats.assemble_seconds,
+            "assemble": stats.details.assemble_seconds,
             "moved": stats.host.bytes + stats.disk.bytes,
             "read": stats.bytes_read,
             "hits": found,

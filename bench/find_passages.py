@@ -74,7 +74,7 @@ class Bench:
         def match() -> float:
             cache = StoredCache.over(self.model, storage, method, CacheOptions(record=False))
             cache.look_up(ids.unsqueeze(0))
-            return cache.stats.match_seconds
+            return cache.stats.details.match_seconds
 
         def before() -> None:
             for at in range(len(tokens) - 15):

@@ -139,7 +139,7 @@ def measure(asked: Asked) -> dict[str, Any]:
             found |= {"bytes_read": stats.bytes_read, "host_bytes": store.stats.host.bytes}
             found |= {"tokens_computed": stats.tokens_computed, "tokens_restored": stats.tokens_restored}
             store.flush()
-            found |= {"disk_bytes": store.stats.disk.bytes, "index_s": stats.index_seconds}
+            found |= {"disk_bytes": store.stats.disk.bytes, "index_s": stats.details.index_seconds}
     return found | {"logits": torch.stack(logits).float().log_softmax(1).numpy()}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import add_model_arguments, build, first_token, interleaved, median, parser_of, ratio
+from lib.common import add_model_arguments, build, figures_of, first_token, interleaved, median, parser_of, ratio
 from lib.pages import machine, machine_text, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
@@ -63,7 +63,7 @@ class Bench:
         store.clear()
         cache = TieredCache(self.model, store, method=method, record=False)
         took = first_token(self.model, ids, lambda: cache)
-        return cache.stats.as_dict() | {"ttft_s": took}
+        return figures_of(cache.stats) | {"ttft_s": took}
 
     def measure(self, rate: float) -> dict[str, Any]:
         """What each method takes from a disk of so many MB/s, or the real one, for each length."""

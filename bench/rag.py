@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import add_model_arguments, build, first_token, parser_of
+from lib.common import add_model_arguments, build, figures_of, first_token, parser_of
 from lib.pages import machine, machine_text, pyplot, save, table
 from lib.rag_load import batch, served, tables
 from lib.slow_disk import SlowDisk, SlowDiskEngine
@@ -130,7 +130,7 @@ class Bench:
         """One request: what was counted, and the time to its first token."""
         cache = TieredCache(self.model, store, method=system.method, record=False)
         took = first_token(self.model, ids, lambda: cache)
-        return cache.stats.as_dict() | {
+        return figures_of(cache.stats) | {
             "ttft_s": took,
             "ratio": getattr(cache.method, "recompute", None) if system.passages else None,
         }

@@ -43,12 +43,12 @@ def reading_of(prefix_bytes: int, kv: int, prompt: RequestStats, answered: Reque
     def share(nbytes: float) -> float:
         return 100 * nbytes / prefix_bytes
 
-    brought, identifying = prompt.bytes_brought, prompt.brought_identifying
+    brought, identifying = prompt.details.bytes_brought, prompt.details.brought_identifying
     return Reading(
         read=share(brought - identifying),
         identified=share(identifying),
         brought=share(brought),
-        answered=share(answered.bytes_brought),
-        per_token=share((answered.bytes_brought - brought) / tokens) if tokens else None,
-        index=100 * prompt.index_bytes / kv,
+        answered=share(answered.details.bytes_brought),
+        per_token=share((answered.details.bytes_brought - brought) / tokens) if tokens else None,
+        index=100 * prompt.details.index_bytes / kv,
     )

@@ -125,7 +125,7 @@ class Subject:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         first = logits[0, -1].float().log_softmax(-1).cpu()
         ttft = time.perf_counter() - started
-        return Prefill(cache, ids, first, ttft, copy.copy(cache.stats) if isinstance(cache, TieredCache) else None)
+        return Prefill(cache, ids, first, ttft, copy.deepcopy(cache.stats) if isinstance(cache, TieredCache) else None)
 
     def _follow(self, prefill: Prefill, tokens: tuple[int, ...], keep: bool = False) -> torch.Tensor:
         """Return the log-probabilities at each of `tokens`, fed one by one, float32 `[n, vocabulary]`.

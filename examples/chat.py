@@ -214,13 +214,13 @@ def reply(model: Any, talker: Talker, cache: Any, ids: Any, arguments: argparse.
             self.times.append(time.perf_counter())
             super().put(value)
 
-    before = asdict(cache.stats)
+    before, known_reasons = tokens_of(cache.stats), set(cache.stats.reasons)
     watch, ids = Watch(talker.tokenizer, skip_prompt=True, skip_special_tokens=True), ids.to(model.device)
     new_tokens = arguments.new_tokens or (2 if talker.speaks_language else 64)
     stopping = {"stop_strings": talker.stop, "tokenizer": talker.tokenizer} if talker.stop else {}
     asked = {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape), "past_key_values": cache}
     out = model.generate(**asked, max_new_tokens=new_tokens, do_sample=False, streamer=watch, **stopping)
-    took = {name: value - before[name] for name, value in asdict(cache.stats).items() if name.startswith("tokens_")}
+    took = {name: count - before[name] for name, count in tokens_of(cache.stats).items()}
     ttft, kept = watch.times[2] - watch.times[0], ""
     if took["tokens_kept"]:
         kept = f", {took['tokens_kept']} still in memory"
@@ -229,9 +229,15 @@ def reply(model: Any, talker: Talker, cache: Any, ids: Any, arguments: argparse.
         f"restored, of them {took['tokens_recomputed']:.0f} recomputed{kept}; {took['tokens_computed']} computed, the "
         "answer's among them"
     )
-    for reason in cache.stats.reasons.keys() - before["reasons"].keys():
+    for reason in cache.stats.reasons.keys() - known_reasons:
         print(f"     {reason}")
     return talker.answer(out[0, ids.shape[1] :])
+
+
+def tokens_of(stats: Any) -> dict[str, Any]:
+    """Counts of tokens in the statistics of a cache."""
+    figures = asdict(stats) | asdict(stats.details)
+    return {name: count for name, count in figures.items() if name.startswith("tokens_")}
 
 
 def tell(suspended: Any) -> None:

@@ -118,8 +118,8 @@ def no_room_for_index(budget: int) -> str:
     """
     return (
         f"the selection index does not fit into index_memory ({format_bytes(budget)}), so each request reads it from "
-        "disk again; open the store with a larger KVStore(index_memory=...). stats.index_bytes shows the size of the "
-        "index"
+        "disk again; open the store with a larger KVStore(index_memory=...). stats.details.index_bytes shows the size "
+        "of the index"
     )
 
 

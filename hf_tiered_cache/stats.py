@@ -124,44 +124,15 @@ class _Figures(ABC, Generic[Tier]):
 
 
 @dataclass
-class RequestStats(_Figures[TierStats]):
-    """Statistics of one request, or sums over several. All figures are counted, none is estimated.
+class RequestDetails:
+    """Counters of one request, or sums over several, that explain its `RequestStats`. All times are in seconds."""
 
-    `tokens_restored` and `tokens_computed` count the tokens of prompts and answers over all rows, without padding:
-    restored from the store, or computed by the model. `bytes_read` counts bytes read from disk, and `bytes_used` the
-    part of them that went into attention.
-
-    All times are in seconds. `io_seconds` is the time with at least one read in progress. `stall_seconds` is the time
-    that the model waited for KV. `load_idle_seconds` is the time without a read in progress although another read
-    followed in the same pass. `match_seconds` is the time of the lookup. `assemble_seconds` is the time of the model's
-    thread to restore and select KV, including waiting.
-
-    `verification_failures` counts fetches that failed because of damaged blocks, and `read_errors` those that failed
-    for other reasons.
-    """
-
-    requests: int = 0
-    """Number of prompts: 1, or more for a cache that was used for several prompts, and in sums."""
-    tokens_restored: int = 0
-    tokens_recomputed: int = 0
-    """Number of restored tokens that layers computed nevertheless, because that was faster or because other text
-    precedes a passage now. Mean over the layers.
-    """
-    tokens_computed: int = 0
-    tokens_stored: int = 0
-    """Number of tokens handed to the writer, without those that the store then had no room for or refused."""
     tokens_kept: int = 0
     """Number of tokens that a reused cache held already and that its next prompt contains."""
     tokens_dropped: int = 0
     """Number of tokens that a reused cache held and that its next prompt does not contain."""
-    tokens_attended: int = 0
-    """Number of restored tokens that layers with full attention could attend to: all, those within a budget, or the
-    part of the budget that holds the requested share of attention. Mean over these layers, where they differ.
-    """
-    tiers: dict[str, TierStats] = field(default_factory=lambda: {name: TierStats() for name in TIERS})
-    """Traffic with each tier by name, fastest first. `stats.host` is short for `stats.tiers["host"]`, and so on."""
-    bytes_read: int = 0
     bytes_used: int = 0
+    """Bytes of `bytes_read` that went into attention."""
     bytes_identifying: int = 0
     """Bytes of `bytes_read` that were used only to select what to attend to."""
     bytes_guessed: int = 0
@@ -176,9 +147,11 @@ class RequestStats(_Figures[TierStats]):
     index_bytes: int = 0
     """Bytes of the in-memory indexes that prompts selected with: 8-bit keys, or indexes of chunks."""
     io_seconds: float = 0.0
-    stall_seconds: float = 0.0
+    """Seconds with at least one read in progress."""
     load_idle_seconds: float = 0.0
+    """Seconds without a read in progress although another read followed in the same pass."""
     match_seconds: float = 0.0
+    """Seconds of the lookup."""
     select_seconds: float = 0.0
     """Seconds spent on selecting what to attend to, including waiting for the data that this needs."""
     select_stall_seconds: float = 0.0
@@ -186,14 +159,71 @@ class RequestStats(_Figures[TierStats]):
     index_seconds: float = 0.0
     """Seconds of `select_seconds` spent on building indexes of chunks that are not stored yet."""
     assemble_seconds: float = 0.0
+    """Seconds of the model's thread to restore and select KV, including waiting."""
     verification_failures: int = 0
+    """Number of fetches that failed because of damaged blocks."""
     read_errors: int = 0
+    """Number of fetches that failed for other reasons."""
     recomputed: int = 0
     """Number of times that a restore failed midway and the prompt was planned again."""
+
+    def __str__(self) -> str:
+        return render(self._table())
+
+    def _repr_html_(self) -> str:
+        return render_html(self._table())
+
+    def _table(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title="Details", title_justify="left", show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("_seconds"):
+                table.add_row(f.name.removesuffix("_seconds").replace("_", " "), _ms(value))
+            else:
+                is_size = "bytes" in f.name or f.name == "brought_identifying"
+                table.add_row(f.name.replace("_", " "), format_bytes(value) if is_size else str(value))
+        return table
+
+
+@dataclass
+class RequestStats(_Figures[TierStats]):
+    """Statistics of one request, or sums over several. All figures are counted, none is estimated.
+
+    Tokens are those of prompts and answers over all rows, without padding.
+    """
+
+    requests: int = 0
+    """Number of prompts: 1, or more for a cache that was used for several prompts, and in sums."""
+    tokens_restored: int = 0
+    """Number of tokens restored from the store."""
+    tokens_recomputed: int = 0
+    """Number of restored tokens that layers computed nevertheless, because that was faster or because other text
+    precedes a passage now. Mean over the layers.
+    """
+    tokens_computed: int = 0
+    """Number of tokens computed by the model."""
+    tokens_stored: int = 0
+    """Number of tokens handed to the writer, without those that the store then had no room for or refused."""
+    tokens_attended: int = 0
+    """Number of restored tokens that layers with full attention could attend to: all, those within a budget, or the
+    part of the budget that holds the requested share of attention. Mean over these layers, where they differ.
+    """
+    tiers: dict[str, TierStats] = field(default_factory=lambda: {name: TierStats() for name in TIERS})
+    """Traffic with each tier by name, fastest first. `stats.host` is short for `stats.tiers["host"]`, and so on."""
+    bytes_read: int = 0
+    """Bytes read from disk."""
+    stall_seconds: float = 0.0
+    """Seconds that the model waited for KV."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Reasons why prompts were not restored or not stored, or why more was read for them, with their counts."""
     passages: list[PassageStats] = field(default_factory=list)
     """Stored passages in the prompt, row by row, for methods that reuse passages. Not in sums over requests."""
+    details: RequestDetails = field(default_factory=RequestDetails)
+    """Further counters, which explain these."""
 
     @property
     def reason(self) -> str:
@@ -203,8 +233,9 @@ class RequestStats(_Figures[TierStats]):
     @property
     def read_amplification(self) -> float:
         """Bytes read from disk for attention, per byte that went into attention; 1.0 if nothing was read."""
-        attended_bytes = self.bytes_read - self.bytes_identifying - self.bytes_guessed
-        return attended_bytes / self.bytes_used if self.bytes_used else 1.0
+        details = self.details
+        attended_bytes = self.bytes_read - details.bytes_identifying - details.bytes_guessed
+        return attended_bytes / details.bytes_used if details.bytes_used else 1.0
 
     @property
     def tier(self) -> str:
@@ -225,23 +256,15 @@ class RequestStats(_Figures[TierStats]):
         rows: list[tuple[object, ...]] = [
             ("requests", self.requests),
             ("tokens restored / computed / stored", self.tokens_restored, self.tokens_computed, self.tokens_stored),
-            ("read from disk / used", format_bytes(self.bytes_read), format_bytes(self.bytes_used)),
-            ("read amplification", f"{self.read_amplification:.2f}"),
-            (
-                "match / selection / I/O / stall",
-                *map(_ms, (self.match_seconds, self.select_seconds, self.io_seconds, self.stall_seconds)),
-            ),
-            ("assembly, including stall", _ms(self.assemble_seconds)),
-            ("failed checks / read errors / replans", self.verification_failures, self.read_errors, self.recomputed),
+            ("read from disk", format_bytes(self.bytes_read)),
+            ("waited for KV", _ms(self.stall_seconds)),
         ]
         if self.tokens_recomputed:
-            idle = _ms(self.load_idle_seconds)
-            rows.insert(2, ("restored tokens recomputed / disk idle", self.tokens_recomputed, idle))
-        if self.tokens_kept or self.tokens_dropped:
-            rows.insert(2, ("tokens kept / dropped when a cache was continued", self.tokens_kept, self.tokens_dropped))
+            rows.insert(2, ("restored tokens recomputed", self.tokens_recomputed))
         if self.tokens_attended != self.tokens_restored:
             rows.insert(2, ("restored tokens attended to", self.tokens_attended))
-            rows.append(("scoring reads", format_bytes(self.bytes_identifying)))
+        if self.details.verification_failures or self.details.read_errors:
+            rows.append(("failed checks / read errors", self.details.verification_failures, self.details.read_errors))
         if self.passages:
             num_found, tokens = (
                 sum(getattr(passage, name) for passage in self.passages) for name in ("tokens_found", "tokens")
@@ -263,6 +286,9 @@ class RequestStats(_Figures[TierStats]):
         for name, tier in self.tiers.items():
             tiers.add_row(name, str(tier.blocks), format_bytes(tier.bytes), str(tier.hits), str(tier.misses))
         return [summary, tiers]
+
+
+_DETAILS = frozenset(f.name for f in fields(RequestDetails))
 
 
 def _by_tier(stats: RequestStats | StoreStats) -> dict[str, Any]:
@@ -292,7 +318,8 @@ class StatsCollector:
         """Add amounts to the named figures."""
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self.stats, name, getattr(self.stats, name) + amount)
+                figures = self.stats.details if name in _DETAILS else self.stats
+                setattr(figures, name, getattr(figures, name) + amount)
         if self.total is not None:
             self.total.add(**amounts)
 
@@ -351,7 +378,7 @@ class StatsCollector:
             self._active_reads -= 1
             if self._active_reads == 0:
                 now = time.perf_counter()
-                self.stats.io_seconds += now - self._reading_since
+                self.stats.details.io_seconds += now - self._reading_since
                 self._idle_since = now if self._more_to_read else None
 
     @contextmanager

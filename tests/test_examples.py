@@ -326,7 +326,17 @@ def save_tokenizer(folder):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
 
 
-GUIDES = ("quick-start", "prefixes", "conversations", "budgets", "long-contexts", "passages", "serving")
+GUIDES = (
+    "quick-start",
+    "prefixes",
+    "conversations",
+    "budgets",
+    "long-contexts",
+    "passages",
+    "serving",
+    "tuning",
+    "statistics",
+)
 
 
 def blocks_of(page):
@@ -393,7 +403,7 @@ def test_passages_of_the_guide_are_found_after_any_text(tmp_path, monkeypatch):
     exec(retrieving, names)
     stored = sum(len(Passage(text).ids(names["tokenizer"])) // 16 * 16 for text in names["documents"])
     assert sum(passage.tokens_found for passage in names["cache"].stats.passages) == stored
-    assert names["said"] and not names["cache"].stats.reason
+    assert names["reply"] and not names["cache"].stats.reason
 
 
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"

@@ -21,11 +21,11 @@ def model():
 
 
 def purposes(stats):
-    return stats.bytes_brought, stats.brought_identifying
+    return stats.details.bytes_brought, stats.details.brought_identifying
 
 
 def from_disk(stats):
-    return stats.disk.bytes, stats.bytes_identifying
+    return stats.disk.bytes, stats.details.bytes_identifying
 
 
 def asked(model, store, ids, method, times=1):
@@ -43,7 +43,7 @@ def test_what_memory_has_counts_as_what_the_disk_has(name, model, tmp_path):
         warm = asked(model, store, ids, method)[0]
     assert purposes(cold) == purposes(warm) == from_disk(cold)
     assert warm.disk.bytes < cold.disk.bytes
-    assert cold.bytes_brought > cold.brought_identifying
+    assert cold.details.bytes_brought > cold.details.brought_identifying
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -53,10 +53,10 @@ def test_an_index_is_read_once_and_told(name, model, tmp_path):
         fill(store, model, ids, method)
         first, second = asked(model, store, ids, method, times=2)
         kept = store._storage.residency.index_cache.allocated
-    assert first.index_bytes == second.index_bytes == kept
+    assert first.details.index_bytes == second.details.index_bytes == kept
     assert bool(kept) == (name in RESIDENT)
     if kept:
-        assert first.brought_identifying > 0 == second.brought_identifying
+        assert first.details.brought_identifying > 0 == second.details.brought_identifying
     else:
         assert purposes(first) == purposes(second)
 
@@ -68,7 +68,7 @@ def test_the_exact_method_is_given_all_of_it(model, tmp_path):
         (stats,) = asked(model, store, ids, Exact())
         stored = store.lookup(model, question(ids), method=Exact())
     assert purposes(stats) == (sum(stored.bytes.values()), 0)
-    assert stats.index_bytes == 0
+    assert stats.details.index_bytes == 0
 
 
 def test_what_a_comparison_needs_and_no_layer_attends_to_counts_apart(model, tmp_path):
@@ -77,7 +77,7 @@ def test_what_a_comparison_needs_and_no_layer_attends_to_counts_apart(model, tmp
         store.precompute(model, passages, method=CacheBlend(), progress=False, passages=True)
         _, cache = ask(model, store, torch.cat([passages.reshape(1, -1), prompt(24)], dim=1), CacheBlend())
     stats = cache.stats
-    assert 0 < stats.bytes_guessed <= stats.bytes_read - stats.bytes_used
+    assert 0 < stats.details.bytes_guessed <= stats.bytes_read - stats.details.bytes_used
 
 
 def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
@@ -88,7 +88,7 @@ def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
         for again in (False, True):
             stats = asked(model, store, ids, replace(METHOD, reselect=again, gain=0))[0]
             assert purposes(stats) == from_disk(stats)
-            found[again] = stats.bytes_brought
+            found[again] = stats.details.bytes_brought
     assert found[1] > found[0]
 
 
@@ -99,6 +99,7 @@ def test_the_keys_of_an_index_are_brought_once(model, tmp_path):
         first, stats = asked(model, store, ids, method, times=2)
         every = sum(store.lookup(model, question(ids), method=method).bytes.values())
         kept = store._storage.residency.index_cache.allocated
-    assert (first.brought_identifying, stats.brought_identifying) == (every, 0)  # values are stored with the keys
-    assert first.index_bytes == stats.index_bytes == kept > 0
-    assert stats.bytes_brought == sum(tier.bytes for tier in stats.tiers.values())
+    # values are stored with the keys
+    assert (first.details.brought_identifying, stats.details.brought_identifying) == (every, 0)
+    assert first.details.index_bytes == stats.details.index_bytes == kept > 0
+    assert stats.details.bytes_brought == sum(tier.bytes for tier in stats.tiers.values())

@@ -183,7 +183,7 @@ def test_a_cache_that_goes_on_counts_what_it_keeps(store):
     cache = TieredCache(model, store)
     said = model.generate(prompt(80), past_key_values=cache, **GREEDY)
     model.generate(torch.cat([said, prompt(20, seed=2)], dim=1), past_key_values=cache, **GREEDY)
-    assert cache.stats.tokens_kept == 83
+    assert cache.stats.details.tokens_kept == 83
     assert "1 of 2 requests" in str(cache.stats)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from hf_tiered_cache import stats
 from hf_tiered_cache.stats import Counters, RequestStats, StatsCollector, StoreStats
 
@@ -38,6 +40,27 @@ def test_a_further_tier_is_a_further_name(monkeypatch):
         assert "remote" in counted._repr_html_()
     assert "remote" in StoreStats().as_dict()
     assert "remote" in str(StoreStats())
+
+
+def test_a_request_shows_first_what_was_restored_and_the_other_counters_as_details():
+    collector, total = StatsCollector(), StatsCollector()
+    collector.total = total
+    collector.add(requests=1, tokens_restored=96, tokens_computed=5, bytes_read=4096)
+    collector.add(bytes_used=2048, bytes_identifying=1024, select_seconds=0.25, verification_failures=2)
+    collector.read_started()
+    collector.read_done(0)
+    for counted in (collector.stats, total.stats):
+        assert (counted.tokens_restored, counted.details.bytes_used, counted.details.select_seconds) == (96, 2048, 0.25)
+        assert counted.details.io_seconds > 0
+        assert counted.read_amplification == (4096 - 1024) / 2048
+        printed = str(counted)
+        assert "96 / 5 / 0" in printed and "failed checks / read errors" in printed and "select" not in printed
+        assert "250.0 ms" in str(counted.details) and "250.0 ms" in counted.details._repr_html_()
+    figures = collector.stats.as_dict()
+    assert figures["tokens_restored"] == 96 and figures["details"]["bytes_used"] == 2048
+    assert not figures.keys() & figures["details"].keys()
+    with pytest.raises(AttributeError):
+        collector.add(tokens_unknown=1)
 
 
 def test_a_snapshot_stays_as_it_is():

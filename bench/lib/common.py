@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from hf_tiered_cache import RequestStats
 from hf_tiered_cache.store.memory import aligned_bytes
 
 T = TypeVar("T")
@@ -144,6 +145,13 @@ def first_token(model: PreTrainedModel, ids: torch.Tensor, make: Callable[[], An
     return seconds(
         lambda: model.generate(ids, past_key_values=make(), max_new_tokens=1, do_sample=False), ids.device, memory
     )
+
+
+def figures_of(stats: RequestStats) -> dict[str, Any]:
+    """Return all counters of a request by name, those of `stats.details` among them."""
+    figures = stats.as_dict()
+    details = figures.pop("details")
+    return figures | details
 
 
 def interleaved(

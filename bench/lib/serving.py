@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import first_token, median, seconds
+from lib.common import figures_of, first_token, median, seconds
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from lib.workload import Prompts, requests
 from tqdm.auto import tqdm
@@ -229,7 +229,7 @@ class Bench:
         cache = TieredCache(self.model, store, method=system.method, record=False)
         took = first_token(self.model, ids, lambda: cache)
         store.flush()  # waits for IMPRESS's laying out anew, so that no other system shares the machine with it
-        return cache.stats.as_dict() | {"ttft_s": took}
+        return figures_of(cache.stats) | {"ttft_s": took}
 
 
 def ask_all(asked: list[tuple[Bench, list[System]]], about: str | None = None) -> list[dict[str, dict[str, Any]]]:

@@ -190,7 +190,7 @@ def _prefix_costs(
             for seconds, stats in (run(True), run(True), run(False)):
                 times.setdefault(stats.tier, []).append(seconds)
                 if stats.tier == TIERS[-1]:
-                    read_seconds.append(stats.io_seconds)
+                    read_seconds.append(stats.details.io_seconds)
         suffix_seconds = statistics.median(
             _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), model.device) for _ in range(repeats)
         )

@@ -429,11 +429,11 @@ def test_stats_count_and_print(tmp_path):
         assert (stats.tokens_restored, stats.tokens_computed) == (80, 40 + 5)
         assert (stats.disk.blocks, stats.disk.hits, stats.disk.misses, stats.disk.bytes) == (blocks, blocks, 0, nbytes)
         assert (stats.host.hits, stats.host.misses) == (0, blocks)
-        assert (stats.bytes_read, stats.bytes_used) == (nbytes, 80 * segment.shape.layout.bytes_per_token)
+        assert (stats.bytes_read, stats.details.bytes_used) == (nbytes, 80 * segment.shape.layout.bytes_per_token)
         assert stats.read_amplification == 1.0
         assert stats.tier == "disk"
-        assert stats.io_seconds > 0
-        assert 0 <= stats.stall_seconds <= stats.assemble_seconds
+        assert stats.details.io_seconds > 0
+        assert 0 <= stats.stall_seconds <= stats.details.assemble_seconds
         text = str(stats)
         assert "80 / 45" in text
         assert "disk" in text
@@ -455,7 +455,7 @@ def test_a_part_of_a_chunk_is_read_whole_and_counted(tmp_path):
         model.generate(prompt(96), past_key_values=cache, **GREEDY)
         per_token = store._storage.disk.reader(store.segments()[0].id).shape.layout.bytes_per_token
         assert cache.stats.bytes_read == 96 * per_token
-        assert cache.stats.bytes_used == 95 * per_token
+        assert cache.stats.details.bytes_used == 95 * per_token
         assert cache.stats.read_amplification == pytest.approx(96 / 95)
 
 

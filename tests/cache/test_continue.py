@@ -30,7 +30,7 @@ def test_one_token_said_otherwise_costs_that_token(model, store):
     again = torch.cat([said[:, :-2], (said[:, -2:] + 1) % 100 + 3, prompt(9, seed=4)], dim=1)
     assert torch.equal(model.generate(again, past_key_values=cache, **GREEDY), plain(model, again))
     assert cache.stats.requests == 2
-    assert cache.stats.tokens_dropped == 1
+    assert cache.stats.details.tokens_dropped == 1
     assert cache.stats.tokens_restored == 0
 
 
@@ -43,7 +43,7 @@ def test_a_copied_prompt_goes_on_in_several_ways(model, store):
         whole = torch.cat([beginning[:, :-1], prompt(12, seed=seed)], dim=1)
         cache = copy.deepcopy(begun)
         assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), plain(model, whole))
-        assert cache.stats.tokens_dropped == 1
+        assert cache.stats.details.tokens_dropped == 1
     assert begun.get_seq_length() == 60
 
 
@@ -125,5 +125,5 @@ def test_left_padding_is_no_token(model, tmp_path):
         model.generate(padded, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
         whole, mask = torch.cat([padded, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
         model.generate(whole, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
-    assert cache.stats.tokens_kept == 40 + 29
-    assert cache.stats.tokens_dropped == 0
+    assert cache.stats.details.tokens_kept == 40 + 29
+    assert cache.stats.details.tokens_dropped == 0

@@ -140,7 +140,7 @@ def pretend(monkeypatch, computed, restored, alone=1.0):
         if "cache" not in cells:
             return alone
         stats = cells["cache"].stats
-        stats.io_seconds = restored["disk"] - alone if stats.tier == "disk" else 0.0
+        stats.details.io_seconds = restored["disk"] - alone if stats.tier == "disk" else 0.0
         return restored[stats.tier] if stats.tokens_restored else computed
 
     monkeypatch.setattr(module, "_seconds", seconds)

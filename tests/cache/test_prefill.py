@@ -281,7 +281,7 @@ def test_a_piece_that_is_lost_under_way_is_computed_again(which, model, tmp_path
     monkeypatch.setattr(StreamedPrefix, "attend", attend)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         found, cache = ask(model, store, ids)
-        assert lost and cache.stats.recomputed == 1 and lost[0] in {row.id for row in store.segments()}  # anew
+        assert lost and cache.stats.details.recomputed == 1 and lost[0] in {row.id for row in store.segments()}  # anew
     close(found.logits[0], expected.logits[0])
 
 

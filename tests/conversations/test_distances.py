@@ -306,7 +306,7 @@ def test_a_restore_that_fails_is_counted_once(model, store):
     with KVStore(store.path, engine="posix") as fresh:
         cache = TieredCache(model, fresh, method=Watched())
         step(model, cache, ids)
-        assert cache.stats.recomputed == 1 and cache.stats.tokens_restored == 48
+        assert cache.stats.details.recomputed == 1 and cache.stats.tokens_restored == 48
         assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), slice(48, None)), TOKENS - 48)
 
 

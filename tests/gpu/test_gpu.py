@@ -130,7 +130,7 @@ def test_a_flipped_bit_is_seen_on_the_way_to_the_device(tmp_path):
         cache = TieredCache(model, store)
         ours = model.generate(ids, past_key_values=cache, **GREEDY)
         assert torch.equal(ours.sequences, model.generate(ids, **GREEDY).sequences)
-        assert cache.stats.verification_failures == 1
+        assert cache.stats.details.verification_failures == 1
         assert cache.stats.tokens_restored == 144
 
 

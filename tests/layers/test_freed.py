@@ -101,7 +101,7 @@ def test_a_cache_frees_its_kv_without_a_collection(model, tmp_path, made, uncoll
             assert [buffer for buffer in made if buffer() is not None] == []
         model.generate(ids, past_key_values=cache, **GREEDY)
         if how == "damage" and name != "recompute":
-            assert cache.stats.recomputed > 0
+            assert cache.stats.details.recomputed > 0
         if how == "fork":
             twin = cache.fork()
             model.generate(torch.cat([ids, prompt(5, seed=4)], dim=1), past_key_values=twin, **GREEDY)

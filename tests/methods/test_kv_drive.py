@@ -141,7 +141,7 @@ def test_a_second_request_builds_no_index_and_reads_no_keys(model, tmp_path, mon
         assert len(built) == model.config.num_hidden_layers
         _, second = ask(model, store, question(ids), METHOD)
         assert len(built) == model.config.num_hidden_layers
-        assert second.stats.bytes_identifying == 0 < first.stats.bytes_identifying
+        assert second.stats.details.bytes_identifying == 0 < first.stats.details.bytes_identifying
         assert second.stats.bytes_read < first.stats.bytes_read
 
 
@@ -175,7 +175,7 @@ def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, m
             found.append((model.generate(ids, past_key_values=cache, **GREEDY), cache.stats))
     for answer, stats in found[1:]:
         assert_same(answer, found[0][0])
-        assert stats.bytes_used == found[0][1].bytes_used > 0
+        assert stats.details.bytes_used == found[0][1].details.bytes_used > 0
 
 
 def test_padding_of_a_row_that_restores_nothing_is_finite(model, tmp_path, monkeypatch):
@@ -304,7 +304,7 @@ def test_a_chunk_that_cannot_be_read_while_decoding_ends_in_an_error_that_loses_
         cache = TieredCache(model, store, method=KVDrive(budget=0.2, local=16, window=1, index="random"), record=False)
         with pytest.raises(LostKVError, match="new TieredCache"):
             model.generate(question(ids), past_key_values=cache, stopping_criteria=[Damage()], **GREEDY)
-        assert cache.stats.verification_failures + cache.stats.read_errors > 0
+        assert cache.stats.details.verification_failures + cache.stats.details.read_errors > 0
         assert cache.get_seq_length() == so_far[0].shape[1] - 1  # the pass is undone
         again = TieredCache(model, store, method=METHOD)
         rest = {"do_sample": False, "max_new_tokens": 4}
@@ -322,8 +322,8 @@ def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         found, cache = ask(model, store, question(ids), METHOD)
         assert_same(found, expected)
-        assert cache.stats.index_seconds == 0 < first.stats.index_seconds
-        assert cache.stats.bytes_identifying == store.stats.index.bytes < first.stats.bytes_identifying
+        assert cache.stats.details.index_seconds == 0 < first.stats.details.index_seconds
+        assert cache.stats.details.bytes_identifying == store.stats.index.bytes < first.stats.details.bytes_identifying
         (kept,) = (tmp_path / "beside").iterdir()
         kept.write_bytes(bytes(64) + kept.read_bytes()[64:])
     monkeypatch.undo()
@@ -519,7 +519,7 @@ def test_a_conversation_goes_on_in_the_cache_and_out_of_the_store(model, tmp_pat
         answered, cache = ask(model, store, question(ids), METHOD)
         again = torch.cat([answered.sequences, prompt(9, seed=6)], dim=1)
         model.generate(again, past_key_values=cache, **GREEDY)
-        assert cache.stats.tokens_kept == answered.sequences.shape[1] - 1
+        assert cache.stats.details.tokens_kept == answered.sequences.shape[1] - 1
     with KVStore(tmp_path, engine="posix") as store:
         _, other = ask(model, store, again, METHOD)
         assert other.stats.tokens_restored == TOKENS

@@ -203,9 +203,9 @@ def test_every_byte_read_is_accounted_for(tmp_path, ahead):
         stats = cache.stats
         layers, size = len(cache.layers), 16 * 2 * 64 * 4  # bytes of one chunk's keys in one layer
         periods = layers // METHOD.period
-        assert stats.bytes_identifying == periods * 12 * size
-        assert stats.bytes_used == layers * 3 * 2 * size
-        assert stats.bytes_read == stats.bytes_identifying + stats.bytes_used
+        assert stats.details.bytes_identifying == periods * 12 * size
+        assert stats.details.bytes_used == layers * 3 * 2 * size
+        assert stats.bytes_read == stats.details.bytes_identifying + stats.details.bytes_used
         assert stats.read_amplification == 1.0
 
 
@@ -221,7 +221,7 @@ def test_rows_that_share_a_prefix_read_it_once(tmp_path):
         fill(store, model, ids)
         for asked, masks in ((rows[0], torch.ones_like(rows[0])), (batch, mask)):
             _, cache = ask(model, store, asked, attention_mask=masks)
-            read.append(cache.stats.bytes_identifying)
+            read.append(cache.stats.details.bytes_identifying)
     assert read[0] == read[1] > 0
 
 
@@ -237,9 +237,9 @@ def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen
         chosen.clear()
         ask(model, store, question(ids[:, :100]), METHOD)
         longer = ask(model, store, question(ids), method)[1]
-    assert cold.stats.bytes_identifying > 0
-    assert warm.stats.bytes_identifying == longer.stats.bytes_identifying == 0
-    assert warm.stats.bytes_read == warm.stats.bytes_used + _padding(warm)
+    assert cold.stats.details.bytes_identifying > 0
+    assert warm.stats.details.bytes_identifying == longer.stats.details.bytes_identifying == 0
+    assert warm.stats.bytes_read == warm.stats.details.bytes_used + _padding(warm)
     assert_same(again, first)
     assert coarse[0] == chosen[0].tolist()  # eight bits are enough for the same choice here
 
@@ -256,10 +256,10 @@ def test_an_index_outlives_the_process(model, tmp_path):
     assert_same(again, first)
     heads, dim, layers = 2, 16, 6
     coded = layers // 2 * heads * 192 * (dim + 4)  # of a layer in two, eight bits a value and a scale
-    assert made.stats.bytes_identifying > coded
-    assert found.stats.bytes_identifying == coded
-    assert longer.stats.bytes_identifying == 0
-    assert found.stats.index_seconds == 0
+    assert made.stats.details.bytes_identifying > coded
+    assert found.stats.details.bytes_identifying == coded
+    assert longer.stats.details.bytes_identifying == 0
+    assert found.stats.details.index_seconds == 0
 
 
 def test_precomputed_prompts_have_their_index(model, tmp_path):
@@ -269,13 +269,13 @@ def test_precomputed_prompts_have_their_index(model, tmp_path):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         _, cache = ask(model, store, question(ids), method)
     assert cache.stats.tokens_restored == 192
-    assert cache.stats.bytes_identifying > cache.stats.index_seconds == 0
+    assert cache.stats.details.bytes_identifying > cache.stats.details.index_seconds == 0
 
 
 def _padding(cache) -> int:
     """Of what was read for attention: the blocks of this little model do not fill pages."""
     stats = cache.stats
-    return round((stats.read_amplification - 1) * stats.bytes_used)
+    return round((stats.read_amplification - 1) * stats.details.bytes_used)
 
 
 def test_the_index_stays_within_its_budget(model, tmp_path):
@@ -303,7 +303,7 @@ def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
         with KVStore(tmp_path, engine="posix") as store:
             store.precompute(model, row[None], method=method, progress=False)
     with KVStore(tmp_path, engine="posix") as store:
-        need = ask(model, store, asked, method)[1].stats.index_bytes
+        need = ask(model, store, asked, method)[1].stats.details.index_bytes
         assert need == store.stats.index.bytes
     for room, why in ((need, ""), (need - 1, said.format(format_bytes(need - 1))), (1, said.format("1 Byte")), (0, "")):
         caplog.clear()
@@ -313,8 +313,8 @@ def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
         for stats in requests:
             assert stats.tokens_restored == batch * 192
             assert why in stats.reason and bool(stats.reason) == bool(why)
-            assert (stats.index_bytes, list(stats.reasons.values())) == (need, [1] * bool(why))
-        read = [stats.bytes_identifying for stats in requests]
+            assert (stats.details.index_bytes, list(stats.reasons.values())) == (need, [1] * bool(why))
+        read = [stats.details.bytes_identifying for stats in requests]
         assert read[0] >= need
         if room == need - 1:  # of two segments memory keeps the index of one
             assert all(read[0] // batch <= again <= read[0] for again in read[1:])
@@ -331,9 +331,9 @@ def test_indexes_that_make_room_for_others_are_counted(model, tmp_path):
             ids = prompt(PREFIX, seed=seed)
             fill(store, model, ids, method)
             stats = ask(model, store, question(ids), method)[1].stats
-            assert not stats.reason and 20_000 < stats.index_bytes < 40_000
+            assert not stats.reason and 20_000 < stats.details.index_bytes < 40_000
             assert (store.stats.evicted_indexes > 0) == (times > 0)
-            assert (stats.bytes_identifying > 0) == (times < 3)
+            assert (stats.details.bytes_identifying > 0) == (times < 3)
 
 
 def test_h2o_reads_all_keys_and_the_values_of_what_it_chose(tmp_path):
@@ -365,7 +365,7 @@ def test_a_head_reads_blocks_of_its_own_tokens_alone(tmp_path, chosen):
             for sets in wanted[name]
         )  # blocks of one head, or as many bytes
         assert stats.disk.bytes == layers * 192 * 4 * token + values * 16 * token
-        assert stats.bytes_used == layers * 4 * 2 * 9 * token  # nine tokens of each head
+        assert stats.details.bytes_used == layers * 4 * 2 * 9 * token  # nine tokens of each head
     assert read["apart"].disk.bytes < read["together"].disk.bytes
 
 
@@ -378,9 +378,9 @@ def test_layers_of_a_block_that_another_period_serves_are_read_for_nothing(tmp_p
         store.relayout(geometry=Geometry(16, 4, index=METHOD.geometry.index))
         method = replace(METHOD, period=1, ahead_bytes=0)
         stats = ask(model, store, question(ids), method)[1].stats
-    assert stats.bytes_used == layers * 3 * block
-    read = stats.bytes_read - stats.bytes_identifying
-    assert stats.read_amplification == read / stats.bytes_used > 1.5
+    assert stats.details.bytes_used == layers * 3 * block
+    read = stats.bytes_read - stats.details.bytes_identifying
+    assert stats.read_amplification == read / stats.details.bytes_used > 1.5
 
 
 def test_a_geometry_that_does_not_fit_is_said_once(model, store, caplog):
@@ -413,7 +413,7 @@ def test_impress_reads_only_its_probes_where_they_agree(tmp_path):
             read[name] = ask(model, store, question(ids), method)[1].stats
     layers, size = model.config.num_hidden_layers, 64 * 4
     agreed, probes = read["agree"], layers * 192 * 2 * size  # the keys of two heads
-    assert 0 < agreed.bytes_identifying < probes  # those of chosen chunks are attended to
+    assert 0 < agreed.details.bytes_identifying < probes  # those of chosen chunks are attended to
     assert agreed.bytes_read < probes + layers * 192 * 6 * size * 0.9  # and of the rest chosen chunks alone
     assert read["differ"].bytes_read > layers * 192 * 4 * size  # the keys of all four
 
@@ -471,7 +471,7 @@ def test_probes_of_what_is_often_asked_stay_in_memory(tmp_path):
         for ids in documents[1:]:
             ask(model, store, question(ids), method)
         again = ask(model, store, question(documents[0]), method)[1].stats
-    assert again.bytes_identifying == 0
+    assert again.details.bytes_identifying == 0
 
 
 def test_baselines(model, store):
@@ -623,7 +623,7 @@ def test_a_damaged_block_is_computed_anew(model, store, identifies):
     store._storage.residency.clear()
     ours, cache = ask(model, store, question(ids))
     assert_same(ours, plain)
-    assert cache.stats.verification_failures and cache.stats.recomputed
+    assert cache.stats.details.verification_failures and cache.stats.details.recomputed
     assert cache.stats.tokens_attended == 0
 
 

@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_NOT_OURS = (".git", ".venv", "build", "dist", "kv-store", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
+_NOT_OURS = (
+    ".git",
+    ".venv",
+    "build",
+    "dist",
+    "site",
+    "kv-store",
+    "__pycache__",
+    "*.egg-info",
+    ".*_cache",
+    ".hypothesis",
+)
 
 
 def run(*command, cwd, **environment):

@@ -641,7 +641,7 @@ def test_a_damaged_passage_is_computed(store, tmp_path):
         left = [(start, PASSAGES[n], range(len(PASSAGES[n]))) for n, start in PLACES.items() if n != 0]
         theirs = expected(model, PROMPT, left)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
-        assert cache.stats.verification_failures >= 1
+        assert cache.stats.details.verification_failures >= 1
 
 
 def test_a_passage_is_stored_once_and_read_without_what_is_computed(tmp_path):
@@ -653,15 +653,16 @@ def test_a_passage_is_stored_once_and_read_without_what_is_computed(tmp_path):
         assert len(store.segments()) == 1
         token = 6 * 2 * 2 * 64 * 4  # layers, keys and values, heads, dim, bytes
         _, cache = ask(model, store, join(QUESTION, passage, QUESTION), epic(first=24))
-        assert cache.stats.bytes_used == (320 - 24) * token
+        assert cache.stats.details.bytes_used == (320 - 24) * token
         assert cache.stats.bytes_read == (320 - 16) * token  # in their own order: the first block is not read
         assert store.reorder(progress=False) == 1  # by the ranking
         _, cache = ask(model, store, join(QUESTION, passage, QUESTION), fixed(0.15))
-        assert cache.stats.bytes_used == (320 - 48) * token
+        assert cache.stats.details.bytes_used == (320 - 48) * token
         assert cache.stats.bytes_read == (320 - 48) * token  # 48 tokens are three blocks
         fill(store, model, [passage], epic())
         _, cache = ask(model, store, join(QUESTION, passage, QUESTION), epic(first=64, ranking="context"))
-        assert cache.stats.bytes_used == (320 - 64) * token  # the first ones lie anywhere: more is read than used
+        # the first ones lie anywhere: more is read than used
+        assert cache.stats.details.bytes_used == (320 - 64) * token
         assert cache.stats.bytes_read > (320 - 64) * token
 
 

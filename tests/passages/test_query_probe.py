@@ -193,7 +193,7 @@ def test_the_first_layer_may_compute_all(store):
     model, method = build("qwen2"), Noting(0.3, check_layer=1, widen=1)
     fill(store, model, method=tune())
     ours, cache = ask(model, store, PROMPT, method)
-    assert cache.stats.recomputed == 0 and cache.stats.tokens_restored > 100
+    assert cache.stats.details.recomputed == 0 and cache.stats.tokens_restored > 100
     kv = stored_kv(model, [(at, PASSAGES[n]) for n, at in PLACES.items()], COLUMNS)
     computed = method.last
     layers = [without(np.arange(COLUMNS)), *[without(computed)] * (LAYERS - 1)]

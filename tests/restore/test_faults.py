@@ -93,8 +93,8 @@ def test_a_bit_flipped_in_any_region(model, root, region):
         counted = store.stats
         assert counted.verification_failures >= 1
         if "block" in region:
-            assert stats.verification_failures == 1
-            assert stats.recomputed == 1
+            assert stats.details.verification_failures == 1
+            assert stats.details.recomputed == 1
         assert stats.tokens_restored == (128 if region == "last block" else 0)  # what stands before it is used
         store.flush()
         assert ask(model, store).tokens_restored == 144  # stored anew
@@ -176,7 +176,7 @@ def test_a_read_error(model, root, monkeypatch, call):
     monkeypatch.setattr(PosixEngine, "submit", failing)
     with KVStore(root) as store:
         stats = ask(model, store, record=False)
-        assert (stats.read_errors, stats.recomputed) == (1, 1)
+        assert (stats.details.read_errors, stats.details.recomputed) == (1, 1)
         assert stats.tokens_restored == 0
         assert store.stats.read_errors == 1
     with KVStore(root) as store:
@@ -429,7 +429,7 @@ def test_a_store_closed_under_a_pass_does_not_fail_it(model, root, monkeypatch):
 
     monkeypatch.setattr(type(store._storage.disk), "reader", close_first)
     assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY).sequences, expected)
-    assert cache.stats.recomputed == 1
+    assert cache.stats.details.recomputed == 1
 
 
 @pytest.mark.parametrize("method", [Exact(recompute=0), Exact(), ContiguousKV(budget=0.5), CacheTune()], ids=str)

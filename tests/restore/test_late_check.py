@@ -109,8 +109,9 @@ def test_a_pass_over_a_damaged_block_is_undone_and_planned_again(model, tmp_path
         )
         ours, cache = ask(model, store)
         same(ours, model.generate(IDS, **GREEDY))
-        stats = cache.stats
-        assert (stats.verification_failures, stats.recomputed, stats.tokens_restored) == (1, 1, 16 * chunk)
+        details = cache.stats.details
+        assert (details.verification_failures, details.recomputed) == (1, 1)
+        assert cache.stats.tokens_restored == 16 * chunk
         assert store.stats.verification_failures == 1
         cache.reset()
     assert submitted  # computed around the damage: what came of the damaged block is in none of it
@@ -133,7 +134,7 @@ def test_an_error_that_damage_has_led_to_is_not_the_users(model, tmp_path, monke
     with store:
         damage(store, 1, 4)
         ours, cache = ask(model, store, record=False)
-        assert (cache.stats.verification_failures, cache.stats.tokens_restored) == (1, 64)
+        assert (cache.stats.details.verification_failures, cache.stats.tokens_restored) == (1, 64)
     same(ours, model.generate(IDS, **GREEDY))
 
 
@@ -144,7 +145,7 @@ def test_without_checks_the_same_damage_is_seen_by_nobody_and_spoils_the_answer(
     with store:
         damage(store, 0, 7)
         ours, cache = ask(model, store, record=False)
-        assert (cache.stats.verification_failures, stream.waits["MainThread"]) == (0, 0)
+        assert (cache.stats.details.verification_failures, stream.waits["MainThread"]) == (0, 0)
         assert (ours.logits[0] - model.generate(IDS, **GREEDY).logits[0]).abs().max() > 1e-3
 
 
@@ -171,7 +172,7 @@ def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, 
                 store._storage.disk.sidecars.remove([row.id for row in store.segments()])  # a kept index is whole
                 for _ in range(2):
                     ours, cache = ask(model, store, method, record=False)
-                    results.append((ours, cache.stats.tokens_restored, cache.stats.verification_failures))
+                    results.append((ours, cache.stats.tokens_restored, cache.stats.details.verification_failures))
                     for keys in store._storage.residency.index_cache._keys.values():
                         assert keys.scales.max() < 20 / 127
     half = len(results) // 2
@@ -194,7 +195,7 @@ def test_a_token_that_would_bring_a_damaged_block_keeps_what_was_chosen(model, t
             before = [chosen_keys(cache, layer).clone() for layer in layers]
             for token in range(4):
                 model(IDS[:, token : token + 1], past_key_values=cache)
-        assert cache.stats.verification_failures > 0
+        assert cache.stats.details.verification_failures > 0
         assert all(torch.equal(keys, chosen_keys(cache, layer)) for keys, layer in zip(before, layers, strict=True))
 
 

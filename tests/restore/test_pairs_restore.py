@@ -159,7 +159,7 @@ def test_a_front_that_is_missing_is_computed_and_the_rest_is_restored(family, co
             expected += sum(2 * count * factors for count in shared.values())
         else:
             expected += sum(count * factors for count in shared.values())
-        assert stats.bytes_used == expected
+        assert stats.details.bytes_used == expected
         assert stats.read_amplification < 4  # tiny blocks, padded to 4 KiB
 
 
@@ -274,7 +274,7 @@ def test_a_damaged_block_of_any_group_is_computed_and_never_served(direct, tmp_p
         store = with_device(monkeypatch, root)[0] if direct else KVStore(root, engine="posix", host_memory=0)
         with store:
             ours, cache = ask(model, store, question(ids), method)
-            assert (cache.stats.verification_failures, cache.stats.tokens_restored) == (1, good)
+            assert (cache.stats.details.verification_failures, cache.stats.tokens_restored) == (1, good)
             if good:
                 assert_same(ours, theirs)
             else:

@@ -191,8 +191,8 @@ def test_a_failing_block_names_its_segment(error):
         list(fetch.units(4))
     assert caught.value.segment == "0"
     assert caught.value.__cause__ is error
-    stats = fetch.fetcher.collector.stats
-    assert (stats.verification_failures, stats.read_errors) == ((1, 0) if error is ERRORS[-1] else (0, 1))
+    details = fetch.fetcher.collector.stats.details
+    assert (details.verification_failures, details.read_errors) == ((1, 0) if error is ERRORS[-1] else (0, 1))
     fetch.fetcher.cancel()
     assert all(lease.released for lease in residency.leases)
 

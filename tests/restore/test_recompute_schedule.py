@@ -369,7 +369,8 @@ def test_what_is_computed_is_not_read(root):
     whole = ask(model, store, ids, 0.0)[0].stats
     half = ask(model, store, ids, 0.5)[0].stats
     assert half.bytes_read < 0.6 * whole.bytes_read
-    assert half.bytes_used == half.bytes_read and half.read_amplification == 1.0  # blocks hold no more than is wanted
+    # blocks hold no more than is wanted
+    assert half.details.bytes_used == half.bytes_read and half.read_amplification == 1.0
 
 
 def test_idle_time_is_that_between_reads_of_one_pass(monkeypatch):
@@ -386,14 +387,14 @@ def test_idle_time_is_that_between_reads_of_one_pass(monkeypatch):
     read()
     collector.expect_reads(False)
     read()
-    idle = collector.stats.load_idle_seconds
-    assert idle > 0 and total.stats.load_idle_seconds == idle
+    idle = collector.stats.details.load_idle_seconds
+    assert idle > 0 and total.stats.details.load_idle_seconds == idle
     read()  # nothing was to follow
     collector.expect_reads(True)
     read()
     collector.forget_reads()  # the pass is over
     read()
-    assert collector.stats.load_idle_seconds == idle
+    assert collector.stats.details.load_idle_seconds == idle
 
 
 # --- what is stored behind it
@@ -448,7 +449,7 @@ def test_a_block_that_cannot_be_read_is_computed(tmp_path):
         cache = TieredCache(model, store, method=Exact(recompute=0.3))
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
         stats = cache.stats
-        assert (stats.recomputed, stats.verification_failures) == (1, 1)
+        assert (stats.details.recomputed, stats.details.verification_failures) == (1, 1)
         assert stats.tokens_restored == STORED - 16 and stats.tokens_recomputed > 0  # up to the damaged block
         assert stats.reason == reasons.DAMAGED
 

@@ -249,7 +249,7 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, 
         assert all(
             (layer._rows[0].window.columns == then).all() for layer, then in zip(cache.layers, rows, strict=True)
         )
-        assert cache.stats.read_errors > 0
+        assert cache.stats.details.read_errors > 0
 
 
 def test_a_period_keeps_its_selection_if_its_first_layer_does(model, store, erratic):
@@ -286,9 +286,9 @@ def test_a_choice_that_gains_too_little_brings_nothing(model, store):
     brought = {}
     for gain in (0, 0.9):
         _, cache = ask(model, store, question(ids), replace(METHOD, gain=gain))
-        before = cache.stats.bytes_brought
+        before = cache.stats.details.bytes_brought
         decode(model, cache, 4)
-        brought[gain] = cache.stats.bytes_brought - before
+        brought[gain] = cache.stats.details.bytes_brought - before
     assert brought[0] > 0 == brought[0.9]
 
 
@@ -310,7 +310,7 @@ def test_single_tokens_of_each_head_are_chosen_again(family, store):
     before = [layer.keys[:, :, : layer._num_selected].clone() for layer in once.layers]
     _, cache = ask(model, store, question(ids), method)
     holds_what_it_says(cache, kv_of(model, ids))
-    assert cache.stats.bytes_brought > once.stats.bytes_brought
+    assert cache.stats.details.bytes_brought > once.stats.details.bytes_brought
     assert not all(
         torch.equal(layer.keys[:, :, : layer._num_selected], kept)
         for layer, kept in zip(cache.layers, before, strict=True)

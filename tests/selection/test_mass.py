@@ -167,10 +167,10 @@ def test_a_little_mass_reads_one_chunk(tmp_path):
             stats[mass] = ask(model, store, question(ids), replace(METHOD, mass=mass))[1].stats
     layers, kv = 6, 2 * 8 * 2 * 64 * 4  # of one chunk in one layer
     assert stats[1e-6].tokens_attended == 8
-    assert stats[1e-6].bytes_used == layers * kv
-    assert stats[None].bytes_used == layers * kv * BOUGHT // 8
-    keys = stats[None].bytes_identifying
-    assert stats[1e-6].bytes_identifying == keys
+    assert stats[1e-6].details.bytes_used == layers * kv
+    assert stats[None].details.bytes_used == layers * kv * BOUGHT // 8
+    keys = stats[None].details.bytes_identifying
+    assert stats[1e-6].details.bytes_identifying == keys
     assert stats[1e-6].bytes_read - keys == layers * kv < stats[None].bytes_read - keys
 
 

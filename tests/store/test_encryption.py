@@ -502,7 +502,7 @@ def test_what_stands_before_the_damage_is_served(root, model, verify):
         offset = reader.header.blocks.offset + reader.shape.group_offsets[0] + 3 * block_group.block_bytes + 100
         flip(path, offset)
         stats = ask(model, store, record=False)
-        assert (stats.tokens_restored, stats.verification_failures) == (3 * HASH_TOKENS, 1)
+        assert (stats.tokens_restored, stats.details.verification_failures) == (3 * HASH_TOKENS, 1)
         assert path.exists()
         assert list(store.verify().bad) == [row.id]
 

@@ -262,7 +262,7 @@ def test_a_fault_of_our_own_hides_no_segment(model, tmp_path, monkeypatch):
             patch.setattr(Residency, "_arrive", lambda *args: {}[0])
             cache = TieredCache(model, store)
             found = model.generate(prompt(100), past_key_values=cache, **GREEDY)
-            assert cache.stats.recomputed
+            assert cache.stats.details.recomputed
         again = TieredCache(model, store)
         assert torch.equal(model.generate(prompt(100), past_key_values=again, **GREEDY), found)
         assert again.stats.tokens_restored == 96

@@ -155,7 +155,7 @@ def test_the_exact_method_reads_any_order(family, cut, apart, tmp_path):
             found, cache = ask(model, store, whole, None)
             assert_same(found, expected)
             assert cache.stats.tokens_restored == tokens
-            assert cache.stats.verification_failures == 0
+            assert cache.stats.details.verification_failures == 0
 
 
 def test_a_batch_and_a_second_turn_over_a_shuffled_store(model, tmp_path):
@@ -215,7 +215,7 @@ def test_impress_lays_out_by_importance_and_then_reads_less(model, tmp_path):
         again = [ask(model, store, whole, method) for whole in questions[8:]]
         for (before, cold), (after, ordered) in zip(asked[:4], again, strict=True):
             assert_same(after, before)
-            assert ordered.stats.bytes_used == cold.stats.bytes_used
+            assert ordered.stats.details.bytes_used == cold.stats.details.bytes_used
             assert ordered.stats.bytes_read < 0.8 * cold.stats.bytes_read
             assert ordered.stats.read_amplification < cold.stats.read_amplification
 
@@ -249,7 +249,7 @@ def test_a_request_under_way_reads_the_old_segment_to_its_end(model, tmp_path, m
         found, cache = ask(model, store, question(ids), METHOD)
         assert swapped
         assert_same(found, expected)
-        assert cache.stats.recomputed == 0
+        assert cache.stats.details.recomputed == 0
 
 
 def test_a_store_closed_under_a_request_does_not_fail_it(model, tmp_path):
@@ -546,7 +546,7 @@ store.reorder(progress=False)
         assert not store.verify().bad
         found, cache = ask(model, store, question(ids), METHOD)
         assert_same(found, expected)
-        assert cache.stats.tokens_restored == 400 and cache.stats.recomputed == 0
+        assert cache.stats.tokens_restored == 400 and cache.stats.details.recomputed == 0
         store.gc()
         assert not store.verify().bad
         assert_same(ask(model, store, question(ids), METHOD)[0], expected)
@@ -605,7 +605,7 @@ def test_a_request_keeps_the_indexes_that_it_began_with(model, tmp_path, monkeyp
         _, cache = ask(model, store, question(ids, seed=3), method)
         assert moved == [1] and before.id not in {row.id for row in store.segments()}
         assert cache.stats.tokens_restored == 400
-        assert cache.stats.brought_identifying == 0
+        assert cache.stats.details.brought_identifying == 0
 
 
 # --- for each head its own order
@@ -650,7 +650,7 @@ def test_each_head_chooses_among_the_chunks_of_its_own_blocks(model, tmp_path, m
                 sums = np.bincount(chunk, mass)
                 assert set(taken.tolist()) == set(np.argsort(-sums, kind="stable")[: len(taken)].tolist())
                 blocks += len(taken)
-        brought = cache.stats.bytes_brought - cache.stats.brought_identifying
+        brought = cache.stats.details.bytes_brought - cache.stats.details.brought_identifying
         assert brought == blocks * shape.block_groups[0].block_bytes
         stored = kv_of(model, ids)
         for layer, choice in enumerate(noted):
@@ -671,7 +671,8 @@ def test_what_earlier_prompts_attended_to_lies_together(tmp_path, monkeypatch):
                 noted.clear()
                 _, cache = ask(model, store, question(ids, seed=seed), PER_HEAD)
                 store.flush()
-                assert bool(cache.stats.brought_identifying) == (len(held) in (0, 3))  # an index stays in memory
+                # an index stays in memory
+                assert bool(cache.stats.details.brought_identifying) == (len(held) in (0, 3))
                 held.append(
                     np.mean([np.take_along_axis(one.mass, one.tokens, 1).sum() / one.mass.sum() for one in noted])
                 )

@@ -283,4 +283,4 @@ def test_a_front_that_is_not_stored_is_computed_and_the_rest_is_restored(model, 
         (row,) = store.segments()
         shape = store._storage.disk.reader(row.id).shape
         assert cache.stats.bytes_read == shape.blocks_bytes  # all that is stored, once
-        assert cache.stats.read_amplification < 1.2 and cache.stats.verification_failures == 0
+        assert cache.stats.read_amplification < 1.2 and cache.stats.details.verification_failures == 0

@@ -688,9 +688,9 @@ def test_io_time_counts_overlapping_reads_once():
     collector.read_started()
     collector.read_started()
     collector.read_done(10)
-    assert collector.stats.io_seconds == 0
+    assert collector.stats.details.io_seconds == 0
     collector.read_done(5)
-    assert collector.stats.io_seconds > 0
+    assert collector.stats.details.io_seconds > 0
     assert collector.stats.bytes_read == 15
 
 
