@@ -25,6 +25,7 @@ from hf_tiered_cache.selection.decode_index import (
     head_slices,
     log_attention,
     mean_keys,
+    ranking_dtype,
     side_by_side,
 )
 
@@ -37,7 +38,7 @@ class ChunkMeanIndex(DecodeIndex):
     """Index of chunk means.
 
     Args:
-        means: Mean keys, `[kv_heads, chunks, dim]`, in the dtype of the keys.
+        means: Mean keys, `[kv_heads, chunks, dim]`, see `ranking_dtype`.
         outliers: Chunks with the lowest cosines, int32 `[kv_heads, most]`, lowest first.
         cosines: Lowest cosine of a key with its chunk's mean, for each outlier, float32 `[kv_heads, most]`.
     """
@@ -54,7 +55,7 @@ class ChunkMeanIndex(DecodeIndex):
             cut = cut_in_chunks(keys[heads], chunk_tokens).float()
             cosines = torch.cosine_similarity(cut, means[:, :, None], dim=-1).amin(2)  # [some, chunks]
             lowest = best_first(-cosines, min(outliers, means.shape[1]))
-            parts.append((means.to(keys.dtype), lowest.int(), cosines.gather(1, lowest)))
+            parts.append((means.to(ranking_dtype(keys.dtype)), lowest.int(), cosines.gather(1, lowest)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @property

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from .clusters import ClusterIndex, by_position, segmented_kmeans
-from .decode_index import DecodeIndex, best_first, cut_in_chunks, head_slices, log_attention
+from .decode_index import DecodeIndex, best_first, cut_in_chunks, head_slices, log_attention, ranking_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,7 +34,7 @@ class PageBoundsIndex(DecodeIndex):
     """Index of the bounds of each chunk's keys.
 
     Args:
-        boxes: `[kv_heads, chunks, 2 * dim]`, in the dtype of the keys: middle of the bounds, and distance from it to
+        boxes: `[kv_heads, chunks, 2 * dim]`, see `ranking_dtype`: middle of the bounds, and distance from it to
             the maximum, times `spread`.
     """
 
@@ -47,7 +47,9 @@ class PageBoundsIndex(DecodeIndex):
         for heads in head_slices(keys):
             chunked_keys = cut_in_chunks(keys[heads], chunk_tokens)
             upper, lower = chunked_keys.amax(2).float(), chunked_keys.amin(2).float()
-            parts.append(torch.cat([(upper + lower) / 2, (upper - lower) * (spread / 2)], -1).to(keys.dtype))
+            parts.append(
+                torch.cat([(upper + lower) / 2, (upper - lower) * (spread / 2)], -1).to(ranking_dtype(keys.dtype))
+            )
         return cls(chunk_tokens, torch.cat(parts))
 
     @property
@@ -102,7 +104,8 @@ class ClusterBoxIndex(ClusterIndex):
             inner = torch.lerp(centroids, (upper + lower) / 2, spread / 2)
             boxes, chunk_order, starts = by_position(torch.cat([inner, (upper - lower) * (spread / 4)], -1), cluster_of)
             chunk_boxes = torch.cat([middles, extents * spread], -1)
-            parts.append((boxes.to(keys.dtype), chunk_order, starts, chunk_boxes.to(keys.dtype)))
+            dtype = ranking_dtype(keys.dtype)
+            parts.append((boxes.to(dtype), chunk_order, starts, chunk_boxes.to(dtype)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @classmethod

@@ -41,6 +41,7 @@ from .decode_index import (
     logits,
     mean_keys,
     positions_at_once,
+    ranking_dtype,
 )
 
 if TYPE_CHECKING:
@@ -118,11 +119,11 @@ class ClusterIndex(DecodeIndex):
     """Index of clusters of chunks.
 
     Args:
-        centroids: `[kv_heads, clusters, dim]`, in the dtype of the keys.
+        centroids: `[kv_heads, clusters, dim]`, see `ranking_dtype`.
         chunk_order: Chunks, cluster by cluster, int32 `[kv_heads, chunks]`.
         starts: Index in `chunk_order` at which each cluster begins, int32 `[kv_heads, clusters + 1]`. Empty clusters
             come last.
-        representatives: Mean of each chunk, `[kv_heads, chunks, dim]`, in the dtype of the keys; None to order the
+        representatives: Mean of each chunk, `[kv_heads, chunks, dim]`, see `ranking_dtype`; None to order the
             chunks of a cluster by position.
     """
 
@@ -152,9 +153,8 @@ class ClusterIndex(DecodeIndex):
             means = mean_keys(keys[heads], chunk_tokens)
             clustering = segmented_kmeans(means, clusters, segment_chunks, iterations)
             centroids, chunk_order, starts = by_position(*clustering)
-            parts.append(
-                (centroids.to(keys.dtype), chunk_order, starts, *([means.to(keys.dtype)] * keep_representatives))
-            )
+            dtype = ranking_dtype(keys.dtype)
+            parts.append((centroids.to(dtype), chunk_order, starts, *([means.to(dtype)] * keep_representatives)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @classmethod
@@ -196,7 +196,9 @@ class ClusterIndex(DecodeIndex):
         sizes = indexes[0].sizes if len(indexes) == 1 else starts.diff(dim=1)
         query = cls._comparison_query(query)
         absent = sizes == 0 if any(index.has_empty for index in indexes) else None
-        weights, totals = log_attention(query, [index.centroids for index in indexes], scaling, absent)
+        # rough logits are enough if the candidates are ranked again
+        centroids, roughly = [index.centroids for index in indexes], cls.candidates > 1
+        weights, totals = log_attention(query, centroids, scaling, absent, roughly=roughly)
 
         num_candidates = min(count * cls.candidates, firsts[-1])
         best = best_first(weights, min(num_candidates, weights.shape[1]))  # [kv_heads, clusters that may be needed]

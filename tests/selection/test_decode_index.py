@@ -35,9 +35,12 @@ SHAPES = [  # kv heads, group, queries, dim, chunk tokens, tokens of each index
 
 
 def case(kv_heads, group, queries, dim, chunk_tokens, tokens, seed=0):
-    """Keys of each index and queries that look for something in them."""
+    """Keys of each index and queries that look for something in them.
+
+    An index rounds float32 keys, but not float64 keys (`ranking_dtype`).
+    """
     generator = torch.Generator().manual_seed(seed + sum(tokens))
-    keys = [torch.randn(kv_heads, count, dim, generator=generator) for count in tokens]
+    keys = [torch.randn(kv_heads, count, dim, generator=generator).double() for count in tokens]
     query = 2 * torch.randn(kv_heads * group, queries, dim, generator=generator)
     return keys, query, chunk_tokens
 
@@ -418,6 +421,17 @@ def test_in_pieces_it_is_the_same(kind, monkeypatch):
     pieces = rank(built(kind, keys, chunk_tokens), query, None, 20)
     assert torch.equal(whole[0], pieces[0])
     assert torch.allclose(whole[1], pieces[1], rtol=1e-4)
+
+
+def test_an_index_of_float32_keys_is_rounded_and_selects_nearly_the_same():
+    generator = torch.Generator().manual_seed(0)
+    keys, query = torch.randn(2, 4096, 64, generator=generator), 3 * torch.randn(14, 1, 64, generator=generator)
+    for kind in ("cluster_boxes", "clusters", "page_bounds", "chunk_means"):
+        rounded, exact = (DECODE_INDEXES[kind].build(some, 8) for some in (keys, keys.double()))
+        assert rounded.nbytes < 0.3 * exact.nbytes, kind  # 2 bytes instead of 8
+        best = [rank([index], query, None, 64)[0] for index in (rounded, exact)]
+        common = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(*best, strict=True)]
+        assert min(common) >= 60, (kind, common)
 
 
 @pytest.mark.parametrize("kind", KINDS)
