@@ -63,9 +63,7 @@ class ChunkMeanIndex(DecodeIndex):
         return self.means.shape[1]
 
     @classmethod
-    def rank_together(
-        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rank_together(cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int) -> torch.Tensor:
         firsts = accumulate((index.chunks for index in indexes), initial=0)
         outliers = side_by_side([index.outliers + first for index, first in zip(indexes, firsts, strict=False)]).long()
         num_outliers = min(max(index.outliers.shape[1] for index in indexes), count // 4)
@@ -74,6 +72,4 @@ class ChunkMeanIndex(DecodeIndex):
         absent = torch.zeros(len(always), sum(index.chunks for index in indexes), dtype=torch.bool, device=query.device)
         absent.scatter_(1, always, True)
         weights, _ = log_attention(query, [index.means for index in indexes], scaling, absent, group_max=True)
-        ranked = best_first(weights, count - num_outliers)
-        first = torch.full_like(lowest, torch.inf, dtype=torch.float32)
-        return torch.cat([always, ranked], 1), torch.cat([first, weights.gather(1, ranked).exp_()], 1)
+        return torch.cat([always, best_first(weights, count - num_outliers)], 1)
