@@ -110,7 +110,7 @@ def locality(keys: torch.Tensor, asked: torch.Tensor, budget: float) -> dict[str
     heads, chunks, steps = len(keys), index.chunks, asked.shape[1]
     count = max(1, int(budget * chunks))
     pool = min(chunks, int(1.25 * count))
-    ranked = np.stack([rank([index], asked[:, step : step + 1], None, pool)[0].numpy() for step in range(steps)])
+    ranked = np.stack([rank([index], asked[:, step : step + 1], None, pool).numpy() for step in range(steps)])
     chosen = np.zeros((steps, heads, chunks), bool)
     np.put_along_axis(chosen, ranked[..., :count], True, 2)
     found = {
@@ -134,10 +134,7 @@ def locality(keys: torch.Tensor, asked: torch.Tensor, budget: float) -> dict[str
 
 def explained(index: ClusterIndex, means: torch.Tensor) -> float:
     """Which share of the variance of chunk means, `[kv_heads, chunks, dim]`, is that between clusters."""
-    sizes = index.starts.diff(dim=1).long()
-    own = torch.empty_like(means)
-    for head, order in enumerate(index.chunk_order.long()):
-        own[head, order] = index.centroids[head].repeat_interleave(sizes[head], 0)
+    own = index.centroids.float().take_along_dim(index.cluster_of.long()[..., None], 1)
     return 1 - float((means - own).square().sum() / (means - means.mean(1, keepdim=True)).square().sum())
 
 

@@ -25,6 +25,7 @@ from hf_tiered_cache.selection.decode_index import (
     head_slices,
     log_attention,
     mean_keys,
+    ranking_dtype,
     side_by_side,
 )
 
@@ -37,7 +38,7 @@ class ChunkMeanIndex(DecodeIndex):
     """Index of chunk means.
 
     Args:
-        means: Mean keys, `[kv_heads, chunks, dim]`, in the dtype of the keys.
+        means: Mean keys, `[kv_heads, chunks, dim]`, see `ranking_dtype`.
         outliers: Chunks with the lowest cosines, int32 `[kv_heads, most]`, lowest first.
         cosines: Lowest cosine of a key with its chunk's mean, for each outlier, float32 `[kv_heads, most]`.
     """
@@ -54,7 +55,7 @@ class ChunkMeanIndex(DecodeIndex):
             cut = cut_in_chunks(keys[heads], chunk_tokens).float()
             cosines = torch.cosine_similarity(cut, means[:, :, None], dim=-1).amin(2)  # [some, chunks]
             lowest = best_first(-cosines, min(outliers, means.shape[1]))
-            parts.append((means.to(keys.dtype), lowest.int(), cosines.gather(1, lowest)))
+            parts.append((means.to(ranking_dtype(keys.dtype)), lowest.int(), cosines.gather(1, lowest)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @property
@@ -62,9 +63,7 @@ class ChunkMeanIndex(DecodeIndex):
         return self.means.shape[1]
 
     @classmethod
-    def rank_together(
-        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rank_together(cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int) -> torch.Tensor:
         firsts = accumulate((index.chunks for index in indexes), initial=0)
         outliers = side_by_side([index.outliers + first for index, first in zip(indexes, firsts, strict=False)]).long()
         num_outliers = min(max(index.outliers.shape[1] for index in indexes), count // 4)
@@ -73,6 +72,4 @@ class ChunkMeanIndex(DecodeIndex):
         absent = torch.zeros(len(always), sum(index.chunks for index in indexes), dtype=torch.bool, device=query.device)
         absent.scatter_(1, always, True)
         weights, _ = log_attention(query, [index.means for index in indexes], scaling, absent, group_max=True)
-        ranked = best_first(weights, count - num_outliers)
-        first = torch.full_like(lowest, torch.inf, dtype=torch.float32)
-        return torch.cat([always, ranked], 1), torch.cat([first, weights.gather(1, ranked).exp_()], 1)
+        return torch.cat([always, best_first(weights, count - num_outliers)], 1)

@@ -46,14 +46,11 @@ class RandomIndex(DecodeIndex):
         return int(self.sizes[0, 0])
 
     @classmethod
-    def rank_together(
-        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rank_together(cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int) -> torch.Tensor:
         bits = query.float().contiguous().view(torch.int32).long().unflatten(0, (len(indexes[0].sizes), -1))
         number = torch.arange(sum(index.chunks for index in indexes), device=query.device)
         drawn = _mixed(bits.sum((1, 2, 3))[:, None] * _PRIME + number).float() / 2**32  # [kv_heads, chunks]
-        best = best_first(drawn, count)
-        return best, drawn.gather(1, best)
+        return best_first(drawn, count)
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:

@@ -37,14 +37,11 @@ class KeysIndex(DecodeIndex):
         return -(-self.num_tokens // self.chunk_tokens)
 
     @classmethod
-    def rank_together(
-        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rank_together(cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int) -> torch.Tensor:
         weights, _ = log_attention(query, [index.keys_as(query.dtype) for index in indexes], scaling)
         parts = weights.split([index.num_tokens for index in indexes], dim=1)
         scores = side_by_side([index._chunk_weights(part) for index, part in zip(indexes, parts, strict=True)])
-        best = best_first(scores, count)
-        return best, scores.gather(1, best).exp_()
+        return best_first(scores, count)
 
     def _chunk_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Add up the weights of each chunk's tokens: from log weights `[kv_heads, tokens]` to `[kv_heads, chunks]`."""

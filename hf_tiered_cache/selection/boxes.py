@@ -10,8 +10,8 @@ that matches a query. Per-channel bounds show such a key, but overestimate it: n
 at once. A score between the two is better than both: the product with the center of the box, plus a share, `spread`, of
 what the extent of the box can add to it. A spread of 1 is Quest's bound. Clusters are formed from the centers. Each
 cluster has a box around the boxes of its chunks. These boxes fit their chunks less closely, so they use half the spread
-and only preselect candidates: clusters are searched until they have four times the chunks to select, and the best of
-these chunks by their own boxes are selected.
+and only preselect candidates: the chunks of the best clusters, four times as many as are selected. The best of these by
+their own boxes are selected.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from .clusters import ClusterIndex, by_position, segmented_kmeans
-from .decode_index import DecodeIndex, best_first, cut_in_chunks, head_slices, log_attention
+from .clusters import ClusterIndex, segmented_kmeans
+from .decode_index import DecodeIndex, best_first, cut_in_chunks, head_slices, log_attention, ranking_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,7 +34,7 @@ class PageBoundsIndex(DecodeIndex):
     """Index of the bounds of each chunk's keys.
 
     Args:
-        boxes: `[kv_heads, chunks, 2 * dim]`, in the dtype of the keys: middle of the bounds, and distance from it to
+        boxes: `[kv_heads, chunks, 2 * dim]`, see `ranking_dtype`: middle of the bounds, and distance from it to
             the maximum, times `spread`.
     """
 
@@ -47,7 +47,9 @@ class PageBoundsIndex(DecodeIndex):
         for heads in head_slices(keys):
             chunked_keys = cut_in_chunks(keys[heads], chunk_tokens)
             upper, lower = chunked_keys.amax(2).float(), chunked_keys.amin(2).float()
-            parts.append(torch.cat([(upper + lower) / 2, (upper - lower) * (spread / 2)], -1).to(keys.dtype))
+            parts.append(
+                torch.cat([(upper + lower) / 2, (upper - lower) * (spread / 2)], -1).to(ranking_dtype(keys.dtype))
+            )
         return cls(chunk_tokens, torch.cat(parts))
 
     @property
@@ -55,14 +57,11 @@ class PageBoundsIndex(DecodeIndex):
         return self.boxes.shape[1]
 
     @classmethod
-    def rank_together(
-        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rank_together(cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int) -> torch.Tensor:
         # max(q · min, q · max) is q · middle + |q| · (max - middle): one product of twice the channels
         query_and_abs = torch.cat([query, query.abs()], -1)
         weights, _ = log_attention(query_and_abs, [index.boxes for index in indexes], scaling)
-        best = best_first(weights, count)
-        return best, weights.gather(1, best).exp_()
+        return best_first(weights, count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +88,7 @@ class ClusterBoxIndex(ClusterIndex):
             raise ValueError(
                 "keep_representatives=False is not supported, because candidates are selected by their representatives"
             )
-        clusters = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid))
+        clusters, dtype = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid)), ranking_dtype(keys.dtype)
         parts = []
         for heads in head_slices(keys):
             chunked_keys = cut_in_chunks(keys[heads], chunk_tokens)
@@ -100,9 +99,9 @@ class ClusterBoxIndex(ClusterIndex):
             upper = centroids.scatter_reduce(1, cluster_index, upper, "amax")  # a box includes its centroid
             lower = centroids.scatter_reduce(1, cluster_index, lower, "amin")
             inner = torch.lerp(centroids, (upper + lower) / 2, spread / 2)
-            boxes, chunk_order, starts = by_position(torch.cat([inner, (upper - lower) * (spread / 4)], -1), cluster_of)
+            boxes = torch.cat([inner, (upper - lower) * (spread / 4)], -1)
             chunk_boxes = torch.cat([middles, extents * spread], -1)
-            parts.append((boxes.to(keys.dtype), chunk_order, starts, chunk_boxes.to(keys.dtype)))
+            parts.append((boxes.to(dtype), cluster_of.int(), chunk_boxes.to(dtype)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @classmethod

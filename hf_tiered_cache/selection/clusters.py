@@ -2,9 +2,7 @@
 
 A query is compared with the centroids only: half as many as there are chunks of 8 tokens. The best clusters are taken
 whole until the budget is spent. The last one is truncated by the query's scores for the means of its chunks; the paper
-does not specify this. A chunk is never split. Clusters are numbered by their first chunk, and the chunks of a cluster
-are ordered by position.
-
+does not X
 Details that the paper leaves open follow RetroInfer, the source of the clustering: softmax over the centroids for each
 query head, summed over the query heads of a KV head, regardless of cluster size. Differs from RetroInfer in that the
 chunks of a cluster are ordered by their means even if the cluster is taken whole, so that a larger count only adds
@@ -41,6 +39,8 @@ from .decode_index import (
     logits,
     mean_keys,
     positions_at_once,
+    ranking_dtype,
+    side_by_side,
 )
 
 if TYPE_CHECKING:
@@ -109,32 +109,25 @@ def cluster_sums(points: torch.Tensor, cluster_of: torch.Tensor, clusters: int) 
     return sums.unflatten(0, (heads, clusters)), counts.unflatten(0, (heads, clusters))
 
 
-_MAX_LOG_SCORE = 80.0
-"""Maximum logarithm of a score, so that float32 can hold the score. A chunk may score higher than its cluster."""
-
-
 @dataclass(frozen=True, eq=False)
 class ClusterIndex(DecodeIndex):
     """Index of clusters of chunks.
 
     Args:
-        centroids: `[kv_heads, clusters, dim]`, in the dtype of the keys.
-        chunk_order: Chunks, cluster by cluster, int32 `[kv_heads, chunks]`.
-        starts: Index in `chunk_order` at which each cluster begins, int32 `[kv_heads, clusters + 1]`. Empty clusters
-            come last.
-        representatives: Mean of each chunk, `[kv_heads, chunks, dim]`, in the dtype of the keys; None to order the
+        centroids: `[kv_heads, clusters, dim]`, see `ranking_dtype`.
+        cluster_of: Cluster of each chunk, int32 `[kv_heads, chunks]`. Some clusters may be empty.
+        representatives: Mean of each chunk, `[kv_heads, chunks, dim]`, see `ranking_dtype`; None to order the
             chunks of a cluster by position.
     """
 
     centroids: torch.Tensor
-    chunk_order: torch.Tensor
-    starts: torch.Tensor
+    cluster_of: torch.Tensor
     representatives: torch.Tensor | None = None
     candidates: ClassVar[int] = 1
-    """Number of candidate chunks per chunk to select, for which clusters are searched; 1 takes clusters whole."""
+    """Number of candidate chunks per chunk to select, taken from the best clusters; 1 takes clusters whole."""
 
     def __post_init__(self) -> None:
-        _ = self.largest, self.has_empty  # synchronizes with the device now, not at the first query
+        _ = self.largest  # synchronizes with the device now, not at the first query
 
     @classmethod
     def build(
@@ -146,36 +139,35 @@ class ClusterIndex(DecodeIndex):
         iterations: int = 9,
         keep_representatives: bool = True,
     ) -> Self:
-        clusters = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid))
+        clusters, dtype = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid)), ranking_dtype(keys.dtype)
         parts = []
         for heads in head_slices(keys):
             means = mean_keys(keys[heads], chunk_tokens)
-            clustering = segmented_kmeans(means, clusters, segment_chunks, iterations)
-            centroids, chunk_order, starts = by_position(*clustering)
-            parts.append(
-                (centroids.to(keys.dtype), chunk_order, starts, *([means.to(keys.dtype)] * keep_representatives))
-            )
+            centroids, cluster_of = segmented_kmeans(means, clusters, segment_chunks, iterations)
+            parts.append((centroids.to(dtype), cluster_of.int(), *([means.to(dtype)] * keep_representatives)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @classmethod
     def merged(cls, indexes: Sequence[Self]) -> Sequence[Self]:
         if len(indexes) < 2:
             return indexes
-        chunk_order, starts = _merged_clusters(indexes)
         optional_means = [index.representatives for index in indexes]
         representatives = [means for means in optional_means if means is not None]
         merged_means = torch.cat(representatives, 1) if len(representatives) == len(optional_means) else None
+        firsts = accumulate((index.centroids.shape[1] for index in indexes), initial=0)
+        cluster_of = torch.cat([index.cluster_of + first for index, first in zip(indexes, firsts, strict=False)], 1)
         centroids = torch.cat([index.centroids for index in indexes], 1)
-        return [cls(indexes[0].chunk_tokens, centroids, chunk_order.int(), starts.int(), merged_means)]
+        return [cls(indexes[0].chunk_tokens, centroids, cluster_of, merged_means)]
 
     @property
     def chunks(self) -> int:
-        return self.chunk_order.shape[1]
+        return self.cluster_of.shape[1]
 
     @cached_property
     def sizes(self) -> torch.Tensor:
         """Number of chunks per cluster, int32 `[kv_heads, clusters]`."""
-        return self.starts.diff(dim=1)
+        sizes = self.cluster_of.new_zeros(self.centroids.shape[:2])
+        return sizes.scatter_add_(1, self.cluster_of.long(), torch.ones_like(self.cluster_of))
 
     @cached_property
     def largest(self) -> int:
@@ -183,45 +175,31 @@ class ClusterIndex(DecodeIndex):
         return int(self.sizes.max())
 
     @cached_property
-    def has_empty(self) -> bool:
-        """True if a cluster has no chunks."""
-        return int(self.sizes.min()) == 0
+    def _columns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cluster of each chunk as an index, int64, and mask of empty clusters, bool `[kv_heads, clusters]`."""
+        return self.cluster_of.long(), self.sizes == 0
 
     @classmethod
-    def rank_together(
-        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        firsts = list(accumulate((index.chunks for index in indexes), initial=0))  # per index, and the total
-        chunk_order, starts = _merged_clusters(indexes)
-        sizes = indexes[0].sizes if len(indexes) == 1 else starts.diff(dim=1)
-        query = cls._comparison_query(query)
-        absent = sizes == 0 if any(index.has_empty for index in indexes) else None
-        weights, totals = log_attention(query, [index.centroids for index in indexes], scaling, absent)
-
-        num_candidates = min(count * cls.candidates, firsts[-1])
-        best = best_first(weights, min(num_candidates, weights.shape[1]))  # [kv_heads, clusters that may be needed]
-        best_sizes = sizes.gather(1, best)
-        ends = best_sizes.cumsum(1)
-        slots = min(num_candidates + max(index.largest for index in indexes) - 1, firsts[-1])
-        place = torch.arange(slots, device=query.device).expand(len(ends), -1).contiguous()
-        cluster_rank = torch.searchsorted(ends, place, right=True)  # [kv_heads, slots]: index into `best`
-        # mask of the chunks in clusters after the needed ones
-        surplus = cluster_rank > cluster_rank[:, num_candidates - 1 : num_candidates]
-        cluster_rank.clamp_(max=ends.shape[1] - 1)
-        shift = starts.gather(1, best) - ends.sub_(best_sizes)  # offset from a place to its index in `chunk_order`
-        chunks = chunk_order.gather(1, place.add_(shift.gather(1, cluster_rank)).clamp_(max=firsts[-1] - 1)).long()
+    def rank_together(cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int) -> torch.Tensor:
+        cluster_of, is_empty = _joined_clusters(indexes)
+        query, centroids = cls._comparison_query(query), [index.centroids for index in indexes]
+        # rough logits are enough if the candidates are ranked again
+        weights, totals = log_attention(query, centroids, scaling, is_empty, roughly=cls.candidates > 1)
+        weights = weights.gather(1, cluster_of)  # [kv_heads, chunks]
+        if any(index.representatives is None for index in indexes):
+            return best_first(weights, count)
+        total = weights.shape[1]
         if cls.candidates > 1:
-            rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
-            chunks, rating = best_named(rating.masked_fill_(surplus, -torch.inf), chunks, count)
-            return chunks, rating.clamp_(max=_MAX_LOG_SCORE).exp_()
-        cluster = best.gather(1, cluster_rank)
-        if all(index.representatives is not None for index in indexes):
-            cluster_rank.masked_fill_(surplus, ends.shape[1])
-            rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
-            by_rating = rating.argsort(dim=1, descending=True, stable=True)
-            by_cluster = cluster_rank.gather(1, by_rating).argsort(dim=1, stable=True)
-            chunks, cluster = (t.gather(1, by_rating).gather(1, by_cluster) for t in (chunks, cluster))
-        return chunks[:, :count], weights.gather(1, cluster[:, :count]).exp_()
+            chunks = weights.topk(min(count * cls.candidates, total), dim=1, sorted=False).indices
+        else:  # the last cluster is ranked whole, too
+            chunks = best_first(weights, min(count + max(index.largest for index in indexes) - 1, total))
+        rating = _log_weights(query, _representatives_of(indexes, chunks), scaling, totals)
+        if cls.candidates > 1:
+            return best_named(rating, chunks, count)
+        by_rating = rating.argsort(dim=1, descending=True, stable=True)
+        chunks = chunks.gather(1, by_rating)
+        by_cluster = weights.gather(1, chunks).argsort(dim=1, descending=True, stable=True)
+        return chunks.gather(1, by_cluster)[:, :count]
 
     @classmethod
     def _comparison_query(cls, query: torch.Tensor) -> torch.Tensor:
@@ -229,42 +207,31 @@ class ClusterIndex(DecodeIndex):
         return query
 
 
-def _merged_clusters(indexes: Sequence[ClusterIndex]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `chunk_order` and `starts` of the clusters of several indexes, numbered across all of them.
+def _joined_clusters(indexes: Sequence[ClusterIndex]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cluster of each chunk, int64 `[kv_heads, chunks]`, and a mask of empty clusters, bool.
 
-    Empty clusters may come at any position.
+    Clusters and chunks are numbered across all indexes.
     """
     if len(indexes) == 1:
-        return indexes[0].chunk_order, indexes[0].starts
-    firsts = list(accumulate((index.chunks for index in indexes), initial=0))
-    order = torch.cat([index.chunk_order + first for index, first in zip(indexes, firsts, strict=False)], 1)
-    starts = [index.starts[:, :-1] + first for index, first in zip(indexes, firsts, strict=False)]
-    return order, torch.cat([*starts, starts[0].new_full((len(order), 1), firsts[-1])], 1)  # [kv_heads, clusters + 1]
+        return indexes[0]._columns
+    firsts = accumulate((index.centroids.shape[1] for index in indexes), initial=0)
+    columns = [index._columns for index in indexes]
+    cluster_of = side_by_side([own + first for (own, _), first in zip(columns, firsts, strict=False)])
+    return cluster_of, side_by_side([is_empty for _, is_empty in columns])
 
 
-def by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return centroids, `chunk_order` and `starts`, clusters numbered by their first chunk, empty clusters last."""
-    clusters, chunks = centroids.shape[1], cluster_of.shape[1]
-    position = torch.arange(chunks, device=cluster_of.device).expand_as(cluster_of)
-    first = cluster_of.new_full(centroids.shape[:2], chunks).scatter_reduce_(1, cluster_of, position, "amin")
-    renumbered = first.argsort(dim=1, stable=True)  # [heads, clusters]: old number of each cluster
-    ascending, chunk_order = renumbered.argsort(dim=1).gather(1, cluster_of).sort(dim=1, stable=True)
-    numbers = torch.arange(clusters + 1, device=cluster_of.device).expand(len(centroids), -1).contiguous()
-    starts = torch.searchsorted(ascending, numbers)
-    return centroids.take_along_dim(renumbered[..., None], 1), chunk_order.int(), starts.int()
-
-
-def _representatives_of(indexes: Sequence[ClusterIndex], firsts: Sequence[int], chunks: torch.Tensor) -> torch.Tensor:
-    """Return representatives, `[kv_heads, n, dim]`, of chunks, `[kv_heads, n]`, numbered across all indexes."""
+def _representatives_of(indexes: Sequence[ClusterIndex], chunks: torch.Tensor) -> torch.Tensor:
+    """Return representatives, float32 `[kv_heads, n, dim]`, of chunks, int64 `[kv_heads, n]`, across all indexes."""
     result: torch.Tensor | None = None
-    heads = torch.arange(len(chunks), device=chunks.device)[:, None]
-    for index, first in zip(indexes, firsts, strict=False):
+    first, heads = 0, torch.arange(len(chunks), device=chunks.device)[:, None]
+    for index in indexes:
         assert index.representatives is not None
         local_chunks = chunks if len(indexes) == 1 else (chunks - first).clamp_(0, index.chunks - 1)
         rows = local_chunks + heads * index.chunks
         means = index.representatives.flatten(0, 1).index_select(0, rows.flatten())  # much faster than gather
-        means = means.unflatten(0, chunks.shape)
+        means = means.float().unflatten(0, chunks.shape)
         result = means if result is None else torch.where((chunks >= first)[..., None], means, result)
+        first += index.chunks
     assert result is not None
     return result
 

@@ -290,7 +290,7 @@ class SelectiveRestore:
                 size = indexes.chunk_tokens
                 if count := min(warm_up.chunks_per_head(row, layer, size), -(-row.tokens // size)):
                     row_indexes = indexes.of(layer, place, rotate_)
-                    ranked, _ = rank(row_indexes, query[row.group.rows[0]], scaling, count)
+                    ranked = rank(row_indexes, query[row.group.rows[0]], scaling, count)
                     warm_up.note(row, layer, to_host(ranked)[0], size)
 
     def _bring(self, number: int, layers: Sequence[int], ahead: bool = False) -> None:

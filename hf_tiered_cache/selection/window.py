@@ -140,7 +140,7 @@ class ByIndex(Selector):
         """
         total_chunks = sum(index.chunks for index in indexes)
         excluded_chunks = total_chunks - len(span.candidates) - len(span.offloaded)
-        return rank(indexes, query, scaling, min(total_chunks, int(self.pool * span.chunks) + excluded_chunks))[0]
+        return rank(indexes, query, scaling, min(total_chunks, int(self.pool * span.chunks) + excluded_chunks))
 
     def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
         """Return the selectable chunks of rankings, int64 `[..., n]`, in their order, cut to the shortest row."""

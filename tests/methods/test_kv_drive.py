@@ -87,7 +87,7 @@ def test_the_chosen_chunks_are_those_that_the_index_ranks_first(index, model, tm
     assert steps
     for layer, (row,), query, *_ in steps:
         others = TOKENS // chunk - len(span.candidates)  # some kinds choose otherwise among more
-        every = rank([indexes[layer]], query[0], None, min(TOKENS // chunk, int(1.25 * span.chunks) + others))[0]
+        every = rank([indexes[layer]], query[0], None, min(TOKENS // chunk, int(1.25 * span.chunks) + others))
         for chosen, ranked in zip(row, every.tolist(), strict=True):
             allowed = [one for one in ranked if one in span.candidates]
             assert sorted(chosen.tolist()) == sorted(allowed[: span.chunks])
