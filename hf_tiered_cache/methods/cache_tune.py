@@ -20,9 +20,9 @@ from ..errors import ConfigError, with_type
 from ..layers import LayerTensors
 from ..passages.ranking import RANKED_IN_CONTEXT
 from ..passages.recompute import LOWEST, narrowed_shares
-from ..restore.plan import DeferredChoice, PlanContext, SegmentSlice
+from ..restore.plan import SegmentSlice
 from .base import is_count, is_number
-from .passages import Passages, check_share, count_of, importance_of, question_tokens
+from .passages import Passages, check_share, count_of, importance_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,13 +122,10 @@ class CacheTune(Passages):
             return self._share, self._share
         return narrowed_shares(self._share, self.widen, layer, layers)
 
-    def deferred_choice(self, context: PlanContext) -> DeferredChoice | None:
+    @property
+    def longest_question(self) -> int:
         """See `Passages`."""
-        choice = super().deferred_choice(context)
-        if choice is None:
-            return None
-        max_tokens = _LONGEST_QUESTION if self.question is None else self.question
-        return replace(choice, question_tokens=question_tokens(context, max_tokens))
+        return _LONGEST_QUESTION if self.question is None else self.question
 
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         if not passages:

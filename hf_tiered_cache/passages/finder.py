@@ -221,9 +221,9 @@ class PassageFinder:
 
     def _is_exact(self, tokens: np.ndarray, match: PassageMatch, hasher: PassageHasher) -> bool:
         """Return whether a passage has the same position and preceding tokens as when its KV was computed."""
-        if is_behind_text(match.row.provenance):
-            return False
         if match.begin != (0 if self.sink is None else 1) or (self.sink is not None and tokens[0] != self.sink):
+            return False
+        if is_behind_text(match.row.provenance):
             return False
         prefix_bytes = match.first * HASH_BYTES
         return b"".join(hasher.hashes(tokens[match.begin : match.at])) == match.row.chain[:prefix_bytes]
