@@ -182,7 +182,8 @@ class RestoringForward(ForwardPass):
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._deferred_layer: int | None = None
         self._look_ahead: LookAhead | None = None
-        self.fetcher = Fetcher(store.residency, collector, attachment.device_of, method.ahead_bytes)
+        self._devices = [attachment.device_of(layer) for layer in range(len(plan.computed))]
+        self.fetcher = Fetcher(store.residency, collector, self._devices.__getitem__, method.ahead_bytes)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
@@ -237,7 +238,7 @@ class RestoringForward(ForwardPass):
             if isinstance(plan, RecomputePlan) and can_select(config) and shows_queries(self.attachment.model):
                 self.recompute_lengths = plan.recompute_lengths
             length = self.recompute_lengths[0] if self.recompute_lengths else 0
-            self.positions = to_device(plan.computed[0][length:] + plan.base, self.attachment.device_of(0))
+            self.positions = to_device(plan.computed[0][length:] + plan.base, self._devices[0])
             self._drop_with_depth(plan)
             first = min(self.query_indexes, default=None) if self._first_narrowed is None else self._first_narrowed
             if first is not None:
@@ -286,7 +287,7 @@ class RestoringForward(ForwardPass):
         self.hidden_indexes.clear()
         before: tuple[np.ndarray, torch.device, torch.Tensor | None] | None = None
         for layer, computed in enumerate(plan.computed):
-            device = self.attachment.device_of(layer)
+            device = self._devices[layer]
             if before is None or before[0] is not computed or before[1] != device:
                 rows = plan.query_indexes(layer)
                 before = computed, device, None if rows is None else to_device(rows, device)

@@ -99,8 +99,8 @@ class SelectedSource(DenseSource):
         if self._deferred is None or self._deferred[1] is not keys:
             raise restoring.cannot_select()
         (pre_rope, _), self._deferred = self._deferred, None
-        restoring.resume()
         selection, rotate_ = restoring.selection, _rotation(restoring, pre_rope)
+        restoring.resume()
         output: torch.Tensor | None = None
         if restoring.streamed is not None:
             all_keys_to_index = selection.keys_to_index(self.index, keys) if selection is not None else ()
