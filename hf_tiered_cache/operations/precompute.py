@@ -242,7 +242,7 @@ class _Prompt:
     def describe(self) -> Lookup:
         sizes = dict.fromkeys(TIERS, 0)
         for unit in self.units:
-            owner = unit.reader.owner(unit.block_group.index)
+            owner = unit.reader.owners[unit.block_group.index]
             for tier, blocks in self._storage.residency.where(owner, unit.chunks, self.device_of(unit)).items():
                 sizes[tier] += blocks * unit.block_group.block_bytes
         return Lookup(self._tokens, self._restored, sizes, self._reason)

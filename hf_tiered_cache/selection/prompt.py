@@ -24,9 +24,9 @@ from ..restore.prefetch import share_row
 from ..store.geometry import in_groups
 from ..store.memory import to_host
 from ..store.segment import SegmentReader
-from ..tiers.scores import TokenImportance
+from ..tiers.scores import Attention, TokenImportance
 from .decode import DecodeSelector
-from .decode_index import DecodeIndex, rank
+from .decode_index import rank
 from .fetched import Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes, rotate_nothing
@@ -251,6 +251,7 @@ class SelectiveRestore:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
         period_selection = self._selected[number] = []
         self._scanned_groups.clear()
+        layer, indexes = self._periods[number][0], self._indexes
         with self._identifying():
             requests = [
                 SelectionInput(
@@ -258,9 +259,9 @@ class SelectiveRestore:
                     own_keys[row.group.rows[0]],
                     partial(self._keys_of, number, place, rotate_),
                     scaling,
-                    row.chunks(self._periods[number][0], self.selector.per_head),
+                    row.chunks(layer, self.selector.per_head),
                     min(self.plan.budget_tokens, row.tokens),
-                    partial(self._indexes_of, self._periods[number][0], place, rotate_),
+                    tuple if indexes is None else partial(indexes.of, layer, place, rotate_),
                 )
                 for place, row in enumerate(self._rows)
             ]
@@ -269,9 +270,10 @@ class SelectiveRestore:
                 check_selection(self.selector, choice.tokens, request)
                 period_selection.append(RowTokens(row, choice.tokens))
                 self._note(number, period_selection[-1], choice)
-        self._tables[number].finish_keys()
+        if indexes is None:
+            self._tables[number].finish_keys()
         self._bring(number, self._periods[number], ahead=ahead)
-        streams_keys = self.plan.streamed and self._indexes is not None
+        streams_keys = self.plan.streamed and indexes is not None
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
             self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
 
@@ -316,6 +318,7 @@ class SelectiveRestore:
 
     def _note(self, number: int, selected: RowTokens, choice: Selection) -> None:
         """Report the selected chunks and their attention to the tiers, and the tokens' attention to the store."""
+        noted: list[Attention] = []
         for piece in selected.row.pieces:
             shape, stop = piece.reader.shape, piece.first + piece.count
             mass = choice.mass[:, piece.at : piece.at + piece.count]  # [rows, count]
@@ -335,27 +338,19 @@ class SelectiveRestore:
                 step = shape.geometry.chunk_tokens
                 chunks, chunk_index = np.unique(shape.slot_of_token(block_group, tokens) // step, return_inverse=True)
                 token_counts = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
-                self.residency.note_attention(
-                    piece.reader.owner(block_group.index),
-                    shape.chunks_in(block_group),
-                    chunks,
-                    np.bincount(chunk_index, token_mass),
-                    np.bincount(chunk_index, counts / len(sets)) / token_counts,  # share of heads that select a token
-                )
+                share = np.bincount(chunk_index, counts / len(sets)) / token_counts  # of heads that select a token
+                owner, num_chunks = piece.reader.owners[block_group.index], shape.chunks_in(block_group)
+                noted.append((owner, num_chunks, chunks, np.bincount(chunk_index, token_mass), share))
             for index in scanned_groups:  # every selection reads all of these chunks, and all attention depends on them
                 block_group = shape.block_groups[index]
                 chunks = shape.chunks_of(block_group, np.arange(piece.first, stop))
                 total = np.full(len(chunks), choice.mass.sum() / len(choice.mass))
-                self.residency.note_attention(
-                    piece.reader.owner(index), shape.chunks_in(block_group), chunks, total, np.ones(len(chunks))
+                noted.append(
+                    (piece.reader.owners[index], shape.chunks_in(block_group), chunks, total, np.ones(len(chunks)))
                 )
+        self.residency.note_attention(noted)
 
     # --- keys for scoring
-
-    def _indexes_of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
-        """Return the indexes of a row's restored tokens."""
-        assert self._indexes is not None
-        return self._indexes.of(layer, place, rotate_)
 
     def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
         """Start to fetch the keys that a period selects from, for the first `heads` heads or all, if not done yet."""

@@ -20,6 +20,10 @@ Owner = tuple[str, int, int]
 Together with a chunk number this identifies a block. The checksum distinguishes contents stored under the same id at
 different times."""
 
+Attention = tuple[Owner, int, np.ndarray, np.ndarray, np.ndarray]
+"""Attention to chosen chunks: owner, number of chunks of the KV cache group, the chosen chunks, attention to each, and
+fraction of each chunk's tokens that was chosen."""
+
 _MOST_OWNERS = 1 << 16
 
 
@@ -40,16 +44,9 @@ class ScoreTable:
         self._changed: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
-    def note(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
-        """Record that chunks of a KV cache group were chosen.
-
-        Args:
-            owner: the segment and KV cache group.
-            count: number of chunks of the KV cache group.
-            chunks: the chosen chunks.
-            mass: attention to each chosen chunk.
-            share: fraction of each chunk's tokens that was chosen.
-        """
+    def note(self, attention: Attention) -> np.ndarray:
+        """Record that chunks of a KV cache group were chosen, and return their new scores, see `of`."""
+        owner, count, chunks, mass, share = attention
         name = owner[:2]
         with self._lock:
             row = self._rows.setdefault(name, np.zeros((2, count)))
@@ -59,6 +56,7 @@ class ScoreTable:
             self._changed.add(name)
             while len(self._rows) > _MOST_OWNERS:
                 self._changed.discard(self._rows.popitem(last=False)[0])
+            return row[:, chunks]
 
     def of(self, owner: Owner, chunks: np.ndarray) -> np.ndarray:
         """Return importance and accesses of chunks, float64 `[2, len(chunks)]`; zeros if unknown."""
