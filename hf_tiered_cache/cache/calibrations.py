@@ -235,12 +235,10 @@ def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> 
 
 def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> None:
     """Warn once if the smallest measured budget that is not below the method's loses much on this model."""
+    if not (findings := _qualities(storage, fingerprint)):
+        return
     name = describe_method(method, method.loss_ignores)
-    findings = [
-        finding
-        for finding in _qualities(storage, fingerprint)
-        if finding.method == name and finding.budget >= method.budget
-    ]
+    findings = [finding for finding in findings if finding.method == name and finding.budget >= method.budget]
     smallest = min(findings, key=lambda finding: finding.budget, default=None)
     if smallest is not None and smallest.loss > _MUCH:
         storage.disk.warn(

@@ -141,7 +141,8 @@ def required_recompute(plan: Plan) -> np.ndarray:
             missing = ~shape.held[:, piece.first : stop]  # [layers, count]
             lacked = np.where(missing.any(1), piece.count - missing[:, ::-1].argmax(1), 0)
             required = np.maximum(required, np.where(lacked > 0, start + lacked, 0))
-    required = np.minimum(required, plan.restored_until)
+    if required.any():
+        required = np.minimum(required, plan.restored_until)
     return np.maximum.accumulate(required[::-1])[::-1]
 
 

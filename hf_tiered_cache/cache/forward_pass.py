@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import LayerOrderError, UnsupportedModelError
+from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
 from ..layers import LayeredCache, LayerTensors
 from ..methods import BudgetMethod, Method
 from ..patches.attach import Attachment
@@ -300,6 +300,8 @@ class RestoringForward(ForwardPass):
         """See `ForwardPass`."""
         if self._ascends and layer <= self._last_layer:  # its blocks were released after that layer
             raise LayerOrderError(f"layer {layer} runs after layer {self._last_layer}")
+        if keys.shape[2] != self.plan.computed[layer].shape[-1]:
+            raise RestoreError(self.plan.readers[0].id, f"layer {layer} computes different tokens than its input")
         self._last_layer, started = layer, time.perf_counter()
         try:
             return super().append(layer, keys, values)

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..errors import RestoreError
 from ..patches.rope import PreRopeKV, picked
 from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import PassagesPlan, RecomputePlan
@@ -68,13 +67,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVSource`."""
-        restoring = self._pass
-        if restoring is None:
+        if self._pass is None:
             return self.update(keys, values)
-        if keys.shape[2] != restoring.plan.computed[self.index].shape[-1]:
-            reader = restoring.plan.readers[0]
-            raise RestoreError(reader.id, f"layer {self.index} computes different tokens than its input")
-        return self._restore(restoring, kind, pre_rope, keys, values)
+        return self._restore(self._pass, kind, pre_rope, keys, values)
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
         """See `KVSource`."""

@@ -47,13 +47,21 @@ class SelectedSource(DenseSource):
         self.decode_selector = None
         self._rows: Sequence[Any] = []  # last selection of each row
         self._pre_rope: PreRopeKV | None = None  # of the current pass
+        self._deferred: tuple[PreRopeKV, torch.Tensor] | None = None  # until `attend` selects
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVSource`."""
-        self._pre_rope = pre_rope
-        return super().append(kind, pre_rope, keys, values)
+        self._pre_rope, restoring = pre_rope, self._pass
+        if restoring is None or not isinstance(restoring.plan, BudgetPlan):
+            return super().append(kind, pre_rope, keys, values)
+        check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
+        if pre_rope.rotated == "value":
+            raise restoring.cannot_select()
+        restoring.defer(self.index)
+        self._deferred = pre_rope, keys
+        return keys, values
 
     def begin_pass(self, restoring: RestoringPass) -> None:
         """See `KVSource`."""
@@ -66,25 +74,7 @@ class SelectedSource(DenseSource):
     def end_pass(self) -> None:
         """See `KVSource`."""
         super().end_pass()
-        self._pre_rope = None
-        self._deferred: tuple[PreRopeKV, torch.Tensor] | None = None
-
-    def _restore(
-        self,
-        restoring: RestoringPass,
-        kind: LayerKV,
-        pre_rope: PreRopeKV,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not isinstance(restoring.plan, BudgetPlan):
-            return super()._restore(restoring, kind, pre_rope, key_states, value_states)
-        check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
-        if pre_rope.rotated == "value":
-            raise restoring.cannot_select()
-        restoring.defer(self.index)
-        self._deferred = pre_rope, key_states
-        return key_states, value_states
+        self._pre_rope = self._deferred = None
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
         """See `KVSource`."""

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 
 from ..errors import ConfigError
 from ..patches.lookahead import PredictedQuery
-from ..restore.fetch import Fetcher, FetchUnit
+from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import share_row
 from ..store.geometry import in_groups
@@ -27,7 +26,7 @@ from ..store.segment import SegmentReader
 from ..tiers.scores import Attention, TokenImportance
 from .decode import DecodeSelector
 from .decode_index import rank
-from .fetched import Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
+from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes, rotate_nothing
 from .selector import Selection, SelectionInput, Selector, check_mass, check_selection
@@ -102,7 +101,7 @@ class SelectiveRestore:
     def start(self) -> None:
         """Start to fetch what the first selection needs."""
         with self._identifying():
-            self._fetch_keys(0, self.selector.probe_heads)
+            self._fetch_keys(0)
 
     def choose(
         self, layer: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
@@ -184,7 +183,7 @@ class SelectiveRestore:
         if number in self._selected or layer != self._periods[number][0] or self._indexes is None:
             return
         if any(self._indexes.lacks(layer, place) for place in range(len(self._rows))):
-            self._fetch_keys(number, None, ahead=True)
+            self._fetch_keys(number, ahead=True)
             return
         self._choose(number, predicted.query, predicted.own_keys, rotate_nothing, predicted.scaling, ahead=True)
 
@@ -275,7 +274,7 @@ class SelectiveRestore:
         self._bring(number, self._periods[number], ahead=ahead)
         streams_keys = self.plan.streamed and indexes is not None
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
-            self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
+            self._fetch_keys(number + 1, ahead=True)
 
     def _note_warm(
         self,
@@ -304,15 +303,12 @@ class SelectiveRestore:
             ahead: Whether the first layer's blocks are fetched ahead of need, too.
         """
         table = self._tables[number]
-        unit_chunks: dict[FetchUnit, list[np.ndarray]] = {}
+        batches: dict[tuple[int, ...], list[Request]] = {}  # a layer waits only for its own batch
         for selected in self._selected[number]:
             for unit, chunks in table.want(selected, layers):
-                unit_chunks.setdefault(unit, []).append(chunks)
-        sorted_chunks = sorted(unit_chunks.items(), key=lambda item: item[0].block_group.layers)
-        # a layer waits only for its own batch
-        for _, batch in groupby(sorted_chunks, lambda item: item[0].block_group.layers):
-            requests = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
-            is_first = layers[0] in requests[0][0].block_group.layers
+                batches.setdefault(unit.block_group.layers, []).append((unit, chunks))
+        for batch_layers, requests in sorted(batches.items()):
+            is_first = layers[0] in batch_layers
             if is_first or "period" in self._prefetches:
                 self.fetcher.bring(requests, ahead=ahead or not is_first)
 
@@ -352,19 +348,22 @@ class SelectiveRestore:
 
     # --- keys for scoring
 
-    def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
-        """Start to fetch the keys that a period selects from, for the first `heads` heads or all, if not done yet."""
-        layer = self._periods[number][0]
+    def _fetch_keys(self, number: int, ahead: bool = False) -> None:
+        """Start to fetch the keys, or the indexes of keys, that a period selects from, if not done yet."""
         if self._indexes is not None:
-            self._indexes.fetch(layer, ahead)
-            return
-        table = self._tables[number]
+            self._indexes.fetch(self._periods[number][0], ahead)
+        else:
+            self._bring_keys(number, self.selector.probe_heads, ahead)
+
+    def _bring_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
+        """Start to fetch the keys of a period's first layer, for the first `heads` heads or all, if not done yet."""
+        table, layer = self._tables[number], self._periods[number][0]
         requests = [request for row in self._rows for request in table.want_keys(_all_tokens(row), layer, heads)]
         self.fetcher.bring(requests, ahead, attends=False)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """Return the rotated keys of a row's restored tokens at a period's first layer: `[kv_heads, tokens, dim]`."""
-        self._fetch_keys(number, heads)
+        self._bring_keys(number, heads)
         table, layer, tokens = self._tables[number], self._periods[number][0], _all_tokens(self._rows[place])
         units = [unit for unit, _ in table.want_keys(tokens, layer, heads)]
         self.fetcher.wait_for(units)

@@ -244,11 +244,9 @@ class Residency:
     def note_attention(self, noted: Iterable[Attention]) -> None:
         """Record that a selector chose chunks."""
         with self._lock, self._step:
-            tiers = list(self._tiers())
-            for attention in noted:
-                owner, _, chunks, *_ = attention
-                scores = self.scores.note(attention)
-                for tier in tiers:
+            changes = self.scores.note(noted)
+            for tier in self._tiers():
+                for owner, chunks, scores in changes:
                     tier.rescore(owner, chunks, scores)
 
     def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:

@@ -44,19 +44,21 @@ class ScoreTable:
         self._changed: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
-    def note(self, attention: Attention) -> np.ndarray:
-        """Record that chunks of a KV cache group were chosen, and return their new scores, see `of`."""
-        owner, count, chunks, mass, share = attention
-        name = owner[:2]
+    def note(self, noted: Iterable[Attention]) -> list[tuple[Owner, np.ndarray, np.ndarray]]:
+        """Record that chunks were chosen, and return for each KV cache group owner, chunks and new scores, see `of`."""
+        changes = []
         with self._lock:
-            row = self._rows.setdefault(name, np.zeros((2, count)))
-            self._rows.move_to_end(name)
-            row[0, chunks] = self._learn(*row[:, chunks], mass, share)
-            row[1, chunks] += 1
-            self._changed.add(name)
+            for owner, count, chunks, mass, share in noted:
+                name = owner[:2]
+                row = self._rows.setdefault(name, np.zeros((2, count)))
+                self._rows.move_to_end(name)
+                row[0, chunks] = self._learn(*row[:, chunks], mass, share)
+                row[1, chunks] += 1
+                self._changed.add(name)
+                changes.append((owner, chunks, row[:, chunks]))
             while len(self._rows) > _MOST_OWNERS:
                 self._changed.discard(self._rows.popitem(last=False)[0])
-            return row[:, chunks]
+        return changes
 
     def of(self, owner: Owner, chunks: np.ndarray) -> np.ndarray:
         """Return importance and accesses of chunks, float64 `[2, len(chunks)]`; zeros if unknown."""

@@ -135,8 +135,8 @@ class TierMachine(RuleBasedStateMachine):
         """A selector chose these chunks, in memory or not."""
         ascending = np.array(sorted(chunks))
         share = np.full(len(ascending), 0.5)
-        scores = self.tier._scores.note((owner, CHUNKS, ascending, np.full(len(ascending), mass), share))
-        self.tier.rescore(owner, ascending, scores)
+        for change in self.tier._scores.note([(owner, CHUNKS, ascending, np.full(len(ascending), mass), share)]):
+            self.tier.rescore(*change)
         for chunk in chunks:
             known = self.scores.setdefault((*owner, chunk), [0.0, 0.0])
             known[0] = 0.5 if self.policy == "importance" else known[0] + mass  # a moving average of the same share
@@ -318,8 +318,8 @@ def test_the_host_keeps_what_scores_higher_than_what_it_has(arriving, resident, 
 
 def test_scores_outlive_the_process_in_bytes():
     table, later = (ScoreTable(make_policy("attention").learn) for _ in range(2))
-    table.note((("s", 2), 5, np.array([1, 4]), np.array([0.5, 0.25]), np.ones(2)))
-    table.note((("s", 2), 5, np.array([1]), np.array([0.5]), np.ones(1)))
+    table.note([(("s", 2), 5, np.array([1, 4]), np.array([0.5, 0.25]), np.ones(2))])
+    table.note([(("s", 2), 5, np.array([1]), np.array([0.5]), np.ones(1))])
     changes = table.changes()
     assert table.changes() == []
     later.load(changes)
@@ -331,7 +331,7 @@ def test_scores_outlive_the_process_in_bytes():
 def test_importance_is_a_moving_average_of_the_chosen_share():
     table = ScoreTable(make_policy("importance").learn)
     for share in (0.5, 1.0, 0.25):
-        table.note((("s", 0), 3, np.array([1]), np.array([9.0]), np.array([share])))
+        table.note([(("s", 0), 3, np.array([1]), np.array([9.0]), np.array([share]))])
     assert table.of(("s", 0), np.array([0, 1])).tolist() == [[0, 0.5], [0, 3]]
 
 
