@@ -105,8 +105,10 @@ class CacheTune(Passages):
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
         """See `Passages`."""
-        layer, (_, share) = self._narrow_at(layers), self._shares(layers)
-        return ((layer, share),) if self.widen > 1 and 0 < self._share < 1 and layer < layers else ()
+        layer = self._narrow_at(layers)
+        if self.widen <= 1 or not 0 < self._share < 1 or layer >= layers:
+            return ()
+        return ((layer, self._shares(layers)[1]),)
 
     def _narrow_at(self, layers: int) -> int:
         return min(_NARROW_AT, max(1, 3 * layers // 8)) if self.narrow_at is None else self.narrow_at

@@ -17,7 +17,7 @@ from ..tiers.handles import BlockHandle, BlockRequest, FetchedBlocks
 from ..tiers.residency import Residency
 from ..tiers.slabs import NO_BLOCKS, Blocks
 
-_no_chunks = partial(np.empty, 0, np.int64)
+no_chunks = partial(np.empty, 0, np.int64)
 
 
 @dataclass(eq=False)
@@ -28,9 +28,9 @@ class FetchUnit:
     block_group: BlockGroup
     identifies: bool = False
     """True if a selection reads keys from these blocks."""
-    held: np.ndarray = field(default_factory=_no_chunks)
+    held: np.ndarray = field(default_factory=no_chunks)
     """int64, ascending: chunks that have arrived or are being fetched."""
-    attended: np.ndarray = field(default_factory=_no_chunks)
+    attended: np.ndarray = field(default_factory=no_chunks)
     """int64, ascending: chunks requested for attention."""
     fetched: list[FetchedBlocks] = field(default_factory=list)
     handles: list[BlockHandle] = field(default_factory=list)
