@@ -88,8 +88,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         first = max(0, plan.first_position(self.window)) if self.window else 0
         refines = isinstance(plan, PassagesPlan)
         is_preview = refines and restoring.is_previewing(self.index)
-        before = self.snapshot() if is_preview else None
+        compares = refines and restoring.compares(self.index)
         filled = restoring.take_filled(self.index) if refines else None
+        before = self.snapshot() if is_preview else None
         if filled is None:
             self._announced()
             keys, values = self.extend(key_states, value_states, plan.num_positions, first)
@@ -110,7 +111,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 target[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
-        if refines and restoring.compares(self.index):
+        if compares:
             stored = picked(keys, columns, 2), picked(values, columns, 2)
             restoring.compare(self.index, stored, (key_states, value_states))
         for target, computed in ((keys, key_states), (values, value_states)):

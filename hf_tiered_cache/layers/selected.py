@@ -59,7 +59,6 @@ class SelectedSource(DenseSource):
         check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
         if pre_rope.rotated == "value":
             raise restoring.cannot_select()
-        restoring.defer(self.index)
         self._deferred = pre_rope, keys
         return keys, values
 
@@ -90,7 +89,6 @@ class SelectedSource(DenseSource):
             raise restoring.cannot_select()
         (pre_rope, _), self._deferred = self._deferred, None
         selection, rotate_ = restoring.selection, _rotation(restoring, pre_rope)
-        restoring.resume()
         output: torch.Tensor | None = None
         if restoring.streamed is not None:
             all_keys_to_index = selection.keys_to_index(self.index, keys) if selection is not None else ()
@@ -101,11 +99,8 @@ class SelectedSource(DenseSource):
                 return output
         self._num_selected = plan.budget_tokens
         if selection is not None:
-            if output is None:
-                asking, own_keys = restoring.to_choose_by(self.index, query, keys)
-            else:
-                asking, own_keys = query[:, :, -selection.observed :], keys
-            self._num_selected = selection.choose(self.index, asking, own_keys, rotate_, scaling)
+            asking = query if output is None else query[:, :, -selection.observed :]
+            self._num_selected = selection.choose(self.index, asking, keys, rotate_, scaling)
         self.spared = plan.budget_tokens - self._num_selected
         self.padding = max(group.pad for group in plan.groups)
         all_keys, all_values = self.extend(keys, values, plan.num_positions, plan.num_skipped + self.spared)
@@ -113,8 +108,6 @@ class SelectedSource(DenseSource):
         if selection is not None:
             selected = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
             selection.fill(self.index, *selected, rotate_)
-            for layer, predicted in restoring.layers_ahead(self.index):
-                selection.prepare(layer, predicted)
         all_keys[:, :, self._num_selected :] = keys
         all_values[:, :, self._num_selected :] = values
         if selection is not None and (reselection := selection.decode_selector(self.index, keys.shape[0])) is not None:

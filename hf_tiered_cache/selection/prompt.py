@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
-from ..patches.lookahead import PredictedQuery
+from ..patches.lookahead import LookAhead, PredictedQuery
 from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import share_row
@@ -91,6 +91,8 @@ class SelectiveRestore:
         self._indexes: RowIndexes | None = None
         self.index_fits = True
         """True if memory has room for the indexes used; otherwise the next request reads them again."""
+        self.look_ahead: LookAhead | None = None
+        """Prediction of queries, from which selections are made ahead; None to select by a layer's own queries."""
         self._warm_up: WarmUp | None = None
         if selector.index is not None:
             self._indexes = RowIndexes(*selector.index, fetcher, self._rows, sidecars)
@@ -110,8 +112,8 @@ class SelectiveRestore:
 
         Args:
             layer: Index of a layer with full attention.
-            query: `[batch, heads, queries, dim]`, rotated. Not used if the selection was made ahead.
-            own_keys: `[batch, kv_heads, queries, dim]`, rotated. Not used if the selection was made ahead.
+            query: `[batch, heads, queries, dim]`, rotated. Not used if predicted.
+            own_keys: `[batch, kv_heads, queries, dim]`, rotated. Not used if predicted.
             rotate_: Rotates stored keys.
             scaling: Scale of the logits; None for dim ** -0.5.
 
@@ -122,6 +124,7 @@ class SelectiveRestore:
             RestoreError: A block did not arrive.
         """
         number = self._period_of[layer]
+        query, own_keys = self._to_choose_by(layer, query, own_keys)
         if number not in self._selected:
             self._choose(number, query, own_keys, rotate_, scaling)
         elif self._tables[number].begins_at(layer):
@@ -131,7 +134,7 @@ class SelectiveRestore:
         return self._columns[layer]
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
-        """Wait for the selected tokens of a layer, and copy them.
+        """Wait for the selected tokens of a layer, copy them, and select for the layers predicted from it.
 
         Args:
             layer: Index of a layer with full attention.
@@ -157,6 +160,17 @@ class SelectiveRestore:
         table.finish(layer)
         if layer == self._periods[-1][-1]:
             self._end()
+        if (look_ahead := self.look_ahead) is not None:
+            for target in look_ahead.after(layer):
+                if (predicted := look_ahead.query(target)) is not None:
+                    self._prepare(target, predicted)
+
+    def _to_choose_by(
+        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys of the same tokens to select by: the predicted ones if there are any."""
+        predicted = None if self.look_ahead is None else self.look_ahead.query(layer)
+        return (query, own_keys) if predicted is None else (predicted.query, predicted.own_keys)
 
     def _end(self) -> None:
         """Write new indexes, merge the indexes for decoding, and start the warm-up. Call when all layers are filled."""
@@ -173,7 +187,7 @@ class SelectiveRestore:
         columns = tuple(self._columns.values())
         return self.plan if set(columns) <= {self.plan.budget_tokens} else replace(self.plan, selected=columns)
 
-    def prepare(self, layer: int, predicted: PredictedQuery) -> None:
+    def _prepare(self, layer: int, predicted: PredictedQuery) -> None:
         """Select for a period from the queries predicted for its first layer, and start to fetch the selection.
 
         This needs existing indexes: to build one, the layer's own pass must provide the rotation of its keys. Without
