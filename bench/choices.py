@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lib.common import add_questions
 from lib.pages import machine, save, table
 from torch.nn.functional import normalize, pad
 from tqdm.auto import tqdm
@@ -289,17 +290,10 @@ def report(document: dict[str, Any]) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="short name of eval.models, name on the Hub, or folder")
-    parser.add_argument("--data", type=Path, help="folder with data sets (default: the Hub)")
-    parser.add_argument("--tasks", default="sst2,rte,text", help="tasks, separated by commas")
-    parser.add_argument("--tokens", type=int, default=1000, help="approximate number of tokens in a prefix")
-    parser.add_argument("--limit", type=int, default=64, help="number of questions per task")
-    parser.add_argument(
-        "--half", type=int, choices=(0, 1), help="use only every second question, starting with this one"
-    )
+    add_questions(parser, tasks="sst2,rte,text", limit=64)
     parser.add_argument(
         "--shares", type=float, nargs="+", default=[0.05, 0.1, 0.25], help="budgets, as shares of the prefix"
     )
-    parser.add_argument("--seed", type=int, default=47, help="random seed")
     parser.add_argument("--out", type=Path, help="folder for results (default: print them)")
     return parser.parse_args(arguments)
 

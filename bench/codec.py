@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, first_token, forget_page_cache, interleaved, load, median, parser_of, ratio
+from lib.common import add_shape, build, first_token, forget_page_cache, interleaved, load, median, parser_of, ratio
 from lib.pages import machine, machine_text, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
@@ -268,10 +268,8 @@ def report(document: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
+    add_shape(parser, "1024,4096", repeats=7)
     parser.add_argument("--dtypes", default="float32,bfloat16", help="data types, separated by commas")
-    parser.add_argument("--prefixes", default="1024,4096", help="numbers of prefix tokens, separated by commas")
-    parser.add_argument("--repeats", type=int, default=7, help="number of turns")
     parser.add_argument("--bandwidth", type=float, default=100e6, help="bytes per second of the slow disk")
     parser.add_argument(
         "--models", default="eval/reference/xs", help="folders of reference models, separated by commas"

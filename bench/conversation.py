@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from lib.common import (
     add_model_arguments,
+    add_rates,
     build,
     figures_of,
     forget_page_cache,
@@ -391,12 +392,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument(
         "--model", type=Path, help="folder of a trained model to use instead, such as eval/reference/long"
     )
-    parser.add_argument(
-        "--rates",
-        type=_rates,
-        default=[2, 5, 20, 0],
-        help="disk bandwidths in MB/s, separated by commas; 0: the real disk",
-    )
+    add_rates(parser, [2, 5, 20, 0])
     parser.add_argument("--conversations", type=int, default=4, help="number of conversations")
     parser.add_argument("--turns", type=int, default=4, help="number of turns per conversation")
     parser.add_argument("--opening", type=int, default=1024, help="approximate number of tokens in the first prompt")
@@ -455,10 +451,6 @@ def main() -> None:
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
-
-
-def _rates(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

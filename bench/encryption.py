@@ -26,7 +26,7 @@ from typing import Any
 import cryptography
 import numpy as np
 import torch
-from lib.common import build, first_token, forget_page_cache, interleaved, median, parser_of, ratio, seconds
+from lib.common import add_shape, build, first_token, forget_page_cache, interleaved, median, parser_of, ratio, seconds
 from lib.pages import machine, machine_text, save, table
 from tqdm.auto import tqdm
 
@@ -261,10 +261,8 @@ def report(document: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
+    add_shape(parser, "1024,4096", repeats=9)
     parser.add_argument("--dtype", default="float32", help="data type of the model")
-    parser.add_argument("--prefixes", default="1024,4096", help="numbers of prefix tokens, separated by commas")
-    parser.add_argument("--repeats", type=int, default=9, help="number of turns of reads")
     parser.add_argument("--record-repeats", type=int, default=4, help="number of turns that compute the whole prompt")
     parser.add_argument("--raw-turns", type=int, default=60, help="number of turns with blocks in memory")
     parser.add_argument("--raw-bytes", type=int, default=8 << 20, help="bytes of blocks in memory")

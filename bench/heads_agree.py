@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from choices import questions
-from lib.common import parser_of
+from lib.common import add_questions, parser_of
 from lib.pages import machine, pyplot, save, table
 from tqdm.auto import tqdm
 
@@ -100,17 +100,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", nargs="+", required=True, help="names for eval.models.load; models with at least two KV heads"
     )
-    parser.add_argument("--data", type=Path, help="folder with data sets (default: the Hub)")
-    parser.add_argument("--tasks", default="sst2,rte,squad,text", help="tasks, separated by commas")
-    parser.add_argument("--tokens", type=int, default=1000, help="approximate number of tokens in a prefix")
-    parser.add_argument("--limit", type=int, default=8, help="number of questions per task")
-    parser.add_argument(
-        "--half", type=int, choices=(0, 1), help="use only every second question, starting with this one"
-    )
+    add_questions(parser, tasks="sst2,rte,squad,text", limit=8)
     parser.add_argument(
         "--budgets", type=float, nargs="+", default=[0.1, 0.25], help="budgets, as shares of the prefix"
     )
-    parser.add_argument("--seed", type=int, default=47, help="random seed")
     return parser.parse_args(arguments)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib import peers
-from lib.common import build, first_token, forget_page_cache, interleaved, median, parser_of, ratio, seconds
+from lib.common import add_shape, build, first_token, forget_page_cache, interleaved, median, parser_of, ratio, seconds
 from lib.pages import machine, machine_text, pyplot, save, table
 from lib.raw_disk import direct_read, fio
 from tqdm.auto import tqdm
@@ -378,12 +378,10 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny, with random weights")
+    add_shape(parser, "1024,4096,16384", repeats=9)
     parser.add_argument("--model", help="pretrained model instead of a shape: name of eval.models, folder or hub id")
     parser.add_argument("--dtype", default="float32", help="data type of the model")
     parser.add_argument("--device", default="cpu", help="device of the model")
-    parser.add_argument("--prefixes", default="1024,4096,16384", help="numbers of prefix tokens, separated by commas")
-    parser.add_argument("--repeats", type=int, default=9, help="number of turns")
     parser.add_argument("--long-repeats", type=int, default=5, help="number of turns for prefixes over 8k")
     parser.add_argument(
         "--recompute-repeats", type=int, default=3, help="number of turns that compute the whole prompt"

@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.common import add_model_arguments, build, figures_of, first_token, interleaved, median, parser_of, ratio
+from lib.common import (
+    add_model_arguments,
+    add_rates,
+    build,
+    figures_of,
+    first_token,
+    interleaved,
+    median,
+    parser_of,
+    ratio,
+)
 from lib.pages import machine, machine_text, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
@@ -152,12 +162,7 @@ def main() -> None:
         help="numbers of prefix tokens, separated by commas",
     )
     parser.add_argument("--suffix", type=int, default=32, help="number of tokens after each prefix")
-    parser.add_argument(
-        "--rates",
-        type=_rates,
-        default=[2, 5, 20, 200, 0],
-        help="disk bandwidths in MB/s, separated by commas; 0: the real disk",
-    )
+    add_rates(parser, [2, 5, 20, 200, 0])
     parser.add_argument("--repeats", type=int, default=3, help="number of measured turns, after one of warm-up")
     parser.add_argument(
         "--calibrate",
@@ -188,10 +193,6 @@ def main() -> None:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def _rates(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

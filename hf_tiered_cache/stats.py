@@ -335,16 +335,16 @@ class StatsCollector:
         with self._lock:
             self.stats.passages = passages
 
-    def looked_up(self, tier: str, num_found: int, num_missing: int, block_bytes: int) -> None:
+    def looked_up(self, tier: str, num_found: int, num_missing: int, nbytes: int) -> None:
         """Count the blocks that were looked up in `tier`: those found, which it delivers, and those missing."""
         with self._lock:
             counts = self.stats.tiers[tier]
             counts.hits += num_found
             counts.misses += num_missing
             counts.blocks += num_found
-            counts.bytes += num_found * block_bytes
+            counts.bytes += nbytes
         if self.total is not None:
-            self.total.looked_up(tier, num_found, num_missing, block_bytes)
+            self.total.looked_up(tier, num_found, num_missing, nbytes)
 
     def read_started(self) -> None:
         if self.total is not None:

@@ -31,7 +31,7 @@ def test_a_further_tier_is_a_further_name(monkeypatch):
     collector.total = total
     collector.looked_up("disk", 1, 2, 100)
     assert collector.stats.tier == "disk"
-    collector.looked_up("remote", 2, 1, 100)
+    collector.looked_up("remote", 2, 1, 200)
     for counted in (collector.stats, total.stats):
         assert counted.tier == "remote"
         assert counted.as_dict()["remote"] == {"blocks": 2, "bytes": 200, "hits": 2, "misses": 1}

@@ -74,6 +74,35 @@ def add_model_arguments(parser: argparse.ArgumentParser, layers: int) -> None:
     parser.add_argument("--folder", type=Path, help="parent folder of the stores (default: a temporary one)")
 
 
+def add_shape(parser: argparse.ArgumentParser, prefixes: str, repeats: int) -> None:
+    """Add the shape of a model, the prefixes that it restores, and how often they are measured."""
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny, with random weights")
+    parser.add_argument("--prefixes", default=prefixes, help="numbers of prefix tokens, separated by commas")
+    parser.add_argument("--repeats", type=int, default=repeats, help="number of turns")
+
+
+def add_questions(parser: argparse.ArgumentParser, tasks: str, limit: int) -> None:
+    """Add the tasks of `eval`, and the questions about their prefixes."""
+    parser.add_argument("--data", type=Path, help="folder with data sets (default: the Hub)")
+    parser.add_argument("--tasks", default=tasks, help="tasks, separated by commas")
+    parser.add_argument("--tokens", type=int, default=1000, help="approximate number of tokens in a prefix")
+    parser.add_argument("--limit", type=int, default=limit, help="number of questions per task")
+    parser.add_argument(
+        "--half", type=int, choices=(0, 1), help="use only every second question, starting with this one"
+    )
+    parser.add_argument("--seed", type=int, default=47, help="random seed")
+
+
+def add_rates(parser: argparse.ArgumentParser, default: list[float]) -> None:
+    """Add the bandwidths of the disks that a benchmark compares."""
+    parser.add_argument(
+        "--rates",
+        type=lambda text: [float(number) for number in text.split(",")],
+        default=default,
+        help="disk bandwidths in MB/s, separated by commas; 0: the real disk",
+    )
+
+
 def vocabulary(shape: str) -> int:
     """How many tokens a model of that shape knows."""
     return 1000 if shape == "tiny" else 151936

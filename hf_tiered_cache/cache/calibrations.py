@@ -173,7 +173,7 @@ class QualityFinding:
     """Losses of a method at one budget, for one model.
 
     Args:
-        method: `describe_method` of the method's `as_measured`.
+        method: `describe_method` of the method, without its `loss_ignores`.
         budget: share of the prefix.
         losses: KL divergence of each question's prediction from that with full KV, in nats.
         agreement: share of the questions with the same most likely token.
@@ -220,7 +220,7 @@ def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> 
     Returns:
         Budget, or None with a one-time warning if nothing was measured.
     """
-    name, quality = describe_method(method.as_measured), method.quality
+    name, quality = describe_method(method, method.loss_ignores), method.quality
     assert quality is not None
     findings = [finding for finding in _qualities(storage, fingerprint) if finding.method == name]
     if not findings:
@@ -235,12 +235,10 @@ def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> 
 
 def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> None:
     """Warn once if the smallest measured budget that is not below the method's loses much on this model."""
-    name = describe_method(method.as_measured)
-    findings = [
-        finding
-        for finding in _qualities(storage, fingerprint)
-        if finding.method == name and finding.budget >= method.budget
-    ]
+    if not (findings := _qualities(storage, fingerprint)):
+        return
+    name = describe_method(method, method.loss_ignores)
+    findings = [finding for finding in findings if finding.method == name and finding.budget >= method.budget]
     smallest = min(findings, key=lambda finding: finding.budget, default=None)
     if smallest is not None and smallest.loss > _MUCH:
         storage.disk.warn(

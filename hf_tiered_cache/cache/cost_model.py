@@ -18,7 +18,7 @@ from ..restore.prefetch import PlanUnit, units_of
 from ..restore.schedule import RATIOS, Load, Streams, best_ratio, recompute_lengths
 from ..stats import TIERS
 from ..store import EXACT
-from ..store.codecs import coded_provenance, make_codec
+from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from ..tiers.residency import Residency
@@ -68,7 +68,7 @@ def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> Pr
     codec, model = sequence.method.geometry.codec, attachment.model
     of_codec = partial(prefix_costs, sequence.store, sequence.identity.fingerprint, model.device, tokens=tokens)
     costs = of_codec(coded_provenance(EXACT, codec))
-    if costs is None and (costs := of_codec(EXACT)) is not None:
+    if costs is None and codec != RAW and (costs := of_codec(EXACT)) is not None:
         coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
         costs = costs.with_bytes(coded_bytes / (model.dtype.itemsize * _DIM))
     return costs
@@ -141,7 +141,8 @@ def required_recompute(plan: Plan) -> np.ndarray:
             missing = ~shape.held[:, piece.first : stop]  # [layers, count]
             lacked = np.where(missing.any(1), piece.count - missing[:, ::-1].argmax(1), 0)
             required = np.maximum(required, np.where(lacked > 0, start + lacked, 0))
-    required = np.minimum(required, plan.restored_until)
+    if required.any():
+        required = np.minimum(required, plan.restored_until)
     return np.maximum.accumulate(required[::-1])[::-1]
 
 
@@ -190,7 +191,7 @@ def streams_of(
     for unit in units:
         group = unit.block_group
         ends, took = _block_ends(plan, unit), np.zeros(len(unit.chunks))
-        chunks_by_tier = residency.find(unit.reader.owner(group.index), unit.chunks, device_of(group.layers[0]))
+        chunks_by_tier = residency.find(unit.reader.owners[group.index], unit.chunks, device_of(group.layers[0]))
         for tier, chunks in chunks_by_tier.items():
             share = once * group.block_bytes / nbytes  # tokens per block
             took[np.isin(unit.chunks, chunks, assume_unique=True)] = share * costs.loading(tier)

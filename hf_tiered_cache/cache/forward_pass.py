@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import LayerOrderError, UnsupportedModelError
+from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
 from ..layers import LayeredCache, LayerTensors
 from ..methods import BudgetMethod, Method
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
 from ..patches.layers import decoder_layers, dropping
-from ..patches.lookahead import LookAhead, PredictedQuery
+from ..patches.lookahead import LookAhead
 from ..patches.rope import RotaryTap, TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
 from ..restore.fetch import Fetcher
@@ -27,7 +27,6 @@ from ..restore.prefetch import Prefetch
 from ..selection.decode import DecodeSelection, DecodeSelector
 from ..selection.indexes import IndexSidecars
 from ..selection.prompt import SelectiveRestore
-from ..selection.selector import Selector
 from ..selection.streamed import StreamedPrefix
 from ..stats import StatsCollector
 from ..store.geometry import LayerKV, in_groups
@@ -180,9 +179,9 @@ class RestoringForward(ForwardPass):
         self._recorded = None if plan.suffix is not None else plan.num_positions - plan.restored_until
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
-        self._deferred_layer: int | None = None
-        self._look_ahead: LookAhead | None = None
-        self.fetcher = Fetcher(store.residency, collector, attachment.device_of, method.ahead_bytes)
+        self._deferred_layer: int | None = None  # its computed KV is appended, and its queries will select the rest
+        self._devices = [attachment.device_of(layer) for layer in range(len(plan.computed))]
+        self.fetcher = Fetcher(store.residency, collector, self._devices.__getitem__, method.ahead_bytes)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
@@ -237,7 +236,7 @@ class RestoringForward(ForwardPass):
             if isinstance(plan, RecomputePlan) and can_select(config) and shows_queries(self.attachment.model):
                 self.recompute_lengths = plan.recompute_lengths
             length = self.recompute_lengths[0] if self.recompute_lengths else 0
-            self.positions = to_device(plan.computed[0][length:] + plan.base, self.attachment.device_of(0))
+            self.positions = to_device(plan.computed[0][length:] + plan.base, self._devices[0])
             self._drop_with_depth(plan)
             first = min(self.query_indexes, default=None) if self._first_narrowed is None else self._first_narrowed
             if first is not None:
@@ -249,12 +248,13 @@ class RestoringForward(ForwardPass):
         if self.streamed is not None:
             self.streamed.start()
         elif self.selection is not None:
-            self._predict(stack, self.selection.selector)
+            self._predict(stack, self.selection)
             self.selection.start()
         self.prefetch.start()
 
-    def _predict(self, stack: ExitStack, selector: Selector) -> None:
+    def _predict(self, stack: ExitStack, selection: SelectiveRestore) -> None:
         """Predict the queries of selecting layers, if the selector uses predictions and the model supports them."""
+        selector = selection.selector
         if not selector.ahead:
             return
         attachment = self.attachment
@@ -264,8 +264,8 @@ class RestoringForward(ForwardPass):
             return
         layers = [source.index for source in self.kv_sources if source.selects]
         first = {period[0] for period in in_groups(layers, selector.period, selector.solo_layers)}
-        self._look_ahead = LookAhead(self, modules, layers, selector.ahead, first)
-        stack.enter_context(self._look_ahead.watching())
+        selection.look_ahead = LookAhead(self, modules, layers, selector.ahead, first)
+        stack.enter_context(selection.look_ahead.watching())
 
     def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
         """See `ForwardPass`. No observer is attached if rows compute different positions."""
@@ -286,7 +286,7 @@ class RestoringForward(ForwardPass):
         self.hidden_indexes.clear()
         before: tuple[np.ndarray, torch.device, torch.Tensor | None] | None = None
         for layer, computed in enumerate(plan.computed):
-            device = self.attachment.device_of(layer)
+            device = self._devices[layer]
             if before is None or before[0] is not computed or before[1] != device:
                 rows = plan.query_indexes(layer)
                 before = computed, device, None if rows is None else to_device(rows, device)
@@ -299,11 +299,24 @@ class RestoringForward(ForwardPass):
         """See `ForwardPass`."""
         if self._ascends and layer <= self._last_layer:  # its blocks were released after that layer
             raise LayerOrderError(f"layer {layer} runs after layer {self._last_layer}")
+        if keys.shape[2] != self.plan.computed[layer].shape[-1]:
+            raise RestoreError(self.plan.readers[0].id, f"layer {layer} computes different tokens than its input")
         self._last_layer, started = layer, time.perf_counter()
         try:
-            return super().append(layer, keys, values)
+            appended = super().append(layer, keys, values)
+            if isinstance(self.plan, BudgetPlan) and self.layers[layer].selects:
+                if self._deferred_layer is not None:
+                    raise self.cannot_select()
+                self._deferred_layer = layer
+            return appended
         finally:
             self.assemble_seconds += time.perf_counter() - started
+
+    def attend(self, layer: int, call: AttentionCall) -> Attended:
+        """See `ForwardPass`."""
+        if layer == self._deferred_layer:
+            self._deferred_layer = None
+        return super().attend(layer, call)
 
     def recompute_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
         """See `Scope`."""
@@ -319,33 +332,12 @@ class RestoringForward(ForwardPass):
 
     # --- called by sources (see `RestoringPass`)
 
-    def to_choose_by(
-        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        predicted = self._look_ahead.query(layer) if self._look_ahead is not None else None
-        return (query, own_keys) if predicted is None else (predicted.query, predicted.own_keys)
-
-    def layers_ahead(self, layer: int) -> Iterator[tuple[int, PredictedQuery]]:
-        if (look_ahead := self._look_ahead) is None:
-            return
-        for target in look_ahead.after(layer):
-            if (predicted := look_ahead.query(target)) is not None:
-                yield target, predicted
-
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         computed = self.plan.computed[layer]
         key = id(computed), first, device
         if key not in self._columns:
             self._columns[key] = to_device(computed - first, device)
         return self._columns[key]
-
-    def defer(self, layer: int) -> None:
-        if self._deferred_layer is not None:
-            raise self.cannot_select()
-        self._deferred_layer = layer
-
-    def resume(self) -> None:
-        self._deferred_layer = None
 
     def cannot_select(self) -> UnsupportedModelError:
         return cannot_select(self.method, self.attachment.model)

@@ -23,12 +23,13 @@ _TRIES = 2
 def can_be_cut(request: Request, sequence: SequenceState) -> bool:
     """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
     method = sequence.method
-    if not isinstance(method, BudgetMethod) or not method.selects:
+    if not isinstance(method, BudgetMethod):
         return False
     step = method.prefill_tokens
     shortest = step - max(request.pads)
     return (
         0 < step < request.num_positions
+        and method.selects
         and sequence.num_positions == 0
         and sequence.recorder.enabled
         and request.text == request.num_positions

@@ -51,7 +51,7 @@ class Handover:
         self._scores: dict[int, np.ndarray] = {}  # float64 [2, chunks]
         devices = list(residency.devices) or [torch.device("cpu")]
         for group in old.shape.block_groups:
-            owner, chunks = old.owner(group.index), np.arange(old.shape.chunks_in(group))
+            owner, chunks = old.owners[group.index], np.arange(old.shape.chunks_in(group))
             on_devices = sum(residency.where(owner, chunks, device).get("device", 0) for device in devices)
             self._num_cached[group.index] = on_devices + residency.where(owner, chunks, devices[0])["host"]
             self._scores[group.index] = residency.scores.of(owner, chunks)
@@ -79,7 +79,7 @@ class Handover:
             count, scores = shape.chunks_in(group), self._scores[group.index]
             if scores.any():
                 sums = np.stack([np.bincount(now, row[was], count) for row in scores])
-                self._residency.scores.put(new.owner(group.index), sums / np.bincount(now, minlength=count))
+                self._residency.scores.put(new.owners[group.index], sums / np.bincount(now, minlength=count))
             if num_cached := min(self._num_cached[group.index], count):
                 requests.append(BlockRequest(new, group.index, np.arange(num_cached)))
         for request in requests:

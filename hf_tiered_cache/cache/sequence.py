@@ -20,7 +20,6 @@ from ..restore.plan import BudgetPlan, Plan
 from ..restore.planner import make_plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
-from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from .misses import has_passages, reason_of_miss
 from .recorder import Recorder
@@ -147,11 +146,8 @@ class SequenceState:
         sink, ranked_by = method.sink_token(self.config), method.ranked_by
         regimes = dict.fromkeys((self.regime, rope_regime(self.config, 1) or ""))
         hashers = (store.passage_hasher(self.identity.fingerprint, method.passages, sink, name) for name in regimes)
-
-        def scores(reader: SegmentReader) -> np.ndarray | None:
-            return store.rankings.of(reader).get(ranked_by) if ranked_by else None
-
-        return PassageFinder(tuple(hashers), sink, store.find_parts, store.found_passage, self._segments, scores)
+        lookups = store.find_parts, store.found_passage, self._segments, store.rankings.of
+        return PassageFinder(tuple(hashers), sink, *lookups, ranked_by)
 
     def _usable_hashes(self, shape: SegmentShape) -> int:
         usable = self.method.usable_hashes(shape)

@@ -225,7 +225,7 @@ class Storage:
         """
         blocks, cpu = reader.room_for(block_group), torch.device("cpu")
         missing = np.arange(len(blocks))
-        on_host = self.residency.find(reader.owner(block_group), missing, cpu)["host"]
+        on_host = self.residency.find(reader.owners[block_group], missing, cpu)["host"]
         if len(on_host):
             lease = self.residency.fetch(
                 [BlockRequest(reader, block_group, on_host)], cpu, StatsCollector(), ahead=True

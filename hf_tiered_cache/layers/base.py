@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import UnsupportedModelError
-from ..patches.lookahead import PredictedQuery
 from ..patches.rope import PreRopeKV, RotaryTap
 from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import Plan
@@ -41,25 +39,11 @@ class RestoringPass(Pass, Protocol):
     streamed: StreamedPrefix | None
     """All restored tokens, for layers that attend to them without holding them; None if not streamed."""
 
-    def to_choose_by(
-        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys of the same tokens to select by: the predicted ones if there are any."""
-
-    def layers_ahead(self, layer: int) -> Iterator[tuple[int, PredictedQuery]]:
-        """Yield the layers whose queries can be predicted after `layer` has selected; none without prediction."""
-
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         """Return the positions that a layer computes, int64 `[n]` or `[batch, n]`, counted from `first`.
 
         Layers that compute the same positions share one tensor.
         """
-
-    def defer(self, layer: int) -> None:
-        """Defer a layer: its computed keys and values are appended, and its queries will select the restored ones."""
-
-    def resume(self) -> None:
-        """Resume the deferred layer."""
 
     def cannot_select(self) -> UnsupportedModelError:
         """Return the error for a model with attention that cannot be observed."""

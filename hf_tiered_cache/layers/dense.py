@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..errors import RestoreError
 from ..patches.rope import PreRopeKV, picked
 from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import PassagesPlan, RecomputePlan
@@ -68,13 +67,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVSource`."""
-        restoring = self._pass
-        if restoring is None:
+        if self._pass is None:
             return self.update(keys, values)
-        if keys.shape[2] != restoring.plan.computed[self.index].shape[-1]:
-            reader = restoring.plan.readers[0]
-            raise RestoreError(reader.id, f"layer {self.index} computes different tokens than its input")
-        return self._restore(restoring, kind, pre_rope, keys, values)
+        return self._restore(self._pass, kind, pre_rope, keys, values)
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
         """See `KVSource`."""
@@ -93,8 +88,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         first = max(0, plan.first_position(self.window)) if self.window else 0
         refines = isinstance(plan, PassagesPlan)
         is_preview = refines and restoring.is_previewing(self.index)
-        before = self.snapshot() if is_preview else None
+        compares = refines and restoring.compares(self.index)
         filled = restoring.take_filled(self.index) if refines else None
+        before = self.snapshot() if is_preview else None
         if filled is None:
             self._announced()
             keys, values = self.extend(key_states, value_states, plan.num_positions, first)
@@ -115,7 +111,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 target[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
-        if refines and restoring.compares(self.index):
+        if compares:
             stored = picked(keys, columns, 2), picked(values, columns, 2)
             restoring.compare(self.index, stored, (key_states, value_states))
         for target, computed in ((keys, key_states), (values, value_states)):

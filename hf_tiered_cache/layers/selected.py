@@ -47,13 +47,20 @@ class SelectedSource(DenseSource):
         self.decode_selector = None
         self._rows: Sequence[Any] = []  # last selection of each row
         self._pre_rope: PreRopeKV | None = None  # of the current pass
+        self._deferred: tuple[PreRopeKV, torch.Tensor] | None = None  # until `attend` selects
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVSource`."""
-        self._pre_rope = pre_rope
-        return super().append(kind, pre_rope, keys, values)
+        self._pre_rope, restoring = pre_rope, self._pass
+        if restoring is None or not isinstance(restoring.plan, BudgetPlan):
+            return super().append(kind, pre_rope, keys, values)
+        check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
+        if pre_rope.rotated == "value":
+            raise restoring.cannot_select()
+        self._deferred = pre_rope, keys
+        return keys, values
 
     def begin_pass(self, restoring: RestoringPass) -> None:
         """See `KVSource`."""
@@ -66,25 +73,7 @@ class SelectedSource(DenseSource):
     def end_pass(self) -> None:
         """See `KVSource`."""
         super().end_pass()
-        self._pre_rope = None
-        self._deferred: tuple[PreRopeKV, torch.Tensor] | None = None
-
-    def _restore(
-        self,
-        restoring: RestoringPass,
-        kind: LayerKV,
-        pre_rope: PreRopeKV,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not isinstance(restoring.plan, BudgetPlan):
-            return super()._restore(restoring, kind, pre_rope, key_states, value_states)
-        check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
-        if pre_rope.rotated == "value":
-            raise restoring.cannot_select()
-        restoring.defer(self.index)
-        self._deferred = pre_rope, key_states
-        return key_states, value_states
+        self._pre_rope = self._deferred = None
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
         """See `KVSource`."""
@@ -99,7 +88,6 @@ class SelectedSource(DenseSource):
         if self._deferred is None or self._deferred[1] is not keys:
             raise restoring.cannot_select()
         (pre_rope, _), self._deferred = self._deferred, None
-        restoring.resume()
         selection, rotate_ = restoring.selection, _rotation(restoring, pre_rope)
         output: torch.Tensor | None = None
         if restoring.streamed is not None:
@@ -111,11 +99,8 @@ class SelectedSource(DenseSource):
                 return output
         self._num_selected = plan.budget_tokens
         if selection is not None:
-            if output is None:
-                asking, own_keys = restoring.to_choose_by(self.index, query, keys)
-            else:
-                asking, own_keys = query[:, :, -selection.observed :], keys
-            self._num_selected = selection.choose(self.index, asking, own_keys, rotate_, scaling)
+            asking = query if output is None else query[:, :, -selection.observed :]
+            self._num_selected = selection.choose(self.index, asking, keys, rotate_, scaling)
         self.spared = plan.budget_tokens - self._num_selected
         self.padding = max(group.pad for group in plan.groups)
         all_keys, all_values = self.extend(keys, values, plan.num_positions, plan.num_skipped + self.spared)
@@ -123,8 +108,6 @@ class SelectedSource(DenseSource):
         if selection is not None:
             selected = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
             selection.fill(self.index, *selected, rotate_)
-            for layer, predicted in restoring.layers_ahead(self.index):
-                selection.prepare(layer, predicted)
         all_keys[:, :, self._num_selected :] = keys
         all_values[:, :, self._num_selected :] = values
         if selection is not None and (reselection := selection.decode_selector(self.index, keys.shape[0])) is not None:

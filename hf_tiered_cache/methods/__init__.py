@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field, fields, is_dataclass
 from functools import lru_cache
 from inspect import isabstract
@@ -144,10 +144,16 @@ def make_method(method: Method | str | None) -> Method:
     return make(**settings)
 
 
-def describe_method(method: Method) -> str:
-    """Return the string that `make_method` takes for a method: its name and its settings that differ from defaults."""
+def describe_method(method: Method, ignored: Collection[str] = ()) -> str:
+    """Return the string that `make_method` takes for a method: its name and its settings that differ from defaults.
+
+    Args:
+        method: The method.
+        ignored: Names of settings to leave out.
+    """
     name = METHODS.name_of(type(method)) or type(method).__name__
-    options = [option for option in fields(method) if option.init and option.repr and option.name != "geometry"]
+    ignored = {"geometry", *ignored}
+    options = [option for option in fields(method) if option.init and option.repr and option.name not in ignored]
     values = ((option, getattr(method, option.name)) for option in options)
     return ":".join([name, *(f"{option.name}={value}" for option, value in values if value != option.default)])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, with_type
@@ -62,6 +62,9 @@ class BudgetMethod(Method):
     observed = 0
     """Number of trailing prompt tokens that select this part."""
 
+    loss_ignores = frozenset(("budget", "quality"))
+    """Names of settings that the measured loss at a budget does not depend on."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("budget", "the prefix", self.budget)
@@ -95,7 +98,9 @@ class BudgetMethod(Method):
 
     def geometry_warning(self, geometry: Geometry) -> str:
         """Return why more is read of segments of a geometry than is attended to, and the remedy, or ""."""
-        if not self.selects or replace(geometry, codec=self.geometry.codec) == self.geometry:
+        ignored = ("codec",) if self.geometry.index else ("codec", "index")  # extra copies of keys do not matter
+        names = {option.name for option in fields(Geometry)}.difference(ignored)
+        if not self.selects or all(getattr(geometry, name) == getattr(self.geometry, name) for name in names):
             return ""
         return (
             f"segments are stored in another geometry than {type(self).__name__} selects by, so more of them is read "
@@ -110,18 +115,13 @@ class BudgetMethod(Method):
 
     def usable_hashes(self, shape: SegmentShape) -> int:
         """See `Method`. Tokens are selected within one KV cache group, so not in segments with merged layers."""
-        return 0 if self.selects and shape.geometry.pairs else super().usable_hashes(shape)
+        return 0 if shape.geometry.pairs and self.selects else shape.whole_hashes
 
     def source(self, layer: int) -> DenseSource:
         """See `Method`."""
         return SelectedSource(layer) if self.selects else super().source(layer)
 
     # --- budget for a quality target
-
-    @property
-    def as_measured(self) -> Self:
-        """This method with only the settings that its loss at a budget depends on; budget and others are defaults."""
-        return replace(self, budget=type(self).budget, quality=None)
 
     def with_measured_budget(self, measured: Callable[[Self], float | None]) -> Self:
         """Return this method with the budget that keeps its quality target, if it has one.

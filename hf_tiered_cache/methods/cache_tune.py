@@ -20,9 +20,9 @@ from ..errors import ConfigError, with_type
 from ..layers import LayerTensors
 from ..passages.ranking import RANKED_IN_CONTEXT
 from ..passages.recompute import LOWEST, narrowed_shares
-from ..restore.plan import DeferredChoice, PlanContext, SegmentSlice
+from ..restore.plan import SegmentSlice
 from .base import is_count, is_number
-from .passages import Passages, check_share, count_of, importance_of, question_tokens
+from .passages import Passages, check_share, count_of, importance_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -105,8 +105,10 @@ class CacheTune(Passages):
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
         """See `Passages`."""
-        layer, (_, share) = self._narrow_at(layers), self._shares(layers)
-        return ((layer, share),) if self.widen > 1 and 0 < self._share < 1 and layer < layers else ()
+        layer = self._narrow_at(layers)
+        if self.widen <= 1 or not 0 < self._share < 1 or layer >= layers:
+            return ()
+        return ((layer, self._shares(layers)[1]),)
 
     def _narrow_at(self, layers: int) -> int:
         return min(_NARROW_AT, max(1, 3 * layers // 8)) if self.narrow_at is None else self.narrow_at
@@ -122,13 +124,10 @@ class CacheTune(Passages):
             return self._share, self._share
         return narrowed_shares(self._share, self.widen, layer, layers)
 
-    def deferred_choice(self, context: PlanContext) -> DeferredChoice | None:
+    @property
+    def longest_question(self) -> int:
         """See `Passages`."""
-        choice = super().deferred_choice(context)
-        if choice is None:
-            return None
-        max_tokens = _LONGEST_QUESTION if self.question is None else self.question
-        return replace(choice, question_tokens=question_tokens(context, max_tokens))
+        return _LONGEST_QUESTION if self.question is None else self.question
 
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         if not passages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import ConfigError, unknown_name, with_type
@@ -127,9 +127,7 @@ class ContiguousKV(BudgetMethod):
         return budgeted_tokens(self.budget, prefix_tokens, self.chunk_tokens)
 
     def geometry_warning(self, geometry: Geometry) -> str:
-        if self.identify == "index":
-            geometry = replace(geometry, index=None)  # extra copies of keys do not matter
-        if self.selects and self.period % self._subperiod:
+        if self.period % self._subperiod and self.selects:
             fitting = max(size for size in range(1, self._subperiod) if self.period % size == 0)
             return (
                 f"subperiod={self._subperiod} does not divide period={self.period}, so blocks hold layers of two "

@@ -69,6 +69,7 @@ class KVDrive(BudgetMethod):
     observed: int = 64
 
     reselect = True
+    loss_ignores = BudgetMethod.loss_ignores | {"window", "window_sizes", "eviction"}  # where chunks are kept
 
     def __post_init__(self) -> None:
         if self.chunk_tokens not in (1, 2, 4, 8, 16):
@@ -106,12 +107,6 @@ class KVDrive(BudgetMethod):
 
     def token_budget(self, prefix_tokens: int) -> int:
         return self._by_index.budgeted_tokens(self.budget, prefix_tokens) if self.selects else prefix_tokens
-
-    @property
-    def as_measured(self) -> Self:
-        cls = type(self)  # windows affect where chunks are kept, not which are attended to
-        window, sizes, eviction = cls.window, cls.window_sizes, cls.eviction
-        return replace(super().as_measured, window=window, window_sizes=sizes, eviction=eviction)
 
     def selector(self) -> Selector:
         return self._by_index

@@ -16,7 +16,7 @@ from ..layers import LayerTensors
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
 from ..passages.recompute import ProbeAttention
-from ..restore.plan import DeferredChoice, PlanContext, Positions, RowGroup, SegmentSlice, of_row, repeats, side_by_side
+from ..restore.plan import DeferredChoice, PlanContext, Positions, RowGroup, SegmentSlice, of_row, repeats
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
@@ -133,24 +133,26 @@ class Passages(Method):
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """See `Method`."""
-        candidates, required = _candidate_and_required(context)
-        selected = self._selected_positions(context)
         narrowing = self.narrowing(context.layers)
         first_narrow_layer = narrowing[0][0] + 1 if narrowing else context.layers
         check_layer = min(self.check_layer, first_narrow_layer)
         return (
-            (candidates,) * check_layer
-            + (selected,) * (first_narrow_layer - check_layer)
-            + (required,) * (context.layers - first_narrow_layer)
+            (context.inexact,) * check_layer
+            + (self._selected_positions(context),) * (first_narrow_layer - check_layer)
+            + (context.missing,) * (context.layers - first_narrow_layer)
         )
 
     def deferred_choice(self, context: PlanContext) -> DeferredChoice | None:
         """Return the choice that an inexact plan defers to the pass, or None if there is none."""
-        narrowing = self.narrowing(context.layers)
-        candidates, required = _candidate_and_required(context)
-        if not narrowing or np.array_equal(candidates, required):
+        narrowing = dict(self.narrowing(context.layers))
+        if not narrowing or np.array_equal(context.inexact, context.missing):
             return None
-        return DeferredChoice(context, candidates, required, compare_layers=tuple(layer for layer, _ in narrowing))
+        return DeferredChoice(context, narrowing, _question_tokens(context, self.longest_question))
+
+    @property
+    def longest_question(self) -> int:
+        """Maximum number of tokens of a row's query probe, see `DeferredChoice`; 0 for none."""
+        return 0
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """Return the deviation of computed from stored KV, `[batch, heads, n, dim]` each: float32 `[batch, n]`."""
@@ -166,7 +168,7 @@ class Passages(Method):
     ) -> Positions:
         """Return the positions that are computed from one of the `compare_layers` on.
 
-        The share that `narrowing` returns is selected in each row.
+        The layer's share is selected in each row.
 
         Args:
             choice: What is decided.
@@ -175,10 +177,10 @@ class Passages(Method):
             deviation: KV deviation of these positions, float `[rows, n]`; undefined where nothing is stored.
             attention: Attention of each row's query probe in the layers so far, or None if it is not available.
         """
-        share, selected = dict(self.narrowing(choice.context.layers))[layer], []
-        for group in choice.context.groups:
+        context, selected = choice.context, []
+        for group in context.groups:
             row = group.rows[0]
-            reusable, row_positions = _reusable(choice, group), of_row(positions, row)
+            reusable, row_positions = _reusable(context, group), of_row(positions, row)
             probe_attention = None if attention is None else attention[row]
             is_reusable = np.isin(row_positions, reusable)
             score = deviation[row, repeats(positions, row) :][is_reusable]
@@ -186,9 +188,9 @@ class Passages(Method):
                 score = score * self.probe_weights(
                     probe_attention[row_positions[is_reusable]], probe_attention[reusable].mean()
                 )
-            best = np.argsort(-score, kind="stable")[: count_of(share, len(reusable))]
-            selected.append(np.union1d(of_row(choice.required, row), row_positions[is_reusable][best]))
-        return _of_rows(choice.context, selected)
+            best = np.argsort(-score, kind="stable")[: count_of(choice.compare_layers[layer], len(reusable))]
+            selected.append(np.union1d(of_row(context.missing, row), row_positions[is_reusable][best]))
+        return context.for_rows(selected)
 
     def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
         """Return the factors by which the query probe's attention raises the importance of tokens.
@@ -203,24 +205,17 @@ class Passages(Method):
         """Return the positions of tokens that rows do not restore."""
         restored = []
         for group in context.groups:
-            is_restored, passages = _exact_mask(context, group), [piece for piece in group.pieces if not piece.exact]
-            for piece, tokens in zip(passages, self.reused_tokens(passages), strict=True):
-                is_restored[_in_pass(_positions_of(context, group, piece)[tokens])] = True
+            passages = [piece for piece in group.pieces if not piece.exact]
+            all_tokens = self.reused_tokens(passages)
+            is_restored = context.restored_mask(group, exact=True)
+            for piece, tokens in zip(passages, all_tokens, strict=True):
+                positions = context.positions_of(group, piece)[tokens]
+                is_restored[positions[positions >= 0]] = True
             restored.append(is_restored)
-        return _not_restored(context, restored)
+        return context.without(restored)
 
 
-def _candidate_and_required(context: PlanContext) -> tuple[Positions, Positions]:
-    """Return the positions that may be computed, which are all inexact ones, and those that must be."""
-    exact = [_exact_mask(context, group) for group in context.groups]
-    stored_or_padding = [is_stored.copy() for is_stored in exact]
-    for group, is_stored in zip(context.groups, stored_or_padding, strict=True):
-        for piece in group.pieces:
-            is_stored[_in_pass(_positions_of(context, group, piece))] = True
-    return _not_restored(context, exact), _not_restored(context, stored_or_padding)
-
-
-def question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:
+def _question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:
     """Return the number of tokens of each row's query probe, at most `max_tokens`; () if no row has one.
 
     The probe follows the last passage. A row without passages, or one that ends in a passage, has none.
@@ -228,60 +223,16 @@ def question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:
     counts = {row: 0 for group in context.groups for row in group.rows}
     for group in context.groups:
         if any(not piece.exact for piece in group.pieces):
-            end = max(_positions_of(context, group, piece)[-1] + 1 for piece in group.pieces)
+            end = max(context.positions_of(group, piece)[-1] + 1 for piece in group.pieces)
             counts |= dict.fromkeys(group.rows, int(min(context.num_positions - end, max_tokens)))
     return tuple(counts[row] for row in sorted(counts)) if any(counts.values()) else ()
 
 
-def _not_restored(context: PlanContext, restored: Sequence[np.ndarray]) -> Positions:
-    """Return the positions to compute if rows restore other positions, bool `[positions]` for each group of rows.
-
-    Rows share their positions if everything restored is exact: each layer then computes a suffix, which is recorded
-    completely, with the same bits as in any other pass over it.
-    """
-    if all(piece.exact for group in context.groups for piece in group.pieces):
-        restored = [np.logical_and.reduce(restored)] * len(restored)
-    computed = [~mask for mask in restored]
-    for mask in computed:
-        mask[context.num_positions - context.must_compute :] = True
-    return _of_rows(context, [np.flatnonzero(mask) for mask in computed])
-
-
-def _of_rows(context: PlanContext, positions: Sequence[np.ndarray]) -> Positions:
-    """Return the positions of each group of rows, combined for all rows."""
-    rows = {
-        row: group_positions
-        for group, group_positions in zip(context.groups, positions, strict=True)
-        for row in group.rows
-    }
-    return side_by_side([rows[row] for row in sorted(rows)])
-
-
-def _exact_mask(context: PlanContext, group: RowGroup) -> np.ndarray:
-    """Return where a row needs no computation, bool `[positions]`: padding, and exact pieces."""
-    is_restored = np.zeros(context.num_positions, bool)
-    is_restored[: max(0, group.pad - context.base)] = True
-    for piece in group.pieces:
-        if piece.exact:
-            is_restored[_in_pass(_positions_of(context, group, piece))] = True
-    return is_restored
-
-
-def _positions_of(context: PlanContext, group: RowGroup, piece: SegmentSlice) -> np.ndarray:
-    """Return the positions of a piece's tokens in the pass; negative for tokens that the cache already holds."""
-    return np.arange(piece.count) + piece.at + group.pad - context.base
-
-
-def _in_pass(positions: np.ndarray) -> np.ndarray:
-    return positions[positions >= 0]
-
-
-def _reusable(choice: DeferredChoice, group: RowGroup) -> np.ndarray:
+def _reusable(context: PlanContext, group: RowGroup) -> np.ndarray:
     """Return the positions of a row's passages that can be restored, int64 ascending."""
-    pieces = [piece for piece in group.pieces if not piece.exact]
-    positions = [_in_pass(_positions_of(choice.context, group, piece)) for piece in pieces]
-    candidates, required = np.concatenate([np.empty(0, np.int64), *positions]), of_row(choice.required, group.rows[0])
-    return np.setdiff1d(candidates, required, assume_unique=True)
+    positions = [context.positions_of(group, piece) for piece in group.pieces if not piece.exact]
+    stored = np.concatenate([np.empty(0, np.int64), *positions])
+    return np.setdiff1d(stored[stored >= 0], of_row(context.missing, group.rows[0]), assume_unique=True)
 
 
 def importance_of(piece: SegmentSlice) -> np.ndarray:

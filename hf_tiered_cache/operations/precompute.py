@@ -204,14 +204,16 @@ def warm(
             if not storage.residency.device_budget:  # load blocks only to the host
                 device = torch.device("cpu")
             request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
-            handle = storage.residency.fetch([request], device, collector, ahead=True)
+            handle = None
             try:
+                handle = storage.residency.fetch([request], device, collector, ahead=True)
                 handle.wait()
                 handle.confirm()
             except Exception as error:  # an unreadable block counts as a miss of the next request
                 storage.disk.report(unit.reader.id, error)
             finally:
-                handle.release()
+                if handle is not None:
+                    handle.release()
             bar.update(unit.nbytes)
     return prompt.describe()
 
@@ -242,7 +244,7 @@ class _Prompt:
     def describe(self) -> Lookup:
         sizes = dict.fromkeys(TIERS, 0)
         for unit in self.units:
-            owner = unit.reader.owner(unit.block_group.index)
+            owner = unit.reader.owners[unit.block_group.index]
             for tier, blocks in self._storage.residency.where(owner, unit.chunks, self.device_of(unit)).items():
                 sizes[tier] += blocks * unit.block_group.block_bytes
         return Lookup(self._tokens, self._restored, sizes, self._reason)

@@ -101,7 +101,7 @@ def calibrate_quality(
             ]
             findings.append(
                 QualityFinding(
-                    method=describe_method(method.as_measured),
+                    method=describe_method(method, method.loss_ignores),
                     budget=method.budget,
                     losses=[round(loss, 6) for loss in losses],
                     agreement=sum(agreements) / len(agreements),

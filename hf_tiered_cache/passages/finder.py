@@ -21,6 +21,7 @@ from ..store.catalogue import SegmentRow
 from ..store.format import is_behind_text
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
+from .ranking import RankingScores
 
 _MOST_PLACES = 32
 """Maximum number of occurrences examined per hash: many passages may share a heading and differ elsewhere."""
@@ -193,7 +194,8 @@ class PassageFinder:
         seeds: Returns the candidate parts of passages for scan hashes.
         reader: Opens the segment of a catalogue row, or returns None.
         begins: Token positions at which passages may begin, or None for any.
-        scores: Returns the scores of a segment's tokens under the requested ranking, or None.
+        rankings: Returns the scores of a segment's tokens by ranking.
+        ranked_by: Name of the requested ranking; "" for none.
     """
 
     hashers: tuple[PassageHasher, ...]
@@ -201,7 +203,8 @@ class PassageFinder:
     seeds: Callable[[np.ndarray], Seeds]
     reader: Callable[[SegmentRow], SegmentReader | None]
     begins: tuple[int, ...] | None = None
-    scores: Callable[[SegmentReader], np.ndarray | None] = lambda reader: None
+    rankings: Callable[[SegmentReader], RankingScores] = lambda reader: {}
+    ranked_by: str = ""
 
     def __call__(self, tokens: np.ndarray, start: int) -> list[SegmentSlice]:
         """Return the segment slices of the passages in `tokens`, int64 `[n]`, from token `start` on."""
@@ -213,7 +216,7 @@ class PassageFinder:
                 exact = number == 0 and self._is_exact(tokens, match, hasher)
                 if reader and count > 0 and (exact or reader.shape.layout.position_independent):
                     first = match.first * HASH_TOKENS
-                    scores = None if exact else self.scores(reader)
+                    scores = self.rankings(reader).get(self.ranked_by) if self.ranked_by and not exact else None
                     pieces.append(SegmentSlice(reader, first, count * HASH_TOKENS, match.at, exact, scores))
             if pieces:
                 return pieces
@@ -221,9 +224,9 @@ class PassageFinder:
 
     def _is_exact(self, tokens: np.ndarray, match: PassageMatch, hasher: PassageHasher) -> bool:
         """Return whether a passage has the same position and preceding tokens as when its KV was computed."""
-        if is_behind_text(match.row.provenance):
-            return False
         if match.begin != (0 if self.sink is None else 1) or (self.sink is not None and tokens[0] != self.sink):
+            return False
+        if is_behind_text(match.row.provenance):
             return False
         prefix_bytes = match.first * HASH_BYTES
         return b"".join(hasher.hashes(tokens[match.begin : match.at])) == match.row.chain[:prefix_bytes]

@@ -106,19 +106,14 @@ class KeptRankings:
         self._lock = threading.Lock()
         self._cache: dict[str, tuple[Hashable, dict[str, np.ndarray]]] = {}  # by segment: version and scores
 
-    def of(self, reader: SegmentReader) -> RankingScores:
-        """Return the scores of a segment by ranking, including those just written by another process."""
-        return dict(self._arrays(reader))
-
     def keep(self, reader: SegmentReader, scores: Mapping[str, np.ndarray]) -> bool:
         """Add or replace scores. Return whether they are stored now (see `Sidecars.keep`)."""
-        arrays = dict(self._arrays(reader))
-        arrays |= {name: np.asarray(values, np.float32) for name, values in scores.items()}
+        arrays = self.of(reader) | {name: np.asarray(values, np.float32) for name, values in scores.items()}
         tensors = {name: torch.tensor(array) for name, array in arrays.items()}
         return self._disk.sidecars.keep(reader, RANKINGS_KIND, tensors, {})
 
-    def _arrays(self, reader: SegmentReader) -> dict[str, np.ndarray]:
-        """Return all scores in the sidecar of a segment."""
+    def of(self, reader: SegmentReader) -> RankingScores:
+        """Return the scores of a segment by ranking, including those just written by another process."""
         version = self._version(reader)
         with self._lock:
             cached = self._cache.get(reader.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,10 +15,9 @@ from ..store.geometry import BlockGroup, FieldSlot, Part
 from ..store.segment import SegmentReader
 from ..tiers.handles import BlockHandle, BlockRequest, FetchedBlocks
 from ..tiers.residency import Residency
-from ..tiers.slabs import Blocks
+from ..tiers.slabs import NO_BLOCKS, Blocks
 
-_no_chunks = partial(np.empty, 0, np.int64)
-_NO_BLOCKS = Blocks.none()
+no_chunks = partial(np.empty, 0, np.int64)
 
 
 @dataclass(eq=False)
@@ -29,9 +28,9 @@ class FetchUnit:
     block_group: BlockGroup
     identifies: bool = False
     """True if a selection reads keys from these blocks."""
-    held: np.ndarray = field(default_factory=_no_chunks)
+    held: np.ndarray = field(default_factory=no_chunks)
     """int64, ascending: chunks that have arrived or are being fetched."""
-    attended: np.ndarray = field(default_factory=_no_chunks)
+    attended: np.ndarray = field(default_factory=no_chunks)
     """int64, ascending: chunks requested for attention."""
     fetched: list[FetchedBlocks] = field(default_factory=list)
     handles: list[BlockHandle] = field(default_factory=list)
@@ -39,7 +38,8 @@ class FetchUnit:
     """For each layer, the sets of segment tokens that attention uses, as passed to `use`."""
     from_disk: bool = False
     """True if any block was read from disk for this unit."""
-    _joined: tuple[int, Blocks] = (0, _NO_BLOCKS)
+    blocks: Blocks = NO_BLOCKS
+    """Blocks that have arrived, as of the last `Fetcher.wait_for`."""
 
     def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
         """Return the chunks that hold `tokens`, ascending."""
@@ -49,15 +49,6 @@ class FetchUnit:
         """Return the chunk of each of `tokens`, all of which the KV cache group must hold."""
         shape = self.reader.shape
         return shape.slot_of_token(self.block_group, tokens) // shape.geometry.chunk_tokens
-
-    @property
-    def blocks(self) -> Blocks:
-        """Blocks that have arrived; call `Fetcher.wait_for` before."""
-        if len(self.fetched) == 1:
-            return self.fetched[0].arrived
-        if self._joined[0] != len(self.fetched):
-            self._joined = len(self.fetched), Blocks.join([blocks.arrived for blocks in self.fetched])
-        return self._joined[1]
 
     def use(self, layers: Iterable[int], sets: Sequence[np.ndarray]) -> None:
         """Record that `layers` attend to tokens, int64 `[n]` per set: one set for all heads, or one for each."""
@@ -164,19 +155,22 @@ class Fetcher:
             self._ahead[unit] = self._ahead.get(unit, 0) + len(chunks) * size
         return chunks
 
-    def wait_for(self, units: Iterable[FetchUnit]) -> None:
+    def wait_for(self, units: Collection[FetchUnit]) -> None:
         """Wait until the blocks of `units` have arrived.
 
         Raises:
             RestoreError: A block could not be fetched.
         """
+        handles = dict.fromkeys(handle for unit in units for handle in unit.handles)  # a batch serves several units
+        for handle in handles:
+            try:
+                self._wait(handle)
+            except Exception as error:
+                reader = handle.failed or handle.fetched[0].request.reader
+                raise restore_error(self.collector, reader, error) from error
         for unit in units:
             self._ahead.pop(unit, None)
-            for handle in unit.handles:
-                try:
-                    self._wait(handle)
-                except Exception as error:
-                    raise restore_error(self.collector, handle.failed or unit.reader, error) from error
+            unit.blocks = Blocks.join([part for fetched in unit.fetched for part in fetched.parts])
 
     def _wait(self, handle: BlockHandle) -> None:
         if handle.has_arrived:
@@ -221,7 +215,7 @@ class Fetcher:
                 self._release(handle)
             unit.handles.clear()
             unit.fetched.clear()
-            unit.from_disk, unit._joined = False, (0, _NO_BLOCKS)  # releases the memory
+            unit.from_disk, unit.blocks = False, NO_BLOCKS  # releases the memory
         if brought:
             self.collector.add(bytes_brought=brought, brought_identifying=identifying)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..store.codecs import checked_decode
 from ..store.geometry import BlockGroup, Part
 from ..store.memory import to_device
 from ..store.shape import SegmentShape
@@ -45,18 +44,23 @@ class Gather:
 
     Args:
         shape: Shape of the segments, which share layout and geometry.
-        block_group: KV cache group of the blocks.
+        block_group: KV cache group of the blocks. Tokens of single heads may be in other groups with like parts.
     """
 
     def __init__(self, shape: SegmentShape, block_group: BlockGroup) -> None:
         self._shape, self._block_group = shape, block_group
-        self._codec, self._dtype = shape.codec_of(block_group), shape.layout.dtype
         self._runs: list[_Run] = []
         self._added: list[tuple[Blocks, np.ndarray, np.ndarray, int]] = []
         self._picked: list[_Picked] | None = None
 
     def add(
-        self, shape: SegmentShape, blocks: Blocks, tokens: np.ndarray, positions: np.ndarray, head: int = -1
+        self,
+        shape: SegmentShape,
+        blocks: Blocks,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        head: int = -1,
+        block_group: BlockGroup | None = None,
     ) -> None:
         """Add tokens to copy.
 
@@ -66,6 +70,7 @@ class Gather:
             tokens: int64 `[n]`, ascending, counted in the segment.
             positions: int64 `[n]`, ascending, target positions.
             head: Head of the layer that the tokens are copied for; -1 for all heads of the KV cache group.
+            block_group: KV cache group of `blocks`, if it is another one, for a single head.
 
         Raises:
             LookupError: `blocks` lacks a token.
@@ -73,7 +78,7 @@ class Gather:
         if not len(tokens):
             return
         chunk_tokens = shape.geometry.chunk_tokens
-        slots = tokens if shape.tables is None else shape.slot_of_token(self._block_group, tokens)
+        slots = tokens if shape.tables is None else shape.slot_of_token(block_group or self._block_group, tokens)
         if head < 0 and _is_run(slots) and _is_run(positions):
             low, high = int(slots[0]), int(slots[-1]) + 1
             ends = low // chunk_tokens, (high - 1) // chunk_tokens + 1
@@ -110,16 +115,15 @@ class Gather:
             views = self._views(picked.slab, part, len(heads))  # [slots, heads, chunk_tokens, field's dim] each
             if picked.head is None:
                 fields = tuple(view.transpose(0, 1)[:, picked.slot, picked.inside] for view in views)
-                values = checked_decode(self._codec, fields, self._dtype, part.dim)
+                values = self._shape.decode(self._block_group, part, fields)
                 if isinstance(picked.position, slice):  # [heads, n, dim]
                     heads[:, picked.position] = values
                 else:
                     heads.index_copy_(1, picked.position, values)
             else:
-                head = picked.head - part.first_head
+                head = picked.head - part.first_head if part.heads > 1 else 0  # in the block
                 fields = tuple(view[picked.slot, head, picked.inside] for view in views)
-                values = checked_decode(self._codec, fields, self._dtype, part.dim)  # [n, dim]
-                heads[head, picked.position] = values
+                target[picked.head, picked.position] = self._shape.decode(self._block_group, part, fields)  # [n, dim]
 
     def _copy_run(self, run: _Run, part: Part, target: torch.Tensor) -> None:
         """Copy a run: all whole blocks in one strided copy, and the partial blocks at its ends separately."""
@@ -136,7 +140,7 @@ class Gather:
                 count = min(chunk - inside, stop - at)
                 view = target[:, position : position + count]
                 fields = tuple(view[index, :, inside : inside + count] for view in views)
-            view.copy_(checked_decode(self._codec, fields, self._dtype, part.dim))
+            view.copy_(self._shape.decode(self._block_group, part, fields))
             at, position = at + count, position + count
 
     def _views(self, memory: torch.Tensor, part: Part, heads: int) -> tuple[torch.Tensor, ...]:
@@ -214,9 +218,8 @@ def gather_chunks(
         rows = to_device(np.concatenate(slots), memory.device)
         torch.index_select(memory, 0, rows, out=gathered[begin : begin + len(rows)])
         begin += len(rows)
-    codec, dtype = shape.codec_of(block_group), shape.layout.dtype
     decoded = {
-        part.tensor: checked_decode(codec, shape.field_views(gathered, part), dtype, part.dim).squeeze(1)
+        part.tensor: shape.decode(block_group, part, shape.field_views(gathered, part)).squeeze(1)
         for part in block_group.parts
     }  # [n, tokens, dim] each
     return decoded["key"], decoded["value"], order

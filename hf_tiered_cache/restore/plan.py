@@ -7,7 +7,7 @@ compute the same positions, or different ones, stacked. `Plan` restores a prefix
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -85,6 +85,52 @@ class PlanContext:
         if self.base == 0 and first < _LITTLE * suffix and suffix * self.num_positions > _LARGE_MASK:
             first = 0
         return (np.arange(first, self.num_positions),) * self.layers
+
+    @cached_property
+    def inexact(self) -> Positions:
+        """Positions that cannot be restored exactly, with the last `must_compute`: all that a pass may compute."""
+        return self.without([self.restored_mask(group, exact=True) for group in self.groups])
+
+    @cached_property
+    def missing(self) -> Positions:
+        """Positions that cannot be restored, with the last `must_compute`: all that a pass has to compute."""
+        return self.without([self.restored_mask(group) for group in self.groups])
+
+    def positions_of(self, group: RowGroup, piece: SegmentSlice) -> np.ndarray:
+        """Return the positions of a piece's tokens in the pass; negative for tokens that the cache already holds."""
+        return np.arange(piece.count) + piece.at + group.pad - self.base
+
+    def restored_mask(self, group: RowGroup, exact: bool = False) -> np.ndarray:
+        """Return where a row needs no computation, bool `[positions]`: padding, and all pieces or the exact ones."""
+        is_restored = np.zeros(self.num_positions, bool)
+        is_restored[: max(0, group.pad - self.base)] = True
+        for piece in group.pieces:
+            if piece.exact or not exact:
+                positions = self.positions_of(group, piece)
+                is_restored[positions[positions >= 0]] = True
+        return is_restored
+
+    def without(self, restored: Sequence[np.ndarray]) -> Positions:
+        """Return the positions to compute if rows restore other positions, bool `[positions]` for each group of rows.
+
+        Rows share their positions if everything restored is exact: each layer then computes a suffix, which is recorded
+        completely, with the same bits as in any other pass over it.
+        """
+        if all(piece.exact for group in self.groups for piece in group.pieces):
+            restored = [np.logical_and.reduce(restored)] * len(restored)
+        computed = [~mask for mask in restored]
+        for mask in computed:
+            mask[self.num_positions - self.must_compute :] = True
+        return self.for_rows([np.flatnonzero(mask) for mask in computed])
+
+    def for_rows(self, positions: Sequence[np.ndarray]) -> Positions:
+        """Return the positions of each group of rows, combined for all rows."""
+        rows = {
+            row: group_positions
+            for group, group_positions in zip(self.groups, positions, strict=True)
+            for row in group.rows
+        }
+        return side_by_side([rows[row] for row in sorted(rows)])
 
 
 @dataclass(frozen=True)
@@ -311,7 +357,7 @@ class BudgetPlan(Plan):
         """See `Plan`."""
         return bool(window)
 
-    @property
+    @cached_property
     def num_skipped(self) -> int:
         """Number of restored positions that exceed the budget."""
         return (self.suffix or 0) - self.budget_tokens
@@ -383,7 +429,7 @@ class PassagesPlan(Plan):
 
     def first_position(self, window: int) -> int:
         """See `Plan`."""
-        return max(-self.base, int(self.choice.candidates.min()) - (window - 1)) if window else -self.base
+        return max(-self.base, int(self.choice.context.inexact.min()) - (window - 1)) if window else -self.base
 
     def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
         if piece.exact or set(layers).isdisjoint(self.choice.compare_layers):
@@ -397,19 +443,16 @@ class DeferredChoice:
     """Choice of the passages' tokens to compute, which is made during the pass.
 
     Args:
-        context: Input of the plan.
-        candidates: Positions to choose from: all that are not exact.
-        required: Positions that are computed in any case.
-        compare_layers: Layers, ascending, at which stored KV is compared with computed KV. From there on, or from the
-            next layer on, fewer positions are computed. They need the stored KV of tokens that they compute, too.
+        context: Input of the plan: the choice is between `context.inexact` and `context.missing`.
+        compare_layers: Layers, ascending, at which stored KV is compared with computed KV, each with the share of the
+            passages' tokens that is computed from there on, or from the next layer on. These layers need the stored KV
+            of tokens that they compute, too.
         question_tokens: Number of tokens of each row's query probe, the last ones of the row; 0 for a row without a
             probe, () if no row has one.
     """
 
     context: PlanContext
-    candidates: Positions
-    required: Positions
-    compare_layers: tuple[int, ...]
+    compare_layers: Mapping[int, float]
     question_tokens: tuple[int, ...] = ()
 
 

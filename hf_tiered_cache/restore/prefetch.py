@@ -13,7 +13,7 @@ import torch
 from ..errors import RestoreError
 from ..store.geometry import BlockGroup, LayerKV
 from ..store.segment import SegmentReader
-from .fetch import Fetcher, FetchUnit
+from .fetch import Fetcher, FetchUnit, no_chunks
 from .gather import Gather
 from .plan import Plan, RecomputePlan, RowGroup, SegmentSlice
 
@@ -24,12 +24,8 @@ class PlanUnit(FetchUnit):
 
     pieces: list[tuple[RowGroup, SegmentSlice, np.ndarray]] = field(default_factory=list)
     """Rows, segment slice, and the tokens needed of it, int64 ascending, counted in the segment."""
-
-    @cached_property
-    def chunks(self) -> np.ndarray:
-        token_sets = [tokens for _, _, tokens in self.pieces]
-        distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
-        return self.reader.shape.chunks_of(self.block_group, distinct)
+    chunks: np.ndarray = field(default_factory=no_chunks)
+    """Chunks that hold these tokens, int64, ascending."""
 
     @cached_property
     def last_ahead(self) -> int:
@@ -174,6 +170,10 @@ def units_of(plan: Plan) -> list[PlanUnit]:
                 if len(tokens):
                     unit = units.setdefault((piece.reader, block_group.index), PlanUnit(piece.reader, block_group))
                     unit.pieces.append((group, piece, tokens))
+    for unit in units.values():
+        token_sets = [tokens for _, _, tokens in unit.pieces]
+        distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
+        unit.chunks = unit.reader.shape.chunks_of(unit.block_group, distinct)
     return sorted(units.values(), key=lambda unit: unit.block_group.layers[0])
 
 

@@ -7,7 +7,7 @@ and cancels fetches, and `UnitTable` does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -129,7 +129,7 @@ class UnitTable:
     def __init__(self, fetcher: Fetcher, layers: Sequence[int]) -> None:
         self._fetcher, self._layers = fetcher, layers
         self._units: dict[tuple[SegmentReader, int], FetchUnit] = {}
-        self._gathers: dict[RowTokens, dict[int, tuple[BlockGroup, Gather]]] = {}  # by KV cache group
+        self._gathers: dict[RowTokens, dict[Hashable, Gather]] = {}  # see `_gather_key`
 
     def want(self, tokens: RowTokens, layers: Collection[int]) -> list[Request]:
         """Return the units that hold tokens of some layers, and the chunks to bring of them."""
@@ -187,21 +187,15 @@ class UnitTable:
             name: "key" or "value".
             target: `[kv_heads, tokens, dim]`, filled in place; for some leading heads only, if it has fewer.
         """
-        gathers, new_gathers = self._gathers.setdefault(tokens, {}), dict[int, tuple[BlockGroup, Gather]]()
+        gathers, units_by_key = self._gathers.setdefault(tokens, {}), dict[Hashable, list[FetchUnit]]()
         for unit in units:
-            shape, block_group = unit.reader.shape, unit.block_group
-            if id(block_group) in gathers:
-                continue
-            gather = new_gathers.setdefault(id(block_group), (block_group, Gather(shape, block_group)))[1]
-            for piece in tokens.row.pieces:
-                if piece.reader is unit.reader:
-                    for head, first, inside in tokens.in_group(piece, block_group):
-                        gather.add(shape, unit.blocks, inside, np.arange(first, first + len(inside)), head)
-        gathers.update(new_gathers)
-        for block_group in {id(unit.block_group): unit.block_group for unit in units}.values():
-            for part in block_group.parts:
+            units_by_key.setdefault(_gather_key(tokens, unit), []).append(unit)
+        for key, like_units in units_by_key.items():
+            if key not in gathers:
+                gathers[key] = _gather_of(tokens, like_units)
+            for part in like_units[0].block_group.parts:
                 if part.layer == layer and part.tensor == name and part.first_head < len(target):
-                    gathers[id(block_group)][1].copy(part, target)
+                    gathers[key].copy(part, target)
 
     def copy_chunks(
         self, tokens: RowTokens, layer: int, size: int, heads: int
@@ -267,9 +261,29 @@ class UnitTable:
     def _finish(self, units: Sequence[FetchUnit]) -> None:
         for unit in units:
             del self._units[unit.reader, unit.block_group.index]
-            for gathers in self._gathers.values():
-                gathers.pop(id(unit.block_group), None)
+            for tokens, gathers in self._gathers.items():
+                gathers.pop(_gather_key(tokens, unit), None)
         self._fetcher.finish(units)
+
+
+def _gather_key(tokens: RowTokens, unit: FetchUnit) -> Hashable:
+    """Return the key of units that share a gather: those of one KV cache group, or of like groups of single heads."""
+    parts = unit.block_group.parts
+    if len(tokens.sets) == 1 or any(part.heads > 1 for part in parts):
+        return id(unit.block_group)  # segments of one geometry share their KV cache groups
+    return unit.reader.shape.geometry, *((part.layer, part.tensor, part.fields) for part in parts)
+
+
+def _gather_of(tokens: RowTokens, units: Sequence[FetchUnit]) -> Gather:
+    """Return the gather of the tokens that units of one key hold."""
+    gather = Gather(units[0].reader.shape, units[0].block_group)
+    for unit in units:
+        for piece in tokens.row.pieces:
+            if piece.reader is unit.reader:
+                for head, first, inside in tokens.in_group(piece, unit.block_group):
+                    positions = np.arange(first, first + len(inside))
+                    gather.add(piece.reader.shape, unit.blocks, inside, positions, head, unit.block_group)
+    return gather
 
 
 def _inside(piece: SegmentSlice, tokens: np.ndarray) -> tuple[int, np.ndarray]:

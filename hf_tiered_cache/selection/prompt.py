@@ -10,24 +10,23 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Literal
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError
-from ..patches.lookahead import PredictedQuery
-from ..restore.fetch import Fetcher, FetchUnit
+from ..patches.lookahead import LookAhead, PredictedQuery
+from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import share_row
 from ..store.geometry import in_groups
 from ..store.memory import to_host
 from ..store.segment import SegmentReader
-from ..tiers.scores import TokenImportance
+from ..tiers.scores import Attention, TokenImportance
 from .decode import DecodeSelector
-from .decode_index import DecodeIndex, rank
-from .fetched import Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
+from .decode_index import rank
+from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes, rotate_nothing
 from .selector import Selection, SelectionInput, Selector, check_mass, check_selection
@@ -92,6 +91,8 @@ class SelectiveRestore:
         self._indexes: RowIndexes | None = None
         self.index_fits = True
         """True if memory has room for the indexes used; otherwise the next request reads them again."""
+        self.look_ahead: LookAhead | None = None
+        """Prediction of queries, from which selections are made ahead; None to select by a layer's own queries."""
         self._warm_up: WarmUp | None = None
         if selector.index is not None:
             self._indexes = RowIndexes(*selector.index, fetcher, self._rows, sidecars)
@@ -102,7 +103,7 @@ class SelectiveRestore:
     def start(self) -> None:
         """Start to fetch what the first selection needs."""
         with self._identifying():
-            self._fetch_keys(0, self.selector.probe_heads)
+            self._fetch_keys(0)
 
     def choose(
         self, layer: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
@@ -111,8 +112,8 @@ class SelectiveRestore:
 
         Args:
             layer: Index of a layer with full attention.
-            query: `[batch, heads, queries, dim]`, rotated. Not used if the selection was made ahead.
-            own_keys: `[batch, kv_heads, queries, dim]`, rotated. Not used if the selection was made ahead.
+            query: `[batch, heads, queries, dim]`, rotated. Not used if predicted.
+            own_keys: `[batch, kv_heads, queries, dim]`, rotated. Not used if predicted.
             rotate_: Rotates stored keys.
             scaling: Scale of the logits; None for dim ** -0.5.
 
@@ -123,6 +124,7 @@ class SelectiveRestore:
             RestoreError: A block did not arrive.
         """
         number = self._period_of[layer]
+        query, own_keys = self._to_choose_by(layer, query, own_keys)
         if number not in self._selected:
             self._choose(number, query, own_keys, rotate_, scaling)
         elif self._tables[number].begins_at(layer):
@@ -132,7 +134,7 @@ class SelectiveRestore:
         return self._columns[layer]
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
-        """Wait for the selected tokens of a layer, and copy them.
+        """Wait for the selected tokens of a layer, copy them, and select for the layers predicted from it.
 
         Args:
             layer: Index of a layer with full attention.
@@ -158,6 +160,17 @@ class SelectiveRestore:
         table.finish(layer)
         if layer == self._periods[-1][-1]:
             self._end()
+        if (look_ahead := self.look_ahead) is not None:
+            for target in look_ahead.after(layer):
+                if (predicted := look_ahead.query(target)) is not None:
+                    self._prepare(target, predicted)
+
+    def _to_choose_by(
+        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys of the same tokens to select by: the predicted ones if there are any."""
+        predicted = None if self.look_ahead is None else self.look_ahead.query(layer)
+        return (query, own_keys) if predicted is None else (predicted.query, predicted.own_keys)
 
     def _end(self) -> None:
         """Write new indexes, merge the indexes for decoding, and start the warm-up. Call when all layers are filled."""
@@ -174,7 +187,7 @@ class SelectiveRestore:
         columns = tuple(self._columns.values())
         return self.plan if set(columns) <= {self.plan.budget_tokens} else replace(self.plan, selected=columns)
 
-    def prepare(self, layer: int, predicted: PredictedQuery) -> None:
+    def _prepare(self, layer: int, predicted: PredictedQuery) -> None:
         """Select for a period from the queries predicted for its first layer, and start to fetch the selection.
 
         This needs existing indexes: to build one, the layer's own pass must provide the rotation of its keys. Without
@@ -184,7 +197,7 @@ class SelectiveRestore:
         if number in self._selected or layer != self._periods[number][0] or self._indexes is None:
             return
         if any(self._indexes.lacks(layer, place) for place in range(len(self._rows))):
-            self._fetch_keys(number, None, ahead=True)
+            self._fetch_keys(number, ahead=True)
             return
         self._choose(number, predicted.query, predicted.own_keys, rotate_nothing, predicted.scaling, ahead=True)
 
@@ -251,6 +264,7 @@ class SelectiveRestore:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
         period_selection = self._selected[number] = []
         self._scanned_groups.clear()
+        layer, indexes = self._periods[number][0], self._indexes
         with self._identifying():
             requests = [
                 SelectionInput(
@@ -258,9 +272,9 @@ class SelectiveRestore:
                     own_keys[row.group.rows[0]],
                     partial(self._keys_of, number, place, rotate_),
                     scaling,
-                    row.chunks(self._periods[number][0], self.selector.per_head),
+                    row.chunks(layer, self.selector.per_head),
                     min(self.plan.budget_tokens, row.tokens),
-                    partial(self._indexes_of, self._periods[number][0], place, rotate_),
+                    tuple if indexes is None else partial(indexes.of, layer, place, rotate_),
                 )
                 for place, row in enumerate(self._rows)
             ]
@@ -269,11 +283,12 @@ class SelectiveRestore:
                 check_selection(self.selector, choice.tokens, request)
                 period_selection.append(RowTokens(row, choice.tokens))
                 self._note(number, period_selection[-1], choice)
-        self._tables[number].finish_keys()
+        if indexes is None:
+            self._tables[number].finish_keys()
         self._bring(number, self._periods[number], ahead=ahead)
-        streams_keys = self.plan.streamed and self._indexes is not None
+        streams_keys = self.plan.streamed and indexes is not None
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
-            self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
+            self._fetch_keys(number + 1, ahead=True)
 
     def _note_warm(
         self,
@@ -302,20 +317,18 @@ class SelectiveRestore:
             ahead: Whether the first layer's blocks are fetched ahead of need, too.
         """
         table = self._tables[number]
-        unit_chunks: dict[FetchUnit, list[np.ndarray]] = {}
+        batches: dict[tuple[int, ...], list[Request]] = {}  # a layer waits only for its own batch
         for selected in self._selected[number]:
             for unit, chunks in table.want(selected, layers):
-                unit_chunks.setdefault(unit, []).append(chunks)
-        sorted_chunks = sorted(unit_chunks.items(), key=lambda item: item[0].block_group.layers)
-        # a layer waits only for its own batch
-        for _, batch in groupby(sorted_chunks, lambda item: item[0].block_group.layers):
-            requests = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
-            is_first = layers[0] in requests[0][0].block_group.layers
+                batches.setdefault(unit.block_group.layers, []).append((unit, chunks))
+        for batch_layers, requests in sorted(batches.items()):
+            is_first = layers[0] in batch_layers
             if is_first or "period" in self._prefetches:
                 self.fetcher.bring(requests, ahead=ahead or not is_first)
 
     def _note(self, number: int, selected: RowTokens, choice: Selection) -> None:
         """Report the selected chunks and their attention to the tiers, and the tokens' attention to the store."""
+        noted: list[Attention] = []
         for piece in selected.row.pieces:
             shape, stop = piece.reader.shape, piece.first + piece.count
             mass = choice.mass[:, piece.at : piece.at + piece.count]  # [rows, count]
@@ -335,41 +348,36 @@ class SelectiveRestore:
                 step = shape.geometry.chunk_tokens
                 chunks, chunk_index = np.unique(shape.slot_of_token(block_group, tokens) // step, return_inverse=True)
                 token_counts = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
-                self.residency.note_attention(
-                    piece.reader.owner(block_group.index),
-                    shape.chunks_in(block_group),
-                    chunks,
-                    np.bincount(chunk_index, token_mass),
-                    np.bincount(chunk_index, counts / len(sets)) / token_counts,  # share of heads that select a token
-                )
+                share = np.bincount(chunk_index, counts / len(sets)) / token_counts  # of heads that select a token
+                owner, num_chunks = piece.reader.owners[block_group.index], shape.chunks_in(block_group)
+                noted.append((owner, num_chunks, chunks, np.bincount(chunk_index, token_mass), share))
             for index in scanned_groups:  # every selection reads all of these chunks, and all attention depends on them
                 block_group = shape.block_groups[index]
                 chunks = shape.chunks_of(block_group, np.arange(piece.first, stop))
                 total = np.full(len(chunks), choice.mass.sum() / len(choice.mass))
-                self.residency.note_attention(
-                    piece.reader.owner(index), shape.chunks_in(block_group), chunks, total, np.ones(len(chunks))
+                noted.append(
+                    (piece.reader.owners[index], shape.chunks_in(block_group), chunks, total, np.ones(len(chunks)))
                 )
+        self.residency.note_attention(noted)
 
     # --- keys for scoring
 
-    def _indexes_of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
-        """Return the indexes of a row's restored tokens."""
-        assert self._indexes is not None
-        return self._indexes.of(layer, place, rotate_)
-
-    def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
-        """Start to fetch the keys that a period selects from, for the first `heads` heads or all, if not done yet."""
-        layer = self._periods[number][0]
+    def _fetch_keys(self, number: int, ahead: bool = False) -> None:
+        """Start to fetch the keys, or the indexes of keys, that a period selects from, if not done yet."""
         if self._indexes is not None:
-            self._indexes.fetch(layer, ahead)
-            return
-        table = self._tables[number]
+            self._indexes.fetch(self._periods[number][0], ahead)
+        else:
+            self._bring_keys(number, self.selector.probe_heads, ahead)
+
+    def _bring_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
+        """Start to fetch the keys of a period's first layer, for the first `heads` heads or all, if not done yet."""
+        table, layer = self._tables[number], self._periods[number][0]
         requests = [request for row in self._rows for request in table.want_keys(_all_tokens(row), layer, heads)]
         self.fetcher.bring(requests, ahead, attends=False)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """Return the rotated keys of a row's restored tokens at a period's first layer: `[kv_heads, tokens, dim]`."""
-        self._fetch_keys(number, heads)
+        self._bring_keys(number, heads)
         table, layer, tokens = self._tables[number], self._periods[number][0], _all_tokens(self._rows[place])
         units = [unit for unit, _ in table.want_keys(tokens, layer, heads)]
         self.fetcher.wait_for(units)

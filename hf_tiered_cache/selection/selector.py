@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -269,10 +269,10 @@ class Selector(ABC):
         """
         return self.choose(request).tokens
 
-    def choose_rows(self, requests: Iterable[SelectionInput]) -> Iterator[Selection]:
+    def choose_rows(self, requests: Sequence[SelectionInput]) -> list[Selection]:
         """Select for each row of a batch, in order: as many tokens as requested, or as few as the selector can do with.
 
         The rows share one mask, so all rows get the same number of tokens. A row with fewer restored tokens gets all of
         them.
         """
-        return map(self.choose, requests)
+        return [self.choose(request) for request in requests]

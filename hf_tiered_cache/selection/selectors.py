@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import cast
@@ -181,14 +181,16 @@ class TopChunks(Selector):
         is_kept = new_mass - last_mass < self.gain  # bool [sets]
         return np.where(is_kept[:, None], np.sort(last_tokens, axis=1), choice.tokens)
 
-    def choose_rows(self, requests: Iterable[SelectionInput]) -> Iterator[Selection]:
+    def choose_rows(self, requests: Sequence[SelectionInput]) -> list[Selection]:
+        choices = [self.choose(request) for request in requests]
         if self.mass is None:
-            yield from super().choose_rows(requests)
-            return
-        choices = [(request, self.choose(request)) for request in requests]
-        max_tokens = max(tokens_of_mass(choice.mass, request.chunks, self.mass) for request, choice in choices)
-        for request, choice in choices:
-            yield replace(choice, tokens=top_chunks(choice.mass, request.chunks, min(max_tokens, request.count)))
+            return choices
+        rows = list(zip(requests, choices, strict=True))
+        max_tokens = max(tokens_of_mass(choice.mass, request.chunks, self.mass) for request, choice in rows)
+        return [
+            replace(choice, tokens=top_chunks(choice.mass, request.chunks, min(max_tokens, request.count)))
+            for request, choice in rows
+        ]
 
 
 @dataclass(frozen=True, eq=False)

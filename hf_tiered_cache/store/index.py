@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Concatenate, ParamSpec, TypeVar
 
 from ..errors import FormatError, NotOursError
@@ -35,7 +36,7 @@ def _query(
     """Return a method of the index that runs a query of the catalogue (see `Index.ask`)."""
 
     def ask(index: Index, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return index.ask(lambda catalogue: getattr(catalogue, query.__name__)(*args, **kwargs), default())
+        return index.ask(methodcaller(query.__name__, *args, **kwargs), default())
 
     return ask
 
@@ -119,7 +120,7 @@ class Index:
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
         """Return the given segments that exist and are usable, or None if the catalogue fails."""
-        return self.ask(lambda c: c.live(ids), None)
+        return self.ask(methodcaller("live", ids), None)
 
     @property
     def generation(self) -> tuple[int, int]:
@@ -128,7 +129,7 @@ class Index:
 
     def touch(self, ids: Iterable[str]) -> None:
         """Record a use of the segments, for LRU eviction."""
-        self.ask(lambda c: c.touch(ids), None)
+        self.ask(methodcaller("touch", ids), None)
         self.catch_up()
 
     # --- segments and rows

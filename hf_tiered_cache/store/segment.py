@@ -101,7 +101,8 @@ class SegmentReader:
             raise FormatError(f"the header of {segment_id} belongs to segment {self.id}")
         self.backend, self._file, self._version = backend, opened[0], head.version
         self._guard = head.guard if verify or self.header.seal is not None else None
-        self._contents = [content_of(table) for table in self.digests]  # content hash of each KV cache group
+        self.owners = tuple((self.id, number, content_of(table)) for number, table in enumerate(self.digests))
+        """Keys of each KV cache group's blocks in memory. They include a content hash, not only the id."""
         self.gone = False
         """True if the store has dropped the segment. It stays readable, but is not found again."""
 
@@ -118,10 +119,6 @@ class SegmentReader:
         except OSError:
             return False
         return stored is not None and stored.version == self._version
-
-    def owner(self, block_group: int) -> tuple[str, int, int]:
-        """Return the key of a KV cache group's blocks in memory. It includes a content hash, not only the id."""
-        return self.id, block_group, self._contents[block_group]
 
     def key_owner(self, layer: int, made: str) -> tuple[str, int, int, str]:
         """Return the memory key of the data `made` from a layer's keys, independent of KV cache groups."""

@@ -360,6 +360,10 @@ class SegmentShape:
             for slot in part.fields
         )
 
+    def decode(self, group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the tensor, `[..., part.dim]`, that the fields of a part encode, `[..., field's dim]` each."""
+        return checked_decode(self.codec_of(group), fields, self.layout.dtype, part.dim)
+
     def pack(self, blocks: torch.Tensor, group: BlockGroup, part: Part, source: torch.Tensor) -> None:
         """Write one part of all tokens, `[heads, tokens, dim]`, into a group's `blocks`, uint8 `[chunks, block_bytes]`.
 
@@ -388,8 +392,7 @@ class SegmentShape:
 
     def unpack(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> torch.Tensor:
         """Return a decoded copy of one part, `[heads, tokens, dim]`: the inverse of `pack`."""
-        fields = self.unpack_fields(blocks, group, part)
-        return checked_decode(self.codec_of(group), fields, self.layout.dtype, part.dim)
+        return self.decode(group, part, self.unpack_fields(blocks, group, part))
 
     def unpack_fields(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> tuple[torch.Tensor, ...]:
         """Return copies of the encoded fields of one part: the inverse of `pack_fields`.

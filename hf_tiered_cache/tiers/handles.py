@@ -25,7 +25,7 @@ from ..store.segment import Asked, SegmentReader
 from .device import CopyStream, DeviceMemory, DoneEvent, Event
 from .pool import Tier, slab_slots
 from .scores import Owner
-from .slabs import NO_MEMORY, BlockRun, Blocks, SlotPool
+from .slabs import NO_BLOCKS, NO_MEMORY, BlockRun, Blocks, SlotPool
 
 
 class LateCheck:
@@ -239,7 +239,8 @@ class Pins:
         for pin in list(self._pins):
             if pin.release_event is None and pin.handle is not None and pin.handle() is None:
                 pin.end()  # an interrupt lost the handle
-            if pin.is_released() or (pin.check is not None and pin.check.is_done()):  # maybe before the copies end
+            is_done = pin.check is not None and pin.check.is_done()  # maybe before the copies end
+            if pin.on_verified and (is_done or pin.is_released()):
                 pin.keep_checked()
         for pin in list(self._pins):  # including pins that `keep_checked` added
             if pin.is_released() and not pin.on_verified:
@@ -257,14 +258,13 @@ class FetchedBlocks:
     """Chunks to fetch, int64, ascending: all requested chunks, or those within the budgets."""
     from_disk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Chunks that are read from disk, int64, ascending."""
-    blocks: Blocks | None = None
-    """Locations of the blocks on the requested device, or None before they have arrived."""
+    parts: Sequence[Blocks] = ()
+    """Locations of the blocks on the requested device; empty before they have arrived, and after the release."""
 
     @property
     def arrived(self) -> Blocks:
         """Blocks of a handle after `wait`."""
-        assert self.blocks is not None
-        return self.blocks
+        return Blocks.join(self.parts)
 
 
 class BlockHandle:
@@ -347,19 +347,15 @@ class PendingFetch:
     """Runs of blocks that are read from disk to the host."""
     direct_runs: list[BlockRun] = field(default_factory=list)
     """Runs of blocks that are read from disk directly to the device."""
-    staged_blocks: Blocks = field(default_factory=Blocks.none)
+    staged_blocks: Blocks = NO_BLOCKS
     """Direct reads into the staging area, which would be lost when the block handle is released."""
     reserved_slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     owner: Owner = field(init=False)
     block_bytes: int = field(init=False)
-    count: int = field(init=False)
-    """Number of chunks of the KV cache group."""
 
     def __post_init__(self) -> None:
         reader, block_group, _ = self.fetched.request
-        group = reader.shape.block_groups[block_group]
-        self.owner, self.block_bytes = reader.owner(block_group), group.block_bytes
-        self.count = reader.shape.chunks_in(group)
+        self.owner, self.block_bytes = reader.owners[block_group], reader.shape.block_groups[block_group].block_bytes
 
     def needs(self, host: Tier, direct: bool) -> Needs:
         """Return how many buffer slots the fetch may take from each tier, after blocks in memory are pinned.

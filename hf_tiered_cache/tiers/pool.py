@@ -110,14 +110,22 @@ class Tier:
         """Return the ids of segments with blocks in the tier."""
         return {owner[0] for owner in self._owners}
 
-    def use(self, pool: SlotPool, slots: np.ndarray) -> None:
-        """Record a use of these slots and pin them."""
+    def pin(self, owner: Owner, chunks: np.ndarray) -> tuple[SlotPool, np.ndarray, np.ndarray] | None:
+        """Pin the slots that hold blocks of these chunks, and record their use.
+
+        Returns:
+            Pool, pinned slots, and whether the tier holds each chunk, bool `[len(chunks)]`. None if the tier holds no
+                block of the owner.
+        """
+        if (number := self._owners.get(owner)) is None:
+            return None
+        pool, table = self._tables[number]
+        is_held = table[chunks] >= 0
+        slots = table[chunks[is_held]]
         pool.last_used[slots] = self.clock
         pool.uses[slots] += 1
         pool.pins[slots] += 1
-
-    def unpin(self, pool: SlotPool, slots: np.ndarray) -> None:
-        pool.pins[slots] -= 1
+        return pool, slots, is_held
 
     def own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[Blocks]:
         """Allocate memory of the same kind outside the tier, for blocks of one request that get no slot.
@@ -186,14 +194,13 @@ class Tier:
         table[chunks[is_new]] = new_slots
         return is_new
 
-    def rescore(self, owner: Owner, chunks: np.ndarray) -> None:
-        """Update the slots of these chunks after their scores have changed."""
+    def rescore(self, owner: Owner, chunks: np.ndarray, scores: np.ndarray) -> None:
+        """Set the importance and accesses of the slots of these chunks, float64 `[2, len(chunks)]`."""
         if (number := self._owners.get(owner)) is None:
             return
         pool, table = self._tables[number]
-        tier_chunks = chunks[table[chunks] >= 0]
-        slots = table[tier_chunks]
-        pool.importance[slots], pool.accesses[slots] = self._scores.of(owner, tier_chunks)
+        slots = table[chunks]
+        pool.importance[slots[slots >= 0]], pool.accesses[slots[slots >= 0]] = scores[:, slots >= 0]
 
     def keeps(self, block_bytes: int, arriving: Usage) -> np.ndarray:
         """Return a bool mask of the arriving blocks that the tier would keep."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -27,8 +27,8 @@ from .handles import BlockHandle, BlockRequest, LateCheck, PendingFetch, Pin, Pi
 from .index_cache import IndexCache
 from .policy import Usage
 from .pool import Tier
-from .scores import Owner, ScoreTable
-from .slabs import ORPHANED, RESERVED, Blocks, SlotPool
+from .scores import Attention, Owner, ScoreTable
+from .slabs import NO_BLOCKS, ORPHANED, RESERVED, Blocks, SlotPool
 
 
 class Residency:
@@ -102,14 +102,13 @@ class Residency:
             with self._lock, self._step:
                 fetches = self._create_fetches(handle, device, collector, ahead)
                 slabs = self._missing_slabs(fetches)
-                steps = None if slabs else self._begin(handle, fetches, collector)
-            if steps is None:
+                read = None if slabs else self._begin(handle, fetches, collector)
+            if slabs:
                 self._slabs.make(slabs)
                 with self._lock, self._step:
-                    steps = self._begin(handle, fetches, collector)
-            read, complete = steps
+                    read = self._begin(handle, fetches, collector)
             if read is None:
-                self._finish(handle, complete)
+                handle.latch.open()
             else:
                 self._read_worker.do(read)
         except BaseException:  # including Ctrl-C: the caller gets no handle to release
@@ -130,8 +129,10 @@ class Residency:
         for fetch in fetches if ahead else ():
             self._limit_to_budgets(fetch)
         self._pins.await_moves_down(pin.stream)
-        for fetch in fetches:  # before slots are acquired, which may evict blocks
-            self._pin_cached_blocks(fetch, pin, collector)
+        for fetch in fetches:
+            fetch.fetched.from_disk = fetch.fetched.chunks  # until a tier is found to hold them
+        for tier in [self.host] if gpu is None else [gpu.tier, self.host]:
+            self._pin_blocks(tier, fetches, pin, collector)  # before slots are acquired, which may evict blocks
         return fetches
 
     def _missing_slabs(self, fetches: Sequence[PendingFetch]) -> list[tuple[Tier, int]]:
@@ -142,12 +143,11 @@ class Residency:
 
     def _begin(
         self, handle: BlockHandle, fetches: Sequence[PendingFetch], collector: StatsCollector
-    ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
+    ) -> Callable[[], None] | None:
         """Reserve slots for the blocks that are not in memory.
 
         Returns:
-            A function that starts to read these blocks, or None if there are none, and a function to call when all
-            blocks are in memory.
+            A function that starts to read these blocks, or None if all blocks are in memory and have arrived.
         """
         pin = handle.pin
         for fetch in fetches:
@@ -156,16 +156,9 @@ class Residency:
         host_runs = [(*fetch.fetched.request[:2], fetch.host_runs) for fetch in disk_fetches]
         direct_runs = [(*fetch.fetched.request[:2], fetch.direct_runs) for fetch in disk_fetches if fetch.direct_runs]
 
-        def complete() -> None:
-            for fetch in fetches:
-                self._arrive(fetch, handle)
-            if pin.stream is not None:  # also after copies of earlier handles to the same slots
-                pin.copied = pin.stream.copied()
-            for fetch in fetches:
-                if pin.check is None:
-                    self._keep_staged(fetch)
-                else:
-                    pin.on_verified.append(partial(self._keep_staged, fetch))
+        if not disk_fetches:
+            self._arrive(fetches, handle)
+            return None
 
         def read() -> None:
             """Start the reads; runs in the worker thread."""
@@ -190,24 +183,24 @@ class Residency:
             for fetch in disk_fetches:
                 count = len(fetch.fetched.from_disk)
                 found_count, lost_count = (0, count) if error else (count, 0)
-                collector.looked_up("disk", found_count, lost_count, fetch.block_bytes)
+                collector.looked_up("disk", found_count, lost_count, found_count * fetch.block_bytes)
             try:
                 unverified_runs = [run for run in direct_runs if run[0].verifies]
                 if error is None and unverified_runs and pin.stream is not None:
                     pin.check = LateCheck(pin.stream, unverified_runs)
             except Exception as failure:  # no memory on the device
                 error = failure
-            self._finish(handle, complete, error)
+            self._finish(handle, fetches, error)
 
-        return read if disk_fetches else None, complete
+        return read
 
-    def _finish(self, handle: BlockHandle, complete: Callable[[], None], error: BaseException | None = None) -> None:
-        """Finish a fetch, successful or failed, and wake the threads that wait for it."""
+    def _finish(self, handle: BlockHandle, fetches: Sequence[PendingFetch], error: BaseException | None) -> None:
+        """Finish a fetch that has read blocks, successful or failed, and wake the threads that wait for it."""
         try:
             with self._lock, self._step:
                 handle.pin.reading = False
                 if error is None:
-                    complete()
+                    self._arrive(fetches, handle)
         except Exception as failure:
             error = failure.with_traceback(None)
         if error is not None:
@@ -248,12 +241,13 @@ class Residency:
         finally:  # slots that were not filled become free again
             self.retire(handle)
 
-    def note_attention(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
-        """Record that a selector chose chunks of a KV cache group (see `ScoreTable.note`)."""
-        self.scores.note(owner, count, chunks, mass, share)
+    def note_attention(self, noted: Iterable[Attention]) -> None:
+        """Record that a selector chose chunks."""
         with self._lock, self._step:
+            changes = self.scores.note(noted)
             for tier in self._tiers():
-                tier.rescore(owner, chunks)
+                for owner, chunks, scores in changes:
+                    tier.rescore(owner, chunks, scores)
 
     def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:
         """Return the number of `chunks` in each place, see `find`."""
@@ -314,16 +308,6 @@ class Residency:
         room = max(0, (target if fetch.gpu is None else fetch.gpu).room(size) - int(in_tier.sum()))
         fetch.fetched.chunks = np.sort(np.concatenate([chunks[in_tier], missing_chunks[:room]]))
 
-    def _pin_cached_blocks(self, fetch: PendingFetch, pin: Pin, collector: StatsCollector) -> None:
-        """Pin the requested blocks that are already in memory."""
-        missing_chunks = fetch.fetched.chunks
-        if fetch.gpu is not None:
-            blocks, missing_chunks = self._pin_blocks(fetch.gpu.tier, fetch, missing_chunks, pin, collector)
-            fetch.device_blocks.append(blocks)
-        blocks, missing_chunks = self._pin_blocks(self.host, fetch, missing_chunks, pin, collector)
-        fetch.host_blocks.append(blocks)
-        fetch.fetched.from_disk = missing_chunks
-
     def _reserve_slots(self, fetch: PendingFetch, pin: Pin) -> None:
         """Reserve slots, or allocate memory, for the blocks that are read from disk."""
         size, chunks = fetch.block_bytes, fetch.fetched.from_disk
@@ -342,20 +326,20 @@ class Residency:
         fetch.host_blocks.extend(host_blocks)
         fetch.host_runs.extend(run for blocks in host_blocks for run in blocks.runs())
 
-    def _pin_blocks(
-        self, tier: Tier, fetch: PendingFetch, chunks: np.ndarray, pin: Pin, collector: StatsCollector
-    ) -> tuple[Blocks, np.ndarray]:
-        """Pin the blocks of `chunks` that `tier` holds. Return them, and the chunks that it does not hold."""
-        slots = tier.lookup(fetch.owner, chunks)
-        in_tier = slots >= 0
-        size, blocks = fetch.block_bytes, Blocks.none()
-        if in_tier.any():
-            pool = tier.pool(size)
-            tier.use(pool, slots[in_tier])
-            pin.slots.append((tier, pool, slots[in_tier]))
-            blocks = pool.blocks(slots[in_tier], chunks[in_tier])
-        collector.looked_up(tier.name, int(in_tier.sum()), int((~in_tier).sum()), size)
-        return blocks, chunks[~in_tier]
+    def _pin_blocks(self, tier: Tier, fetches: Sequence[PendingFetch], pin: Pin, collector: StatsCollector) -> None:
+        """Pin the blocks that `tier` holds of the chunks that no earlier tier holds."""
+        num_found = num_missing = nbytes = 0
+        for fetch in fetches:
+            chunks = fetch.fetched.from_disk
+            if (pinned := tier.pin(fetch.owner, chunks)) is not None:
+                pool, slots, in_tier = pinned
+                pin.slots.append((tier, pool, slots))
+                blocks = fetch.host_blocks if tier is self.host else fetch.device_blocks
+                blocks.append(pool.blocks(slots, chunks[in_tier]))
+                fetch.fetched.from_disk = chunks[~in_tier]
+                num_found, nbytes = num_found + len(slots), nbytes + len(slots) * fetch.block_bytes
+            num_missing += len(fetch.fetched.from_disk)
+        collector.looked_up(tier.name, num_found, num_missing, nbytes)
 
     def _reserve(
         self, tier: Tier, block_bytes: int, chunks: np.ndarray, pin: Pin, fetch: PendingFetch | None = None
@@ -371,7 +355,7 @@ class Residency:
                 slots. None to reserve without the policy.
         """
         if not len(chunks) or not tier.budget:
-            return Blocks.none()
+            return NO_BLOCKS
         if fetch is not None:
             chunks = chunks[tier.keeps(block_bytes, self._usage(fetch, chunks))]
         pool, slots = tier.acquire(block_bytes, len(chunks))
@@ -383,22 +367,33 @@ class Residency:
                 fetch.reserved_slots.append((tier, pool, slots))
         return pool.blocks(slots, reserved_chunks)
 
-    def _arrive(self, fetch: PendingFetch, handle: BlockHandle) -> None:
-        """Copy the blocks of a completed read to the device, and insert them into the tiers that keep them."""
-        request, uploaded_chunks = fetch.fetched.request, np.empty(0, np.int64)
-        host_blocks = Blocks.join(fetch.host_blocks)
-        if fetch.gpu is None:
-            fetch.fetched.blocks = host_blocks
-        else:
-            if len(host_blocks):
-                uploaded_chunks = self._move_up(fetch, host_blocks, handle)
-            fetch.fetched.blocks = Blocks.join(fetch.device_blocks)
+    def _arrive(self, fetches: Sequence[PendingFetch], handle: BlockHandle) -> None:
+        """Hand over fetches whose blocks are all in memory."""
+        pin = handle.pin
+        for fetch in fetches:
+            self._move_and_insert(fetch, handle)
+        if pin.stream is not None:  # also after copies of earlier handles to the same slots
+            pin.copied = pin.stream.copied()
+        for fetch in fetches:
+            if pin.check is None:
+                self._keep_staged(fetch)
+            else:
+                pin.on_verified.append(partial(self._keep_staged, fetch))
+
+    def _move_and_insert(self, fetch: PendingFetch, handle: BlockHandle) -> None:
+        """Copy the blocks of a fetch to the device, and insert those that were read into the tiers that keep them."""
+        request, host_chunks, uploaded_chunks = fetch.fetched.request, np.empty(0, np.int64), np.empty(0, np.int64)
+        fetch.fetched.parts = fetch.host_blocks
+        if fetch.gpu is not None:
+            if len(host_blocks := Blocks.join(fetch.host_blocks)):
+                host_chunks, uploaded_chunks = host_blocks.chunks, self._move_up(fetch, host_blocks, handle)
+            fetch.fetched.parts = fetch.device_blocks
         for tier, pool, slots in fetch.reserved_slots if not request.reader.gone else ():
             new_slots = slots[pool.owner[slots] == RESERVED]
             if tier is self.host:  # exclusive tiers: slots of moved blocks stay reserved until the release
                 new_slots = new_slots[~np.isin(pool.chunk[new_slots], uploaded_chunks)]
             elif handle.pin.check is not None:
-                is_direct = np.isin(pool.chunk[new_slots], host_blocks.chunks, invert=True)
+                is_direct = np.isin(pool.chunk[new_slots], host_chunks, invert=True)
                 handle.pin.on_verified.append(partial(self._enter, tier, pool, new_slots[is_direct], request))
                 new_slots = new_slots[~is_direct]
             self._enter(tier, pool, new_slots, request)
@@ -410,7 +405,7 @@ class Residency:
         slots = slots[pool.owner[slots] == RESERVED]
         if len(slots) and not reader.gone:
             chunks = reader.shape.chunks_in(reader.shape.block_groups[block_group])
-            tier.insert(pool, slots, reader.owner(block_group), pool.chunk[slots], chunks)
+            tier.insert(pool, slots, reader.owners[block_group], pool.chunk[slots], chunks)
 
     def confirm(self, pin: Pin) -> None:
         """Wait until the device has verified its direct reads, and insert their blocks into the tiers.
@@ -446,7 +441,9 @@ class Residency:
         reader, chunks = fetch.fetched.request.reader, fetch.staged_blocks.chunks
         if fetch.gpu is None or not len(chunks) or reader.gone or not self.host.budget:
             return
-        self._move_down(fetch.gpu.device, fetch.owner, fetch.count, fetch.staged_blocks, self._usage(fetch, chunks))
+        shape = reader.shape
+        count = shape.chunks_in(shape.block_groups[fetch.fetched.request.block_group])
+        self._move_down(fetch.gpu.device, fetch.owner, count, fetch.staged_blocks, self._usage(fetch, chunks))
 
     def _usage(self, fetch: PendingFetch, chunks: np.ndarray) -> Usage:
         """Return the usage of arriving blocks."""
@@ -484,7 +481,7 @@ class Residency:
                     handle.pin.stream.await_computation(release_event)
             if handle.latch.is_open or not handle.pin.reading:
                 for fetched in handle.fetched:
-                    fetched.blocks = None
+                    fetched.parts = ()
                 handle.latch.error = None  # a raised error keeps the frames of waiting threads alive, and their KV
             self._pins.reap(self._unpin)
 
@@ -499,7 +496,7 @@ class Residency:
 
     def _unpin(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
         """Unpin slots. Free reserved and orphaned ones, and host slots with a block that is now on a device."""
-        tier.unpin(pool, slots)
+        pool.pins[slots] -= 1
         self._free_idle(tier, pool, slots[pool.pins[slots] == 0])
 
     def _free_idle(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:

@@ -20,6 +20,10 @@ Owner = tuple[str, int, int]
 Together with a chunk number this identifies a block. The checksum distinguishes contents stored under the same id at
 different times."""
 
+Attention = tuple[Owner, int, np.ndarray, np.ndarray, np.ndarray]
+"""Attention to chosen chunks: owner, number of chunks of the KV cache group, the chosen chunks, attention to each, and
+fraction of each chunk's tokens that was chosen."""
+
 _MOST_OWNERS = 1 << 16
 
 
@@ -40,25 +44,21 @@ class ScoreTable:
         self._changed: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
-    def note(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
-        """Record that chunks of a KV cache group were chosen.
-
-        Args:
-            owner: the segment and KV cache group.
-            count: number of chunks of the KV cache group.
-            chunks: the chosen chunks.
-            mass: attention to each chosen chunk.
-            share: fraction of each chunk's tokens that was chosen.
-        """
-        name = owner[:2]
+    def note(self, noted: Iterable[Attention]) -> list[tuple[Owner, np.ndarray, np.ndarray]]:
+        """Record that chunks were chosen, and return for each KV cache group owner, chunks and new scores, see `of`."""
+        changes = []
         with self._lock:
-            row = self._rows.setdefault(name, np.zeros((2, count)))
-            self._rows.move_to_end(name)
-            row[0, chunks] = self._learn(*row[:, chunks], mass, share)
-            row[1, chunks] += 1
-            self._changed.add(name)
+            for owner, count, chunks, mass, share in noted:
+                name = owner[:2]
+                row = self._rows.setdefault(name, np.zeros((2, count)))
+                self._rows.move_to_end(name)
+                row[0, chunks] = self._learn(*row[:, chunks], mass, share)
+                row[1, chunks] += 1
+                self._changed.add(name)
+                changes.append((owner, chunks, row[:, chunks]))
             while len(self._rows) > _MOST_OWNERS:
                 self._changed.discard(self._rows.popitem(last=False)[0])
+        return changes
 
     def of(self, owner: Owner, chunks: np.ndarray) -> np.ndarray:
         """Return importance and accesses of chunks, float64 `[2, len(chunks)]`; zeros if unknown."""

@@ -58,7 +58,7 @@ class Blocks:
     @classmethod
     def join(cls, parts: Sequence[Blocks]) -> Blocks:
         """Join disjoint parts of the same KV cache group, sorted by chunk."""
-        parts = [part for part in parts if len(part)] or [cls.none()]
+        parts = [part for part in parts if len(part.chunks)] or [NO_BLOCKS]
         if len(parts) == 1:
             return parts[0]
         numbers: dict[int, int] = {}  # id of a slab -> its index: parts may share slabs
@@ -78,14 +78,13 @@ class Blocks:
         return self.slabs[0].shape[1]
 
     @classmethod
-    def none(cls) -> Blocks:
-        empty = np.empty(0, np.int64)
-        return cls(empty, (), empty, empty)
-
-    @classmethod
     def alone(cls, chunks: np.ndarray, memory: torch.Tensor) -> Blocks:
         """Create blocks that fill a slab of their own, uint8 `[n, block_bytes]`."""
         return cls(chunks, (memory,), np.zeros(len(chunks), np.int64), np.arange(len(chunks)))
+
+
+_EMPTY = np.empty(0, np.int64)
+NO_BLOCKS = Blocks(_EMPTY, (), _EMPTY, _EMPTY)
 
 
 def overlaps(sources: Sequence[BlockRun], targets: Sequence[BlockRun]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -294,14 +294,15 @@ def test_each_row_goes_on_by_what_has_moved_in_it():
     groups = tuple(RowGroup((row,), 0, (piece,)) for row, piece in enumerate(pieces))
     context = PlanContext(0, 24, 0, 1, 4, groups)
     least = side_by_side([np.arange(20, 24), np.r_[0, 1, 18:24]])
-    choice = DeferredChoice(context, np.arange(24), least, compare_layers=(1,))
+    assert np.array_equal(context.inexact, np.arange(24)) and np.array_equal(context.missing, least)
+    choice = DeferredChoice(context, {1: 0.1})
     moved = np.zeros((2, 24), np.float32)
     moved[0, [3, 5]], moved[1, [11, 17]] = 1, [1, 2]
     chosen = blend(0.1).narrow(choice, 1, np.arange(24), moved, None)
     assert of_row(chosen, 0).tolist() == [3, 5, 20, 21, 22, 23]
     assert of_row(chosen, 1).tolist() == [0, 1, 17, *range(18, 24)]
     asked = [None, np.where(np.arange(24) == 11, 9.0, 1.0)]
-    chosen = tune(0.1, narrow_at=1, widen=2).narrow(choice, 1, np.arange(24), moved, asked)
+    chosen = tune(0.1).narrow(choice, 1, np.arange(24), moved, asked)
     assert of_row(chosen, 1).tolist() == [0, 1, 11, *range(18, 24)]
     # what was computed up to there begins with a repeated token of a passage, which is chosen once
     there = side_by_side([np.r_[3, 5:24], np.r_[0:24]])

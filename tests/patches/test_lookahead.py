@@ -13,10 +13,10 @@ from reference import assert_same
 from test_selective import GREEDY, ask, fill, question
 
 from hf_tiered_cache import KVStore, TieredCache, attach, detach
-from hf_tiered_cache.cache.forward_pass import RestoringForward
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.patches.lookahead import LookAhead
 from hf_tiered_cache.patches.scope import CACHE_ARGUMENTS, current
+from hf_tiered_cache.selection.prompt import SelectiveRestore
 
 TOKENS = 400
 FAMILIES = ["qwen2", "llama", "qwen3_moe", "phi3", "olmo2", "smollm3", "cohere", "glm4", "gpt_neox", "opt"]
@@ -76,12 +76,12 @@ def predicted(monkeypatch):
     """For each layer that chose: whether its queries were predicted, and the predicted and its own queries."""
     noted = []
 
-    def to_choose_by(self, layer, query, own_keys, real=RestoringForward.to_choose_by):
+    def to_choose_by(self, layer, query, own_keys, real=SelectiveRestore._to_choose_by):
         found = real(self, layer, query, own_keys)
         noted.append((layer, found[0] is not query, found[0], query))
         return found
 
-    monkeypatch.setattr(RestoringForward, "to_choose_by", to_choose_by)
+    monkeypatch.setattr(SelectiveRestore, "_to_choose_by", to_choose_by)
     return noted
 
 

@@ -102,6 +102,34 @@ def test_what_is_picked_is_what_was_packed(geometry, tokens, ordered, slabs, set
             assert bool((target[others] == -1).all())
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_one_gather_copies_the_single_heads_of_a_layer(ordered):
+    """Each head its own tokens, from blocks of its own, which hold the tokens in an order of their own."""
+    random = np.random.default_rng(0)
+    importance = random.random((LAYERS, HEADS, 40))
+    geometry = Geometry(8, 1, heads_per_block=1)
+    tables = TokenTables.by_importance(importance, block_groups(LAYOUT, geometry)) if ordered else None
+    shape = SegmentShape(LAYOUT, geometry, 40, tables)
+    kv = {name: torch.from_numpy(random.random((HEADS, 40, DIM), np.float32)) for name in ("key", "value")}
+    groups = [group for group in shape.block_groups if group.layers == (1,)]
+    gather, chunks = Gather(shape, groups[0]), np.arange(5)
+    slab = torch.zeros(len(groups) * len(chunks), groups[0].block_bytes, dtype=torch.uint8)
+    wanted = [np.sort(random.permutation(40)[:11]) for _ in groups]
+    for head, (group, tokens) in enumerate(zip(groups, wanted, strict=True)):
+        slots = head * len(chunks) + random.permutation(len(chunks))
+        memory = torch.zeros(len(chunks), group.block_bytes, dtype=torch.uint8)
+        for part in group.parts:
+            shape.pack(memory, group, part, kv[part.tensor][head : head + 1])
+        slab[slots] = memory
+        blocks = Blocks(chunks, (slab,), np.zeros(len(chunks), np.int64), slots)
+        gather.add(shape, blocks, tokens, np.arange(len(tokens)), head, group)
+    for part in groups[0].parts:
+        target = torch.full((HEADS, 11, DIM), -1.0)
+        gather.copy(part, target)
+        assert all(torch.equal(target[head], kv[part.tensor][head, tokens]) for head, tokens in enumerate(wanted))
+    assert len(gather._picked) == 1  # one copy of each tensor
+
+
 class Calls(TorchFunctionMode):
     def __init__(self):
         super().__init__()

@@ -22,7 +22,6 @@ from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV
 from hf_tiered_cache.store.shape import SegmentShape, TokenTables
 from hf_tiered_cache.tiers.handles import FetchedBlocks
-from hf_tiered_cache.tiers.slabs import Blocks
 
 CPU = torch.device("cpu")
 LAYERS = 12
@@ -40,7 +39,7 @@ class Lease:
     has_arrived = is_confirmed = True
 
     def __init__(self, requests, fails):
-        self.fetched = [FetchedBlocks(request, request.chunks, blocks=Blocks.none()) for request in requests]
+        self.fetched = [FetchedBlocks(request, request.chunks, parts=[]) for request in requests]
         self.released, self.fails, self.failed = 0, fails, None
 
     def wait(self):

@@ -135,7 +135,7 @@ def test_an_interrupt_at_any_step_leaves_nothing_held(stored, when, host, device
         elif what == 2:
             residency.clear()
         elif what == 3:
-            residency.admit(second.owner(0), blocks[second.id, 0])
+            residency.admit(second.owners[0], blocks[second.id, 0])
         serve(second, 0)
         serve(first, 1)
 

@@ -310,7 +310,7 @@ def _known_of(store, groups):
     reader, residency = store._storage.disk.reader(row.id), store._storage.residency
     found = {}
     for group in groups:
-        owner, every = reader.owner(group.index), np.arange(reader.shape.chunks_in(group))
+        owner, every = reader.owners[group.index], np.arange(reader.shape.chunks_in(group))
         held = residency.find(owner, every, torch.device("cpu"))["host"].tolist()
         found[group.index] = held, residency.scores.of(owner, every)
     return found

@@ -177,4 +177,4 @@ def test_a_file_that_was_replaced_is_opened_anew(tmp_path):
     after = mine.reader(header.id)
     assert before.gone
     assert after is mine.reader(header.id)
-    assert before.owner(0) != after.owner(0)
+    assert before.owners[0] != after.owners[0]

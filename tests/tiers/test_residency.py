@@ -82,7 +82,7 @@ def check(got, blocks, reader, block_group, chunks):
 
 def tiers_of(residency, reader, block_group):
     """In which tiers each chunk lies."""
-    owner, chunks = reader.owner(block_group), np.arange(CHUNKS)
+    owner, chunks = reader.owners[block_group], np.arange(CHUNKS)
     result = [set() for _ in chunks]
     for name, tier in [("host", residency.host), *(("device", t) for t in residency.devices.values())]:
         for chunk in np.flatnonzero(tier.lookup(owner, chunks) >= 0):
@@ -456,7 +456,7 @@ def test_a_fetch_after_the_engine_was_closed_holds_nothing(stored):
     assert nothing_is_pinned(residency)
 
 
-def test_a_device_without_memory_fails_the_lease_and_frees_its_slots(stored):
+def test_a_device_without_memory_fails_the_fetch_and_frees_its_slots(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20, device_types=frozenset({"cpu"}), staging_budget=0)
     fetch(residency, reader, 0, range(CHUNKS))
@@ -467,10 +467,8 @@ def test_a_device_without_memory_fails_the_lease_and_frees_its_slots(stored):
         raise torch.OutOfMemoryError("planted")
 
     tier.allocate_own = refuse
-    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector())
     with pytest.raises(torch.OutOfMemoryError):
-        lease.wait()
-    lease.release()
+        residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector())
     assert nothing_is_pinned(residency)
     tier.allocate_own = allocate
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
@@ -478,7 +476,7 @@ def test_a_device_without_memory_fails_the_lease_and_frees_its_slots(stored):
 
 def test_blocks_that_cannot_be_admitted_leave_their_slots_free(stored):
     _, (reader, _), blocks = stored
-    residency, owner, mine = Residency(1 << 20), reader.owner(0), blocks[reader.id, 0]
+    residency, owner, mine = Residency(1 << 20), reader.owners[0], blocks[reader.id, 0]
     with pytest.raises(RuntimeError):
         residency.admit(owner, mine.to("meta"))  # such a copy fails midway
     assert all((pool.owner < 0).all() and not pool.pins.any() for pool in residency.host._pools.values())
@@ -490,8 +488,8 @@ def test_blocks_that_find_no_slot_are_not_admitted(stored):
     _, (a, b), blocks = stored
     residency = Residency(CHUNKS * a.shape.block_groups[0].block_bytes + 4096)
     _, lease = fetch(residency, a, 0, range(CHUNKS), release=False)  # all of the tier
-    residency.admit(b.owner(0), blocks[b.id, 0])
-    assert set(residency.host._owners) == {a.owner(0)}
+    residency.admit(b.owners[0], blocks[b.id, 0])
+    assert set(residency.host._owners) == {a.owners[0]}
     lease.release()
 
 
@@ -502,7 +500,7 @@ def test_blocks_come_and_go_in_and_out_of_inference_mode(stored, first_in):
     residency = Residency(1 << 20)
 
     def admit():
-        residency.admit(b.owner(0), blocks[b.id, 0])
+        residency.admit(b.owners[0], blocks[b.id, 0])
 
     def serve(reader):
         check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
@@ -527,7 +525,7 @@ def test_a_released_lease_keeps_no_memory_alive(stored, device_types):
     lease.wait()
     assert runs_of(lease)
     lease.release()
-    assert lease.fetched[0].blocks is None
+    assert lease.fetched[0].parts == ()
 
 
 def test_memory_of_a_lease_comes_in_pieces_no_larger_than_a_slab(stored, monkeypatch):
@@ -572,11 +570,11 @@ def test_many_threads_at_once(stored):
 def test_fresh_blocks_are_admitted_and_served_without_a_read(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20)
-    residency.admit(reader.owner(0), blocks[reader.id, 0])
+    residency.admit(reader.owners[0], blocks[reader.id, 0])
     collector = StatsCollector()
     check(fetch(residency, reader, 0, range(CHUNKS), collector), blocks, reader, 0, range(CHUNKS))
     assert collector.stats.bytes_read == 0
-    residency.admit(reader.owner(0), blocks[reader.id, 0])  # again: nothing happens
+    residency.admit(reader.owners[0], blocks[reader.id, 0])  # again: nothing happens
     assert not any(pool.pins.any() for pool in residency.host._pools.values())
 
 
@@ -647,7 +645,7 @@ def test_memory_of_a_lease_is_free_at_once_and_written_to_after_it_was_read(stor
     _, lease = fetch(residency, reader, 0, range(CHUNKS), release=False)
     assert [(first, len(run)) for first, run in runs_of(lease)] == [(0, CHUNKS)]
     lease.release()
-    assert lease.fetched[0].blocks is None
+    assert lease.fetched[0].parts == ()
     assert stream.log == ["copied", stream.pending]
 
 
@@ -708,9 +706,8 @@ def test_futures_are_what_the_reader_gives(stored):
 def told(residency, reader, block_group, chunks, mass):
     """A selector has chosen whole chunks, which got so much attention each."""
     count = len(chunks)
-    residency.note_attention(
-        reader.owner(block_group), CHUNKS, np.asarray(chunks), np.full(count, mass), np.ones(count)
-    )
+    noted = reader.owners[block_group], CHUNKS, np.asarray(chunks), np.full(count, mass), np.ones(count)
+    residency.note_attention([noted])
 
 
 @pytest.mark.parametrize("policy", ["attention", "importance"])

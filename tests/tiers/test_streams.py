@@ -53,9 +53,7 @@ class Reader:
     def __init__(self, number: int) -> None:
         self.id, self.shape, self.gone = f"segment {number}", SHAPE, False
         self.verifies = True
-
-    def owner(self, block_group: int) -> tuple[str, int, int]:
-        return self.id, block_group, 0
+        self.owners = [(self.id, block_group.index, 0) for block_group in SHAPE.block_groups]
 
     def caused(self, error: BaseException) -> bool:
         return False
@@ -175,7 +173,7 @@ class Run:
         block_group = self.random.randint(0, 1)
         blocks = torch.empty(CHUNKS, SHAPE.block_groups[block_group].block_bytes, dtype=torch.uint8)
         self.kept.append(blocks)
-        self.residency.admit(self.random.choice(self.readers).owner(block_group), blocks)
+        self.residency.admit(self.random.choice(self.readers).owners[block_group], blocks)
 
     def end(self, lease) -> None:
         """A layer uses what has come, or nobody does any more."""

@@ -76,7 +76,7 @@ class TierMachine(RuleBasedStateMachine):
         pool = self.tier.pool(block_bytes)
         present = slots >= 0
         if present.any():
-            self.tier.use(pool, slots[present])
+            assert np.array_equal(self.tier.pin(owner, chunks)[1], slots[present])
             for slot, chunk in zip(slots[present], chunks[present], strict=True):
                 self.held[(*owner, int(chunk))][0] = self.tier.clock
                 self.held[(*owner, int(chunk))][1] += 1
@@ -104,7 +104,7 @@ class TierMachine(RuleBasedStateMachine):
         if keep:
             self.pinned.append((pool, mine, keys))
         else:
-            self.tier.unpin(pool, mine)
+            pool.pins[mine] -= 1
 
     def check_victims(self, pool, block_group):
         """Of the blocks of one size, those that went scored no higher than any that stayed and could have gone."""
@@ -134,8 +134,9 @@ class TierMachine(RuleBasedStateMachine):
     def note(self, owner, chunks, mass):
         """A selector chose these chunks, in memory or not."""
         ascending = np.array(sorted(chunks))
-        self.tier._scores.note(owner, CHUNKS, ascending, np.full(len(ascending), mass), np.full(len(ascending), 0.5))
-        self.tier.rescore(owner, ascending)
+        share = np.full(len(ascending), 0.5)
+        for change in self.tier._scores.note([(owner, CHUNKS, ascending, np.full(len(ascending), mass), share)]):
+            self.tier.rescore(*change)
         for chunk in chunks:
             known = self.scores.setdefault((*owner, chunk), [0.0, 0.0])
             known[0] = 0.5 if self.policy == "importance" else known[0] + mass  # a moving average of the same share
@@ -145,7 +146,7 @@ class TierMachine(RuleBasedStateMachine):
     def unpin(self):
         if self.pinned:
             pool, slots, _ = self.pinned.pop(0)
-            self.tier.unpin(pool, slots)
+            pool.pins[slots] -= 1
 
     @invariant()
     def within_budget(self):
@@ -199,7 +200,7 @@ def test_a_pool_in_use_takes_memory_from_one_that_is_not():
     tier.clock = 1
     small, slots = tier.acquire(4096, 30)
     tier.insert(small, slots, ("old", 0), np.arange(len(slots)), len(slots))
-    tier.unpin(small, slots)
+    small.pins[slots] -= 1
     tier.clock = 2
     large, slots = tier.acquire(8192, 8)
     assert len(slots) == 8
@@ -266,7 +267,7 @@ def test_a_tier_goes_on_with_the_memory_it_could_get(caplog, monkeypatch):
     assert len(slots) == count - 1
     assert tier.budget == tier.allocated <= SLAB_BYTES
     tier.insert(pool, slots, ("s", 0), np.arange(len(slots)), len(slots))
-    tier.unpin(pool, slots)
+    pool.pins[slots] -= 1
     assert len(tier.acquire(65536, 2 * count)[1]) == count - 1  # others go instead
     assert len(asked) == 2
     now[0] += pool_module.RETRY_SECONDS
@@ -317,8 +318,8 @@ def test_the_host_keeps_what_scores_higher_than_what_it_has(arriving, resident, 
 
 def test_scores_outlive_the_process_in_bytes():
     table, later = (ScoreTable(make_policy("attention").learn) for _ in range(2))
-    table.note(("s", 2), 5, np.array([1, 4]), np.array([0.5, 0.25]), np.ones(2))
-    table.note(("s", 2), 5, np.array([1]), np.array([0.5]), np.ones(1))
+    table.note([(("s", 2), 5, np.array([1, 4]), np.array([0.5, 0.25]), np.ones(2))])
+    table.note([(("s", 2), 5, np.array([1]), np.array([0.5]), np.ones(1))])
     changes = table.changes()
     assert table.changes() == []
     later.load(changes)
@@ -330,7 +331,7 @@ def test_scores_outlive_the_process_in_bytes():
 def test_importance_is_a_moving_average_of_the_chosen_share():
     table = ScoreTable(make_policy("importance").learn)
     for share in (0.5, 1.0, 0.25):
-        table.note(("s", 0), 3, np.array([1]), np.array([9.0]), np.array([share]))
+        table.note([(("s", 0), 3, np.array([1]), np.array([9.0]), np.array([share]))])
     assert table.of(("s", 0), np.array([0, 1])).tolist() == [[0, 0.5], [0, 3]]
 
 
