@@ -12,9 +12,7 @@ the same tokens. The probabilities of the next tokens are compared with those of
 from __future__ import annotations
 
 import argparse
-import resource
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import build, forget_page_cache, load, median, parser_of, vocabulary
+from lib.common import Peak, build, forget_page_cache, load, median, parser_of, vocabulary
 from lib.pages import machine, machine_text, save, table
 from transformers import DynamicCache, PreTrainedModel
 
@@ -90,28 +88,6 @@ def text_of(asked: Asked) -> torch.Tensor:
         found += [token for document in context.documents for token in document]
     assert len(found) >= count
     return torch.tensor([found[:count]])
-
-
-class Peak:
-    """The most memory that the process has held since it was made, in bytes beyond what it held then."""
-
-    def __init__(self) -> None:
-        self._page, self._over = resource.getpagesize(), threading.Event()
-        self._before = self._most = self._now()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _now(self) -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * self._page
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.01):
-            self._most = max(self._most, self._now())
-
-    def end(self) -> int:
-        self._over.set()
-        self._thread.join()
-        return self._most - self._before
 
 
 @torch.no_grad()

@@ -59,9 +59,12 @@ class KVStore:
         device_memory: size of the block cache in each GPU's memory. Up to 128 MiB more are used for blocks in transit
             to a request. On a CPU-only machine, the host tier is the device tier.
         host_memory: size of the block cache in host memory, page-locked if there is a GPU.
-        index_memory: memory, on the model's device, for the indexes by which `ContiguousKV` and `KVDrive` select.
-            Indexes that do not fit are read from disk again; if a request's own indexes do not fit, its `stats.reason`
-            says so. `store.stats.index` reports the memory in use, `store.stats.evicted_indexes` the number of
+        index_memory: memory, on the model's device, for the indexes by which `ContiguousKV` and `KVDrive` select, kept
+            for later requests. A cache in use needs its index, so this is no limit for caches in use: they hold what
+            does not fit in addition, once for all caches of a prompt, until they are deleted. If a request's own
+            indexes do not fit, its `stats.reason` says so, and each request reads them from disk again unless another
+            cache uses them. `store.stats.index` reports the memory within this limit,
+            `store.stats.unbudgeted_index_bytes` the memory in addition, `store.stats.evicted_indexes` the number of
             evictions.
         disk_quota: maximum size of the store on disk, never exceeded; None for no limit. The least recently used
             segments are evicted.
@@ -455,6 +458,7 @@ class KVStore:
         stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
         stats.device.bytes, stats.device.budget = residency.device_bytes
         stats.index.bytes, stats.index.budget = residency.index_cache.allocated, residency.index_cache.budget
+        stats.unbudgeted_index_bytes = residency.index_cache.unbudgeted
         stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.index_cache.evicted
         stats.queued_bytes, stats.queued_device_bytes = writer.queued_bytes, writer.queued_device_bytes
         return stats

@@ -408,7 +408,13 @@ class StoreStats(_Figures[TierUse]):
     tiers: dict[str, TierUse] = field(default_factory=lambda: {name: TierUse() for name in TIERS})
     """Current use of each tier by name, as for requests. The budget of the disk is the quota."""
     index: TierUse = field(default_factory=TierUse)
-    """Current memory of the keys and indexes of keys that methods select with, over all devices."""
+    """Current memory of the keys and indexes of keys that methods select with, over all devices: those that are kept
+    for later requests, whether or not a cache uses them now.
+    """
+    unbudgeted_index_bytes: int = 0
+    """Bytes of indexes that caches use now and that are not in `index`: those that do not fit into its budget, each
+    shared by all caches of a prompt, and those of generated tokens.
+    """
     segments_written: int = 0
     bytes_written: int = 0
     duplicate_writes: int = 0
@@ -435,7 +441,7 @@ class StoreStats(_Figures[TierUse]):
     catalogue_errors: int = 0
     evicted_blocks: int = 0
     evicted_indexes: int = 0
-    """Number of indexes of keys (one segment and layer each) evicted from `index`, or too large for it."""
+    """Number of indexes of keys (one prompt or segment and layer each) evicted from `index`, or too large for it."""
     queued_bytes: int = 0
     """Bytes of KV that currently wait to be written."""
     queued_device_bytes: int = 0

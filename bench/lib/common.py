@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import resource
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -224,3 +226,26 @@ def forget_page_cache(folder: Path) -> None:
             os.fdatasync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
+
+
+class Peak:
+    """Peak memory of the process since this object was created, in bytes beyond the memory held then."""
+
+    def __init__(self) -> None:
+        self._page_bytes, self._ended = resource.getpagesize(), threading.Event()
+        self._before = self._most = self._now()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _now(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * self._page_bytes
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.01):
+            self._most = max(self._most, self._now())
+
+    def end(self) -> int:
+        """Stop watching, and return the peak."""
+        self._ended.set()
+        self._thread.join()
+        return self._most - self._before

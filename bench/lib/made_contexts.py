@@ -97,8 +97,14 @@ class Contexts:
             for hook in hooks:
                 hook.remove()
 
-    def store(self, store: KVStore, method: Method) -> None:
-        """Write them, cut as `method` wants it, as a cache would that has computed them; what is stored stays."""
+    def store(self, store: KVStore, method: Method, piece: int = 0) -> None:
+        """Write them, cut as `method` wants it, as a cache would that has computed them; what is stored stays.
+
+        Args:
+            store: Store to write to.
+            method: Method that defines the geometry.
+            piece: Number of tokens per segment, a multiple of 16; 0 for one segment per context.
+        """
         positions = torch.arange(self.tokens)
         cos, sin = self._rotation(positions)
         kind = LayerKV(*(self.shape.kv_heads, self.shape.dim) * 2, 0, "key", self.shape.dim, position_independent=True)
@@ -112,10 +118,15 @@ class Contexts:
             assert isinstance(identity, Identity), identity
             regime = rope_regime(self.model.config, self.tokens) or ""
             recorder = executor.new_recorder(identity, regime, [0], DecodingCheck())
-            recorder.begin(0)
-            for layer in range(self.layers):
-                keys, values = self.kv(row, layer)
-                recorder.capture(layer, kind, turned(keys, cos, sin, back=True)[None], values[None])
-            recorder.end(ids, self.tokens)
-            recorder.seal()
+            layers = [(turned(keys, cos, sin, back=True)[None], values[None]) for keys, values in self._layers_of(row)]
+            for tokens in torch.arange(self.tokens).split(piece or self.tokens):
+                span = slice(int(tokens[0]), int(tokens[-1]) + 1)
+                recorder.begin(span.start)
+                for layer, (keys, values) in enumerate(layers):
+                    recorder.capture(layer, kind, keys[:, :, span], values[:, :, span])
+                recorder.end(ids[:, span], len(tokens))
+                recorder.seal()
             store.flush()
+
+    def _layers_of(self, row: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (self.kv(row, layer) for layer in range(self.layers))

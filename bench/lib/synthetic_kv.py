@@ -134,7 +134,7 @@ def locality(keys: torch.Tensor, asked: torch.Tensor, budget: float) -> dict[str
 
 def explained(index: ClusterIndex, means: torch.Tensor) -> float:
     """Which share of the variance of chunk means, `[kv_heads, chunks, dim]`, is that between clusters."""
-    own = index.centroids.float().take_along_dim(index.cluster_of.long()[..., None], 1)
+    own = index.centroids.float().take_along_dim(index.cluster_of[..., None], 1)
     return 1 - float((means - own).square().sum() / (means - means.mean(1, keepdim=True)).square().sum())
 
 

@@ -101,7 +101,7 @@ class ClusterBoxIndex(ClusterIndex):
             inner = torch.lerp(centroids, (upper + lower) / 2, spread / 2)
             boxes = torch.cat([inner, (upper - lower) * (spread / 4)], -1)
             chunk_boxes = torch.cat([middles, extents * spread], -1)
-            parts.append((boxes.to(dtype), cluster_of.int(), chunk_boxes.to(dtype)))
+            parts.append((boxes.to(dtype), cluster_of, chunk_boxes.to(dtype)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @classmethod

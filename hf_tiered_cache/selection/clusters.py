@@ -115,7 +115,7 @@ class ClusterIndex(DecodeIndex):
 
     Args:
         centroids: `[kv_heads, clusters, dim]`, see `ranking_dtype`.
-        cluster_of: Cluster of each chunk, int32 `[kv_heads, chunks]`. Some clusters may be empty.
+        cluster_of: Cluster of each chunk, int64 `[kv_heads, chunks]`. Some clusters may be empty.
         representatives: Mean of each chunk, `[kv_heads, chunks, dim]`, see `ranking_dtype`; None to order the
             chunks of a cluster by position.
     """
@@ -127,7 +127,7 @@ class ClusterIndex(DecodeIndex):
     """Number of candidate chunks per chunk to select, taken from the best clusters; 1 takes clusters whole."""
 
     def __post_init__(self) -> None:
-        _ = self.largest  # synchronizes with the device now, not at the first query
+        _ = self.largest, self.is_empty  # synchronizes with the device now, not at the first query
 
     @classmethod
     def build(
@@ -144,7 +144,7 @@ class ClusterIndex(DecodeIndex):
         for heads in head_slices(keys):
             means = mean_keys(keys[heads], chunk_tokens)
             centroids, cluster_of = segmented_kmeans(means, clusters, segment_chunks, iterations)
-            parts.append((centroids.to(dtype), cluster_of.int(), *([means.to(dtype)] * keep_representatives)))
+            parts.append((centroids.to(dtype), cluster_of, *([means.to(dtype)] * keep_representatives)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @classmethod
@@ -163,21 +163,20 @@ class ClusterIndex(DecodeIndex):
     def chunks(self) -> int:
         return self.cluster_of.shape[1]
 
-    @cached_property
     def sizes(self) -> torch.Tensor:
-        """Number of chunks per cluster, int32 `[kv_heads, clusters]`."""
+        """Return the number of chunks per cluster, int64 `[kv_heads, clusters]`."""
         sizes = self.cluster_of.new_zeros(self.centroids.shape[:2])
-        return sizes.scatter_add_(1, self.cluster_of.long(), torch.ones_like(self.cluster_of))
+        return sizes.scatter_add_(1, self.cluster_of, torch.ones_like(self.cluster_of))
 
     @cached_property
     def largest(self) -> int:
         """Number of chunks of the largest cluster."""
-        return int(self.sizes.max())
+        return int(self.sizes().max())
 
     @cached_property
-    def _columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cluster of each chunk as an index, int64, and mask of empty clusters, bool `[kv_heads, clusters]`."""
-        return self.cluster_of.long(), self.sizes == 0
+    def is_empty(self) -> torch.Tensor:
+        """Mask of empty clusters, bool `[kv_heads, clusters]`."""
+        return self.sizes() == 0
 
     @classmethod
     def rank_together(cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int) -> torch.Tensor:
@@ -213,11 +212,10 @@ def _joined_clusters(indexes: Sequence[ClusterIndex]) -> tuple[torch.Tensor, tor
     Clusters and chunks are numbered across all indexes.
     """
     if len(indexes) == 1:
-        return indexes[0]._columns
+        return indexes[0].cluster_of, indexes[0].is_empty
     firsts = accumulate((index.centroids.shape[1] for index in indexes), initial=0)
-    columns = [index._columns for index in indexes]
-    cluster_of = side_by_side([own + first for (own, _), first in zip(columns, firsts, strict=False)])
-    return cluster_of, side_by_side([is_empty for _, is_empty in columns])
+    cluster_of = side_by_side([index.cluster_of + first for index, first in zip(indexes, firsts, strict=False)])
+    return cluster_of, side_by_side([index.is_empty for index in indexes])
 
 
 def _representatives_of(indexes: Sequence[ClusterIndex], chunks: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,11 @@ from ..restore.fetch import Fetcher
 from ..restore.plan import SegmentSlice
 from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
+from ..tiers.index_cache import IndexKey
 from .decode_index import DecodeIndex
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
 
-_VERSION = 1
+_VERSION = 2
 """Version of how indexes are built. Increment it to rebuild stored indexes."""
 
 
@@ -60,8 +61,35 @@ class IndexSidecars:
         return f"{kind.__name__.lower()}_{chunk_tokens}", settings
 
 
+@dataclass(eq=False)
+class _Run:
+    """Consecutive slices of a row with one index.
+
+    Args:
+        pieces: The slices.
+        index: Index of their tokens; None if it is missing.
+        whole: Index of a whole segment that `index` is a part of and shares memory with, if any.
+    """
+
+    pieces: tuple[SegmentSlice, ...]
+    index: DecodeIndex | None = None
+    whole: DecodeIndex | None = None
+
+    @property
+    def of_segment(self) -> DecodeIndex | None:
+        """Index of a whole segment; None if it is missing, or if the index covers something else."""
+        if self.whole is not None or len(self.pieces) > 1:
+            return self.whole
+        return self.index if _is_whole(self.pieces[0]) else None
+
+    @property
+    def held(self) -> DecodeIndex | None:
+        """Index that owns the memory."""
+        return self.index if self.whole is None else self.whole
+
+
 class RowIndexes:
-    """Indexes of the restored tokens of rows: for each layer, one per segment of a row.
+    """Indexes of the restored tokens of rows: for each layer, one per segment of a row, or one for several.
 
     Indexes describe rotated keys, so each is valid only for its segment's position in the prefix.
 
@@ -83,13 +111,17 @@ class RowIndexes:
     ) -> None:
         self._kind, self.chunk_tokens = kind, chunk_tokens
         self._fetcher, self._rows, self._sidecars = fetcher, rows, sidecars
+        self._index_cache = fetcher.residency.index_cache
         # looked up now: if a segment is relaid out during the request, its cached indexes move to the new segment
-        readers = {piece.reader for row in rows for piece in row.pieces}
-        self._cached_indexes = {reader: self._cached(reader) for reader in readers}
+        self._cached_runs = {
+            (layer, place): self._find_runs(row, layer)
+            for place, row in enumerate(rows)
+            for layer, layer_kv in enumerate(row.pieces[0].reader.shape.layout.layers)
+            if layer_kv is not None
+        }
         self._stored_indexes: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
-        self._segment_indexes: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # by layer
         self._built_readers: set[SegmentReader] = set()
-        self._row_indexes: dict[tuple[int, int], list[DecodeIndex | None]] = {}  # by layer and row number
+        self._runs: dict[tuple[int, int], list[_Run]] = {}  # by layer and row number
         self._keys: dict[tuple[int, int], tuple[UnitTable, list[Request]]] = {}  # keys for missing indexes
 
     def fetch(self, layer: int, ahead: bool = False) -> None:
@@ -98,9 +130,9 @@ class RowIndexes:
             if (layer, place) not in self._keys:
                 table, requests = UnitTable(self._fetcher, (layer,)), list[Request]()
                 self._keys[layer, place] = table, requests
-                for piece, index in zip(row.pieces, self._look_up(layer, place), strict=True):
-                    if index is None:
-                        requests += table.want_keys(self._to_index(row, piece), layer, None)
+                for run in self._look_up(layer, place):
+                    if run.index is None:
+                        requests += table.want_keys(self._to_index(row, run.pieces[0]), layer, None)
                 if requests:
                     self._fetcher.bring(requests, ahead, attends=False)
 
@@ -111,66 +143,85 @@ class RowIndexes:
             RestoreError: A block did not arrive.
         """
         self.fetch(layer)
-        row, indexes = self._rows[place], self._row_indexes[layer, place]
         table, requests = self._keys[layer, place]
         if requests:
             self._fetcher.bring(requests, attends=False)  # chunks that a prefetch had no room for
             requests.clear()
             table.wait(layer)
             self._fetcher.confirm()  # indexes built from keys outlive the pass
-            for number, piece in enumerate(row.pieces):
-                if indexes[number] is None:
-                    keys = self._rotated_keys(table, row, piece, layer, rotate_)
-                    indexes[number] = self._part(piece, self._build(piece, layer, keys))
+            for run in self._runs[layer, place]:
+                if run.index is None:
+                    self._build(run, layer, self._rotated_keys(table, self._rows[place], run.pieces[0], layer, rotate_))
             table.finish(layer)
-        return [index for index in indexes if index is not None]
+        return self.held(layer, place)
 
     def held(self, layer: int, place: int) -> list[DecodeIndex]:
         """Return the indexes of a row at a layer, all of which exist: the row was selected from them before."""
-        return [index for index in self._row_indexes[layer, place] if index is not None]
+        return [run.index for run in self._runs[layer, place] if run.index is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all indexes looked up or built so far. Indexes that rows share count once."""
-        indexes = (index for row_indexes in self._row_indexes.values() for index in row_indexes if index is not None)
+        indexes = (index for layer, place in self._runs for index in self.held(layer, place))
         return sum({id(index): index.nbytes for index in indexes}.values())
 
     @property
     def fit(self) -> bool:
-        """True if the index cache has room for all indexes of whole segments. True if its budget is 0."""
-        nbytes = sum(index.nbytes for indexes in self._segment_indexes.values() for index in indexes.values())
-        return not 0 < self._fetcher.residency.index_cache.budget < nbytes
+        """True if the index cache has room for all indexes. True if its budget is 0."""
+        indexes = (run.held for runs in self._runs.values() for run in runs)
+        nbytes = sum({id(index): index.nbytes for index in indexes if index is not None}.values())
+        return not 0 < self._index_cache.budget < nbytes
 
     def merge(self) -> None:
-        """Merge the indexes of each layer and row for decoding. Call when all layers have their indexes."""
-        for key, indexes in self._row_indexes.items():
-            self._row_indexes[key] = [*self._kind.merged([index for index in indexes if index is not None])]
+        """Merge the indexes of each layer and row for decoding. Call when all layers have their indexes.
+
+        Merged indexes replace the original ones, also in the index cache. One layer at a time is held twice.
+        """
         self._keys.clear()
-        self._cached_indexes.clear()
+        self._cached_runs.clear()
         self._stored_indexes.clear()
-        self._segment_indexes.clear()
+        for (layer, place), runs in self._runs.items():
+            if len(runs) > 1 and (merged := self._merged(runs, layer)) is not None:
+                self._runs[layer, place] = [_Run(self._rows[place].pieces, merged)]
+
+    def _merged(self, runs: Sequence[_Run], layer: int) -> DecodeIndex | None:
+        """Return one index for all runs of a row. None if the index class cannot merge them."""
+        pieces = [piece for run in runs for piece in run.pieces]
+        index: DecodeIndex | None = self._index_cache.get(self._key(pieces, layer), self._fetcher.device_of(layer))
+        if index is None:
+            merged = self._kind.merged([run.index for run in runs if run.index is not None])
+            if len(merged) > 1:
+                return None
+            index = merged[0]
+        replaced = [self._key([_whole(run.pieces[0])] if run.whole else run.pieces, layer) for run in runs]
+        return self._admit(pieces, layer, index, replaced)
 
     def lacks(self, layer: int, place: int) -> bool:
         """Return whether a segment of a row lacks its index of a layer."""
-        return None in self._look_up(layer, place)
+        return any(run.index is None for run in self._look_up(layer, place))
 
     def make(self, layer: int, place: int, keys: torch.Tensor) -> None:
         """Build missing indexes of a row at a layer from all of its rotated keys, `[kv_heads, tokens, dim]`."""
-        row, indexes = self._rows[place], self._look_up(layer, place)
         self._fetcher.confirm()  # indexes built from keys outlive the pass
-        for number, piece in enumerate(row.pieces):
-            if indexes[number] is None:
-                indexes[number] = self._build(piece, layer, keys[:, piece.at : piece.at + piece.count])
-
-    def _look_up(self, layer: int, place: int) -> list[DecodeIndex | None]:
-        if (layer, place) not in self._row_indexes:
-            self._row_indexes[layer, place] = [self._find_index(piece, layer) for piece in self._rows[place].pieces]
-        return self._row_indexes[layer, place]
+        for run in self._look_up(layer, place):
+            if run.index is None:
+                (piece,) = run.pieces
+                self._build(run, layer, keys[:, piece.at : piece.at + piece.count])
 
     def keep(self) -> None:
-        """Write newly built indexes to sidecars. Call when all layers have their indexes."""
-        for reader in self._built_readers:
-            self._sidecars.keep(reader, self._segment_indexes[reader])
+        """Write newly built indexes to sidecars. Call when all layers have their indexes.
+
+        A sidecar has all layers. A segment is skipped if some of its layers are in memory only as merged indexes.
+        """
+        layers = {layer for layer, _ in self._runs}
+        by_reader: dict[SegmentReader, dict[int, DecodeIndex]] = {reader: {} for reader in self._built_readers}
+        for (layer, _), runs in self._runs.items():
+            for run in runs:
+                if run.pieces[0].reader in by_reader and (index := run.of_segment) is not None:
+                    by_reader[run.pieces[0].reader][layer] = index
+        for reader, indexes in by_reader.items():
+            if indexes.keys() == layers:
+                self._sidecars.keep(reader, indexes)
         self._built_readers.clear()
 
     def _rotated_keys(
@@ -188,52 +239,86 @@ class RowIndexes:
 
     def _to_index(self, row: RowPrefix, piece: SegmentSlice) -> RowTokens:
         """Return the tokens to index of a slice: those of the whole segment if the index class is divisible."""
-        whole = replace(piece, first=0, count=piece.reader.shape.tokens, at=0)
-        to_index = whole if self._kind.divisible else replace(piece, at=0)
+        to_index = replace(_whole(piece) if self._kind.divisible else piece, at=0)
         prefix = RowPrefix(replace(row.group, pieces=(to_index,)), to_index.count)
         return RowTokens(prefix, np.arange(to_index.count)[None])
 
-    def _part(self, piece: SegmentSlice, index: DecodeIndex) -> DecodeIndex:
-        """Return the part of an index that a row needs; the index may cover the whole segment."""
-        is_complete = not self._kind.divisible or piece.count == piece.reader.shape.tokens
-        return index if is_complete else index.part(piece.first, piece.count)
+    # --- finding and building
 
-    def _build(self, piece: SegmentSlice, layer: int, keys: torch.Tensor) -> DecodeIndex:
-        """Build the index of a slice's keys. The index of a whole segment is also cached for other requests."""
+    def _find_runs(self, row: RowPrefix, layer: int) -> list[_Run]:
+        """Divide a row into the longest runs with a cached index, and slices without one."""
+        runs, first = list[_Run](), 0
+        while first < len(row.pieces):
+            for stop in range(len(row.pieces), first, -1):
+                runs.append(_Run(row.pieces[first:stop]))
+                if self._find(runs[-1], layer) or stop == first + 1:
+                    break
+                runs.pop()
+            first += len(runs[-1].pieces)
+        return runs
+
+    def _look_up(self, layer: int, place: int) -> list[_Run]:
+        """Return the runs of a row at a layer, with all indexes that exist."""
+        if (layer, place) not in self._runs:
+            runs = self._runs[layer, place] = self._cached_runs.pop((layer, place))
+            for run in runs:
+                if run.index is None and not self._find(run, layer):
+                    self._find_stored(run, layer)
+        return self._runs[layer, place]
+
+    def _find(self, run: _Run, layer: int) -> bool:
+        """Take the index of a run from the index cache, or as a part of its segment's. Return whether it is there."""
+        device = self._fetcher.device_of(layer)
+        run.index = self._index_cache.get(self._key(run.pieces, layer), device)
+        piece = run.pieces[0]
+        if run.index is None and len(run.pieces) == 1 and self._kind.divisible and not _is_whole(piece):
+            self._set(run, self._index_cache.get(self._key([_whole(piece)], layer), device))
+        return run.index is not None
+
+    def _find_stored(self, run: _Run, layer: int) -> None:
+        """Take the index of a slice from its segment's sidecar. An indivisible index requires the whole segment."""
+        piece = run.pieces[0]
+        if not self._kind.divisible and not _is_whole(piece):
+            return
+        if piece.reader not in self._stored_indexes:
+            self._stored_indexes[piece.reader] = self._read(piece.reader)
+        if (index := self._stored_indexes[piece.reader].pop(layer, None)) is not None:
+            self._set(run, self._admit([_whole(piece)], layer, index.to(self._fetcher.device_of(layer))))
+
+    def _build(self, run: _Run, layer: int, keys: torch.Tensor) -> None:
+        """Build the index of a slice from its keys, or from those of its whole segment."""
         with self._fetcher.collector.timing("index_seconds"):
             index = self._kind.build(keys, self.chunk_tokens)
-        if keys.shape[1] == piece.reader.shape.tokens and not piece.reader.gone:
-            self._fetcher.residency.index_cache.admit(self._owner(piece.reader, layer), index)
-            self._segment_indexes.setdefault(piece.reader, {})[layer] = index
+        (piece,) = run.pieces
+        if keys.shape[1] < piece.reader.shape.tokens:
+            run.index = self._admit(run.pieces, layer, index)
+            return
+        self._set(run, self._admit([_whole(piece)], layer, index))
+        if not piece.reader.gone:
             self._built_readers.add(piece.reader)
-        return index
 
-    def _find_index(self, piece: SegmentSlice, layer: int) -> DecodeIndex | None:
-        """Return a cached or stored index, or None. An indivisible index requires a row with the whole segment."""
-        reader, device = piece.reader, self._fetcher.device_of(layer)
-        if piece.count < reader.shape.tokens and not self._kind.divisible:
-            return None
-        index_cache = self._fetcher.residency.index_cache
-        index = self._cached_indexes.get(reader, {}).get(layer)
-        if index is None:
-            index = index_cache.get(self._owner(reader, layer), device)
-        if index is None:
-            if reader not in self._stored_indexes:
-                self._stored_indexes[reader] = self._read(reader)
-            if (stored_index := self._stored_indexes[reader].get(layer)) is not None:
-                index = stored_index.to(device)
-                index_cache.admit(self._owner(reader, layer), index)
-        if index is None:
-            return None
-        self._segment_indexes.setdefault(reader, {})[layer] = index
-        return self._part(piece, index)
+    @staticmethod
+    def _set(run: _Run, whole: DecodeIndex | None) -> None:
+        """Set the index of a slice from that of its whole segment."""
+        piece = run.pieces[0]
+        if whole is None or _is_whole(piece):
+            run.index = whole
+        else:
+            run.index, run.whole = whole.part(piece.first, piece.count), whole
 
-    def _cached(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
-        """Return the indexes of a segment in the index cache, by layer."""
-        index_cache, device_of = self._fetcher.residency.index_cache, self._fetcher.device_of
-        layers = [layer for layer, kind in enumerate(reader.shape.layout.layers) if kind is not None]
-        indexes = {layer: index_cache.get(self._owner(reader, layer), device_of(layer)) for layer in layers}
-        return {layer: index for layer, index in indexes.items() if index is not None}
+    def _admit(
+        self, pieces: Sequence[SegmentSlice], layer: int, index: DecodeIndex, replaced: Sequence[IndexKey] = ()
+    ) -> DecodeIndex:
+        """Cache an index for other requests, and return the index to use: another cache may have made it, too."""
+        if any(piece.reader.gone for piece in pieces):
+            self._index_cache.track(index)
+            return index
+        shared: DecodeIndex = self._index_cache.admit(self._key(pieces, layer), index, replaced)
+        return shared
+
+    def _key(self, pieces: Sequence[SegmentSlice], layer: int) -> IndexKey:
+        made = f"{self._kind.__name__} {self.chunk_tokens}"
+        return tuple((piece.reader.key_owner(layer, made), piece.first, piece.count) for piece in pieces)
 
     def _read(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
         """Read the stored indexes of a segment, by layer. Blocks, and counts as stall time."""
@@ -244,8 +329,14 @@ class RowIndexes:
         collector.add(bytes_read=nbytes, bytes_identifying=nbytes, bytes_brought=nbytes, brought_identifying=nbytes)
         return indexes
 
-    def _owner(self, reader: SegmentReader, layer: int) -> tuple[str, int, int, str]:
-        return reader.key_owner(layer, f"{self._kind.__name__} {self.chunk_tokens}")
+
+def _is_whole(piece: SegmentSlice) -> bool:
+    return piece.count == piece.reader.shape.tokens
+
+
+def _whole(piece: SegmentSlice) -> SegmentSlice:
+    """Return the slice of all tokens of a segment."""
+    return replace(piece, first=0, count=piece.reader.shape.tokens, at=0)
 
 
 def rotate_nothing(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:

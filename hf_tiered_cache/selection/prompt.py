@@ -175,10 +175,10 @@ class SelectiveRestore:
     def _end(self) -> None:
         """Write new indexes, merge the indexes for decoding, and start the warm-up. Call when all layers are filled."""
         if self._indexes is not None:
-            self.collector.add(index_bytes=self._indexes.nbytes)
             self._indexes.keep()
-            self.index_fits = self._indexes.fit
             self._indexes.merge()
+            self.collector.add(index_bytes=self._indexes.nbytes)
+            self.index_fits = self._indexes.fit
             if self._warm_up is not None:
                 self._warm_up.start()
 

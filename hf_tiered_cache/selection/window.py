@@ -232,6 +232,7 @@ class WindowDecodeSelector(DecodeSelector):
             size, kind = self.selector.chunk_tokens, self.selector.kind
             num_chunks = sum(-(-piece.count // size) for piece in self.prefixes[state.prefix].pieces)  # of the indexes
             offloaded = append_offloaded(state.offloaded, num_chunks, row_keys, row_values, size, kind)
+            self.residency.index_cache.track(offloaded.indexes[-1])
             state.window.grow(offloaded.numbers.stop)
             states.append(replace(state, offloaded=offloaded))
         return states

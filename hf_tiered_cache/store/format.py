@@ -2,8 +2,8 @@
 
     header page | hash chain | digest table | scan hashes, and order of tokens, if any | blocks, group after group
 
-Every section starts on a 4 KiB boundary, and a checksum covers every byte of the file. In an encrypted file only the
-blocks are encrypted (see cipher.py); a tag also authenticates the data before them.
+Every section starts on a 4 KiB boundary, and a checksum covers every byte of the file except the padding after the last
+block. In an encrypted file only the blocks are encrypted (see cipher.py); a tag authenticates the data before them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from . import EXACT, HASH_BYTES, PASSAGE, SCAN_BYTES
 from .codecs import RAW, codec_in, coded_provenance
 from .container import TAG_BYTES, Seal, check_head, finish_head, parse_prefix
 from .digest import DIGEST_DTYPE, Guard, xxh3
-from .geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
+from .geometry import ALIGNMENT, BLOCK_ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
 from .kinds import SEGMENT_MAGIC
 from .schema import decoding, hexadecimal, seconds, text, whole
 from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 """Newest version that is read. Older programs can read a file if its version is lower (see `_version`)."""
 HEADER_BYTES = ALIGNMENT
 _NUMBER_BYTES = 4  # of an entry of the sections order, tables and importance
@@ -207,6 +207,8 @@ def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
         "expires": header.expires,
         "sections": {name: [s.offset, s.nbytes, s.digest] for name, s in sections(header).items()},
     }
+    if not header.shape.page_aligned:
+        data["alignment"] = header.shape.alignment
     if header.seal is not None:
         data["cipher"] = header.seal.to_json()
     room = HEADER_BYTES - PREFIX.size - (0 if header.seal is None else TAG_BYTES)
@@ -239,6 +241,7 @@ def _version(header: SegmentHeader) -> int:
     """Return the lowest format version that supports the content of a file."""
     geometry = header.shape.geometry
     needs = {
+        9: not header.shape.page_aligned,
         8: header.scan.nbytes,
         7: geometry.pairs,
         6: header.tables.nbytes,
@@ -312,11 +315,16 @@ def _header_of(page_json: bytes) -> tuple[SegmentHeader, int]:
     if tokens != num_hashes * HASH_TOKENS:
         raise FormatError(f"{num_hashes} prefix hashes do not cover {tokens} tokens")
     layout, geometry = KVLayout.from_json(data["layout"]), Geometry.from_json(data["geometry"])
+    shape = SegmentShape(layout, geometry, tokens)
+    if data.get("alignment", BLOCK_ALIGNMENT) != BLOCK_ALIGNMENT:
+        raise FormatError(f"blocks have an invalid alignment of {data['alignment']!r} bytes")
+    if "alignment" not in data and not shape.page_aligned:  # as in all files before format 9
+        shape = replace(shape, alignment=ALIGNMENT)
     expires = data["expires"]
     header = SegmentHeader(
         id=hexadecimal(data["id"]),
         fingerprint=text(data["fingerprint"]),
-        shape=SegmentShape(layout, geometry, tokens),
+        shape=shape,
         parent=bytes.fromhex(hexadecimal(data["parent"])),
         position=whole(data["position"], 0, _MOST_POSITION),
         created=seconds(data["created"]),

@@ -19,7 +19,11 @@ from ..errors import ConfigError, FormatError, NewerFormatError, with_type
 from .codecs import CODECS, RAW, Codec, make_codec, merged_codec
 
 ALIGNMENT = 4096
-"""Alignment in bytes of the offsets, lengths and memory addresses of blocks, as required by O_DIRECT and GPUDirect."""
+"""Alignment in bytes of the sections of a file and of memory, and size of a page."""
+
+BLOCK_ALIGNMENT = 512
+"""Alignment in bytes of blocks, in a file and in memory: the sector of most disks, as required by O_DIRECT. Blocks were
+aligned to `ALIGNMENT` before format 9, which doubled those of 8 tokens of one head."""
 
 HASH_TOKENS = 16
 """Number of tokens that one prefix hash covers. The index does not depend on the geometry of a segment."""
@@ -172,6 +176,7 @@ class BlockGroup:
     """True if the parts are a separate copy of keys, which selectors read to identify tokens."""
     merged: bool = False
     """True if the group merges two layers: each part is a shared direction, and a factor of its own."""
+    alignment: int = BLOCK_ALIGNMENT
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -179,7 +184,7 @@ class BlockGroup:
 
     @cached_property
     def block_bytes(self) -> int:
-        return aligned(self.payload_bytes)
+        return aligned(self.payload_bytes, self.alignment)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -289,7 +294,7 @@ def _check_count(name: str, value: int | None) -> None:
 
 
 @lru_cache(maxsize=64)
-def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]:
+def block_groups(layout: KVLayout, geometry: Geometry, alignment: int = BLOCK_ALIGNMENT) -> tuple[BlockGroup, ...]:
     """Return the KV cache groups of a segment, in the order in which a forward pass needs them; index groups are last.
 
     Raises:
@@ -316,13 +321,14 @@ def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]
                     group_parts.append((0, parts, True))
     group_parts.sort(key=lambda block_group: block_group[1][0].layer)
     numbered = [
-        BlockGroup(number, parts, window, merged=merged) for number, (window, parts, merged) in enumerate(group_parts)
+        BlockGroup(number, parts, window, merged=merged, alignment=alignment)
+        for number, (window, parts, merged) in enumerate(group_parts)
     ]
     if geometry.index is not None:
         heads = None if geometry.index.heads is None else (0, geometry.index.heads)
         for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.solo_layers):
             parts = tuple(_parts(layout, geometry, [layer], ("key",), heads))
-            numbered.append(BlockGroup(len(numbered), parts, 0, identifies=True))
+            numbered.append(BlockGroup(len(numbered), parts, 0, identifies=True, alignment=alignment))
     return tuple(numbered)
 
 

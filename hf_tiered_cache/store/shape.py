@@ -11,7 +11,7 @@ import torch
 
 from ..errors import FormatError
 from .codecs import Codec, checked_decode, checked_encode, make_codec, merged_codec
-from .geometry import HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
+from .geometry import ALIGNMENT, BLOCK_ALIGNMENT, HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
 from .memory import to_device
 
 NOT_HELD = 0xFFFFFFFF
@@ -180,10 +180,17 @@ class SegmentShape:
     tokens: int
     tables: TokenTables | None = None
     """Token tables; None if every KV cache group holds all tokens in order."""
+    alignment: int = BLOCK_ALIGNMENT
+    """Alignment of blocks in bytes; `ALIGNMENT` in files before format 9."""
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:
-        return block_groups(self.layout, self.geometry)
+        return block_groups(self.layout, self.geometry, self.alignment)
+
+    @property
+    def page_aligned(self) -> bool:
+        """True if all blocks are aligned to pages, with either alignment."""
+        return all(group.block_bytes % ALIGNMENT == 0 for group in self.block_groups)
 
     @cached_property
     def restoring_groups(self) -> dict[int, list[BlockGroup]]:

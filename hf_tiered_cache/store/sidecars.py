@@ -49,6 +49,8 @@ PREFIX = struct.Struct("<8sIIQQ")  # magic, version, bytes of the JSON, bytes of
 _NAME = re.compile(r"([0-9a-f]{32})\.([a-z][a-z0-9_]{0,31})")
 _MOST_JSON, _MOST_BYTES, _MOST_DIMS = 64 << 10, 1 << 40, 8
 _BLOCK_BYTES, _ARRAY_ALIGNMENT = 64 << 10, 64
+_BUFFER_BYTES = 16 << 20
+"""Maximum number of bytes that are read and verified at a time."""
 
 
 class Kept(NamedTuple):
@@ -170,7 +172,7 @@ class Sidecars:
         return True
 
     def kept(self, reader: SegmentReader, kind: str, facts: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-        """Return the arrays of one kind of a segment: dense CPU tensors in one shared buffer.
+        """Return the arrays of one kind of a segment: dense CPU tensors, each with memory of its own.
 
         Args:
             reader: the segment. A sidecar that was made from other bytes under the same id is ignored.
@@ -230,16 +232,24 @@ class Sidecars:
     def _arrays(self, name: str, opened: _Open) -> dict[str, torch.Tensor]:
         """Read, verify and decrypt the arrays. Raises IntegrityError or OSError."""
         file, stored, head, guard = opened
+        with torch.inference_mode(False):  # as in `aligned_bytes`
+            tensors = {array.name: torch.empty(array.shape, dtype=array.dtype) for array in head.arrays}
         count, block_bytes = _blocks(head.nbytes)
-        data = aligned_bytes(count * block_bytes)  # uint8 [bytes of the arrays, padded]
-        if count:
-            self._backend.read([ReadOp(file, stored.size - data.numel(), data)]).result()
-            if guard.open(0, data.view(count, block_bytes), head.digests) is not None:
+        step = max(1, _BUFFER_BYTES // max(1, block_bytes))
+        buffer = aligned_bytes(min(step, count) * block_bytes)
+        for first in range(0, count, step):
+            blocks = buffer[: min(step, count - first) * block_bytes]
+            begin = first * block_bytes  # offset in the blocks of the file
+            self._backend.read([ReadOp(file, stored.size - count * block_bytes + begin, blocks)]).result()
+            if guard.open(first, blocks.view(-1, block_bytes), head.digests[first : first + step]) is not None:
                 raise IntegrityError(f"{name} fails its checksum", version=stored.version)
-        tensors, offset = {}, 0
-        for array in head.arrays:
-            tensors[array.name] = data[offset : offset + array.nbytes].view(array.dtype).view(array.shape)
-            offset += aligned(array.nbytes, _ARRAY_ALIGNMENT)
+            offset = -begin  # of an array in `blocks`
+            for array in head.arrays:
+                start, stop = max(0, offset), min(offset + array.nbytes, blocks.numel())
+                if start < stop:
+                    target = tensors[array.name].view(-1).view(torch.uint8)
+                    target[start - offset : stop - offset] = blocks[start:stop]
+                offset += aligned(array.nbytes, _ARRAY_ALIGNMENT)
         return tensors
 
     def check(self, name: str) -> int:

@@ -470,6 +470,29 @@ def test_long_prompt(tmp_path):
     assert "| in pieces | 300 |" in (tmp_path / "long-prompt-tiny.md").read_text()
 
 
+def test_memory(tmp_path):
+    import memory
+
+    options = ["--shape", "tiny", "--layers", "2", "--contexts", "512", "1024", "--piece", "256", "--budget", "0.1"]
+    options += ["--new-tokens", "2", "--index-memory", "4KiB", "--host-memory", "1MiB"]
+    code = (  # forked, as in test_long_prompt
+        f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
+        "import multiprocessing, memory\n"
+        "memory.get_context = lambda _: multiprocessing.get_context('fork')\n"
+        "memory.main()"
+    )
+    processes.run([sys.executable, "-c", code, *options, "--out", str(tmp_path)], check=True, stdout=processes.DEVNULL)
+    document = json.loads((tmp_path / "memory-tiny-2l-cpu.json").read_text())
+    found = {(one["tokens"], one["caches"]): one for one in document["results"]}
+    assert found.keys() == {(tokens, caches) for tokens in (512, 1024) for caches in (1, 2)}
+    for (tokens, _), one in found.items():
+        assert one["kv_bytes"] == tokens * 2 * 2 * 32 * 2 * 4 and one["segments"] == tokens // 256
+        assert one["unbudgeted_index_bytes"] == found[tokens, 1]["unbudgeted_index_bytes"] > 0  # caches share it
+        assert one["peak_bytes"] > 0
+    page = (tmp_path / "memory-tiny-2l-cpu.md").read_text()
+    assert "Slope with 2 caches" in page and memory.slopes(document["results"]).keys() == {1, 2}
+
+
 def test_windows(tmp_path, monkeypatch):
     import windows
 

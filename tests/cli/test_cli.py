@@ -386,7 +386,7 @@ def test_conversations_are_listed(run, chats):
     lines = out.splitlines()
     assert lines[0].split() == ["conversation", "model", "method", "turns", "tokens", "size", "last", "used", "notes"]
     assert lines[1].startswith("bob") and lines[1].endswith("evicted: 64 of 128 tokens left")
-    assert lines[2].startswith("alice�[31m 42  Qwen/Qwen2.5-0.5B-Instruct  exact       3     128  120.0 KiB")
+    assert lines[2].startswith("alice�[31m 42  Qwen/Qwen2.5-0.5B-Instruct  exact       3     128  104.0 KiB")
     assert lines[-1] == "total: 2 conversations, 192 tokens"
     owned = conversations.ownership("bob")
     owned.take(over=False)

@@ -404,7 +404,7 @@ def test_an_index_that_left_memory_comes_from_its_file_again(model, tmp_path, mo
         monkeypatch.setattr(sidecars, "kept", lambda *given, real=sidecars.kept: reads.append(1) or real(*given))
         monkeypatch.setattr(DECODE_INDEXES[METHOD.index], "build", None)
         get = resident.get
-        monkeypatch.setattr(resident, "get", lambda owner, device: get(owner, device) if owner[1] == 0 else None)
+        monkeypatch.setattr(resident, "get", lambda key, device: get(key, device) if key[0][0][1] == 0 else None)
         assert_same(ask(model, store, question(ids), METHOD)[0], expected)
         assert len(reads) == 1
 

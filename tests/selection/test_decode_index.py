@@ -350,7 +350,7 @@ def test_each_chunk_has_a_cluster():
 def test_empty_clusters_are_never_chosen():
     """Equal keys go to one cluster: the others, whose centroids would score the same, hold nothing."""
     index = ClusterIndex.build(torch.ones(1, 128, 4), 4)
-    assert sorted(index.sizes[0].tolist()) == [0, 0, 0, 0, 0, 0, 0, 32]
+    assert sorted(index.sizes()[0].tolist()) == [0, 0, 0, 0, 0, 0, 0, 32]
     assert rank([index, index], torch.ones(1, 1, 4), None, 40).tolist() == [list(range(40))]
 
 

@@ -178,7 +178,7 @@ def test_geometries_with_codecs_go_through_json(codec, layout, geometry):
 @every_lossy
 @pytest.mark.parametrize(("dtype", "of"), [(torch.bfloat16, 1 / 2), (torch.float32, 1 / 4)])
 def test_a_large_model_takes_half_of_bfloat16(codec, dtype, of):
-    """Qwen2.5-7B's 28 layers, 4 KV heads of 128: a scale is 1/32 of the codes, and a block ends on 4 KiB."""
+    """Qwen2.5-7B's 28 layers, 4 KV heads of 128: a scale is 1/32 of the codes, and a block ends on 512 bytes."""
     layout = KVLayout((LayerKV(4, 128, 4, 128),) * 28, dtype)
     whole, half = (SegmentShape(layout, Geometry(codec=name), 4096).blocks_bytes for name in ("raw", codec))
     assert of < half / whole < of * 1.07
@@ -237,7 +237,7 @@ def test_logits_are_those_of_a_dynamic_cache_whose_kv_went_through_the_codec(fam
 
 
 def test_bytes_on_disk(root):
-    """Heads of 64 dims: the scales are 1/16 of the codes, and a block's end on 4 KiB costs less where it is large."""
+    """Heads of 64 dims: the scales are 1/16 of the codes, and the end of a block costs nothing."""
     changes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
     ids, sizes = prompt(512), {}
     for codec in CODECS:
@@ -251,7 +251,7 @@ def test_bytes_on_disk(root):
                     assert header.file_bytes <= row.nbytes <= header.file_bytes + 4096
                     sizes[codec, dtype, layers] = header.blocks.nbytes
     for codec in LOSSY:
-        for layers, share in ((4, 36 / 64), (8, 68 / 128)):
+        for layers, share in ((4, 34 / 64), (8, 68 / 128)):
             for dtype, of in ((torch.bfloat16, 1), (torch.float32, 2)):
                 assert sizes[codec, dtype, layers] / sizes["raw", dtype, layers] == share / of
 
@@ -394,7 +394,8 @@ def test_relayout_does_not_change_the_codec(root):
 
 @every_lossy
 @pytest.mark.parametrize("key", [None, secrets.token_bytes(32)], ids=["plain", "encrypted"])
-def test_files_with_a_codec_are_of_format_5_and_others_stay_what_they_were(codec, key, root):
+def test_files_with_a_codec_are_of_format_5_and_others_stay_what_they_were(codec, key, root, monkeypatch):
+    monkeypatch.setattr(SegmentShape, "page_aligned", True)  # with small blocks all are of format 9
     model, ids = build("qwen2"), prompt(100)
     question = torch.cat([ids, prompt(8, seed=3)], dim=1)
     with opened(root, codec) as store:

@@ -68,7 +68,7 @@ def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(t
     importance = (np.arange(6 * 64) * 7919 % 1009).reshape(6, 1, 64)
     kept = np.arange(64, dtype=np.float32) if kind_of_order == 2 else None
     tables = TokenTables.by_importance(importance, block_groups(layout, geometry), kept) if kind_of_order else None
-    shape, chain, parent = SegmentShape(layout, geometry, 64, tables), hashes(4), b"\0" * 16
+    shape, chain, parent = SegmentShape(layout, geometry, 64, tables, ALIGNMENT), hashes(4), b"\0" * 16
     name = segment_id(parent, chain[-1], shape, "exact")
     header = SegmentHeader(name, "f" * 32, shape, parent, position=0, created=1.0)
     blocks, put = [], {}
@@ -103,8 +103,9 @@ def test_the_file_is_aligned_and_its_header_can_be_read_by_people(tmp_path):
     assert len(data) % ALIGNMENT == 0
     assert data[:8] == MAGIC
     version, length = struct.unpack_from("<II", data, 8)
-    assert version == 1  # so that programs that know nothing of orders read it
+    assert version == 9
     described = json.loads(data[24 : 24 + length])
+    assert described["alignment"] == 512
     assert described["tokens"] == 80
     assert all(offset % ALIGNMENT == 0 for offset, _, _ in described["sections"].values())
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache.errors import ConfigError, FormatError
-from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.store.geometry import BLOCK_ALIGNMENT, Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.store.shape import SegmentShape
 
 layers = st.builds(
@@ -63,8 +63,8 @@ def test_block_groups_are_aligned_separate_windows_and_come_in_the_order_of_laye
     assert [block_group.index for block_group in made] == list(range(len(made)))
     assert [block_group.layers[0] for block_group in made] == sorted(block_group.layers[0] for block_group in made)
     for block_group in made:
-        assert block_group.block_bytes % ALIGNMENT == 0
-        assert 0 <= block_group.block_bytes - block_group.payload_bytes < ALIGNMENT
+        assert block_group.block_bytes % BLOCK_ALIGNMENT == 0
+        assert 0 <= block_group.block_bytes - block_group.payload_bytes < BLOCK_ALIGNMENT
         assert {layout.layers[i].window for i in block_group.layers} == {block_group.window}
         assert len(block_group.layers) <= geometry.layers_per_block
         offsets = [(part.offset, part.end) for part in block_group.parts]

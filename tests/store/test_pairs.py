@@ -8,6 +8,7 @@ import json
 import struct
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,7 +25,16 @@ from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.codecs import CODECS, coded_provenance, make_codec, merged_codec
 from hf_tiered_cache.store.codecs.pairs import encode
 from hf_tiered_cache.store.format import HEADER_BYTES, SegmentHeader, decode_header, segment_id
-from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.store.geometry import (
+    ALIGNMENT,
+    BLOCK_ALIGNMENT,
+    Geometry,
+    KeyIndex,
+    KVLayout,
+    LayerKV,
+    aligned,
+    block_groups,
+)
 from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import NOT_HELD, SegmentShape, TokenTables
 
@@ -69,7 +79,7 @@ def test_two_parts_share_a_direction_and_nothing_else_overlaps(codec, cut):
         slots = {slot: None for part in group.parts for slot in part.fields}
         ends = [0, *(slot.offset + slot.nbytes for slot in slots)]
         assert all(end <= slot.offset < end + 8 for end, slot in zip(ends, slots, strict=False))
-        assert ends[-1] == group.payload_bytes <= group.block_bytes and group.block_bytes % ALIGNMENT == 0
+        assert ends[-1] == group.payload_bytes <= group.block_bytes and group.block_bytes % BLOCK_ALIGNMENT == 0
         if not group.merged:
             assert len(slots) == sum(len(part.fields) for part in group.parts)
             continue
@@ -509,8 +519,10 @@ FORMAT_7 = {"raw": "bfb55b16b3b6e687", "int8": "65a6690a5c98a1f2"}
 
 
 @pytest.mark.parametrize("codec", FORMAT_7)
-def test_files_of_format_7_are_what_they_were(tmp_path, codec):
+def test_files_of_format_7_are_what_they_were(tmp_path, monkeypatch, codec):
     """Numbers whose merging leaves nothing to rounding: what is not parallel is on axes, and opposite at that."""
+    in_pages = partial(SegmentShape, alignment=ALIGNMENT)
+    monkeypatch.setattr("hf_tiered_cache.store.relayout.SegmentShape", in_pages)
     store, chain, cut = open_store(tmp_path), hashes(4), Geometry(16, 1, codec=codec, pairs=((0, 3), (1, 2)))
     axes = torch.eye(8)[torch.arange(64) % 8].expand(2, 64, 8)
     kv = {(layer, name): axes * (2.0 + layer) for layer in range(LAYERS) for name in ("key", "value")}
@@ -538,6 +550,7 @@ def forge_time(path, page):
 
 
 def test_older_programs_leave_such_files_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(SegmentShape, "page_aligned", True)  # with small blocks all are of format 9
     store, kv, chain = open_store(tmp_path), kv_of(64, 1), hashes(4)
     made = joined(store, [put(store, kv, chain, 0, 4, Geometry())], Geometry(16, 1, pairs=((0, 3),)))
     page = store.path(made.id).read_bytes()[:HEADER_BYTES]
@@ -609,7 +622,7 @@ def test_tables_that_say_something_else_are_refused_or_are_tables(made, number, 
         shape = read_file(path).header.shape
     except FormatError:
         return
-    assert shape.blocks_bytes == header.blocks.nbytes
+    assert aligned(shape.blocks_bytes) == header.blocks.nbytes
     for layer in range(LAYERS):
         every = [shape.tokens_by_slot(group) for group in shape.block_groups if layer in group.layers]
         assert len(np.unique(np.concatenate(every))) == sum(map(len, every))

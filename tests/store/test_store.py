@@ -559,7 +559,7 @@ def test_a_segment_whose_writer_died_before_its_row_was_there_gets_one(tmp_path)
 
 def test_the_quota_is_never_exceeded_and_the_least_recently_used_go_first(tmp_path):
     size = du_of_one(tmp_path / "probe")
-    limit = 6 * size + 500_000
+    limit = 12 * size + 500_000
     store = open_store(tmp_path / "store", quota=limit, high=1.0, low=0.7)
     made = []
     for i in range(20):

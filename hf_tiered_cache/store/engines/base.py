@@ -28,7 +28,7 @@ class EngineFile:
 
 
 class ReadOp(NamedTuple):
-    """A read from `file` at `offset` into `dest`, contiguous uint8 `[bytes]`; aligned to 4 KiB for direct I/O."""
+    """A read from `file` at `offset` into `dest`, contiguous uint8 `[bytes]`; aligned to 512 bytes for direct I/O."""
 
     file: EngineFile
     offset: int

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar, cast
 
+import torch
+
 from ...errors import EngineUnavailableError
 from ..files import open_file
-from ..geometry import ALIGNMENT
+from ..geometry import ALIGNMENT, BLOCK_ALIGNMENT, aligned
 from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce, in_threads
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -30,7 +33,7 @@ class PosixFile(EngineFile):
 
     def __init__(self, path: str, direct: bool) -> None:
         self.path = path
-        self.direct = False
+        self.direct = self.whole_pages = False
         if direct and _O_DIRECT:
             try:
                 self._file = open_file(path, os.O_RDONLY | _O_DIRECT)
@@ -102,6 +105,8 @@ def _read(call: Call) -> int:
 def _read_all(call: Call) -> int:
     """Read until the call is complete: the kernel may return fewer bytes than requested."""
     file = cast(PosixFile, call.file)
+    if file.whole_pages and not _is_page_aligned(call):
+        return _read_pages(call)
     gap = _gap_memory() if any(isinstance(piece, int) for piece in call.pieces) else memoryview(b"")
     buffers = [gap[:piece] if isinstance(piece, int) else piece.numpy().data for piece in call.pieces]
     bytes_read = 0
@@ -112,12 +117,15 @@ def _read_all(call: Call) -> int:
         except OSError as error:
             if not direct or error.errno not in _NOT_DIRECT:
                 raise
+            if not _is_page_aligned(call) and not file.whole_pages:
+                file.whole_pages = True
+                return _read_pages(call)
             file.read_through_page_cache()
             continue
         if got == 0:
             raise OSError(errno.EIO, "file ends before the block", file.path)
         bytes_read += got
-        if bytes_read < call.nbytes and file.direct and bytes_read % ALIGNMENT:
+        if bytes_read < call.nbytes and file.direct and bytes_read % BLOCK_ALIGNMENT:
             raise OSError(errno.EIO, "file ends inside a block", file.path)
         while got:  # drop filled buffers
             in_buffer = min(got, len(buffers[0]))
@@ -128,10 +136,30 @@ def _read_all(call: Call) -> int:
     return bytes_read
 
 
+def _is_page_aligned(call: Call) -> bool:
+    """Return whether offsets, lengths and destinations of a call are multiples of a page."""
+    numbers = [call.offset]
+    for piece in call.pieces:
+        numbers += [piece] if isinstance(piece, int) else [piece.numel(), piece.data_ptr()]
+    return not any(number % ALIGNMENT for number in numbers)
+
+
+def _read_pages(call: Call) -> int:
+    """Run a call by reading whole pages and copying: some disks and file systems have sectors of 4 KiB."""
+    begin = call.offset // ALIGNMENT * ALIGNMENT
+    pages = torch.frombuffer(mmap.mmap(-1, aligned(call.offset + call.nbytes) - begin), dtype=torch.uint8)
+    bytes_read, at = _read_all(Call(call.file, begin, [pages], len(pages))), call.offset - begin
+    for piece in call.pieces:
+        if isinstance(piece, int):
+            at += piece
+        else:
+            piece.copy_(pages[at : at + len(piece)])
+            at += len(piece)
+    return bytes_read
+
+
 def _gap_memory() -> memoryview:
     """Return page-aligned memory for discarded bytes (O_DIRECT needs aligned destinations)."""
-    import mmap
-
     return memoryview(mmap.mmap(-1, READ_THROUGH_BYTES))
 
 

@@ -1,0 +1,156 @@
+"""Memory of indexes: caches of a prompt share one, nothing is held twice, and everything held is counted."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from families import build, prompt
+from test_selective import ask, question
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import ContiguousKV, KVDrive
+from hf_tiered_cache.selection import window
+from hf_tiered_cache.selection.decode_index import DecodeIndex
+
+IN_PIECES = KVDrive(budget=0.2, local=16, prefill_tokens=128, exact_from=64)
+WHOLE = KVDrive(budget=0.2, local=16)
+KEYS = ContiguousKV(0.25, reselect=True, reorder=False, identify="index")
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+@pytest.fixture
+def existing_bytes():
+    """Bytes of all indexes that have come into being since and still exist, by their storages."""
+    gc.collect()
+    before = {id(index) for index in gc.get_objects() if isinstance(index, DecodeIndex)}
+
+    def nbytes() -> int:
+        gc.collect()
+        indexes = [index for index in gc.get_objects() if isinstance(index, DecodeIndex) and id(index) not in before]
+        storages = [tensor.untyped_storage() for index in indexes for tensor in index.tensors().values()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    return nbytes
+
+
+def computed(model, store, ids, method):
+    """Store a prompt, in pieces if the method wants it, without the token that follows."""
+    cache = TieredCache(model, store, method=method)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    cache.store_now()
+    store.flush()
+
+
+def stored(model, path, ids, method):
+    """Store a prompt with its index."""
+    with KVStore(path, engine="posix") as store:
+        computed(model, store, ids, method)
+        assert (len(store.segments()) > 2) == (method is IN_PIECES)
+        opened_cache(model, store, ids, method)
+
+
+def answered(model, store, ids, method):
+    """Logits and statistics of a request that restores the whole prompt."""
+    output, cache = ask(model, store, question(ids), method)  # the output refers to the cache
+    assert cache.stats.tokens_restored == ids.shape[1]
+    store.flush()
+    return torch.stack(output.logits), cache.stats
+
+
+def opened_cache(model, store, ids, method):
+    """A cache that has read the prompt and decoded a token."""
+    cache = TieredCache(model, store, method=method, record=False)
+    with torch.no_grad():
+        model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1)
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    assert cache.stats.tokens_restored == ids.shape[1]
+    return cache
+
+
+def indexes_of(cache):
+    return [
+        index
+        for layer, prefix in sorted(cache.layers[0].decode_selector.indexes._runs)
+        for index in cache.layers[0].decode_selector.indexes.held(layer, prefix)
+    ]
+
+
+def held_bytes(store):
+    return store.stats.index.bytes + store.stats.unbudgeted_index_bytes
+
+
+@pytest.mark.parametrize("room", [0, 5_000, 1 << 20])
+@pytest.mark.parametrize("method", [WHOLE, IN_PIECES, KEYS], ids=["whole", "pieces", "keys"])
+def test_caches_of_a_prompt_share_its_index(model, tmp_path, existing_bytes, method, room):
+    ids = prompt(TOKENS)
+    stored(model, tmp_path, ids, method)
+    with KVStore(tmp_path, engine="posix", index_memory=room) as store:
+        first = opened_cache(model, store, ids, method)
+        need = first.stats.details.index_bytes
+        assert existing_bytes() == held_bytes(store) == need
+        second = opened_cache(model, store, ids, method)
+        assert second.stats.details.bytes_identifying == 0  # nothing was read again
+        assert existing_bytes() == held_bytes(store) == need
+        pairs = zip(indexes_of(first), indexes_of(second), strict=True)
+        assert all(ours is theirs for ours, theirs in pairs)
+        assert store.stats.index.bytes <= room
+        assert first.stats.reasons == second.stats.reasons and bool(first.stats.reason) == (0 < room < need)
+        del first, second, pairs
+        gc.collect()
+        assert store.stats.unbudgeted_index_bytes == 0
+        assert existing_bytes() == store.stats.index.bytes <= room
+
+
+def test_pieces_are_held_once(model, tmp_path, existing_bytes):
+    """As soon as they are merged, also where they were just built, and a later prompt finds them merged."""
+    ids = prompt(TOKENS)
+    longer = torch.cat([ids, prompt(128, seed=7)], dim=1)
+    with KVStore(tmp_path, engine="posix", index_memory="1MiB") as store:
+        computed(model, store, ids, IN_PIECES)
+        logits, built = answered(model, store, ids, IN_PIECES)
+        assert built.details.index_seconds > 0
+        assert existing_bytes() == store.stats.index.bytes == built.details.index_bytes
+        again, kept = answered(model, store, ids, IN_PIECES)
+        assert torch.equal(again, logits)
+        assert (kept.details.index_seconds, kept.details.bytes_identifying) == (0, 0)
+        computed(model, store, longer, IN_PIECES)
+        grown, added = answered(model, store, longer, IN_PIECES)  # of the merged pieces and one more
+        assert existing_bytes() == store.stats.index.bytes == added.details.index_bytes > built.details.index_bytes
+    with KVStore(tmp_path, engine="posix", index_memory="1MiB") as store:
+        assert torch.equal(answered(model, store, longer, IN_PIECES)[0], grown)
+        assert torch.equal(answered(model, store, ids, IN_PIECES)[0], logits)  # its own pieces are read again
+        assert torch.equal(answered(model, store, longer, IN_PIECES)[0], grown)
+
+
+def test_an_evicted_layer_leaves_nothing_behind(model, tmp_path, existing_bytes):
+    """The layers of a sidecar have memory of their own."""
+    ids = prompt(TOKENS)
+    stored(model, tmp_path, ids, WHOLE)
+    with KVStore(tmp_path, engine="posix") as store:
+        need = answered(model, store, ids, WHOLE)[1].details.index_bytes
+    with KVStore(tmp_path, engine="posix", index_memory=need - 1) as store:
+        answered(model, store, ids, WHOLE)
+        assert 0 < existing_bytes() == store.stats.index.bytes < need
+
+
+def test_indexes_of_generated_tokens_are_counted(model, tmp_path, existing_bytes, monkeypatch):
+    for module in ("held", "window"):
+        monkeypatch.setattr(f"hf_tiered_cache.selection.{module}.INDEXED_TOKENS", 32)
+    assert window.INDEXED_TOKENS == 32
+    ids = prompt(TOKENS)
+    stored(model, tmp_path, ids, WHOLE)
+    with KVStore(tmp_path, engine="posix") as store:
+        cache = opened_cache(model, store, ids, WHOLE)
+        assert store.stats.unbudgeted_index_bytes == 0
+        with torch.no_grad():
+            for token in prompt(100, seed=8).split(1, dim=1):
+                model(input_ids=token, past_key_values=cache)
+        assert 0 < store.stats.unbudgeted_index_bytes == existing_bytes() - store.stats.index.bytes

@@ -1,0 +1,116 @@
+"""Blocks are aligned to 512 bytes, in files of format 9, and to 4 KiB in older ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from test_selective import ask, question
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import ContiguousKV, Exact, KVDrive
+from hf_tiered_cache.store.engines import PosixEngine, ReadOp
+from hf_tiered_cache.store.format import PREFIX
+from hf_tiered_cache.store.geometry import ALIGNMENT, BLOCK_ALIGNMENT
+from hf_tiered_cache.store.memory import aligned_bytes
+from hf_tiered_cache.store.shape import SegmentShape
+
+METHODS = {
+    "exact": Exact(),
+    "contiguous_kv": ContiguousKV(0.25, reorder=False, reselect=False),
+    "kv_drive": KVDrive(budget=0.2, local=16),
+}
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2).to(torch.bfloat16)
+
+
+def stored(model, path, ids, method):
+    with KVStore(path, engine="posix") as store:
+        cache = TieredCache(model, store, method=method)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        cache.store_now()
+        store.flush()
+        (row,) = store.segments()
+        return store._storage.disk.reader(row.id).header, store.path / "segments" / f"{row.id}.kv"
+
+
+def version_of(file):
+    return PREFIX.unpack_from(file.read_bytes())[1]
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_small_blocks_take_little_more_than_their_kv(model, tmp_path, method, codec):
+    header, file = stored(model, tmp_path, prompt(TOKENS), type(method)(codec=codec))
+    shape = header.shape
+    payload = sum(group.payload_bytes * shape.chunks_in(group) for group in shape.block_groups)
+    blocks = sum(group.block_bytes * shape.chunks_in(group) for group in shape.block_groups)
+    assert payload <= blocks <= 1.5 * payload and (codec == "int8" or blocks == payload)
+    assert file.stat().st_size == header.file_bytes and header.file_bytes % ALIGNMENT == 0
+    assert (version_of(file) == 9) == any(group.block_bytes % ALIGNMENT for group in shape.block_groups)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_segments_of_older_formats_are_served(model, tmp_path, monkeypatch, method):
+    ids, answers = prompt(TOKENS), []
+    for alignment in (BLOCK_ALIGNMENT, ALIGNMENT):
+        path = tmp_path / str(alignment)
+        with monkeypatch.context() as patched:
+            patched.setattr("hf_tiered_cache.cache.recorder.SegmentShape", partial(SegmentShape, alignment=alignment))
+            header, file = stored(model, path, ids, method)
+        assert all(group.block_bytes % alignment == 0 for group in header.shape.block_groups)
+        assert version_of(file) == (9 if alignment < ALIGNMENT and not isinstance(method, Exact) else 1)
+        for host_memory in (0, "64MiB"):
+            with KVStore(path, engine="posix", host_memory=host_memory) as store:
+                for _ in range(2):
+                    output, cache = ask(model, store, question(ids), method)
+                    assert cache.stats.tokens_restored == TOKENS
+                    answers.append((header.id, torch.stack(output.logits)))
+                assert store.verify().ok
+    for name, logits in answers[1:]:
+        assert name == answers[0][0] and torch.equal(logits, answers[0][1])
+
+
+def test_a_disk_with_large_sectors_is_read_in_whole_pages(tmp_path, monkeypatch):
+    """Directly, as far as it allows."""
+    data = np.random.default_rng(0).integers(0, 256, 16 * ALIGNMENT, np.uint8)
+    path = tmp_path / "file"
+    path.write_bytes(data.tobytes())
+    engine, real, sizes = PosixEngine(threads=1), os.preadv, []
+    file = engine.open(str(path))
+    if not file.direct:
+        pytest.skip("no direct I/O here")
+
+    def preadv(fd, buffers, offset):
+        numbers = [offset, *(len(buffer) for buffer in buffers)]
+        numbers += [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers]
+        if any(number % ALIGNMENT for number in numbers):
+            raise OSError(errno.EINVAL, "planted")
+        sizes.append(sum(numbers[1 : 1 + len(buffers)]))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    memory = aligned_bytes(8 * ALIGNMENT)
+    for _ in range(2):
+        memory.zero_()
+        places = [(1536, 512), (2048, 1024), (5 * ALIGNMENT - 512, 4096), (15 * ALIGNMENT, 512)]
+        ops, at = [], 0
+        for offset, nbytes in places:
+            ops.append(ReadOp(file, offset, memory[at : at + nbytes]))
+            at += nbytes
+        report = engine.submit(ops).result(timeout=10)
+        expected = np.concatenate([data[offset : offset + nbytes] for offset, nbytes in places])
+        assert np.array_equal(memory[:at].numpy(), expected)
+        assert report.nbytes == sum(sizes) and file.direct
+        sizes.clear()
+    engine.close()
