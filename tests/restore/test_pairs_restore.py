@@ -20,7 +20,7 @@ from hf_tiered_cache.reasons import MERGED
 from hf_tiered_cache.restore.prefetch import units_of
 from hf_tiered_cache.store.codecs import coded_provenance, make_codec, merged_codec
 from hf_tiered_cache.store.codecs.pairs import encode
-from hf_tiered_cache.store.geometry import Geometry, block_groups
+from hf_tiered_cache.store.geometry import BLOCK_ALIGNMENT, Geometry, aligned, block_groups
 from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import TokenTables
 
@@ -353,9 +353,8 @@ def test_half_of_the_layers_in_pairs_take_three_quarters(tmp_path):
             raw = store._storage.disk.reader(row.id).shape.blocks_bytes
             shape = suspend(store, pairs, (0,) * 8, kept).shape
             block = 16 * 4 * vector * 2  # a chunk's tokens, heads and tensors
-            assert raw == 8 * 32 * (-(-block // 4096) * 4096)
             merged = block + 16 * 4 * 2 * 4 * (2 if codec == "raw" else 1)  # with both layers' factors
-            merged = -(-merged // 4096) * 4096
-            block = -(-block // 4096) * 4096
+            block, merged = aligned(block, BLOCK_ALIGNMENT), aligned(merged, BLOCK_ALIGNMENT)
+            assert raw == 8 * 32 * block
             assert shape.blocks_bytes == 4 * 32 * block + 4 * 2 * block + 2 * 31 * merged
             assert 0.75 < shape.blocks_bytes / raw < 0.87
