@@ -335,7 +335,8 @@ def main() -> None:
     device = torch.device(arguments.device)
     model = build(arguments.shape, torch.float32, device, layers=arguments.layers or None)
     layers, most = model.config.num_hidden_layers, arguments.tokens * (arguments.turns + 1)
-    disk = f"-{arguments.disk_bandwidth / 1e6:.0f}MBps" if arguments.disk_bandwidth else ""
+    suffix = f"-{arguments.disk_bandwidth / 1e6:.0f}MBps" if arguments.disk_bandwidth else ""
+    suffix += "-1-thread" if arguments.threads == 1 else ""
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         document = {
             "machine": machine(device, Path(folder)),
@@ -356,7 +357,7 @@ def main() -> None:
                         document["results"].append(named | {"systems": found})
                         save(
                             arguments.out,
-                            f"decode-{arguments.shape}-{layers}l-{device.type}{disk}",
+                            f"decode-{arguments.shape}-{layers}l-{device.type}{suffix}",
                             document,
                             report(document),
                         )
