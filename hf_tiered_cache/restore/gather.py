@@ -189,7 +189,7 @@ def gather_chunks(
     """Copy chunks that are whole blocks (see `holds_chunks`), for all heads of a layer at once.
 
     Args:
-        shape: Shape of the segments, which share layout and geometry.
+        shape: Shape of one of the segments, which share layout and geometry.
         block_group: One of the KV cache groups that the blocks belong to.
         requests: Blocks, requested chunks of their segment, int64 `[n]`, and the caller's number of each, int64 `[n]`.
 
@@ -213,10 +213,11 @@ def gather_chunks(
             numbers_by_part.append(numbers[selection])
     order = np.concatenate([part for *_, numbers_by_part in slabs.values() for part in numbers_by_part])
     first = next(iter(slabs.values()))[0]
-    gathered, begin = first.new_empty(len(order), first.shape[1]), 0  # uint8 [n of all, block_bytes]
+    width = min(memory.shape[1] for memory, *_ in slabs.values())  # segments may pad blocks differently, at their ends
+    gathered, begin = first.new_empty(len(order), width), 0  # uint8 [n of all, width]
     for memory, slots, _ in slabs.values():
         rows = to_device(np.concatenate(slots), memory.device)
-        torch.index_select(memory, 0, rows, out=gathered[begin : begin + len(rows)])
+        torch.index_select(memory[:, :width], 0, rows, out=gathered[begin : begin + len(rows)])
         begin += len(rows)
     decoded = {
         part.tensor: shape.decode(block_group, part, shape.field_views(gathered, part)).squeeze(1)

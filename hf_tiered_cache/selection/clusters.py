@@ -189,7 +189,7 @@ class ClusterIndex(DecodeIndex):
             return best_first(weights, count)
         total = weights.shape[1]
         if cls.candidates > 1:
-            chunks = weights.topk(min(count * cls.candidates, total), dim=1, sorted=False).indices
+            chunks = best_first(weights, min(count * cls.candidates, total))
         else:  # the last cluster is ranked whole, too
             chunks = best_first(weights, min(count + max(index.largest for index in indexes) - 1, total))
         rating = _log_weights(query, _representatives_of(indexes, chunks), scaling, totals)

@@ -242,7 +242,7 @@ def best_named(scores: torch.Tensor, names: torch.Tensor, count: int) -> torch.T
 
     Args:
         scores: float32 `[rows, columns]`.
-        names: int64 `[columns]` or `[rows, columns]`, distinct in a row, from 0 to 2 ** 32 - 1.
+        names: int64 `[columns]`, ascending, or `[rows, columns]`, distinct in a row, from 0 to 2 ** 32 - 1.
         count: Number of scores per row.
 
     Returns:
@@ -271,8 +271,11 @@ def _largest_on_cpu(bits: torch.Tensor, names: torch.Tensor, count: int) -> torc
     ascending, of_columns = score_bits ^ (score_bits >> 31 & _MAGNITUDE), names.numpy()
     if 0 < count < columns:
         threshold = np.partition(ascending, columns - count, axis=1)[:, columns - count, None]
-        is_large = ascending >= threshold
-        if np.count_nonzero(is_large) == len(ascending) * count:  # else several scores equal a threshold
+        is_large, is_tied = ascending > threshold, ascending == threshold
+        if of_columns.ndim == 1:  # the first ones have the smallest names
+            is_tied &= is_tied.cumsum(axis=1) <= count - is_large.sum(axis=1, keepdims=True)
+        is_large |= is_tied
+        if np.count_nonzero(is_large) == len(ascending) * count:
             of_columns = np.broadcast_to(of_columns, ascending.shape)[is_large].reshape(-1, count)
             ascending = ascending[is_large].reshape(-1, count)
     sort_keys = ascending.astype(np.int64) << 32 | _LAST - of_columns

@@ -53,7 +53,7 @@ class IndexCache:
         with self._lock:
             if name in self._keys:
                 self._keys.move_to_end(name)
-            elif (index := self._in_use.get(name)) is not None:
+            elif (index := self._in_use.get(name)) is not None and index.nbytes <= self.budget:
                 self._keep(name, index)
             return self._in_use.get(name)
 
@@ -97,8 +97,10 @@ class IndexCache:
         """
         with self._lock:
             for key, device in self._names({segment}):
+                if (index := self._in_use.pop((key, device), None)) is None:  # its last user has just ended
+                    continue
                 new_key = tuple((new_owner(part[0]) if part[0][0] == segment else part[0], *part[1:]) for part in key)
-                self._in_use[new_key, device] = self._in_use.pop((key, device))
+                self._in_use[new_key, device] = index
                 self._drop((new_key, device))
                 if (key, device) in self._keys:
                     self._keys[new_key, device] = self._keys.pop((key, device))
@@ -142,5 +144,6 @@ class IndexCache:
 
     def _forget(self, names: Collection[Any]) -> None:
         for name in names:
-            self._in_use[object()] = self._in_use.pop(name)
+            if (index := self._in_use.pop(name, None)) is not None:  # else its last user has just ended
+                self._in_use[object()] = index
             self._drop(name)

@@ -151,16 +151,9 @@ def test_boxes_are_ranked_in_the_clusters_that_are_looked_into(shape):
                 for i, (low, high) in enumerate(bounds):
                     rating[i] += math.exp(0.7 * part_of_the_way(q, (low + high) / 2, low, high, 0.5)) / divisor
         for count in counts_of(total):
-            sure, last = [], []  # candidates, and chunks of the cluster that has room for some only
-            for number in best_of(weights, len(members)):
-                room = min(4 * count, total) - len(sure)
-                sure, last = (sure + members[number], []) if room >= len(members[number]) else (sure, members[number])
-                if last or not room:
-                    break
-            found = rank(indexes, query, 0.7, count)[head].tolist()
-            assert set(found) <= {*sure, *last}
-            best = sorted({*sure, *found}, key=lambda i: (-rating[i], i))
-            assert found == best[:count]
+            candidates = [chunk for number in best_of(weights, len(members)) for chunk in members[number]]
+            expected = sorted(candidates[: 4 * count], key=lambda i: (-rating[i], i))[:count]
+            assert rank(indexes, query, 0.7, count)[head].tolist() == expected
 
 
 def part_of_the_way(q, middle, low, high, share):
@@ -289,6 +282,14 @@ def test_of_equals_the_first_wins():
         assert best_first(scores, count).tolist() == expected[:, :count].tolist()
     index = PageBoundsIndex.build(torch.ones(1, 32, 4), 4)
     assert rank([index, index], torch.ones(2, 1, 4), None, 16).tolist() == [list(range(16))]
+
+
+@pytest.mark.parametrize("kind", ["clusters", "cluster_boxes"])
+def test_of_equal_chunks_the_first_are_selected(kind):
+    """All chunks of a cluster have the same weight, and here the same representative, too."""
+    index = DECODE_INDEXES[kind].build(torch.ones(1, 2400, 4), 8)
+    for count in (1, 2, 5, 90, 300):
+        assert rank([index], torch.ones(2, 1, 4), None, count).tolist() == [list(range(count))]
 
 
 def test_the_best_are_the_same_by_either_way_of_selecting(monkeypatch):

@@ -12,8 +12,11 @@ from test_selective import ask, question
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV, KVDrive
 from hf_tiered_cache.selection import window
+from hf_tiered_cache.selection.all_keys import Int8KeysIndex
 from hf_tiered_cache.selection.decode_index import DecodeIndex
+from hf_tiered_cache.tiers.index_cache import IndexCache
 
+KEY = ((("segment", 0, 7, "kind"), 0, 64),)
 IN_PIECES = KVDrive(budget=0.2, local=16, prefill_tokens=128, exact_from=64)
 WHOLE = KVDrive(budget=0.2, local=16)
 KEYS = ContiguousKV(0.25, reselect=True, reorder=False, identify="index")
@@ -154,3 +157,32 @@ def test_indexes_of_generated_tokens_are_counted(model, tmp_path, existing_bytes
             for token in prompt(100, seed=8).split(1, dim=1):
                 model(input_ids=token, past_key_values=cache)
         assert 0 < store.stats.unbudgeted_index_bytes == existing_bytes() - store.stats.index.bytes
+
+
+@pytest.mark.parametrize("change", ["forget", "rename", "clear"])
+def test_an_index_may_end_while_the_cache_changes(monkeypatch, change):
+    """Another thread can delete the last cache that uses an index after its name was listed."""
+    cache = IndexCache(0)
+    index = [cache.admit(KEY, Int8KeysIndex.build(torch.ones(1, 64, 4)))]
+    names = cache._names
+
+    def end(segments):
+        listed = names(segments)
+        index.clear()
+        return listed
+
+    monkeypatch.setattr(cache, "_names", end)
+    {
+        "forget": lambda: cache.forget({"segment"}),
+        "rename": lambda: cache.rename("segment", lambda owner: ("new", *owner[1:])),
+        "clear": cache.clear,
+    }[change]()
+    assert (cache.unbudgeted, cache.get(KEY, torch.device("cpu"))) == (0, None)
+
+
+def test_an_index_that_does_not_fit_is_counted_once():
+    cache = IndexCache(0)
+    index = cache.admit(KEY, Int8KeysIndex.build(torch.ones(1, 64, 4)))
+    for _ in range(3):
+        assert cache.get(KEY, torch.device("cpu")) is index
+    assert cache.evicted == 1

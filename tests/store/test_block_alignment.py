@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from functools import partial
 
 import numpy as np
@@ -81,12 +82,36 @@ def test_segments_of_older_formats_are_served(model, tmp_path, monkeypatch, meth
         assert name == answers[0][0] and torch.equal(logits, answers[0][1])
 
 
-def test_a_disk_with_large_sectors_is_read_in_whole_pages(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", [KVDrive(budget=0.2, local=16), ContiguousKV(0.25, reorder=False)])
+def test_a_prefix_may_begin_in_an_older_file(model, tmp_path, monkeypatch, method):
+    """A prompt of an older store that goes on: chunks of one row have blocks of two sizes."""
+    first = prompt(400)
+    second = torch.cat([first, prompt(320, seed=5)], 1)
+    asked, answers = torch.cat([second, prompt(20, seed=9)], 1), []
+    for alignments in ((BLOCK_ALIGNMENT, BLOCK_ALIGNMENT), (ALIGNMENT, BLOCK_ALIGNMENT)):
+        path, sizes = tmp_path / str(alignments[0]), set()
+        for ids, alignment in zip((first, second), alignments, strict=True):
+            with monkeypatch.context() as patched, KVStore(path, engine="posix") as store:
+                shape = partial(SegmentShape, alignment=alignment)
+                patched.setattr("hf_tiered_cache.cache.recorder.SegmentShape", shape)
+                store.precompute(model, ids, method=method, progress=False)
+        with KVStore(path, engine="posix") as store:
+            for row in store.segments():
+                sizes |= {group.block_bytes for group in store._storage.disk.reader(row.id).shape.block_groups}
+            output, cache = ask(model, store, asked, method)
+            assert cache.stats.tokens_restored == 720
+            answers.append(torch.stack(output.logits))
+        assert len(sizes) == len(set(alignments))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_disk_with_large_sectors_is_read_in_whole_pages(tmp_path, monkeypatch, threads):
     """Directly, as far as it allows."""
-    data = np.random.default_rng(0).integers(0, 256, 16 * ALIGNMENT, np.uint8)
+    data = np.random.default_rng(0).integers(0, 256, 1024 * ALIGNMENT, np.uint8)
     path = tmp_path / "file"
     path.write_bytes(data.tobytes())
-    engine, real, sizes = PosixEngine(threads=1), os.preadv, []
+    engine, real, sizes = PosixEngine(threads=threads), os.preadv, []
     file = engine.open(str(path))
     if not file.direct:
         pytest.skip("no direct I/O here")
@@ -95,6 +120,7 @@ def test_a_disk_with_large_sectors_is_read_in_whole_pages(tmp_path, monkeypatch)
         numbers = [offset, *(len(buffer) for buffer in buffers)]
         numbers += [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers]
         if any(number % ALIGNMENT for number in numbers):
+            time.sleep(0.02)  # the threads fail at the same time
             raise OSError(errno.EINVAL, "planted")
         sizes.append(sum(numbers[1 : 1 + len(buffers)]))
         return real(fd, buffers, offset)
@@ -103,7 +129,8 @@ def test_a_disk_with_large_sectors_is_read_in_whole_pages(tmp_path, monkeypatch)
     memory = aligned_bytes(8 * ALIGNMENT)
     for _ in range(2):
         memory.zero_()
-        places = [(1536, 512), (2048, 1024), (5 * ALIGNMENT - 512, 4096), (15 * ALIGNMENT, 512)]
+        places = [(1536, 512), (2048, 1024)]  # one call, and three apart
+        places += [(350 * ALIGNMENT - 512, 4096), (700 * ALIGNMENT + 512, 512), (1023 * ALIGNMENT, 512)]
         ops, at = [], 0
         for offset, nbytes in places:
             ops.append(ReadOp(file, offset, memory[at : at + nbytes]))

@@ -117,7 +117,7 @@ def _read_all(call: Call) -> int:
         except OSError as error:
             if not direct or error.errno not in _NOT_DIRECT:
                 raise
-            if not _is_page_aligned(call) and not file.whole_pages:
+            if not _is_page_aligned(call):
                 file.whole_pages = True
                 return _read_pages(call)
             file.read_through_page_cache()
