@@ -2,7 +2,8 @@
 
 A query is compared with the centroids only: half as many as there are chunks of 8 tokens. The best clusters are taken
 whole until the budget is spent. The last one is truncated by the query's scores for the means of its chunks; the paper
-does not X
+does not specify this. A chunk is never split.
+
 Details that the paper leaves open follow RetroInfer, the source of the clustering: softmax over the centroids for each
 query head, summed over the query heads of a KV head, regardless of cluster size. Differs from RetroInfer in that the
 chunks of a cluster are ordered by their means even if the cluster is taken whole, so that a larger count only adds
@@ -154,8 +155,7 @@ class ClusterIndex(DecodeIndex):
         optional_means = [index.representatives for index in indexes]
         representatives = [means for means in optional_means if means is not None]
         merged_means = torch.cat(representatives, 1) if len(representatives) == len(optional_means) else None
-        firsts = accumulate((index.centroids.shape[1] for index in indexes), initial=0)
-        cluster_of = torch.cat([index.cluster_of + first for index, first in zip(indexes, firsts, strict=False)], 1)
+        cluster_of, _ = _joined_clusters(indexes)
         centroids = torch.cat([index.centroids for index in indexes], 1)
         return [cls(indexes[0].chunk_tokens, centroids, cluster_of, merged_means)]
 

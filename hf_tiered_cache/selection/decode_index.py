@@ -147,7 +147,7 @@ def ranking_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 _MULTIPLIES_BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-"""Whether the CPU multiplies bfloat16 matrices faster than float32 matrices."""
+"""True if the CPU multiplies bfloat16 matrices faster than float32 matrices."""
 
 
 def logits(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, roughly: bool = False) -> torch.Tensor:
