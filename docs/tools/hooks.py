@@ -35,7 +35,7 @@ HOME = {"README.md": "index.md"}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.S)
 _MARK = re.compile(r"<!-- (commands|counters|names) ?(\S*) -->")
-_MOST_WORDS = 100
+_TERMINAL_WIDTH = 100
 """Width of the terminal that usage lines are wrapped for."""
 logger = logging.getLogger("mkdocs.plugins.hooks")
 
@@ -141,7 +141,7 @@ def commands(_: str) -> str:
         context = command.make_context(
             name, [], parent=typer.Context(group, info_name="hf-tiered-cache"), resilient_parsing=True
         )
-        context.terminal_width = _MOST_WORDS
+        context.terminal_width = _TERMINAL_WIDTH
         usage = " ".join(command.get_usage(context).split()).removeprefix("Usage: ")
         records = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
         rows = [f"| `{_cell(option)}` | {_cell(text).replace('<', '&lt;')} |" for option, text in records]
