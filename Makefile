@@ -54,8 +54,9 @@ format: $(FOR_DEV)
 docs: $(FOR_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
+# ten minutes of all subjects; ARGS="compare A B", ARGS="run --suite full --out B" (see docs/performance.md)
 bench: $(FOR_DEV)
-	$(BIN)/python bench/prefix.py $(ARGS)
+	$(BIN)/python -m bench $(or $(ARGS),run --suite quick --out bench-results)
 
 # what eval/results/ holds (see eval/suites.toml); DATA is a folder of data sets, without it the hub
 eval: $(FOR_DEV)

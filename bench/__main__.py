@@ -1,0 +1,154 @@
+"""Run the benchmarks that belong together, and compare the results of two runs.
+
+python -m bench run --suite quick --out before      # all subjects in a small size
+python -m bench report before                       # one page with all results: before/README.md
+python -m bench compare before after                # what became slower beyond noise
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+
+def read_suites() -> dict[str, list[str]]:
+    """Return the runs of each suite: a script and its options, separated by spaces."""
+    return {name: suite["runs"] for name, suite in tomllib.loads((HERE / "suites.toml").read_text()).items()}
+
+
+def run(suite: str, out: Path) -> int:
+    """Run all benchmarks of a suite; a failed one does not stop the others.
+
+    Args:
+        suite: Name in `suites.toml`.
+        out: Folder for the results.
+
+    Returns:
+        Number of benchmarks that failed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    runs, failed = read_suites()[suite], []
+    for number, line in enumerate(runs, 1):
+        script, *options = line.split()
+        to = [str(out)] if script == "on_gpu.py" else ["--out", str(out)]
+        print(f"[{number}/{len(runs)}] bench/{line}", flush=True)
+        begin = time.monotonic()
+        status = subprocess.run(
+            [sys.executable, str(HERE / script), *options, *to], env={**os.environ, "PYTHONPATH": path}
+        ).returncode
+        print(f"    {'failed' if status else 'done'} after {time.monotonic() - begin:.0f} s", flush=True)
+        failed += [line] if status else []
+    report(out)
+    for line in failed:
+        print(f"failed: bench/{line}", file=sys.stderr)
+    return len(failed)
+
+
+def report(folder: Path) -> Path:
+    """Write one page with all results of a folder, plots included, and return its path.
+
+    Raises:
+        SystemExit: There are no results.
+    """
+    page = folder / "README.md"
+    pages = [path for path in sorted(folder.glob("*.md")) if path != page]
+    if not pages:
+        raise SystemExit(f"error: {folder} has no results; run: python -m bench run --suite quick --out {folder}")
+    titles = [path.read_text().splitlines()[0].lstrip("# ") for path in pages]
+    parts = ["# Results\n", *(f"- [{title}]({path.name})" for title, path in zip(titles, pages, strict=True)), ""]
+    for path in pages:
+        text = "\n".join(f"#{line}" if line.startswith("#") else line for line in path.read_text().splitlines())
+        plots = [f"![{path.stem}]({path.stem}.png)\n"] if path.with_suffix(".png").exists() else []
+        parts += [text, "", *plots]
+    page.write_text("\n".join(parts))
+    print(f"wrote {page}: {len(pages)} results")
+    return page
+
+
+def compare(before: Path, after: Path, every: bool = False) -> int:
+    """Print how times changed from one folder of results to another.
+
+    Args:
+        before: Folder of the first results.
+        after: Folder of the second results.
+        every: Also print times that did not change.
+
+    Returns:
+        Number of times that became longer beyond noise.
+
+    Raises:
+        SystemExit: The folders have no time in common.
+    """
+    from lib.comparing import LEAST_CHANGE, LEAST_SAMPLES, compare
+    from lib.pages import table
+
+    changes = compare(before, after)
+    if not changes:
+        raise SystemExit(
+            f"error: {before} and {after} have no time with {LEAST_SAMPLES} samples in common; both must come from the "
+            "same suite"
+        )
+    rows = [
+        [
+            change.name, f"{1e3 * change.before:.3g}", f"{1e3 * change.after:.3g}",
+            f"{change.after / change.before:.2f}", f"{change.low:.2f} to {change.high:.2f}", change.verdict,
+        ]
+        for change in changes if every or change.verdict
+    ]  # fmt: skip
+    if rows:
+        print(table(["median, ms", "before", "after", "after ÷ before", "95 %", ""], rows))
+    verdicts = [change.verdict for change in changes]
+    slower, faster = verdicts.count("slower"), verdicts.count("faster")
+    print(
+        f"{slower} slower, {faster} faster, {len(changes) - slower - faster} within noise; a change "
+        f"counts beyond {LEAST_CHANGE:.0%} with 95 % confidence, so about one in forty may err in either direction."
+    )
+    return slower
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    suites = read_suites()
+    listed = "\n".join(f"{name}:\n" + "\n".join(f"  bench/{line}" for line in lines) for name, lines in suites.items())
+    runner = commands.add_parser(
+        "run", help="run a suite", description="Run a suite. Each of its scripts explains itself with --help.",
+        epilog=listed, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    runner.add_argument("--suite", choices=suites, default="quick", help="benchmarks to run (default: quick)")
+    runner.add_argument("--out", type=Path, required=True, help="folder for the results")
+    reporter = commands.add_parser("report", help="write one page with all results of a folder")
+    reporter.add_argument("folder", type=Path, help="folder of results")
+    comparer = commands.add_parser("compare", help="print what became slower beyond noise")
+    comparer.add_argument("before", type=Path, help="folder of the first results")
+    comparer.add_argument("after", type=Path, help="folder of the second results")
+    comparer.add_argument("--all", action="store_true", help="also print times that did not change")
+    comparer.add_argument("--fail", action="store_true", help="exit with status 1 if anything became slower")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "run":
+        return min(1, run(chosen.suite, chosen.out))
+    if chosen.command == "report":
+        report(chosen.folder)
+        return 0
+    slower = compare(chosen.before, chosen.after, chosen.all)
+    return int(chosen.fail and slower > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

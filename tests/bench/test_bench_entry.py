@@ -1,0 +1,89 @@
+"""`python -m bench`: suites, one page of results, and what became slower."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.append(str(BENCH))
+
+
+@pytest.fixture
+def entry(monkeypatch):
+    spec = importlib.util.spec_from_file_location("bench_entry", BENCH / "__main__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "subprocess", processes)
+    return module
+
+
+def write(folder: Path, **times: list[float]) -> Path:
+    folder.mkdir()
+    document = {"results": [{"prefix": 1024, "ttft_s": times, "losses": [0.1, 0.2, 0.3]}]}
+    (folder / "made.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_every_script_of_a_suite_exists_and_reads_its_options(entry):
+    for suite, lines in entry.read_suites().items():
+        assert lines, suite
+        for script, *options in map(str.split, lines):
+            text = (BENCH / script).read_text() + (BENCH / "lib/common.py").read_text()
+            text += (BENCH / "lib/serving.py").read_text()
+            assert all(f'"{option}"' in text for option in options if option.startswith("--")), (suite, script)
+
+
+def test_a_suite_runs_and_becomes_one_page(entry, tmp_path, monkeypatch, capsys):
+    lines = ["fingerprint.py --shape tiny --repeats 1 --tokens 8", "fingerprint.py --shape nothing"]
+    monkeypatch.setattr(entry, "read_suites", lambda: {"made": lines})
+    assert entry.main(["run", "--suite", "made", "--out", str(tmp_path / "out")]) == 1
+    told = capsys.readouterr()
+    assert "[1/2] bench/fingerprint.py --shape tiny" in told.out
+    assert told.err.rstrip().endswith("failed: bench/fingerprint.py --shape nothing")
+    page = (tmp_path / "out/README.md").read_text()
+    assert page.startswith("# Results") and "](fingerprint-tiny-bfloat16-cpu.md)" in page and "\n## " in page
+    assert entry.report(tmp_path / "out").read_text() == page  # its own page is no result
+
+
+def test_a_folder_without_results_is_an_error_that_says_what_to_run(entry, tmp_path):
+    with pytest.raises(SystemExit, match="has no results; run: python -m bench run"):
+        entry.main(["report", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no time with 3 samples in common"):
+        entry.main(["compare", str(tmp_path), str(tmp_path)])
+
+
+def test_only_what_is_slower_beyond_noise_is_told(entry, tmp_path, capsys):
+    before = write(tmp_path / "before", steady=[1.0, 1.1, 0.9, 1.05], slow=[1.0, 1.01, 0.99], quick=[1.0, 1.01, 0.99])
+    after = write(tmp_path / "after", steady=[1.05, 0.95, 1.1, 1.0], slow=[1.2, 1.21, 1.19], quick=[0.8, 0.81, 0.79])
+    assert entry.main(["compare", str(before), str(after)]) == 0
+    page = capsys.readouterr().out
+    slow, quick = (line for line in page.splitlines() if line.endswith(("| slower |", "| faster |")))
+    assert "results / prefix 1024 / ttft_s / slow | 1e+03 | 1.2e+03 | 1.20" in slow
+    assert "ttft_s / quick" in quick and "steady" not in page and "losses" not in page
+    assert "1 slower, 1 faster, 1 within noise" in page
+    assert entry.main(["compare", str(before), str(after), "--fail"]) == 1
+    assert entry.main(["compare", str(after), str(after), "--fail", "--all"]) == 0
+    assert "steady" in capsys.readouterr().out
+
+
+def test_rows_of_a_trace_are_samples_of_their_system():
+    from lib.comparing import samples
+
+    rows = [{"system": name, "turn": turn, "ttft_s": 1.0 + turn} for turn in range(5) for name in ("a", "b")]
+    assert samples({"rows": rows}) == {f"rows / {name} / ttft_s": [1.0, 2.0, 3.0, 4.0, 5.0] for name in ("a", "b")}
+    few = [{"tokens": 64, "seconds": [1.0, 2.0, 3.0], "mean_s": 2.0}, {"tokens": 128, "seconds": [2.0, 3.0, 4.0]}]
+    assert samples(few) == {"tokens 64 / seconds": [1.0, 2.0, 3.0], "tokens 128 / seconds": [2.0, 3.0, 4.0]}
+
+
+def test_committed_results_agree_with_themselves():
+    from lib.comparing import compare
+
+    changes = compare(BENCH / "results", BENCH / "results")
+    assert len(changes) > 100
+    assert not [change for change in changes if change.verdict]
