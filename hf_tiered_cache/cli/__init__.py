@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, listing, maintain, records, serve
+from . import calibrate, listing, maintain, records, serve, top
 from . import calibrate as profile
 from . import serve as lm_eval
 
@@ -49,6 +49,7 @@ def _top(
     \b
       hf-tiered-cache ls kv-store                 list the segments of each model
       hf-tiered-cache stat kv-store 1f3a9c02      show a segment, given the first characters of its id
+      hf-tiered-cache top kv-store                watch uses, new segments and evictions
       hf-tiered-cache verify kv-store             check every byte for damage
       hf-tiered-cache gc kv-store --quota 100GiB  delete unused files and make room
       hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
@@ -74,6 +75,7 @@ _add(
     "kv-store --json | jq -r '.[] | select(.uses == 0) | .id'",
 )
 _add("stat", listing.stat, "kv-store", "kv-store 1f3a9c02", "kv-store 1f3a9c02 --json")
+_add("top", top.top, "kv-store", "kv-store --interval 5", "kv-store --seconds 10 > activity.txt")
 _add("verify", maintain.verify, "kv-store", "kv-store --repair", "kv-store --key-file kv.key")
 _add("gc", maintain.gc, "kv-store", "kv-store --quota 100GiB --dry-run")
 _add(

@@ -1,0 +1,67 @@
+"""`hf-tiered-cache top`: what programs did with a store while it ran."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+from rich.console import Console
+from segments import hashes, open_store, segment
+from typer.testing import CliRunner
+
+from hf_tiered_cache.cli import app
+from hf_tiered_cache.cli.contents import contents_of
+from hf_tiered_cache.cli.top import Activity, draw
+
+
+@pytest.fixture
+def store(tmp_path):
+    with_one = open_store(tmp_path / "store")
+    yield with_one, publish(with_one, "a", label="the report")
+    with_one.close()
+
+
+def publish(opened, seed, **changes):
+    header, chain, blocks = segment(hashes(4, seed), model={"name": "Qwen/Qwen2.5-0.5B"}, **changes)
+    opened.publish(header, chain, blocks)
+    return header.id
+
+
+def text_of(view):
+    console = Console(file=io.StringIO(), width=150)
+    console.print(view)
+    return console.file.getvalue()
+
+
+def test_uses_new_segments_and_removals_are_counted_and_shown(store, tmp_path):
+    opened, first = store
+    root, activity = tmp_path / "store", Activity()
+    before = contents_of(root)
+    assert "uses (0.0/s), stored nothing, removed nothing" in text_of(draw(root, before, activity))
+    second = publish(opened, "b", label="[bold]minutes\x1b[31m")
+    opened.index.touch([first])
+    opened.index.touch([first])
+    between = contents_of(root)
+    activity.observe(before, between, 2.0)
+    assert (activity.uses, activity.stored[0], activity.removed[0]) == (2, 1, 0)
+    nbytes = next(row.nbytes for row in between.rows if row.id == first)
+    opened.remove([first])
+    after = contents_of(root)
+    activity.observe(between, after, 2.0)
+    assert (activity.uses, activity.removed, activity.seconds) == (2, (1, nbytes), 4.0)
+    lines = text_of(draw(root, after, activity)).splitlines()
+    assert "1 segment, 64 tokens" in lines[0] and lines[1].startswith("last 4 s: 2 uses (0.5/s), stored 1 segment, ")
+    gone, new = lines[-2:]
+    assert gone.startswith(first[:8]) and " removed " in gone and "the report" in gone
+    assert new.startswith(second[:8]) and " stored " in new and "[bold]minutes�[31m" in new
+
+
+def test_the_command_watches_until_its_time_is_over(store, tmp_path):
+    opened, _ = store
+    timer = threading.Timer(0.2, publish, (opened, "c"))
+    timer.start()
+    result = CliRunner().invoke(app, ["top", str(tmp_path / "store"), "--interval", "0.5", "--seconds", "1"])
+    timer.join()
+    assert result.exit_code == 0
+    assert "stored 1 segment" in result.output and result.output.count("segment ") < 6  # printed once in a pipe
