@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .store.faults import mark_lines
@@ -91,6 +92,11 @@ _ELSEWHERE = {
 """Submodules of the public names; names not listed here are in `errors`. Each name is imported on first access, so
 listing a store on the command line does not import torch."""
 
+if find_spec("fcntl") is None:
+    raise ImportError(
+        "hf_tiered_cache needs Linux or another POSIX system, because processes share a store through file locks; on "
+        "Windows, use it within WSL 2"
+    )
 mark_lines()
 
 

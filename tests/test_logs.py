@@ -33,3 +33,10 @@ def test_the_handler_is_added_once_and_leaves_levels_to_the_program():
     mark_lines()
     assert sum(isinstance(handler, StandaloneHandler) for handler in LOGGER.handlers) == 1
     assert LOGGER.level == logging.NOTSET
+
+
+def test_a_platform_without_file_locks_is_refused_at_import_with_what_to_do():
+    code = "import sys; sys.modules['fcntl'] = None; import hf_tiered_cache"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("ImportError: hf_tiered_cache needs Linux or another POSIX system")
