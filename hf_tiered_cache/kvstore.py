@@ -37,6 +37,7 @@ from .store.engines import Engine
 from .store.folder import FolderBackend
 from .store.geometry import Geometry
 from .store.quota import Limits
+from .store.settings import configurable
 from .tiers import make_policy
 from .tiers.residency import Residency
 from .units import parse_bytes
@@ -48,7 +49,9 @@ class KVStore:
     One store serves many caches, threads and processes. Use it as a context manager to close it at the end of the
     block. Otherwise, pending writes are completed when the store is garbage-collected or the interpreter exits.
 
-    Sizes are bytes as an int, or strings such as "10GiB" or "500MB".
+    Sizes are bytes as an int, or strings such as "10GiB" or "500MB". Arguments that are omitted are taken from
+    environment variables such as `HF_TIERED_CACHE_HOST_MEMORY`, and from a file `hf_tiered_cache.toml` (see
+    docs/tuning.md).
 
     Args:
         path: folder of the store: a new or empty folder, or an existing store. It is created if it is missing. Fast
@@ -102,6 +105,7 @@ class KVStore:
             the store is a link.
     """
 
+    @configurable
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,

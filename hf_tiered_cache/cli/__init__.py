@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, listing, maintain, records, serve, top
+from . import calibrate, config, listing, maintain, records, serve, top
 from . import calibrate as profile
 from . import serve as lm_eval
 
@@ -55,6 +55,7 @@ def _top(
       hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
       hf-tiered-cache conversations kv-store      list stored conversations by id
       hf-tiered-cache documents kv-store          list stored passages by label
+      hf-tiered-cache config                      show the settings of stores and where they come from
       hf-tiered-cache serve MODEL --store DIR     run an OpenAI-compatible server
 
     All commands can run while programs use the store. Commands that inspect a store accept --json for scripts. Run a
@@ -64,7 +65,7 @@ def _top(
 
 
 def _add(name: str, command: Callable[..., None], *examples: str, settings: dict[str, Any] | None = None) -> None:
-    lines = "\n".join(f"  hf-tiered-cache {name} {example}" for example in examples)
+    lines = "\n".join(f"  hf-tiered-cache {name} {example}".rstrip() for example in examples)
     app.command(name, epilog=f"\b\nExamples:\n{lines}", context_settings=settings)(command)
 
 
@@ -114,6 +115,7 @@ _add(
     "kv-store --model ./my-model --text book.txt --tokens 32768 \\\n"
     "    --method kv_drive:budget=0.0625:window=3 --plot windows.png",
 )
+_add("config", config.config, "", "--json")
 _add(
     "serve",
     serve.serve,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -56,13 +56,15 @@ def serve(
     store: Annotated[str, typer.Option(help="Folder of the store, created if missing, or address of a backend.")],
     method: Annotated[str, typer.Option(help='Method that restores KV, such as "contiguous_kv:budget=0.1".')] = "exact",
     codec: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Codec that stores KV: raw, or int8 or fp8, which are lossy and take half the size of bfloat16."
+            help="Codec that stores KV: raw (default), or int8 or fp8, which are lossy and half as large as bfloat16."
         ),
-    ] = "raw",
-    host_memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory for KV.")] = "1GiB",
-    device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for KV on each GPU.")] = "0",
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory for KV (default: 1GiB).")] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for KV on each GPU (default: 0).")
+    ] = None,
     disk_quota: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Maximum size of the store on disk, e.g. 100GiB.")
     ] = None,
@@ -116,15 +118,11 @@ def serve(
     from ..store.cipher import read_key_file
 
     parsed_method = make_method(method)
-    with KVStore(
-        store,
-        host_memory=host_memory,
-        device_memory=device_memory,
-        disk_quota=disk_quota,
-        policy=parsed_method.policy,
-        key=read_key_file(key_file),
-        codec=codec,
-    ) as kv_store:
+    options = {
+        "host_memory": host_memory, "device_memory": device_memory, "disk_quota": disk_quota, "codec": codec,
+    }  # fmt: skip
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    with KVStore(store, policy=parsed_method.policy, key=read_key_file(key_file), **given) as kv_store:
         run(
             model,
             kv_store,

@@ -46,7 +46,7 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
         pretrained: Name of a model on the hub, a folder, or a loaded model.
         method: Name of `METHODS`, optionally with settings: "contiguous_kv:budget=0.1".
         store: Folder of the store. None uses a temporary one, which is deleted at the end.
-        host_memory: Host memory of the store, such as "4GiB".
+        host_memory: Host memory of the store, such as "4GiB"; None for the default of `KVStore`.
         key_file: File with the store's key, if it is encrypted. By default, the file that the environment variable
             names.
         kwargs: Fields of the method (budget=0.1), and all arguments of `hf`.
@@ -61,7 +61,7 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
         *,
         method: str = "exact",
         store: str | None = None,
-        host_memory: int | str = "1GiB",
+        host_memory: int | str | None = None,
         key_file: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -76,7 +76,8 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
         key_file = key_file or os.environ.get(KEY_FILE_VARIABLE)
         key_path = Path(key_file) if key_file else None
         read_key_file(key_path)
-        parse_bytes(host_memory, "host_memory")  # validate before loading the model, which takes long
+        memory: dict[str, Any] = {} if host_memory is None else {"host_memory": host_memory}
+        parse_bytes(host_memory or 0, "host_memory")  # validate before loading the model, which takes long
         if store is None and isinstance(self._method, Passages):
             raise ConfigError(f"{method} reuses passages that were stored before; pass their store with store=FOLDER")
         try:
@@ -92,7 +93,7 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
         if store is None:
             self._folder = tempfile.TemporaryDirectory()  # deleted together with this object
             store = self._folder.name
-        self._store = KVStore(store, host_memory=host_memory, policy=self._method.policy, key=read_key_file(key_path))
+        self._store = KVStore(store, policy=self._method.policy, key=read_key_file(key_path), **memory)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None

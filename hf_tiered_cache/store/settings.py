@@ -1,0 +1,144 @@
+"""Settings of stores from environment variables and from a file, for programs whose code stays as it is.
+
+An argument in the code counts before the variable `HF_TIERED_CACHE_<NAME>`, and a variable before the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ..errors import ConfigError, suggest, unknown_name
+from ..units import parse_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+P = ParamSpec("P")
+S = TypeVar("S")
+PREFIX = "HF_TIERED_CACHE_"
+FILE_VARIABLE = f"{PREFIX}CONFIG"
+FILE_NAME = "hf_tiered_cache.toml"
+OTHER_VARIABLES = (f"{PREFIX}KEY_FILE", f"{PREFIX}MODELS", FILE_VARIABLE)
+"""Variables with this prefix that are no settings of a store."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Value of a setting.
+
+    Attributes:
+        value: Value that `KVStore` gets, as in its argument of the same name.
+        source: Where it comes from, such as "environment variable HF_TIERED_CACHE_ENGINE".
+    """
+
+    value: Any
+    source: str
+
+
+def _size(text: str | int) -> str | int:
+    parse_bytes(text, "size")
+    return text
+
+
+def _optional_size(text: str | int) -> str | int | None:
+    return None if text == "none" else _size(text)
+
+
+def _number(value: str | float) -> float:
+    return float(value)
+
+
+def _optional_number(value: str | float) -> float | None:
+    return None if value == "none" else float(value)
+
+
+def _switch(value: str | bool) -> bool:
+    if isinstance(value, bool):
+        return value
+    return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
+
+
+SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "device_memory": (_size, "a size, such as 10GiB"),
+    "host_memory": (_size, "a size, such as 10GiB"),
+    "index_memory": (_size, "a size, such as 256MiB"),
+    "disk_quota": (_optional_size, "a size, such as 100GiB, or none"),
+    "free_space_floor": (_size, "a size, such as 256MiB"),
+    "queue_memory": (_size, "a size, such as 2GiB"),
+    "queue_device_memory": (_size, "a size, such as 1GiB"),
+    "engine": (str, "the name of an I/O engine"),
+    "policy": (str, "the name of an eviction policy"),
+    "codec": (str, "the name of a codec"),
+    "verify": (_switch, "true or false"),
+    "ttl": (_optional_number, "a number of seconds, or none"),
+    "spot_checks": (_number, "a share, such as 0.01"),
+}
+"""Arguments of `KVStore` that can be set from outside: a function that reads the value, and what the value is."""
+
+
+def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Setting]:
+    """Return the settings of the file and of the environment.
+
+    The file is the one that `HF_TIERED_CACHE_CONFIG` names, else `hf_tiered_cache.toml` in the working directory, else
+    none.
+
+    Raises:
+        ConfigError: A variable or a line of the file names no setting, or has an unreadable value.
+    """
+    settings = {}
+    path = environment.get(FILE_VARIABLE)
+    if path or Path(FILE_NAME).is_file():
+        file = Path(path or FILE_NAME)
+        for name, value in _read_file(file).items():
+            settings[name] = _setting(name, name, value, f"the file {file}")
+    by_variable = {PREFIX + name.upper(): name for name in SETTINGS}
+    for variable, value in environment.items():
+        if variable in by_variable:
+            settings[by_variable[variable]] = _setting(
+                by_variable[variable], variable, value, f"environment variable {variable}"
+            )
+        elif variable.startswith(PREFIX) and variable not in OTHER_VARIABLES:
+            raise ConfigError(unknown_name("environment variable", variable, [*by_variable, *OTHER_VARIABLES]))
+    return settings
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the configuration file {path} cannot be read ({error.strerror})") from None
+    except ValueError as error:  # also not UTF-8
+        raise ConfigError(f"the configuration file {path} is not valid TOML: {error}") from None
+    return document
+
+
+def _setting(name: str, written: str, value: Any, source: str) -> Setting:
+    if name not in SETTINGS:
+        advice = "the settings are: " + ", ".join(SETTINGS)
+        raise ConfigError(f"{source} sets {written!r}, which is no setting{suggest(name, SETTINGS, advice)}")
+    read, meaning = SETTINGS[name]
+    try:
+        return Setting(read(value), source)
+    except (ConfigError, KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{source} sets {written} to {value!r}; it must be {meaning}") from None
+
+
+def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """Let an `__init__` take arguments that its caller omits from `read_settings`."""
+    parameters = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def configured(self: S, /, *arguments: P.args, **given: P.kwargs) -> None:
+        outside = {name: one.value for name, one in read_settings().items() if name in parameters}
+        init(self, *arguments, **(outside | given))
+
+    return configured
