@@ -7,7 +7,7 @@ import html
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -308,6 +308,8 @@ class StatsCollector:
         self.stats = RequestStats()
         self.total: StatsCollector | None = None
         """Collector that also counts everything counted here, for a sum over requests; or None."""
+        self.on_section: Callable[[str, float, float], None] | None = None
+        """Called with the figure, begin and end of each timed section, by `time.perf_counter`; or None."""
         self._lock = threading.Lock()
         self._active_reads = 0
         self._reading_since = 0.0
@@ -379,6 +381,8 @@ class StatsCollector:
             if self._active_reads == 0:
                 now = time.perf_counter()
                 self.stats.details.io_seconds += now - self._reading_since
+                if self.on_section is not None:
+                    self.on_section("io_seconds", self._reading_since, now)
                 self._idle_since = now if self._more_to_read else None
 
     @contextmanager
@@ -388,7 +392,10 @@ class StatsCollector:
         try:
             yield
         finally:
-            self.add(**{name: time.perf_counter() - started})
+            ended = time.perf_counter()
+            self.add(**{name: ended - started})
+            if self.on_section is not None:
+                self.on_section(name, started, ended)
 
 
 @dataclass

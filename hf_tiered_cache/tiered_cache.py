@@ -24,6 +24,7 @@ from .cache.conversation import Conversation
 from .cache.executor import CacheOptions
 from .cache.stored_cache import StoredCache, prepare
 from .cache.suspend import Suspended, put_away
+from .cache.timeline import Timeline
 from .errors import ConfigError, StoreClosedError, TieredCacheError
 from .kvstore import KVStore, open_store, storage_of
 from .methods import BudgetMethod, ForConversation, Method, make_method
@@ -65,6 +66,8 @@ class TieredCache(StoredCache):
             matrix. After long prompts this is several times faster on a CPU, for models with grouped-query attention,
             but logits equal those of `DynamicCache` only up to rounding. Caches with approximate KV always do this.
             Needs the attention implementation "sdpa".
+        trace: file for a trace of the passes: computation, selection, waiting and reading, layer by layer. Open it in
+            https://ui.perfetto.dev or with `hf-tiered-cache timeline`. An earlier trace is replaced.
 
     Raises:
         ConfigError: an argument is invalid, or the model's attention implementation does not suit the method.
@@ -88,6 +91,7 @@ class TieredCache(StoredCache):
         label: str = "",
         tag: str = "",
         fold_heads: bool = False,
+        trace: str | os.PathLike[str] | Timeline | None = None,
     ) -> None:
         parsed_method = make_method(method)
         if conversation is not None:
@@ -102,6 +106,8 @@ class TieredCache(StoredCache):
         super().__init__(attachment, layers, storage, parsed_method, options)
         if conversation is not None:
             self._executor.conversation = Conversation(storage, conversation)
+        if trace is not None:
+            (trace if isinstance(trace, Timeline) else Timeline(trace)).watch(self)
 
     @property
     def store(self) -> KVStore:
@@ -193,6 +199,7 @@ class TieredSession:
         model: A causal LM of transformers.
         store: A `KVStore`, or the path of one.
         method, restore, record, segments, label, tag: As for `TieredCache`.
+        trace: As for `TieredCache`; the file holds all requests of the session.
 
     Raises:
         ConfigError, StoreClosedError: As for `TieredCache`.
@@ -209,7 +216,9 @@ class TieredSession:
         segments: Sequence[int] | None = None,
         label: str = "",
         tag: str = "",
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
+        timeline = None if trace is None else Timeline(trace)
         self.method = make_method(method)
         self._account = StatsCollector()
         was_attached = attachment_of(model) is not None
@@ -228,6 +237,7 @@ class TieredSession:
                 segments=segments,
                 label=label,
                 tag=tag,
+                trace=timeline,
             )
             self._new_cache()  # raises here, not in the first generate()
         except BaseException:

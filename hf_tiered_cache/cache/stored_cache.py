@@ -81,6 +81,10 @@ class StoredCache(Cache, ServedCache):
         """Count everything in `total`, too, from now on; None to stop."""
         self._executor.collector.total = total
 
+    def on_section(self, report: Callable[[str, float, float], None] | None) -> None:
+        """Call `report` with the figure, begin and end of each section that `stats` times; None to stop."""
+        self._executor.collector.on_section = report
+
     # --- called by an attached model
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -229,7 +233,7 @@ class StoredCache(Cache, ServedCache):
     def reset(self) -> None:
         """Forget everything, for another prompt, and reset `stats`. Computed KV is stored."""
         collector = StatsCollector()
-        collector.total = self._executor.collector.total
+        collector.total, collector.on_section = self._executor.collector.total, self._executor.collector.on_section
         self._start_over(collector)
 
     def _start_over(self, collector: StatsCollector) -> None:

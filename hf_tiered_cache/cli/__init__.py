@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, config, listing, maintain, records, serve, top
+from . import calibrate, config, listing, maintain, records, serve, timeline, top
 from . import calibrate as profile
 from . import serve as lm_eval
 
@@ -55,6 +55,7 @@ def _top(
       hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
       hf-tiered-cache conversations kv-store      list stored conversations by id
       hf-tiered-cache documents kv-store          list stored passages by label
+      hf-tiered-cache timeline trace.json         draw where a request spent its time
       hf-tiered-cache config                      show the settings of stores and where they come from
       hf-tiered-cache serve MODEL --store DIR     run an OpenAI-compatible server
 
@@ -116,6 +117,7 @@ _add(
     "    --method kv_drive:budget=0.0625:window=3 --plot windows.png",
 )
 _add("config", config.config, "", "--json")
+_add("timeline", timeline.timeline, "trace.json", "trace.json --plot request.png")
 _add(
     "serve",
     serve.serve,

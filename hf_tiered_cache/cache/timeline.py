@@ -1,0 +1,146 @@
+"""Trace of a cache's requests, as a file for Perfetto, Chrome's `about:tracing` and `hf-tiered-cache timeline`.
+
+Each event has a name, a begin and a duration. The model's track holds passes, and the time between two layers' calls of
+the cache, in which the model computes. The cache's track holds what the calls do, and where they wait. The disk's track
+holds the time in which at least one read is in progress. On a GPU, the model's times are those of launching kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .stored_cache import StoredCache
+
+MODEL, CACHE, DISK = "model", "cache", "disk"
+TRACKS = {MODEL: 1, CACHE: 2, DISK: 3}
+"""Tracks by name, with their number in the file."""
+_NAMES = {
+    "stall_seconds": "wait for KV",
+    "select_seconds": "select",
+    "match_seconds": "look up",
+    "index_seconds": "build index",
+    "io_seconds": "read",
+}
+_MARK = '[{"name": "process_name", "ph": "M", "args": {"name": "hf_tiered_cache"}'
+
+
+class Timeline:
+    """Writer of a trace.
+
+    The file is complete after each pass of the model, also if the process is killed. Programs accept that its list is
+    not closed.
+
+    Args:
+        path: File of the trace. An earlier trace is replaced.
+
+    Raises:
+        ConfigError: The file exists and is not a trace of this library, or it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            if self.path.exists() and not self.path.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
+                raise ConfigError(f"trace={str(path)!r} is a file of something else; name a new file")
+            self.path.write_text(f"{_MARK}, {self._ids(0)}}},\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"trace={str(path)!r} cannot be written ({error.strerror})") from None
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        for name, number in TRACKS.items():
+            self._lines.append(
+                f'{{"name": "thread_name", "ph": "M", "args": {{"name": "{name}"}}, {self._ids(number)}}}'
+            )
+
+    @staticmethod
+    def _ids(track: int) -> str:
+        return f'"pid": {os.getpid()}, "tid": {track}'
+
+    def add(self, name: str, track: str, began: float, ended: float, **details: Any) -> None:
+        """Add an event.
+
+        Args:
+            name: Name of the event.
+            track: Track, of `TRACKS`.
+            began: Begin, by `time.perf_counter`.
+            ended: End.
+            details: Values shown with the event.
+        """
+        microseconds = f'"ts": {began * 1e6:.1f}, "dur": {(ended - began) * 1e6:.1f}'
+        event = f'{{"name": {json.dumps(name)}, "ph": "X", {microseconds}, {self._ids(TRACKS[track])}'
+        with self._lock:
+            self._lines.append(f'{event}, "args": {json.dumps(details)}}}')
+
+    def flush(self) -> None:
+        """Append all events so far to the file."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line},\n" for line in lines)
+
+    def watch(self, cache: StoredCache) -> None:
+        """Trace all passes of a cache."""
+        _CacheWatch(self, cache)
+
+
+class _CacheWatch:
+    """Events of one cache. Wraps the two methods of this cache that an attached model calls."""
+
+    def __init__(self, timeline: Timeline, cache: StoredCache) -> None:
+        self._timeline = timeline
+        self._cache = weakref.ref(cache)  # the cache refers to this object
+        self._layer = -1  # last layer that called, in the current pass
+        self._left = 0.0  # when the cache returned to the model
+        cache.on_section(self._section)
+        cache.run = self._run
+        cache.update = self._update  # type: ignore[method-assign]
+
+    @property
+    def _watched(self) -> StoredCache:
+        cache = self._cache()
+        assert cache is not None  # it is being called
+        return cache
+
+    def _section(self, figure: str, began: float, ended: float) -> None:
+        if figure in _NAMES:
+            self._timeline.add(_NAMES[figure], DISK if figure == "io_seconds" else CACHE, began, ended)
+
+    def _run(self, attachment: Any, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        cache, began = self._watched, time.perf_counter()
+        restored, computed = cache.stats.tokens_restored, cache.stats.tokens_computed
+
+        def traced(*arguments: Any, **named: Any) -> Any:
+            self._layer, self._left = -1, time.perf_counter()
+            output = forward(*arguments, **named)
+            self._timeline.add(f"after layer {self._layer}", MODEL, self._left, time.perf_counter())
+            return output
+
+        try:
+            return type(cache).run(cache, attachment, traced, kwargs)
+        finally:
+            counts = {
+                "restored": cache.stats.tokens_restored - restored, "computed": cache.stats.tokens_computed - computed,
+            }  # fmt: skip
+            self._timeline.add("pass", MODEL, began, time.perf_counter(), **counts)
+            self._timeline.flush()
+
+    def _update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *arguments: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cache, layer, began = self._watched, layer_idx, time.perf_counter()
+        name = "before layer 0" if self._layer < 0 else f"layer {self._layer} to {layer}"
+        self._timeline.add(name, MODEL, self._left, began)
+        output = type(cache).update(cache, key_states, value_states, layer, *arguments, **named)
+        self._layer, self._left = layer, time.perf_counter()
+        self._timeline.add("update", CACHE, began, self._left, layer=layer)
+        return output

@@ -1,0 +1,141 @@
+"""Command `timeline`: a trace (`TieredCache(..., trace="trace.json")`) as a picture and as sums."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .output import Refused, figures, plotting
+
+TRACKS = ("model", "cache", "disk")
+_COLORS = {
+    "update": "#4c78a8", "select": "#f58518", "wait for KV": "#e45756", "look up": "#72b7b2", "build index": "#b279a2",
+    "read": "#54a24b",
+}  # fmt: skip
+_MODEL_COLORS = ("#9d9d9d", "#c9c9c9")
+"""Colors of the model's computation, in turns, so that layers can be told apart."""
+
+
+@dataclass
+class Pass:
+    """Events of one forward pass.
+
+    Attributes:
+        began: Begin, in microseconds.
+        ended: End.
+        restored: Number of tokens whose KV it restored.
+        computed: Number of tokens that it computed.
+        events: Track, name, begin and duration of each event, in microseconds.
+    """
+
+    began: float
+    ended: float
+    restored: int
+    computed: int
+    events: list[tuple[str, str, float, float]] = field(default_factory=list)
+
+    @property
+    def milliseconds(self) -> float:
+        """Duration of the pass."""
+        return (self.ended - self.began) / 1e3
+
+    def sums(self) -> dict[str, float]:
+        """Return the milliseconds spent on each kind of event; the model's computation as "compute"."""
+        total: dict[str, float] = defaultdict(float)
+        for track, name, _, duration in self.events:
+            total["compute" if track == "model" else name] += duration / 1e3
+        return dict(total)
+
+
+def read_trace(path: Path) -> list[Pass]:
+    """Return the passes of a trace, in order.
+
+    Raises:
+        Refused: The file is not a trace of this library.
+    """
+    try:
+        text = path.read_text(encoding="utf-8").rstrip()
+        document = json.loads(text if text.endswith("]") else f"{text.rstrip(',')}]")
+        named = [event for event in document if event.get("ph") == "M"]
+        tracks = {event["tid"]: event["args"]["name"] for event in named if event["name"] == "thread_name"}
+        events = [event for event in document if event.get("ph") == "X"]
+        passes = [_pass(event) for event in events if event["name"] == "pass"]
+        for event in events:
+            owner = next((one for one in passes if one.began <= event["ts"] <= one.ended), None)
+            if owner is not None and event["name"] != "pass":
+                owner.events.append((tracks[event["tid"]], event["name"], event["ts"], event["dur"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{path} is not a trace; make one with TieredCache(..., trace={path.name!r})") from error
+    if not passes:
+        raise Refused(f"{path} holds no pass yet")
+    return passes
+
+
+def _pass(event: dict[str, Any]) -> Pass:
+    counts = event["args"]
+    return Pass(event["ts"], event["ts"] + event["dur"], counts["restored"], counts["computed"])
+
+
+def typical(passes: list[Pass]) -> dict[str, Pass]:
+    """Return the pass that restored most, and the median pass of one token, by a title."""
+    prompt = max(passes, key=lambda one: (one.restored, one.computed))
+    chosen = {f"prompt: {prompt.restored:,} tokens restored, {prompt.computed:,} computed": prompt}
+    tokens = sorted((one for one in passes if one.computed <= 1 and not one.restored), key=lambda one: one.milliseconds)
+    if tokens:
+        chosen[f"one token (median of {len(tokens):,})"] = tokens[len(tokens) // 2]
+    return chosen
+
+
+def draw(chosen: dict[str, Pass], out: Path) -> None:
+    """Draw passes below one another: a row for each track, and time to the right."""
+    plt = plotting()
+    figure, rows = plt.subplots(len(chosen), 1, figsize=(11, 2.4 * len(chosen) + 0.6), squeeze=False)
+    for axes, (title, one) in zip(rows[:, 0], chosen.items(), strict=True):
+        number = 0
+        for track, name, began, duration in sorted(one.events, key=lambda event: event[2]):
+            color = _COLORS.get(name)
+            if track == "model":
+                color, number = _MODEL_COLORS[number % 2], number + 1
+            height = 0.8 if name in ("update", "read") or track == "model" else 0.5  # sections lie within an update
+            axes.barh(
+                TRACKS.index(track), duration / 1e3, left=(began - one.began) / 1e3, height=height, color=color,
+                label=name if track != "model" else "compute", zorder=3 if height < 0.8 else 2,
+            )  # fmt: skip
+        axes.set(title=f"{title}, {one.milliseconds:.1f} ms", xlabel="ms", xlim=(0, one.milliseconds))
+        axes.set_yticks(range(len(TRACKS)), TRACKS)
+        axes.set_ylim(len(TRACKS) - 0.5, -0.5)
+        by_name = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(by_name.values(), by_name.keys(), fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.tight_layout()
+    figure.savefig(out, dpi=120)
+    plt.close(figure)
+
+
+def timeline(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="File of TieredCache(trace=...).")
+    ],
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture to write. Default: the name of the trace, with the ending .png.")
+    ] = None,
+) -> None:
+    """Draw a trace, and show where time was spent.
+
+    Shows the pass that restored most tokens, and the median pass of one token. For every event, open the trace in
+    https://ui.perfetto.dev.
+    """
+    chosen = typical(read_trace(trace))
+    out = plot or trace.with_suffix(".png")
+    sums = {title: one.sums() for title, one in chosen.items()}
+    kinds = list(dict.fromkeys(kind for one in sums.values() for kind in one))
+    table = figures("pass", "ms", *kinds, right=("ms", *kinds))
+    for title, one in chosen.items():
+        table.add_row(title, f"{one.milliseconds:.1f}", *(f"{sums[title].get(kind, 0.0):.1f}" for kind in kinds))
+    table.show()
+    draw(chosen, out)
+    print(f"\nwrote {out}; select, wait for KV and look up can lie within update")

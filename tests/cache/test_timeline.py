@@ -1,0 +1,115 @@
+"""Traces: what a request did and when, in a file that is readable at any time; and the command that draws it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from families import build, prompt
+from typer.testing import CliRunner
+
+from hf_tiered_cache import ConfigError, KVStore, TieredCache, tiered
+from hf_tiered_cache.cli import app
+from hf_tiered_cache.cli.timeline import read_trace, typical
+from hf_tiered_cache.methods import ContiguousKV
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+def generate(model, ids, cache, tokens=3):
+    return model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens)
+
+
+def test_a_trace_holds_each_pass_and_layer_and_changes_no_token(model, tmp_path):
+    ids = prompt(100)
+    with KVStore(tmp_path / "kv", host_memory=0) as store:
+        store.precompute(model, ids[:, :80], progress=False)
+        expected = generate(model, ids, TieredCache(model, store, record=False))
+        traced = generate(model, ids, TieredCache(model, store, record=False, trace=tmp_path / "trace.json"))
+    assert torch.equal(traced, expected)
+    passes = read_trace(tmp_path / "trace.json")
+    assert [(one.restored, one.computed) for one in passes] == [(80, 20), (0, 1), (0, 1)]
+    layers = model.config.num_hidden_layers
+    for one in passes:
+        names = [name for track, name, _, _ in one.events if track == "model"]
+        assert names == [
+            "before layer 0",
+            *(f"layer {i - 1} to {i}" for i in range(1, layers)),
+            f"after layer {layers - 1}",
+        ]
+        assert sum(name == "update" for _, name, _, _ in one.events) == layers
+        assert all(one.began <= began and began + took <= one.ended + 1 for _, _, began, took in one.events)
+        spans = sorted((began, began + took) for track, _, began, took in one.events if track == "model")
+        assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(spans))
+    sums = passes[0].sums()
+    assert sums["read"] > 0 and sums["look up"] > 0 and "select" not in sums
+    assert 0 < sums["compute"] + sums["update"] + sums["look up"] < passes[0].milliseconds
+
+
+def test_selections_are_traced(model, tmp_path):
+    ids, method = prompt(100), ContiguousKV(budget=0.5)
+    with KVStore(tmp_path / "kv", policy=method.policy) as store:
+        store.precompute(model, ids[:, :80], method=method, progress=False)
+        generate(model, ids, TieredCache(model, store, method=method, trace=tmp_path / "trace.json"))
+    assert read_trace(tmp_path / "trace.json")[0].sums()["select"] > 0
+
+
+def test_a_session_traces_all_its_requests(model, tmp_path):
+    with KVStore(tmp_path / "kv") as store, tiered(model, store, trace=tmp_path / "trace.json"):
+        for seed in (1, 2):
+            generate(model, prompt(40, seed=seed), None, tokens=2)
+    assert [one.computed for one in read_trace(tmp_path / "trace.json")] == [40, 1, 40, 1]
+
+
+def test_a_reset_cache_is_still_traced_and_a_traced_cache_is_collected(model, tmp_path):
+    with KVStore(tmp_path / "kv") as store:
+        cache = TieredCache(model, store, trace=tmp_path / "trace.json")
+        generate(model, prompt(40), cache, tokens=1)
+        cache.reset()
+        generate(model, prompt(40), cache, tokens=1)
+        assert "look up" in read_trace(tmp_path / "trace.json")[1].sums()
+        collected = weakref.ref(cache)
+        gc.disable()
+        try:
+            del cache
+            assert collected() is None
+        finally:
+            gc.enable()
+
+
+def test_an_earlier_trace_is_replaced_and_another_file_is_not(model, tmp_path):
+    other = tmp_path / "notes.json"
+    other.write_text("[1, 2]")
+    with KVStore(tmp_path / "kv") as store:
+        with pytest.raises(ConfigError, match="is a file of something else; name a new file"):
+            TieredCache(model, store, trace=other)
+        with pytest.raises(ConfigError, match="cannot be written"):
+            TieredCache(model, store, trace=tmp_path / "nowhere" / "trace.json")
+        for _ in range(2):
+            generate(model, prompt(40), TieredCache(model, store, trace=tmp_path / "trace.json"), tokens=1)
+    assert other.read_text() == "[1, 2]"
+    assert len(read_trace(tmp_path / "trace.json")) == 1
+
+
+def test_the_command_draws_a_trace_and_sums_it(model, tmp_path):
+    trace = tmp_path / "trace.json"
+    with KVStore(tmp_path / "kv") as store:
+        store.precompute(model, prompt(80), progress=False)
+        generate(model, prompt(100), TieredCache(model, store, trace=trace), tokens=4)
+    assert list(typical(read_trace(trace))) == ["prompt: 80 tokens restored, 20 computed", "one token (median of 3)"]
+    result = CliRunner().invoke(app, ["timeline", str(trace)])
+    assert result.exit_code == 0, result.output
+    heading, row = result.output.splitlines()[:2]
+    assert heading.split()[:2] == ["pass", "ms"] and "compute" in heading
+    assert row.startswith("prompt: 80 tokens restored, 20 computed")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+    trace.write_text(json.dumps({"some": "thing"}))
+    result = CliRunner().invoke(app, ["timeline", str(trace)])
+    assert "is not a trace; make one with TieredCache(..., trace='trace.json')" in str(result.exception)
