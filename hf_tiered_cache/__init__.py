@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from .methods import METHODS, Exact, Method
     from .operations.precompute import Lookup
     from .operations.prompt import Passage, Prompt, build_prompt
-    from .patches import detach
+    from .patches import attach, detach
     from .stats import PassageStats, RequestStats, StoreStats
     from .store.geometry import Geometry
-    from .tiered_cache import TieredCache, TieredSession, attach, tiered
+    from .tiered_cache import TieredCache, TieredSession, tiered
 
 __version__ = "0.1.0"
 
@@ -84,7 +84,7 @@ _ELSEWHERE = {
     "StoreStats": "stats",
     "TieredCache": "tiered_cache",
     "TieredSession": "tiered_cache",
-    "attach": "tiered_cache",
+    "attach": "patches",
     "build_prompt": "operations.prompt",
     "detach": "patches",
     "tiered": "tiered_cache",

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,10 +25,10 @@ from .cache.executor import CacheOptions
 from .cache.stored_cache import StoredCache, prepare
 from .cache.suspend import Suspended, put_away
 from .cache.timeline import Timeline
-from .errors import ConfigError, StoreClosedError, TieredCacheError
+from .errors import StoreClosedError, TieredCacheError
 from .kvstore import KVStore, open_store, storage_of
 from .methods import BudgetMethod, ForConversation, Method, make_method
-from .patches.attach import Attachment, attachment_of, base_model
+from .patches.attach import attachment_of
 from .stats import RequestStats, StatsCollector
 from .store.conversations import conversation_name
 
@@ -297,46 +297,4 @@ class TieredSession:
 
 
 tiered = TieredSession
-"""Alias of `TieredSession` for `with` blocks: `with tiered(model, store) as session:`."""
-
-
-@overload
-def attach(model: nn.Module) -> Attachment: ...
-@overload
-def attach(
-    model: nn.Module,
-    *,
-    store: KVStore | str | os.PathLike[str],
-    method: Method | str | None = None,
-    label: str = "",
-    tag: str = "",
-) -> TieredSession: ...
-def attach(
-    model: nn.Module,
-    *,
-    store: KVStore | str | os.PathLike[str] | None = None,
-    method: Method | str | None = None,
-    label: str = "",
-    tag: str = "",
-) -> Attachment | TieredSession:
-    """Prepare a model for `TieredCache`; with a store, also use it in every `generate()` without a cache.
-
-    Args:
-        model: A causal LM of transformers.
-        store: A `KVStore`, or the path of one; None only attaches the model, as the first `TieredCache` does.
-        method: As for `TieredCache`; needs a store.
-        label: As for `TieredCache`; needs a store.
-        tag: As for `TieredCache`; needs a store.
-
-    Returns:
-        With a store, the session, which lasts until its `close()` or `detach(model)`; else the attachment.
-
-    Raises:
-        ConfigError: `method`, `label` or `tag` is given without a store.
-        UnsupportedModelError: The model or the method is not supported.
-    """
-    if store is not None:
-        return TieredSession(model, store, method=method, label=label, tag=tag)
-    if method is not None or label or tag:
-        raise ConfigError("attach(model, method=..., label=..., tag=...) also requires store=: a KVStore, or a path")
-    return patches.attach(base_model(model))
+"""Name of `TieredSession` for callers: `with tiered(model, store) as session:`, or `session = tiered(model, store)`."""

@@ -233,11 +233,6 @@ def test_seconds_to_live_are_a_number(tmp_path):
         KVStore(tmp_path, ttl="7d")
 
 
-def test_a_session_without_a_store_is_none():
-    with pytest.raises(ConfigError, match="also requires store="):
-        attach(build("llama"), method="h2o")
-
-
 @pytest.mark.parametrize("wrong", [[0.5, 1.0], torch.rand(20), torch.ones(20, dtype=torch.bool), "text", []])
 def test_token_ids_are_whole_numbers(wrong, store):
     with pytest.raises(ConfigError, match="token ids"):

@@ -419,7 +419,7 @@ def test_a_failure_inside_generate_leaves_the_session_whole(model, store):
 
 
 def test_closing_twice_is_closing_once(model, store):
-    session = attach(model, store=store)
+    session = tiered(model, store)
     model.generate(prompt(40), **GREEDY)
     session.close()
     session.close()
@@ -437,7 +437,7 @@ def test_detach_ends_a_session(model, store):
 
 
 def test_a_session_that_was_detached_leaves_a_later_attachment_alone(model, store):
-    session = attach(model, store=store)
+    session = tiered(model, store)
     detach(model)
     attach(model)
     session.close()
@@ -457,8 +457,8 @@ def test_of_nested_sessions_the_inner_one_is_in_force(model, tmp_path):
 
 
 def test_sessions_that_overlap_end_in_any_order(model, tmp_path):
-    first = attach(model, store=tmp_path / "first")
-    second = attach(model, store=tmp_path / "second")
+    first = tiered(model, tmp_path / "first")
+    second = tiered(model, tmp_path / "second")
     first.close()
     for _ in range(2):
         model.generate(prompt(70), **GREEDY)
