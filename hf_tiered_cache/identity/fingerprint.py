@@ -80,12 +80,12 @@ class Fingerprinter:
         """
         if not self._unsteady:
             self._watch()
+        key = tag, active_mode(), computing_state(self._devices)
         if self._weights.has_moved():
             self._weights = WeightDigests(self._description.named_tensors)
             self._identities.clear()
         elif self._weights.changed(reread=closely):
             self._identities.clear()
-        key = tag, active_mode(), computing_state(self._devices)
         if key not in self._identities:
             self._identities[key] = self._identify(*key)
         return self._identities[key]
