@@ -128,6 +128,11 @@ class FolderTree:
         except FileNotFoundError:
             return None
 
+    def identity(self, kind: FileKind, name: str) -> tuple[int, int] | None:
+        """Return device and inode of a file, or None if it does not exist."""
+        status = self.find(kind, name)
+        return None if status is None else (status.st_dev, status.st_ino)
+
     def open(
         self, kind: FileKind, name: str, flags: int = os.O_RDONLY
     ) -> AbstractContextManager[tuple[int, os.stat_result]]:
