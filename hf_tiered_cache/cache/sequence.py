@@ -138,6 +138,24 @@ class SequenceState:
         streamed = self.stored_in_pieces > 0 or method.streams(plan.num_positions - suffix)
         return plan.within_budget(int(budget), streamed)
 
+    def can_be_cut(self, request: Request) -> bool:
+        """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
+        method = self.method
+        if not isinstance(method, BudgetMethod):
+            return False
+        step = method.prefill_tokens
+        shortest = step - max(request.pads)
+        return (
+            0 < step < request.num_positions
+            and method.selects
+            and self.num_positions == 0
+            and self.recorder.enabled
+            and request.text == request.num_positions
+            and request.must_compute <= step // 2
+            and shortest > 0
+            and rope_regime(self.config, shortest) == self.regime
+        )
+
     @cached_property
     def _finder(self) -> PassageFinder:
         """Finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""

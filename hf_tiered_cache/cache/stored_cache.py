@@ -91,7 +91,7 @@ class StoredCache(Cache, ServedCache):
                 f"this cache belongs to another {type(self.model).__name__}; create one for this model"
             )
         output = self._executor.run(self, forward, kwargs)
-        if not self._generates:
+        if not self._generates and self._executor.restored is not None:
             self.end_generation()
         return output
 
@@ -179,7 +179,7 @@ class StoredCache(Cache, ServedCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return all that its queries may see."""
         forward_pass = self._executor.forward_pass
-        if forward_pass is None or current() is not forward_pass:
+        if forward_pass is None or not forward_pass.captures or current() is not forward_pass:
             return cast(DenseSource, self.layers[layer_idx]).update(key_states, value_states)
         return forward_pass.append(layer_idx, key_states, value_states)
 

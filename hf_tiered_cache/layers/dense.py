@@ -90,7 +90,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         is_preview = refines and restoring.is_previewing(self.index)
         compares = refines and restoring.compares(self.index)
         filled = restoring.take_filled(self.index) if refines else None
-        before = self.snapshot() if is_preview else None
+        before = vars(self).copy() if is_preview else None
         if filled is None:
             self._announced()
             keys, values = self.extend(key_states, value_states, plan.num_positions, first)
@@ -117,7 +117,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         for target, computed in ((keys, key_states), (values, value_states)):
             _put(target, columns, computed)
         if before is not None:
-            restoring.keep_filled(self.index, self.snapshot())
+            restoring.keep_filled(self.index, vars(self).copy())
             self.rollback(before)
             return keys, values
         return self._visible(None)
