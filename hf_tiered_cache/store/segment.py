@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, IntegrityError
-from .backend import HeadLength, SegmentBackend, Stored
+from .backend import HeadLength, SegmentBackend
 from .cipher import Plain
 from .container import check_not_sparse, check_tag
 from .digest import Guard, content_of
 from .engines import EngineFile, ReadOp, ReadReport
+from .files import Stored
 from .format import HEADER_BYTES, PREFIX, SegmentHeader, decode_header, decode_tables
 from .geometry import HASH_TOKENS
 from .memory import aligned_bytes

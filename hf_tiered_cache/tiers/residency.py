@@ -329,9 +329,10 @@ class Residency:
     def _pin_blocks(self, tier: Tier, fetches: Sequence[PendingFetch], pin: Pin, collector: StatsCollector) -> None:
         """Pin the blocks that `tier` holds of the chunks that no earlier tier holds."""
         num_found = num_missing = nbytes = 0
-        for fetch in fetches:
+        pinned_slots = [tier.pin(fetch.owner, fetch.fetched.from_disk) for fetch in fetches]
+        for fetch, pinned in zip(fetches, pinned_slots, strict=True):
             chunks = fetch.fetched.from_disk
-            if (pinned := tier.pin(fetch.owner, chunks)) is not None:
+            if pinned is not None:
                 pool, slots, in_tier = pinned
                 pin.slots.append((tier, pool, slots))
                 blocks = fetch.host_blocks if tier is self.host else fetch.device_blocks
