@@ -360,7 +360,10 @@ class Executor:
         request = parse_request(kwargs, num_positions, pads, self._placeholders, check)
         if isinstance(request, str):
             return request
-        regime = rope_regime(self.attachment.config, num_positions + request.num_positions - min(request.pads))
+        regime: str | None = ""
+        if identity.rope_varies:
+            length = num_positions + request.num_positions - min(request.pads)
+            regime = rope_regime(self.attachment.config, length)
         if regime is None:
             return reasons.LENGTH_ROPE
         if sequence is None:
