@@ -144,10 +144,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self._skipped:
-            return self._scattered - self._skipped, self.columns + self._skipped
-        if self._scattered:
-            return self.held + self._scattered, self._first
-        return self._stop - self._start + self._restored + query_length, self._first
+            return self._scattered - self._skipped, self._first + self._stop - self._start + self._skipped
+        held = self._stop - self._start
+        return held + (self._scattered or self._restored + query_length), self._first
 
     # --- cache operations of generate()
 

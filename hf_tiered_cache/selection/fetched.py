@@ -108,14 +108,16 @@ class RowTokens:
         for head in range(heads.start, min(len(self.sets), heads.stop)):
             yield head, *_inside(piece, self.sets[head])
 
-    def chunks(self, layers: Collection[int]) -> Iterator[tuple[SegmentReader, BlockGroup, np.ndarray]]:
-        """Yield segments, KV cache groups, and their chunks that hold these tokens for some layers, int64 ascending."""
+    def chunks(self, layers: Collection[int]) -> list[tuple[SegmentReader, BlockGroup, np.ndarray]]:
+        """Return segments, KV cache groups, and their chunks that hold these tokens for some layers, ascending."""
+        chunks = []
         for piece in self.row.pieces:
             for block_group in restoring_groups(piece.reader.shape, layers):
                 token_sets = [inside for _, _, inside in self.in_group(piece, block_group)]
                 tokens = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
                 if len(tokens):
-                    yield piece.reader, block_group, piece.reader.shape.chunks_of(block_group, tokens)
+                    chunks.append((piece.reader, block_group, piece.reader.shape.chunks_of(block_group, tokens)))
+        return chunks
 
 
 class UnitTable:
@@ -277,12 +279,11 @@ def _gather_key(tokens: RowTokens, unit: FetchUnit) -> Hashable:
 def _gather_of(tokens: RowTokens, units: Sequence[FetchUnit]) -> Gather:
     """Return the gather of the tokens that units of one key hold."""
     gather = Gather(units[0].reader.shape, units[0].block_group)
-    for unit in units:
-        for piece in tokens.row.pieces:
-            if piece.reader is unit.reader:
-                for head, first, inside in tokens.in_group(piece, unit.block_group):
-                    positions = np.arange(first, first + len(inside))
-                    gather.add(piece.reader.shape, unit.blocks, inside, positions, head, unit.block_group)
+    pieces = [(unit, piece) for unit in units for piece in tokens.row.pieces if piece.reader is unit.reader]
+    token_sets = [(unit, *part) for unit, piece in pieces for part in tokens.in_group(piece, unit.block_group)]
+    for unit, head, first, inside in token_sets:
+        positions = np.arange(first, first + len(inside))
+        gather.add(unit.reader.shape, unit.blocks, inside, positions, head, unit.block_group)
     return gather
 
 

@@ -122,19 +122,20 @@ class RowIndexes:
         self._stored_indexes: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
         self._built_readers: set[SegmentReader] = set()
         self._runs: dict[tuple[int, int], list[_Run]] = {}  # by layer and row number
-        self._keys: dict[tuple[int, int], tuple[UnitTable, list[Request]]] = {}  # keys for missing indexes
+        self._keys: dict[tuple[int, int], tuple[UnitTable, list[Request]] | None] = {}  # keys for missing indexes
 
     def fetch(self, layer: int, ahead: bool = False) -> None:
         """Look up a layer's indexes, and start to fetch the keys of segments without one."""
         for place, row in enumerate(self._rows):
-            if (layer, place) not in self._keys:
+            if (layer, place) in self._keys:
+                continue
+            self._keys[layer, place] = None
+            if missing := [run.pieces[0] for run in self._look_up(layer, place) if run.index is None]:
                 table, requests = UnitTable(self._fetcher, (layer,)), list[Request]()
+                for piece in missing:
+                    requests += table.want_keys(self._to_index(row, piece), layer, None)
                 self._keys[layer, place] = table, requests
-                for run in self._look_up(layer, place):
-                    if run.index is None:
-                        requests += table.want_keys(self._to_index(row, run.pieces[0]), layer, None)
-                if requests:
-                    self._fetcher.bring(requests, ahead, attends=False)
+                self._fetcher.bring(requests, ahead, attends=False)
 
     def of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
         """Return the indexes of a row at a layer, in token order. Missing ones are built from the row's keys.
@@ -143,10 +144,10 @@ class RowIndexes:
             RestoreError: A block did not arrive.
         """
         self.fetch(layer)
-        table, requests = self._keys[layer, place]
-        if requests:
+        if (keys_to_index := self._keys[layer, place]) is not None:
+            table, requests = keys_to_index
             self._fetcher.bring(requests, attends=False)  # chunks that a prefetch had no room for
-            requests.clear()
+            self._keys[layer, place] = None
             table.wait(layer)
             self._fetcher.confirm()  # indexes built from keys outlive the pass
             for run in self._runs[layer, place]:

@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -132,6 +132,15 @@ class FolderTree:
         """Return the metadata of a file, without following a link, or None if it does not exist."""
         status = self.find(kind, name)
         return None if status is None or S_ISDIR(status.st_mode) else stored_in(status)
+
+    def version(self, kind: FileKind, name: str) -> Hashable:
+        """Return an identifier that changes when a file is replaced or changed, or None if it does not exist."""
+        status = self.find(kind, name)
+        return (
+            None
+            if status is None
+            else (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        )
 
     def identity(self, kind: FileKind, name: str) -> tuple[int, int] | None:
         """Return device and inode of a file, or None if it does not exist."""
