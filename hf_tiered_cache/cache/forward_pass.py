@@ -242,16 +242,14 @@ class RestoringForward(ForwardPass):
         if self.streamed is not None:
             self.streamed.start()
         elif self.selection is not None:
-            self._predict(stack, self.selection)
+            if self.selection.selector.ahead:
+                self._predict(stack, self.selection)
             self.selection.start()
         self.prefetch.start()
 
     def _predict(self, stack: ExitStack, selection: SelectiveRestore) -> None:
-        """Predict the queries of selecting layers, if the selector uses predictions and the model supports them."""
-        selector = selection.selector
-        if not selector.ahead:
-            return
-        attachment = self.attachment
+        """Predict the queries of selecting layers, if the model supports that."""
+        selector, attachment = selection.selector, self.attachment
         try:
             modules = decoder_layers(attachment.model, attachment.config.num_hidden_layers)
         except UnsupportedModelError:

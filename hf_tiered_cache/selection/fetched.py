@@ -120,6 +120,7 @@ class RowTokens:
         return chunks
 
 
+@dataclass(eq=False)
 class UnitTable:
     """Fetched units of layers that share a selection: one unit for each segment and KV cache group.
 
@@ -128,10 +129,10 @@ class UnitTable:
         layers: Layers that the units are fetched for, ascending.
     """
 
-    def __init__(self, fetcher: Fetcher, layers: Sequence[int]) -> None:
-        self._fetcher, self._layers = fetcher, layers
-        self._units: dict[tuple[SegmentReader, int], FetchUnit] = {}
-        self._gathers: dict[RowTokens, dict[Hashable, Gather]] = {}  # see `_gather_key`
+    fetcher: Fetcher
+    layers: Sequence[int]
+    _units: dict[tuple[SegmentReader, int], FetchUnit] = field(default_factory=dict)
+    _gathers: dict[RowTokens, dict[Hashable, Gather]] = field(default_factory=dict)  # see `_gather_key`
 
     def want(self, tokens: RowTokens, layers: Collection[int]) -> list[Request]:
         """Return the units that hold tokens of some layers, and the chunks to bring of them."""
@@ -164,7 +165,7 @@ class UnitTable:
             RestoreError: A block did not arrive.
         """
         units = self.units(layer)
-        self._fetcher.wait_for(units)
+        self.fetcher.wait_for(units)
         return units
 
     def units(self, layer: int) -> list[FetchUnit]:
@@ -258,14 +259,14 @@ class UnitTable:
         return any(min(self._used_by(unit)) == layer for unit in self.units(layer))
 
     def _used_by(self, unit: FetchUnit) -> set[int]:
-        return set(unit.block_group.layers).intersection(self._layers)
+        return set(unit.block_group.layers).intersection(self.layers)
 
     def _finish(self, units: Sequence[FetchUnit]) -> None:
         for unit in units:
             del self._units[unit.reader, unit.block_group.index]
             for tokens, gathers in self._gathers.items():
                 gathers.pop(_gather_key(tokens, unit), None)
-        self._fetcher.finish(units)
+        self.fetcher.finish(units)
 
 
 def _gather_key(tokens: RowTokens, unit: FetchUnit) -> Hashable:

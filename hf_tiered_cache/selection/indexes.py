@@ -22,6 +22,7 @@ _VERSION = 2
 """Version of how indexes are built. Increment it to rebuild stored indexes."""
 
 
+@dataclass(frozen=True, eq=False)
 class IndexSidecars:
     """Indexes in sidecars of their segments, all layers of a segment in one sidecar.
 
@@ -30,13 +31,13 @@ class IndexSidecars:
         defer: Runs a callable after the request.
     """
 
-    def __init__(self, disk: SegmentStore, defer: Callable[[Callable[[], object]], object]) -> None:
-        self._disk, self.defer = disk, defer
+    disk: SegmentStore
+    defer: Callable[[Callable[[], object]], object]
 
     def find(self, reader: SegmentReader, kind: type[DecodeIndex], chunk_tokens: int) -> dict[int, DecodeIndex]:
         """Return the indexes of a segment by layer, on the CPU; empty if the sidecar is missing or damaged."""
         by_layer: dict[int, dict[str, torch.Tensor]] = {}
-        tensors_by_name = self._disk.sidecars.kept(reader, *self._name_and_settings(kind, chunk_tokens)) or {}
+        tensors_by_name = self.disk.sidecars.kept(reader, *self._name_and_settings(kind, chunk_tokens)) or {}
         for name, tensor in tensors_by_name.items():
             layer, _, field = name.partition(".")
             by_layer.setdefault(int(layer), {})[field] = tensor
@@ -52,7 +53,7 @@ class IndexSidecars:
         for layer, index in indexes.items():
             arrays |= {f"{layer}.{name}": tensor.cpu() for name, tensor in index.tensors().items()}
         name, settings = self._name_and_settings(type(first_index), first_index.chunk_tokens)
-        self._disk.sidecars.keep(reader, name, arrays, settings)  # not written if there is no room; this is counted
+        self.disk.sidecars.keep(reader, name, arrays, settings)  # not written if there is no room; this is counted
 
     @staticmethod
     def _name_and_settings(kind: type[DecodeIndex], chunk_tokens: int) -> tuple[str, dict[str, Any]]:
@@ -319,7 +320,8 @@ class RowIndexes:
 
     def _key(self, pieces: Sequence[SegmentSlice], layer: int) -> IndexKey:
         made = f"{self._kind.__name__} {self.chunk_tokens}"
-        return tuple((piece.reader.key_owner(layer, made), piece.first, piece.count) for piece in pieces)
+        owners = ((piece.reader.id, layer, piece.reader.header.digests.digest, made) for piece in pieces)
+        return tuple((owner, piece.first, piece.count) for owner, piece in zip(owners, pieces, strict=True))
 
     def _read(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
         """Read the stored indexes of a segment, by layer. Blocks, and counts as stall time."""

@@ -121,10 +121,6 @@ class SegmentReader:
             return False
         return stored is not None and stored.version == self._version
 
-    def key_owner(self, layer: int, made: str) -> tuple[str, int, int, str]:
-        """Return the memory key of the data `made` from a layer's keys, independent of KV cache groups."""
-        return self.id, layer, self.header.digests.digest, made
-
     def ops(self, block_group: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
         """Return the read operations for runs of blocks of one KV cache group."""
         block_bytes = self.shape.block_groups[block_group].block_bytes
