@@ -164,14 +164,14 @@ class RowIndexes:
     @property
     def nbytes(self) -> int:
         """Bytes of all indexes looked up or built so far. Indexes that rows share count once."""
-        indexes = (index for layer, place in self._runs for index in self.held(layer, place))
-        return sum({id(index): index.nbytes for index in indexes}.values())
+        indexes = {id(index): index for layer, place in self._runs for index in self.held(layer, place)}
+        return sum(index.nbytes for index in indexes.values())
 
     @property
     def fit(self) -> bool:
         """True if the index cache has room for all indexes. True if its budget is 0."""
-        indexes = (run.held for runs in self._runs.values() for run in runs)
-        nbytes = sum({id(index): index.nbytes for index in indexes if index is not None}.values())
+        indexes = {id(run.held): run.held for runs in self._runs.values() for run in runs}
+        nbytes = sum(index.nbytes for index in indexes.values() if index is not None)
         return not 0 < self._index_cache.budget < nbytes
 
     def merge(self) -> None:
