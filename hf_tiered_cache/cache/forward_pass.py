@@ -174,7 +174,7 @@ class RestoringForward(ForwardPass):
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._deferred_layer: int | None = None  # its computed KV is appended, and its queries will select the rest
-        self._devices = [attachment.device_of(layer) for layer in range(len(plan.computed))]
+        self._devices = attachment.devices
         self.fetcher = Fetcher(store.residency, collector, self._devices.__getitem__, method.ahead_bytes)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None

@@ -127,7 +127,7 @@ class StoredCache(Cache, ServedCache):
         again = StoredCache.over(self.model, executor.store, Exact(recompute=0.0, decline=False), options)
         again._generates = True  # exempt from spot checks
         with torch.no_grad():
-            ids = tokens.to(executor.attachment.device_of(0))[None]  # [1, tokens]
+            ids = tokens.to(executor.attachment.devices[0])[None]  # [1, tokens]
             self.model(input_ids=ids, past_key_values=again, logits_to_keep=HASH_TOKENS)
         if sequence is None or held_from(again.layers) is None:
             return
