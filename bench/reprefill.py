@@ -30,7 +30,6 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,11 @@ from hf_tiered_cache.stats import TIERS
 
 OURS, AHEAD, KEYS, IMPRESS = "ContiguousKV", "ContiguousKV, ahead", "ContiguousKV as in the paper", "IMPRESS"
 H2O_LFU, ATTENTION_STORE = "H2O + LFU", "AttentionStore + LRU"
-WITHOUT: dict[str, tuple[Prefetched, ...]] = {
-    "": ("period", "keys"),
-    ", no intra-period prefetch": ("keys",),
-    ", no prefetch of the next keys": ("period",),
-    ", no prefetch": (),
+WITHOUT: dict[str, frozenset[Prefetched]] = {
+    "": PREFETCHED,
+    ", no intra-period prefetch": frozenset({"keys"}),
+    ", no prefetch of the next keys": frozenset({"period"}),
+    ", no prefetch": frozenset(),
 }
 """What an ablation leaves out, and what is left of the prefetching."""
 PAPER_AGREEING = 0.8
@@ -70,11 +69,7 @@ ACCURACY = Path(__file__).parent.parent / "eval" / "results" / "reference-xs" / 
 class Ablated(ContiguousKV):
     """ContiguousKV that fetches a part of the usual ahead."""
 
-    prefetched: Collection[Prefetched] = PREFETCHED
-
-    @property
-    def prefetches(self) -> Collection[Prefetched]:
-        return self.prefetched
+    prefetches: frozenset[Prefetched] = PREFETCHED
 
 
 def contiguous(budget: float, period: int) -> tuple[ContiguousKV, ContiguousKV]:
@@ -114,8 +109,8 @@ def ablation(budget: float, period: int) -> list[System]:
     found = []
     for name, method in zip((OURS, KEYS), contiguous(budget, period), strict=True):
         given = {one.name: getattr(method, one.name) for one in fields(method) if one.init}
-        for what, prefetched in WITHOUT.items():
-            found.append(System(f"{name}{what}", Ablated(**given, prefetched=prefetched), method.policy))
+        for what, prefetches in WITHOUT.items():
+            found.append(System(f"{name}{what}", Ablated(**given, prefetches=prefetches), method.policy))
         found += [System(f"{name}, {policy.upper()}", method, policy) for policy in ("lfu", "lru")]
     return found
 

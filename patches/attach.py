@@ -20,7 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..errors import UnsupportedModelError
 from . import rope, rotary
 from .attention import patch_attention, unpatch_attention
-from .layers import decoder_layers
+from .layers import decoder_layers, devices_of
 from .pickling import pickle_as_it_is, pickle_without, without_hook
 from .scope import CACHE_ARGUMENTS, Replacement, current
 
@@ -127,7 +127,7 @@ class Attachment:
     def rewrap(self) -> None:
         """Wrap the model's methods, also those replaced or compiled since, and record whether a part is compiled."""
         model = self.model
-        self._devices.clear()
+        self._devices = []
         for name, wrapper in _WRAPPERS.items():
             method = getattr(model, name, None)
             if method is not None and not isinstance(method, wrapper):
@@ -165,15 +165,16 @@ class Attachment:
             if hasattr(extra, "close"):
                 extra.close()
 
-    def device_of(self, layer: int) -> torch.device:
-        """Return the device on which a layer computes, even if its weights are offloaded (accelerate)."""
+    @property
+    def devices(self) -> list[torch.device]:
+        """Device on which each layer computes, even if its weights are offloaded (accelerate)."""
         if not self._devices:
             count = self.config.num_hidden_layers
             try:
-                self._devices = [_device(module) for module in decoder_layers(self.model, count)]
+                self._devices = devices_of(decoder_layers(self.model, count))
             except UnsupportedModelError:
                 self._devices = [self.model.device] * count
-        return self._devices[layer]
+        return self._devices
 
 
 class _EagerStance(AbstractContextManager[Any]):
@@ -371,13 +372,6 @@ def _is_compiled(forward: Callable[..., Any]) -> bool:
     if isinstance(forward, _Wrapper):
         forward = forward.original
     return hasattr(forward, "_torchdynamo_orig_callable")
-
-
-def _device(module: nn.Module) -> torch.device:
-    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    if device is None:
-        device = next((p.device for p in module.parameters() if p.device.type != "meta"), "cpu")
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 _WRAPPERS: dict[str, type[_Wrapper]] = {

@@ -37,6 +37,17 @@ def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")
 
 
+def devices_of(layers: nn.ModuleList) -> list[torch.device]:
+    """Return the device on which each layer computes."""
+    devices = []
+    for layer in layers:
+        device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+        if device is None:
+            device = next((p.device for p in layer.parameters() if p.device.type != "meta"), "cpu")
+        devices.append(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
+    return devices
+
+
 def can_drop(model: nn.Module, count: int) -> bool:
     """Return whether the model's layers take no argument for each token that dropping does not cut.
 

@@ -218,11 +218,7 @@ class ByFaulty(BudgetMethod):
     make: object = None
     reselect: bool = False
     tokens: object = None
-    kinds: frozenset = PREFETCHED
-
-    @property
-    def prefetches(self):
-        return self.kinds
+    prefetches: frozenset = PREFETCHED
 
     def token_budget(self, prefix_tokens: int) -> int:
         return int(self.budget * prefix_tokens) if self.tokens is None else self.tokens
@@ -271,7 +267,7 @@ def test_a_budget_that_is_no_number_of_tokens_is_refused(tokens, model, store):
 
 def test_an_unknown_kind_of_prefetch_is_refused(model, store):
     with pytest.raises(ConfigError, match=r"not \['valuez'\]"):
-        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, kinds=frozenset({"valuez"})))
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, prefetches=frozenset({"valuez"})))
 
 
 @pytest.mark.parametrize("mass", [None, np.zeros(192), np.zeros((1, 5))], ids=["none", "flat", "short"])

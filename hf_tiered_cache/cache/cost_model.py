@@ -56,7 +56,7 @@ def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment)
         return None, reasons.NO_FRONT
     if not may_recompute:
         recompute = 0.0
-    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, attachment.device_of, flat)
+    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, attachment.devices.__getitem__, flat)
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 

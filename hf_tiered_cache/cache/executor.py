@@ -28,7 +28,7 @@ from .calibrations import calibrated_ratio, profiled_windows, quality_budget, wa
 from .conversation import Conversation
 from .cost_model import choose_strategy, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
-from .prefill import can_be_cut, in_pieces
+from .prefill import in_pieces
 from .recorder import Names, Recorder
 from .refine import RefiningForward
 from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
@@ -135,12 +135,12 @@ class Executor:
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans = self._why_not_looked_for(request, sequence), _REPLANS
-        if not reason and can_be_cut(request, sequence):
-            plan = self.plan(request, sequence)
+        if not reason and sequence.can_be_cut(request):
+            plan = sequence.plan(request, self.collector)
             run = partial(self._run_piece, cache, sequence, forward)
             in_pieces(request, sequence, run, 0 if plan is None else plan.suffix or 0, self.options.progress)
         while True:
-            plan = None if reason or not replans else self.plan(request, sequence)
+            plan = None if reason or not replans else sequence.plan(request, self.collector)
             if plan is not None:
                 plan, reason = choose_strategy(plan, sequence, self.attachment)
             try:
@@ -161,10 +161,12 @@ class Executor:
             reason = ""
         self.store.note_uses()
         self._commit(cache, request, sequence, plan)
-        for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
-            self._explain_once(why)
+        if sequence.reports_passages:
+            for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
+                self._explain_once(why)
         if self.unreported:
-            self._report_prompt(self.bypass or reason, sequence.history.tokens_in(request.base))
+            tokens_kept = sequence.history.tokens_in(request.base) if request.base else 0
+            self._report_prompt(self.bypass or reason, tokens_kept)
         return output
 
     def _run_piece(
@@ -174,7 +176,7 @@ class Executor:
 
         See `run` in `in_pieces` for the arguments and the result.
         """
-        plan = self.plan(piece, sequence)
+        plan = sequence.plan(piece, self.collector)
         before = 0 if plan is None else plan.suffix or 0
         if before <= stored - HASH_TOKENS:
             return before
@@ -185,7 +187,7 @@ class Executor:
         except RestoreError as error:
             self.collector.add(recomputed=1)
             self.store.disk.report(error.segment, error.__cause__ or error)
-            plan = self.plan(piece, sequence)
+            plan = sequence.plan(piece, self.collector)
             return max(0, min(0 if plan is None else plan.suffix or 0, stored - HASH_TOKENS))
         sequence.store_piece(piece, plan, self.collector)
         for source in cache.kv_sources:
@@ -248,11 +250,12 @@ class Executor:
         for source in sources:
             if source.decode_selector is not None:
                 source.offload()
-        snapshots = [source.snapshot() for source in sources]
+        snapshots = [vars(source).copy() for source in sources]
         self.forward_pass = forward_pass
         try:
             output = forward_pass.run(forward, kwargs)
-            forward_pass.end_watching()
+            if forward_pass.observer is not None:
+                forward_pass.observer.end()
             return output
         except BaseException as error:
             forward_pass.close()
@@ -282,10 +285,6 @@ class Executor:
         if reason:
             self._run_plain(reason)
 
-    def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
-        """Return the plan of a pass, or None if it restores nothing."""
-        return sequence.plan(request, self.collector)
-
     def look_up(self, cache: LayeredCache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """Return what an empty cache would restore of a prompt.
 
@@ -301,7 +300,7 @@ class Executor:
             return None, self.bypass
         request, sequence = admitted
         reason = self._why_not_looked_for(request, sequence)
-        plan = None if reason else self.plan(request, sequence)
+        plan = None if reason else sequence.plan(request, self.collector)
         if plan is not None:
             chosen_plan, reason = choose_strategy(plan, sequence, self.attachment)
             plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))
@@ -361,7 +360,10 @@ class Executor:
         request = parse_request(kwargs, num_positions, pads, self._placeholders, check)
         if isinstance(request, str):
             return request
-        regime = rope_regime(self.attachment.config, num_positions + request.num_positions - min(request.pads))
+        regime: str | None = ""
+        if identity.rope_varies:
+            length = num_positions + request.num_positions - min(request.pads)
+            regime = rope_regime(self.attachment.config, length)
         if regime is None:
             return reasons.LENGTH_ROPE
         if sequence is None:

@@ -71,7 +71,8 @@ class ForwardPass(Scope):
         """Seconds that this thread spent on restored and selected KV, including waiting for it."""
         self._decode_selection: DecodeSelection | None = None
         self.selects = any(source.decode_selector is not None for source in self.kv_sources)
-        self._captures = recorder is not None or self.selects
+        self.captures = recorder is not None or self.selects
+        """True if `append` does more than append to the layer."""
         self._recorded: int | None = None  # number of last computed positions that are recorded; None for all
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -100,11 +101,6 @@ class ForwardPass(Scope):
     def _computed_positions(self, stop: int, pads: Sequence[int]) -> ComputedPositions:
         return ComputedPositions(self._first, stop, pads)
 
-    def end_watching(self) -> None:
-        """Tell the observer that the pass is complete, so that its observations count."""
-        if self.observer is not None:
-            self.observer.end()
-
     def close(self) -> None:
         """Release the resources of the pass, if an interrupt (Ctrl-C) has prevented that."""
         self._stack.close()
@@ -117,8 +113,6 @@ class ForwardPass(Scope):
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return those to attend to."""
         source = self.layers[layer]
-        if not self._captures:
-            return source.update(keys, values)
         pre_rope = self.tap.take(layer, keys, values)
         _, key_heads, _, key_dim = keys.shape
         _, value_heads, _, value_dim = values.shape
@@ -175,12 +169,12 @@ class RestoringForward(ForwardPass):
         self.plan, self.method = plan, method
         self._ascends, self._last_layer = True, -1
         self._first_narrowed: int | None = None
-        self._captures = True
+        self.captures = True
         self._recorded = None if plan.suffix is not None else plan.num_positions - plan.restored_until
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._deferred_layer: int | None = None  # its computed KV is appended, and its queries will select the rest
-        self._devices = [attachment.device_of(layer) for layer in range(len(plan.computed))]
+        self._devices = attachment.devices
         self.fetcher = Fetcher(store.residency, collector, self._devices.__getitem__, method.ahead_bytes)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
@@ -248,16 +242,14 @@ class RestoringForward(ForwardPass):
         if self.streamed is not None:
             self.streamed.start()
         elif self.selection is not None:
-            self._predict(stack, self.selection)
+            if self.selection.selector.ahead:
+                self._predict(stack, self.selection)
             self.selection.start()
         self.prefetch.start()
 
     def _predict(self, stack: ExitStack, selection: SelectiveRestore) -> None:
-        """Predict the queries of selecting layers, if the selector uses predictions and the model supports them."""
-        selector = selection.selector
-        if not selector.ahead:
-            return
-        attachment = self.attachment
+        """Predict the queries of selecting layers, if the model supports that."""
+        selector, attachment = selection.selector, self.attachment
         try:
             modules = decoder_layers(attachment.model, attachment.config.num_hidden_layers)
         except UnsupportedModelError:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from tqdm.auto import tqdm
 
-from ..identity import rope_regime
 from ..methods import BudgetMethod
 from ..store.geometry import HASH_TOKENS
 from .request import Request
@@ -18,25 +17,6 @@ from .sequence import SequenceState
 
 _TRIES = 2
 """Number of times that prefill goes back because stored pieces have disappeared; then the rest is computed at once."""
-
-
-def can_be_cut(request: Request, sequence: SequenceState) -> bool:
-    """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
-    method = sequence.method
-    if not isinstance(method, BudgetMethod):
-        return False
-    step = method.prefill_tokens
-    shortest = step - max(request.pads)
-    return (
-        0 < step < request.num_positions
-        and method.selects
-        and sequence.num_positions == 0
-        and sequence.recorder.enabled
-        and request.text == request.num_positions
-        and request.must_compute <= step // 2
-        and shortest > 0
-        and rope_regime(sequence.config, shortest) == sequence.regime
-    )
 
 
 def in_pieces(

@@ -187,13 +187,15 @@ class Recorder:
         """
         with self._lock, self._step:
             self.history.append(ids)
-            self._count += computed
             self._revocable = revocable
-            if not self._capturing:
-                self._clear()
+            if self._capturing:
+                self._count += computed
+                self._record_events()
+            else:
+                if self._layers or self._count:
+                    self._clear()
                 self._first = self.history.num_positions
             self._in_pass = self._capturing = False
-            self._record_events()
             return self._count
 
     def abandon(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -91,15 +91,15 @@ class Request:
         return kwargs
 
 
+@dataclass(eq=False)
 class DecodingCheck:
     """Check of masks and positions in single-token passes, evaluated on their device and read later.
 
     Reading the result at every token would synchronize the GPU each time.
     """
 
-    def __init__(self) -> None:
-        self._odd: dict[torch.device, torch.Tensor] = {}  # bool scalars
-        self._expected: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+    _odd: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # bool scalars
+    _expected: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = field(default_factory=dict)
 
     def add(self, kwargs: dict[str, Any], base: int, pads: list[int]) -> str:
         """Check a single-token pass.

@@ -61,7 +61,8 @@ class Handover:
 
         Call this as soon as look-ups can find `new`.
         """
-        self._residency.index_cache.rename(self._old.id, lambda owner: new.key_owner(owner[1], owner[3]))
+        content = new.header.digests.digest
+        self._residency.index_cache.rename(self._old.id, lambda owner: (new.id, owner[1], content, owner[3]))
 
     def give_to(self, new: SegmentReader) -> None:
         """Fetch as many chunks of `new` to the host as were cached of the old segment, within the host budget.

@@ -138,6 +138,24 @@ class SequenceState:
         streamed = self.stored_in_pieces > 0 or method.streams(plan.num_positions - suffix)
         return plan.within_budget(int(budget), streamed)
 
+    def can_be_cut(self, request: Request) -> bool:
+        """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
+        method = self.method
+        if not isinstance(method, BudgetMethod):
+            return False
+        step = method.prefill_tokens
+        shortest = step - max(request.pads)
+        return (
+            0 < step < request.num_positions
+            and method.selects
+            and self.num_positions == 0
+            and self.recorder.enabled
+            and request.text == request.num_positions
+            and request.must_compute <= step // 2
+            and shortest > 0
+            and rope_regime(self.config, shortest) == self.regime
+        )
+
     @cached_property
     def _finder(self) -> PassageFinder:
         """Finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
@@ -194,8 +212,7 @@ class SequenceState:
             computed = num_positions
             collector.add(tokens_computed=tokens)
         else:
-            computed = num_positions - plan.restored_until
-            self._count_restored(plan, tokens, collector)
+            computed = self._count_restored(plan, tokens, collector)
             exact = plan.exact
             self.approximate |= isinstance(plan, BudgetPlan) or not (exact or approximations)
             if not (exact or approximations):
@@ -221,32 +238,38 @@ class SequenceState:
             self.recorder.enabled = False
         return ""
 
-    def _count_restored(self, plan: Plan, tokens: int, collector: StatsCollector) -> None:
-        """Count the tokens of a pass that followed a plan, in all rows and without padding."""
+    def _count_restored(self, plan: Plan, tokens: int, collector: StatsCollector) -> int:
+        """Count the tokens of a pass that followed a plan, in all rows and without padding.
+
+        Returns:
+            The number of positions at the end that every layer computed.
+        """
         if isinstance(plan, BudgetPlan) and not plan.streamed:
             assert isinstance(self.method, BudgetMethod)
             if self.method.reorder:
                 self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
         restored, attended = plan.restored_tokens, round(plan.attended_tokens)
-        before = min(self.stored_in_pieces, restored)
+        before, computed = min(self.stored_in_pieces, restored), plan.num_positions - plan.restored_until
         collector.add(
             tokens_restored=restored - before,
             tokens_recomputed=round(plan.recomputed_tokens),
             tokens_computed=tokens - restored,
             tokens_attended=attended - min(before, attended),
         )
+        return computed
 
     def _report_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
         """Report what became of the passages so far."""
         method = self.method
         assert isinstance(method, Passages)
+        ids, finder = self.history.ids(), self._finder
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
-        ids, finder = self.history.ids(), self._finder
         rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
         passages = self._report.passage_stats(rows, finder.hashers, self._segments)
+        is_joined = self._report.suggests_joined_text(rows, finder.hashers)
         collector.set_passages(passages)
-        if self._report.suggests_joined_text(rows, finder.hashers):
+        if is_joined:
             self.miss_reason = reasons.JOINED
         elif plan is not None and not plan.base and not any(passage.tokens_found for passage in passages):
             self.miss_reason = self._why_a_prefix_alone(plan, rows, finder, method.passages)

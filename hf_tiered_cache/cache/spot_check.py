@@ -118,7 +118,7 @@ class RestoredRun:
     @classmethod
     def of(cls, plan: Plan, began: float) -> RestoredRun | None:
         """Return what can be checked after a pass that followed `plan`, or None."""
-        if not plan.exact or plan.suffix is None or isinstance(plan, BudgetPlan):
+        if isinstance(plan, BudgetPlan) or not plan.exact or plan.suffix is None:
             return None
         slices = next((group.pieces for group in plan.groups if 0 in group.rows), ())
         pieces = tuple(piece for piece in slices if piece.reader.header.provenance == EXACT)

@@ -95,7 +95,7 @@ class StoredCache(Cache, ServedCache):
                 f"this cache belongs to another {type(self.model).__name__}; create one for this model"
             )
         output = self._executor.run(self, forward, kwargs)
-        if not self._generates:
+        if not self._generates and self._executor.restored is not None:
             self.end_generation()
         return output
 
@@ -131,7 +131,7 @@ class StoredCache(Cache, ServedCache):
         again = StoredCache.over(self.model, executor.store, Exact(recompute=0.0, decline=False), options)
         again._generates = True  # exempt from spot checks
         with torch.no_grad():
-            ids = tokens.to(executor.attachment.device_of(0))[None]  # [1, tokens]
+            ids = tokens.to(executor.attachment.devices[0])[None]  # [1, tokens]
             self.model(input_ids=ids, past_key_values=again, logits_to_keep=HASH_TOKENS)
         if sequence is None or held_from(again.layers) is None:
             return
@@ -183,7 +183,7 @@ class StoredCache(Cache, ServedCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return all that its queries may see."""
         forward_pass = self._executor.forward_pass
-        if forward_pass is None or current() is not forward_pass:
+        if forward_pass is None or not forward_pass.captures or current() is not forward_pass:
             return cast(DenseSource, self.layers[layer_idx]).update(key_states, value_states)
         return forward_pass.append(layer_idx, key_states, value_states)
 

@@ -143,7 +143,7 @@ def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:
         return None
 
     def run(ids: torch.Tensor, replayed: Cache) -> torch.Tensor:
-        arguments = {"input_ids": ids.to(attachment.device_of(0)), cache_argument(attachment.signature): replayed}
+        arguments = {"input_ids": ids.to(attachment.devices[0]), cache_argument(attachment.signature): replayed}
         with attachment.running_eagerly():
             logits: torch.Tensor = attachment.model(**arguments, use_cache=True, return_dict=True).logits
         return logits

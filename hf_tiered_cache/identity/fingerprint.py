@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .code import Statics
 from .model import IRRELEVANT, ModelDescription
-from .state import adapter_state, rows_have_adapters
+from .state import adapter_state, rows_have_adapters, varying_rope
 from .watch import active_mode, computing_state
 from .weights import WeightDigests
 
@@ -38,6 +38,7 @@ class Identity:
             stored.
         looks_ahead: whether tokens attend to later tokens.
         training: whether a module is in training mode and computes different results for that reason.
+        rope_varies: whether the frequencies of RoPE depend on the length of the prompt (see `rope_regime`).
         weights_held: function that takes a time of `time.monotonic` and returns whether the weights still match the
             fingerprint, based on a complete read that began after that time. Thread-safe.
     """
@@ -47,6 +48,7 @@ class Identity:
     problem: str = ""
     looks_ahead: bool = False
     training: bool = False
+    rope_varies: bool = False
     weights_held: Callable[[float], bool] = field(default=lambda moment: True, compare=False, repr=False)
 
 
@@ -80,12 +82,12 @@ class Fingerprinter:
         """
         if not self._unsteady:
             self._watch()
+        key = tag, active_mode(), computing_state(self._devices)
         if self._weights.has_moved():
             self._weights = WeightDigests(self._description.named_tensors)
             self._identities.clear()
         elif self._weights.changed(reread=closely):
             self._identities.clear()
-        key = tag, active_mode(), computing_state(self._devices)
         if key not in self._identities:
             self._identities[key] = self._identify(*key)
         return self._identities[key]
@@ -159,6 +161,7 @@ class Fingerprinter:
             problem,
             looks_ahead(model),
             any(map(trains, model.modules())),
+            varying_rope(text) is not None,
             partial(self._weights.held_since, self._weights.digest),
         )
 

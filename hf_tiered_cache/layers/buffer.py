@@ -134,12 +134,11 @@ class KVBuffer:
         selected[:, :, positions] = buffer[:, :, positions].index_select(0, rows.to(buffer.device))
         return selected
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the current state for `rollback`. Later passes write after it or to other buffers, never over it."""
-        return dict(self.__dict__)
-
     def rollback(self, snapshot: dict[str, Any]) -> None:
-        """Undo what happened since `snapshot`."""
+        """Undo what happened since `snapshot`, a copy of `vars` of this buffer.
+
+        Later passes write after it or to other buffers, never over it.
+        """
         self.__dict__.update(snapshot)
 
 

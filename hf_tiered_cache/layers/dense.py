@@ -90,7 +90,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         is_preview = refines and restoring.is_previewing(self.index)
         compares = refines and restoring.compares(self.index)
         filled = restoring.take_filled(self.index) if refines else None
-        before = self.snapshot() if is_preview else None
+        before = vars(self).copy() if is_preview else None
         if filled is None:
             self._announced()
             keys, values = self.extend(key_states, value_states, plan.num_positions, first)
@@ -117,7 +117,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         for target, computed in ((keys, key_states), (values, value_states)):
             _put(target, columns, computed)
         if before is not None:
-            restoring.keep_filled(self.index, self.snapshot())
+            restoring.keep_filled(self.index, vars(self).copy())
             self.rollback(before)
             return keys, values
         return self._visible(None)
@@ -144,10 +144,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self._skipped:
-            return self._scattered - self._skipped, self.columns + self._skipped
-        if self._scattered:
-            return self.held + self._scattered, self._first
-        return self._stop - self._start + self._restored + query_length, self._first
+            return self._scattered - self._skipped, self._first + self._stop - self._start + self._skipped
+        held = self._stop - self._start
+        return held + (self._scattered or self._restored + query_length), self._first
 
     # --- cache operations of generate()
 

@@ -64,11 +64,12 @@ class SelectedSource(DenseSource):
 
     def begin_pass(self, restoring: RestoringPass) -> None:
         """See `KVSource`."""
-        super().begin_pass(restoring)
         plan = restoring.plan
-        if isinstance(plan, BudgetPlan):
-            self._restored, self._scattered = plan.suffix or 0, plan.num_positions
-            self._skipped = self._restored if plan.streamed else plan.num_skipped
+        if not isinstance(plan, BudgetPlan):
+            return super().begin_pass(restoring)
+        self._pass, self._restored, self._scattered = restoring, plan.suffix or 0, plan.num_positions
+        self._skipped = self._restored if plan.streamed else plan.num_skipped
+        return None
 
     def end_pass(self) -> None:
         """See `KVSource`."""
@@ -112,7 +113,7 @@ class SelectedSource(DenseSource):
         all_values[:, :, self._num_selected :] = values
         if selection is not None and (reselection := selection.decode_selector(self.index, keys.shape[0])) is not None:
             self.decode_selector, self._rows = reselection
-        return self._visible(keys.shape[2]) if output is None else output
+        return self._views() if output is None else output
 
     def _reselect(
         self,

@@ -67,7 +67,7 @@ class Method(ABC):
         positions and all positions from `context.restorable` on. `context.suffix_positions()` are these alone.
         """
 
-    @property
+    @cached_property
     def provenance(self) -> str:
         """Name of the way this method computes KV, stored with it. Exact look-ups find exact KV only."""
         return coded_provenance(EXACT, self.geometry.codec)

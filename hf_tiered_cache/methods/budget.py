@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, with_type
 from ..layers import DenseSource, SelectedSource
 from ..restore.plan import PlanContext, Positions
-from ..selection.prompt import PREFETCHED, Prefetched
+from ..selection.prompt import PREFETCHED
 from ..selection.selector import Selector
 from ..store.geometry import Geometry
 from ..store.shape import SegmentShape
@@ -47,6 +47,9 @@ class BudgetMethod(Method):
 
     reorder_every = 4
     """Number of prompts before the first reordering; the number doubles each time."""
+
+    prefetches = PREFETCHED
+    """Kinds of data that are prefetched, within `ahead_bytes`."""
 
     reselect = False
     """True if each decoded token reselects what it attends to. If not, the selection for the prompt is kept."""
@@ -86,11 +89,6 @@ class BudgetMethod(Method):
     def selects(self) -> bool:
         """True if full-attention layers attend to a part of what is restored."""
         return self.budget < 1
-
-    @property
-    def prefetches(self) -> Collection[Prefetched]:
-        """Kinds of data that are prefetched, within `ahead_bytes`."""
-        return PREFETCHED
 
     def streams(self, tokens: int) -> bool:
         """Return whether `tokens` computed prompt tokens attend to the whole prefix, of which the budget then stays."""

@@ -19,7 +19,7 @@ import torch
 from ..errors import ConfigError, with_type
 from ..layers import LayerTensors
 from ..passages.ranking import RANKED_IN_CONTEXT
-from ..passages.recompute import LOWEST, narrowed_shares
+from ..passages.recompute import LOWEST
 from ..restore.plan import SegmentSlice
 from .base import is_count, is_number
 from .passages import Passages, check_share, count_of, importance_of
@@ -119,10 +119,18 @@ class CacheTune(Passages):
         return self.recompute
 
     def _shares(self, layers: int) -> tuple[float, float]:
-        """Return the shares of tokens that are computed before `narrow_at`, and from there on."""
-        if (layer := self._narrow_at(layers)) >= layers:
-            return self._share, self._share
-        return narrowed_shares(self._share, self.widen, layer, layers)
+        """Return the shares of tokens that are computed before `narrow_at`, and from there on.
+
+        Their mean over all layers is `recompute`, and their ratio `widen`. If the first layers compute everything, the
+        others get the rest.
+        """
+        mean, wide_layers = self._share, self._narrow_at(layers)
+        if wide_layers >= layers:
+            return mean, mean
+        narrow_share = mean * layers / ((self.widen - 1) * wide_layers + layers)
+        if self.widen * narrow_share <= 1:
+            return self.widen * narrow_share, narrow_share
+        return 1.0, max(0.0, (mean * layers - wide_layers) / (layers - wide_layers))
 
     @property
     def longest_question(self) -> int:

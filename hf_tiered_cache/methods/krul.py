@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -112,7 +112,7 @@ class Krul(PrefixMethod, ForConversation):
         published: dict[str, Any] = {"toward": TOWARD, "alike": 1.0, "quality": None, "codec": RAW}
         return cls(layers_shared, **(published | settings))
 
-    @property
+    @cached_property
     def provenance(self) -> str:
         return coded_provenance(f"{self.kind} {self.conversation}".rstrip(), self.geometry.codec)
 

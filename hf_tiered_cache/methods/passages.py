@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -67,7 +68,7 @@ class Passages(Method):
         if self.check_layer not in (0, 1):
             raise ConfigError(f"check_layer must be 0 or 1, not {with_type(self.check_layer)}")
 
-    @property
+    @cached_property
     def passages(self) -> str:
         """Provenance of the passages that are searched anywhere in a prompt."""
         return coded_provenance(passage_provenance(self.lead), self.geometry.codec)

@@ -106,7 +106,7 @@ def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
     cache, text = DynamicCache(config=attachment.config), [first]
     special = _special_tokens(attachment)
     for _ in range(tokens):
-        ids = torch.tensor([text[-1:]], device=attachment.device_of(0))  # [1, 1]
+        ids = torch.tensor([text[-1:]], device=attachment.devices[0])  # [1, 1]
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
         probabilities = logits.float().cpu().index_fill(0, special, -torch.inf).softmax(0)  # [vocabulary]
         text.append(int(probabilities.multinomial(1, generator=generator)))
@@ -255,7 +255,7 @@ class PassageCache(StoredCache):
         self.passage.write_lead(passages.shape[1])
         ids = torch.cat([self.passage.lead.expand(len(passages), -1), passages], dim=1)  # [rows, lead and tokens]
         with torch.no_grad():
-            device = attach(self.model).device_of(0)  # `model.device` is `meta` if it is offloaded
+            device = attach(self.model).devices[0]  # `model.device` is `meta` if it is offloaded
             self.model(input_ids=ids.to(device), past_key_values=self, use_cache=True, logits_to_keep=1)
         self.store_now()
 

@@ -113,7 +113,7 @@ def precompute(
 def _index(storage: Storage, model: torch.nn.Module, method: Method, prompt: torch.Tensor, tag: str) -> None:
     """Make and store the index of a stored prompt that a method selects by. It serves any question after the prompt."""
     cache = StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag))
-    ids = torch.cat([prompt, prompt[-1:]]).unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens + 1]
+    ids = torch.cat([prompt, prompt[-1:]]).unsqueeze(0).to(attach(cache.model).devices[0])  # [1, tokens + 1]
     with torch.no_grad():
         cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
@@ -136,7 +136,7 @@ def fill(
         chunk_tokens: number of tokens per pass; None for one pass.
         on_progress: function called after each pass with its number of tokens.
     """
-    ids = prompt.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]; `model.device` is `meta` if offloaded
+    ids = prompt.unsqueeze(0).to(attach(cache.model).devices[0])  # [1, tokens]; `model.device` is `meta` if offloaded
     with torch.no_grad():
         for chunk in ids.split(chunk_tokens or len(prompt), dim=1):
             cache.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -239,7 +239,7 @@ class _Prompt:
             self.units = units_of(plan)
 
     def device_of(self, unit: PlanUnit) -> torch.device:
-        return self._attachment.device_of(unit.block_group.layers[0])
+        return self._attachment.devices[unit.block_group.layers[0]]
 
     def describe(self) -> Lookup:
         sizes = dict.fromkeys(TIERS, 0)

@@ -139,7 +139,7 @@ def _answers(
     on_answer: Callable[[], object],
 ) -> Iterator[_Answer]:
     """Yield the predictions of one method after all questions of all texts."""
-    device = attach(model).device_of(0)
+    device = attach(model).devices[0]
     with scratch(method) as storage:
         for ids in prompts:
             prefix = len(ids) - questions * QUESTION_TOKENS

@@ -146,7 +146,7 @@ def decode(
     settings = {field.name: getattr(method, field.name) for field in fields(KVDrive) if field.init}
     traced = TracedKVDrive(**settings, trace=trace, pool=pool)
     cache = StoredCache.over(model, storage, traced, CacheOptions(record=False))
-    row = ids.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]
+    row = ids.unsqueeze(0).to(attach(cache.model).devices[0])  # [1, tokens]
     with torch.no_grad():
         cache.model(input_ids=row[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
         if not trace.layers:
@@ -190,7 +190,7 @@ def time_windows(
         for size in list(sizes)[:: -1 if number % 2 else 1]:
             uniform = replace(method, window=size, window_sizes="uniform")
             cache = StoredCache.over(model, storage, uniform, CacheOptions(record=False))
-            row = ids.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]
+            row = ids.unsqueeze(0).to(attach(cache.model).devices[0])  # [1, tokens]
             with torch.no_grad():
                 cache.model(input_ids=row[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
                 for token in row[:, -steps:].split(1, dim=1):

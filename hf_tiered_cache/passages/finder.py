@@ -44,10 +44,7 @@ class Seeds(NamedTuple):
 class PassageCatalogue(Protocol):
     """Catalogue interface for stored passages (see `Index`)."""
 
-    @property
-    def generation(self) -> Hashable: ...
-
-    def passages_since(self, number: int) -> list[tuple[int, str, bytes]]: ...
+    def passages_since(self, number: int) -> tuple[Hashable, list[tuple[int, str, bytes]]]: ...
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow] | None: ...
 
@@ -123,10 +120,10 @@ class PassageIndex:
 
     def _update(self) -> None:
         """Add the passages stored since the last lookup. Rebuild if the catalogue has a new generation."""
-        if (generation := self._catalogue.generation) != self._generation:
+        generation, new_passages = self._catalogue.passages_since(self._last)
+        if generation not in (None, self._generation):  # None if the catalogue fails
             self._reset()
-            self._generation = generation
-        new_passages = self._catalogue.passages_since(self._last)
+            self._generation, (_, new_passages) = generation, self._catalogue.passages_since(0)
         if not new_passages:
             return
         self._last = new_passages[-1][0]

@@ -81,21 +81,6 @@ def fastest_ratio(
     return min(seconds_by_ratio, key=seconds_by_ratio.__getitem__)
 
 
-def narrowed_shares(mean: float, widen: float, wide_layers: int, layers: int) -> tuple[float, float]:
-    """Return the shares of tokens to compute in the first layers and in the others, at a ratio of `widen`.
-
-    Args:
-        mean: Mean share over all layers. If the first layers compute everything, the others get the rest.
-        widen: Ratio of the two shares, at least 1.
-        wide_layers: Number of first layers, less than `layers`.
-        layers: Number of layers of the model.
-    """
-    narrow_share = mean * layers / ((widen - 1) * wide_layers + layers)
-    if widen * narrow_share <= 1:
-        return widen * narrow_share, narrow_share
-    return 1.0, max(0.0, (mean * layers - wide_layers) / (layers - wide_layers))
-
-
 _LARGEST = 1 << 26
 """Maximum number of attention weights held at a time: 256 MiB of float32."""
 

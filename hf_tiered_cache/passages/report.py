@@ -43,17 +43,15 @@ class _Passage:
         return part > last and abs(drift) <= _DRIFT
 
 
+@dataclass
 class PassageReport:
     """Passages of a cache's prompt, updated pass by pass."""
 
-    def __init__(self) -> None:
-        self._passages: list[_Passage] = []
+    _passages: list[_Passage] = field(default_factory=list)
 
     def fork(self) -> PassageReport:
         """Return an independent copy."""
-        twin = PassageReport()
-        twin._passages = [replace(passage, at=dict(passage.at)) for passage in self._passages]
-        return twin
+        return PassageReport([replace(passage, at=dict(passage.at)) for passage in self._passages])
 
     def add(self, groups: Sequence[RowGroup], base: int, pads: Sequence[int]) -> None:
         """Record what a pass restored. Discard earlier records of positions that it computes again.
@@ -67,10 +65,9 @@ class PassageReport:
             row_base = base - pads[passage.row]  # in the row's own tokens
             passage.at = {part: at for part, at in passage.at.items() if at < row_base}
         self._passages = [passage for passage in self._passages if passage.at]
-        for group in groups:
-            for piece in group.pieces:
-                if is_passage(piece.reader.header.provenance):
-                    self._add(group.rows[0], piece)
+        pieces = [(group.rows[0], piece) for group in groups for piece in group.pieces]
+        for row, piece in [(row, piece) for row, piece in pieces if is_passage(piece.reader.header.provenance)]:
+            self._add(row, piece)
 
     def _add(self, row: int, piece: SegmentSlice) -> None:
         first = piece.first // HASH_TOKENS

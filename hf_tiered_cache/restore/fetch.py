@@ -86,6 +86,7 @@ class FetchUnit:
         return int(np.isin(slots // self.reader.shape.geometry.chunk_tokens, chunks).sum())
 
 
+@dataclass(eq=False)
 class Fetcher:
     """Block fetcher of one pass.
 
@@ -96,18 +97,13 @@ class Fetcher:
         ahead_bytes: Maximum number of prefetched bytes not waited for yet; None for no limit but the memory budgets.
     """
 
-    def __init__(
-        self,
-        residency: Residency,
-        collector: StatsCollector,
-        device_of: Callable[[int], torch.device],
-        ahead_bytes: int | None = None,
-    ) -> None:
-        self.residency, self.collector, self.device_of = residency, collector, device_of
-        self._ahead_bytes = ahead_bytes
-        self._ahead: dict[FetchUnit, int] = {}  # bytes requested ahead of need, until the unit is waited for
-        self._users: dict[BlockHandle, int] = {}
-        self._unconfirmed: dict[BlockHandle, None] = {}  # their blocks were used before they were verified
+    residency: Residency
+    collector: StatsCollector
+    device_of: Callable[[int], torch.device]
+    ahead_bytes: int | None = None
+    _ahead: dict[FetchUnit, int] = field(default_factory=dict)  # bytes fetched ahead, until the unit is waited for
+    _users: dict[BlockHandle, int] = field(default_factory=dict)
+    _unconfirmed: dict[BlockHandle, None] = field(default_factory=dict)  # used before they were verified
 
     def bring(
         self, requests_by_unit: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False, attends: bool = True
@@ -149,9 +145,9 @@ class Fetcher:
 
     def _bounded(self, unit: FetchUnit, chunks: np.ndarray) -> np.ndarray:
         """Return the leading chunks that `ahead_bytes` has room for, and count their bytes."""
-        if self._ahead_bytes is not None:
+        if self.ahead_bytes is not None:
             size = unit.block_group.block_bytes
-            chunks = chunks[: max(0, self._ahead_bytes - sum(self._ahead.values())) // size]
+            chunks = chunks[: max(0, self.ahead_bytes - sum(self._ahead.values())) // size]
             self._ahead[unit] = self._ahead.get(unit, 0) + len(chunks) * size
         return chunks
 

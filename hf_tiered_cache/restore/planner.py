@@ -122,7 +122,7 @@ def make_plan(
         row_tokens = whole_rows[rows[0]][pad:]
         for run, reader in match(history.prefix_hashes_of(rows[0], row_tokens), cached_hashes):
             pieces.append(SegmentSlice(reader, 0, run.num_hashes * HASH_TOKENS, run.start * HASH_TOKENS))
-            tokens = run.stop * HASH_TOKENS
+            tokens = (run.start + run.num_hashes) * HASH_TOKENS
         lookups.append(
             PrefixLookup(tuple(rows), cached_hashes, tokens // HASH_TOKENS, tuple(piece.reader.id for piece in pieces))
         )

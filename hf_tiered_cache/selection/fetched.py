@@ -108,16 +108,19 @@ class RowTokens:
         for head in range(heads.start, min(len(self.sets), heads.stop)):
             yield head, *_inside(piece, self.sets[head])
 
-    def chunks(self, layers: Collection[int]) -> Iterator[tuple[SegmentReader, BlockGroup, np.ndarray]]:
-        """Yield segments, KV cache groups, and their chunks that hold these tokens for some layers, int64 ascending."""
+    def chunks(self, layers: Collection[int]) -> list[tuple[SegmentReader, BlockGroup, np.ndarray]]:
+        """Return segments, KV cache groups, and their chunks that hold these tokens for some layers, ascending."""
+        chunks = []
         for piece in self.row.pieces:
             for block_group in restoring_groups(piece.reader.shape, layers):
                 token_sets = [inside for _, _, inside in self.in_group(piece, block_group)]
                 tokens = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
                 if len(tokens):
-                    yield piece.reader, block_group, piece.reader.shape.chunks_of(block_group, tokens)
+                    chunks.append((piece.reader, block_group, piece.reader.shape.chunks_of(block_group, tokens)))
+        return chunks
 
 
+@dataclass(eq=False)
 class UnitTable:
     """Fetched units of layers that share a selection: one unit for each segment and KV cache group.
 
@@ -126,10 +129,10 @@ class UnitTable:
         layers: Layers that the units are fetched for, ascending.
     """
 
-    def __init__(self, fetcher: Fetcher, layers: Sequence[int]) -> None:
-        self._fetcher, self._layers = fetcher, layers
-        self._units: dict[tuple[SegmentReader, int], FetchUnit] = {}
-        self._gathers: dict[RowTokens, dict[Hashable, Gather]] = {}  # see `_gather_key`
+    fetcher: Fetcher
+    layers: Sequence[int]
+    _units: dict[tuple[SegmentReader, int], FetchUnit] = field(default_factory=dict)
+    _gathers: dict[RowTokens, dict[Hashable, Gather]] = field(default_factory=dict)  # see `_gather_key`
 
     def want(self, tokens: RowTokens, layers: Collection[int]) -> list[Request]:
         """Return the units that hold tokens of some layers, and the chunks to bring of them."""
@@ -162,7 +165,7 @@ class UnitTable:
             RestoreError: A block did not arrive.
         """
         units = self.units(layer)
-        self._fetcher.wait_for(units)
+        self.fetcher.wait_for(units)
         return units
 
     def units(self, layer: int) -> list[FetchUnit]:
@@ -256,14 +259,14 @@ class UnitTable:
         return any(min(self._used_by(unit)) == layer for unit in self.units(layer))
 
     def _used_by(self, unit: FetchUnit) -> set[int]:
-        return set(unit.block_group.layers).intersection(self._layers)
+        return set(unit.block_group.layers).intersection(self.layers)
 
     def _finish(self, units: Sequence[FetchUnit]) -> None:
         for unit in units:
             del self._units[unit.reader, unit.block_group.index]
             for tokens, gathers in self._gathers.items():
                 gathers.pop(_gather_key(tokens, unit), None)
-        self._fetcher.finish(units)
+        self.fetcher.finish(units)
 
 
 def _gather_key(tokens: RowTokens, unit: FetchUnit) -> Hashable:
@@ -277,12 +280,11 @@ def _gather_key(tokens: RowTokens, unit: FetchUnit) -> Hashable:
 def _gather_of(tokens: RowTokens, units: Sequence[FetchUnit]) -> Gather:
     """Return the gather of the tokens that units of one key hold."""
     gather = Gather(units[0].reader.shape, units[0].block_group)
-    for unit in units:
-        for piece in tokens.row.pieces:
-            if piece.reader is unit.reader:
-                for head, first, inside in tokens.in_group(piece, unit.block_group):
-                    positions = np.arange(first, first + len(inside))
-                    gather.add(piece.reader.shape, unit.blocks, inside, positions, head, unit.block_group)
+    pieces = [(unit, piece) for unit in units for piece in tokens.row.pieces if piece.reader is unit.reader]
+    token_sets = [(unit, *part) for unit, piece in pieces for part in tokens.in_group(piece, unit.block_group)]
+    for unit, head, first, inside in token_sets:
+        positions = np.arange(first, first + len(inside))
+        gather.add(unit.reader.shape, unit.blocks, inside, positions, head, unit.block_group)
     return gather
 
 

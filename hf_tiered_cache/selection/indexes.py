@@ -22,6 +22,7 @@ _VERSION = 2
 """Version of how indexes are built. Increment it to rebuild stored indexes."""
 
 
+@dataclass(frozen=True, eq=False)
 class IndexSidecars:
     """Indexes in sidecars of their segments, all layers of a segment in one sidecar.
 
@@ -30,13 +31,13 @@ class IndexSidecars:
         defer: Runs a callable after the request.
     """
 
-    def __init__(self, disk: SegmentStore, defer: Callable[[Callable[[], object]], object]) -> None:
-        self._disk, self.defer = disk, defer
+    disk: SegmentStore
+    defer: Callable[[Callable[[], object]], object]
 
     def find(self, reader: SegmentReader, kind: type[DecodeIndex], chunk_tokens: int) -> dict[int, DecodeIndex]:
         """Return the indexes of a segment by layer, on the CPU; empty if the sidecar is missing or damaged."""
         by_layer: dict[int, dict[str, torch.Tensor]] = {}
-        tensors_by_name = self._disk.sidecars.kept(reader, *self._name_and_settings(kind, chunk_tokens)) or {}
+        tensors_by_name = self.disk.sidecars.kept(reader, *self._name_and_settings(kind, chunk_tokens)) or {}
         for name, tensor in tensors_by_name.items():
             layer, _, field = name.partition(".")
             by_layer.setdefault(int(layer), {})[field] = tensor
@@ -52,7 +53,7 @@ class IndexSidecars:
         for layer, index in indexes.items():
             arrays |= {f"{layer}.{name}": tensor.cpu() for name, tensor in index.tensors().items()}
         name, settings = self._name_and_settings(type(first_index), first_index.chunk_tokens)
-        self._disk.sidecars.keep(reader, name, arrays, settings)  # not written if there is no room; this is counted
+        self.disk.sidecars.keep(reader, name, arrays, settings)  # not written if there is no room; this is counted
 
     @staticmethod
     def _name_and_settings(kind: type[DecodeIndex], chunk_tokens: int) -> tuple[str, dict[str, Any]]:
@@ -122,19 +123,20 @@ class RowIndexes:
         self._stored_indexes: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
         self._built_readers: set[SegmentReader] = set()
         self._runs: dict[tuple[int, int], list[_Run]] = {}  # by layer and row number
-        self._keys: dict[tuple[int, int], tuple[UnitTable, list[Request]]] = {}  # keys for missing indexes
+        self._keys: dict[tuple[int, int], tuple[UnitTable, list[Request]] | None] = {}  # keys for missing indexes
 
     def fetch(self, layer: int, ahead: bool = False) -> None:
         """Look up a layer's indexes, and start to fetch the keys of segments without one."""
         for place, row in enumerate(self._rows):
-            if (layer, place) not in self._keys:
+            if (layer, place) in self._keys:
+                continue
+            self._keys[layer, place] = None
+            if missing := [run.pieces[0] for run in self._look_up(layer, place) if run.index is None]:
                 table, requests = UnitTable(self._fetcher, (layer,)), list[Request]()
+                for piece in missing:
+                    requests += table.want_keys(self._to_index(row, piece), layer, None)
                 self._keys[layer, place] = table, requests
-                for run in self._look_up(layer, place):
-                    if run.index is None:
-                        requests += table.want_keys(self._to_index(row, run.pieces[0]), layer, None)
-                if requests:
-                    self._fetcher.bring(requests, ahead, attends=False)
+                self._fetcher.bring(requests, ahead, attends=False)
 
     def of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
         """Return the indexes of a row at a layer, in token order. Missing ones are built from the row's keys.
@@ -143,10 +145,10 @@ class RowIndexes:
             RestoreError: A block did not arrive.
         """
         self.fetch(layer)
-        table, requests = self._keys[layer, place]
-        if requests:
+        if (keys_to_index := self._keys[layer, place]) is not None:
+            table, requests = keys_to_index
             self._fetcher.bring(requests, attends=False)  # chunks that a prefetch had no room for
-            requests.clear()
+            self._keys[layer, place] = None
             table.wait(layer)
             self._fetcher.confirm()  # indexes built from keys outlive the pass
             for run in self._runs[layer, place]:
@@ -162,14 +164,14 @@ class RowIndexes:
     @property
     def nbytes(self) -> int:
         """Bytes of all indexes looked up or built so far. Indexes that rows share count once."""
-        indexes = (index for layer, place in self._runs for index in self.held(layer, place))
-        return sum({id(index): index.nbytes for index in indexes}.values())
+        indexes = {id(index): index for layer, place in self._runs for index in self.held(layer, place)}
+        return sum(index.nbytes for index in indexes.values())
 
     @property
     def fit(self) -> bool:
         """True if the index cache has room for all indexes. True if its budget is 0."""
-        indexes = (run.held for runs in self._runs.values() for run in runs)
-        nbytes = sum({id(index): index.nbytes for index in indexes if index is not None}.values())
+        indexes = {id(run.held): run.held for runs in self._runs.values() for run in runs}
+        nbytes = sum(index.nbytes for index in indexes.values() if index is not None)
         return not 0 < self._index_cache.budget < nbytes
 
     def merge(self) -> None:
@@ -318,7 +320,8 @@ class RowIndexes:
 
     def _key(self, pieces: Sequence[SegmentSlice], layer: int) -> IndexKey:
         made = f"{self._kind.__name__} {self.chunk_tokens}"
-        return tuple((piece.reader.key_owner(layer, made), piece.first, piece.count) for piece in pieces)
+        owners = ((piece.reader.id, layer, piece.reader.header.digests.digest, made) for piece in pieces)
+        return tuple((owner, piece.first, piece.count) for owner, piece in zip(owners, pieces, strict=True))
 
     def _read(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
         """Read the stored indexes of a segment, by layer. Blocks, and counts as stall time."""

@@ -13,29 +13,19 @@ nothing about the stored data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from .engines import EngineFile, ReadOp, ReadReport
+from .files import Stored
 from .records import RecordFiles
 
 if TYPE_CHECKING:
     from .root import StoreRoot
-
-
-class Stored(NamedTuple):
-    """Metadata of the bytes stored under a name."""
-
-    version: Hashable
-    """Identifier of the content. It changes when other bytes take the name."""
-    size: int
-    """Number of bytes."""
-    nbytes: int
-    """Space that they take, in bytes."""
 
 
 HeadLength = Callable[[Stored, bytes], int]

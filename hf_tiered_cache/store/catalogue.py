@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import HASH_BYTES
-from .database import Database, connect_read_only, is_damage
+from .database import Database, is_damage
 from .root import StoreRoot
 
 if TYPE_CHECKING:
@@ -144,11 +144,14 @@ class Catalogue:
     """
 
     def __init__(self, files: StoreRoot | None, read_only: bool = False) -> None:
-        self.is_shared = files is not None
-        self._reading = connect_read_only(files, SCHEMA_VERSION) if files is not None and read_only else None
-        self._database: Database | None = None
-        if self._reading is None:
-            self._database = Database(None, _create_tables) if files is None else Database.shared(files, _create_tables)
+        self.is_shared = files is not None and not read_only
+        self._database: Database | None
+        if files is None:
+            self._database = Database(None, _create_tables)
+        elif read_only:
+            self._database = Database.read_only(files, SCHEMA_VERSION)
+        else:
+            self._database = Database.shared(files, _create_tables)
 
     @property
     def generation(self) -> int:
@@ -160,18 +163,15 @@ class Catalogue:
         if self._database is not None:
             self._database.rebuild(generation)
 
-    def _run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
-        if self._reading is not None:
-            return action(self._reading)
+    @property
+    def database(self) -> Database:
+        """Open database. Raises sqlite3.ProgrammingError after `close`."""
         if self._database is None:
             raise sqlite3.ProgrammingError("the catalogue is closed")
-        return self._database.run(action)
-
-    def _execute(self, query: str, *args: Any) -> list[Any]:
-        return self._run(lambda db: db.execute(query, args).fetchall())
+        return self._database
 
     def _rows(self, where: str, *args: Any) -> list[SegmentRow]:
-        return [SegmentRow(*row) for row in self._execute(f"SELECT {_COLUMNS} FROM segments {where}", *args)]
+        return [SegmentRow(*row) for row in self.database.execute(f"SELECT {_COLUMNS} FROM segments {where}", *args)]
 
     def _usable(self, column: str, values: Sequence[Any]) -> list[SegmentRow]:
         """Return the usable, unexpired segments with one of these values in a column."""
@@ -188,10 +188,14 @@ class Catalogue:
         """Return the usable, unexpired segments whose chain begins with one of `prefix_hashes`."""
         return self._usable("first", prefix_hashes)
 
-    def passages_since(self, number: int) -> list[tuple[int, str, bytes]]:
-        """Return number, id and scan hashes of the passages that were added after this number, in ascending order."""
+    def passages_since(self, number: int) -> tuple[Hashable, list[tuple[int, str, bytes]]]:
+        """Return number, id and scan hashes of the passages that were added after this number, in ascending order.
+
+        Before them, return an identifier that changes when the numbering of passages restarts.
+        """
         query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
-        return self._execute(query, number)
+        passages = self.database.execute(query, number)
+        return (id(self), self.generation), passages
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow]:
         """Return the given segments that exist, are usable and have not expired."""
@@ -206,27 +210,27 @@ class Catalogue:
 
     def by_use(self) -> list[tuple[str, int, float | None]]:
         """Return id, bytes on disk and expiry time of every segment, most recently used last."""
-        return self._execute("SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC")
+        return self.database.execute("SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC")
 
     def expired(self, now: float) -> list[SegmentRow]:
         return self._rows("WHERE expires IS NOT NULL AND expires <= ?", now)
 
     def ids(self) -> set[str]:
-        return {segment_id for (segment_id,) in self._execute("SELECT id FROM segments")}
+        return {segment_id for (segment_id,) in self.database.execute("SELECT id FROM segments")}
 
     def total_bytes(self) -> int:
-        return self._execute("SELECT coalesce(sum(nbytes), 0) FROM segments")[0][0]
+        return self.database.execute("SELECT coalesce(sum(nbytes), 0) FROM segments")[0][0]
 
     def counts(self) -> tuple[int, int, int, int]:
         """Return the numbers of segments, tokens, bytes on disk and encrypted segments."""
         sums = "coalesce(sum(tokens), 0), coalesce(sum(nbytes), 0), count(nullif(key, ''))"
-        return self._execute(f"SELECT count(*), {sums} FROM segments")[0]
+        return self.database.execute(f"SELECT count(*), {sums} FROM segments")[0]
 
     def models(self) -> dict[str, dict[str, str]]:
         """Return the description of each model in the headers of stored segments, by fingerprint."""
         is_stored = "EXISTS (SELECT 1 FROM segments WHERE segments.fingerprint = models.fingerprint)"
         query = f"SELECT fingerprint, facts FROM models WHERE {is_stored}"
-        return {name: json.loads(facts) for name, facts in self._execute(query)}
+        return {name: json.loads(facts) for name, facts in self.database.execute(query)}
 
     def keys(self, fingerprint: str | None = None) -> set[str]:
         """Return the ids of the keys that encrypt segments of one model or of all, with "" if some are unencrypted."""
@@ -240,11 +244,11 @@ class Catalogue:
                 for key in _distinct(db, "key", fingerprint=model, provenance=provenance)
             }
 
-        return self._run(collect)
+        return self.database.run(collect)
 
     def provenances(self, fingerprint: str) -> list[str]:
         """Return the distinct provenances of the stored KV of this model, such as "exact"."""
-        return self._run(lambda db: _distinct(db, "provenance", fingerprint=fingerprint))
+        return self.database.run(lambda db: _distinct(db, "provenance", fingerprint=fingerprint))
 
     # --- writing
 
@@ -276,12 +280,12 @@ class Catalogue:
                     db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values())
                 publish()
 
-        self._run(enter)
+        self.database.run(enter)
 
     def remove(self, ids: Iterable[str]) -> None:
         pairs = [(i,) for i in ids]
-        self._run(lambda db: db.executemany("DELETE FROM segments WHERE id = ?", pairs))
-        self._run(lambda db: db.executemany("DELETE FROM scores WHERE segment = ?", pairs))
+        self.database.run(lambda db: db.executemany("DELETE FROM segments WHERE id = ?", pairs))
+        self.database.run(lambda db: db.executemany("DELETE FROM scores WHERE segment = ?", pairs))
 
     def touch(self, ids: Iterable[str], now: float | None = None) -> None:
         """Record a use of these segments. Does nothing while the log, which counts against the quota, is long."""
@@ -295,30 +299,30 @@ class Catalogue:
                 db.execute(_FROM_THE_FUTURE, (max(now, time.time()),))
                 db.executemany("UPDATE segments SET used = ?, uses = uses + 1 WHERE id = ?", pairs)
 
-        self._run(note)
+        self.database.run(note)
 
     def set_right_clocks(self) -> None:
         """Correct times in the future, written by a clock that was ahead: they become now, with unchanged lifetimes."""
-        self._execute(_FROM_THE_FUTURE, time.time())
+        self.database.execute(_FROM_THE_FUTURE, time.time())
 
     def scores(self) -> list[tuple[str, int, bytes]]:
         """Return segment, KV cache group and the eviction state of its chunks (see `ScoreTable`)."""
-        return self._execute("SELECT segment, lane, row FROM scores")
+        return self.database.execute("SELECT segment, lane, row FROM scores")
 
     def keep_scores(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
         """Store rows in the form of `scores`, for segments that still exist."""
         query = """INSERT OR REPLACE INTO scores SELECT ?1, ?2, ?3
             WHERE EXISTS (SELECT 1 FROM segments WHERE id = ?1)"""
-        self._run(lambda db: db.executemany(query, rows))
+        self.database.run(lambda db: db.executemany(query, rows))
 
     def limit(self, segment_id: str, num_hashes: int) -> None:
         """Mark only the first `num_hashes` prefix hashes of this segment as usable."""
-        self._execute("UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?", num_hashes, segment_id)
+        self.database.execute(
+            "UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?", num_hashes, segment_id
+        )
 
     def close(self) -> None:
-        if self._reading is not None:
-            self._reading.close()
-        elif self._database is not None:
+        if self._database is not None:
             database, self._database = self._database, None
             database.release() if self.is_shared else database.close()
 

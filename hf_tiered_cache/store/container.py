@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, NewerFormatError
-from .backend import Stored, Upload
+from .backend import Upload
 from .digest import DIGEST_DTYPE, Guard, xxh3
+from .files import Stored
 from .schema import hexadecimal
 
 CIPHER = "aes-256-gcm"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from stat import S_ISREG
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX
 from .process import has_database, release_database, shared_database
@@ -45,24 +45,52 @@ class Database:
     Args:
         files: the folder of the database, or None for a database in memory.
         set_up: creates the tables if they are missing.
+        db: connection to use as it is, or None to open one.
 
     Raises:
         sqlite3.Error: the database cannot be opened.
     """
 
-    def __init__(self, files: StoreRoot | None, set_up: _SetUp) -> None:
+    def __init__(self, files: StoreRoot | None, set_up: _SetUp, db: sqlite3.Connection | None = None) -> None:
         self._files = files
         self._set_up = set_up
         self._pid = os.getpid()
         self._lock = threading.RLock()  # finalizers enter it too
-        self._db: sqlite3.Connection | None = None
+        self._db = db
         self._identity: tuple[_File, _File] | None = None
         self._waits = True
         self._closed = False
         self.users = 0
         self.generation = 0
         """Number of times it was reopened. After each, rows that this process wrote may be missing."""
-        self._open()
+        if db is None:
+            self._open()
+
+    @classmethod
+    def read_only(cls, files: StoreRoot, version: int) -> Database:
+        """Open an existing database without creating or repairing anything.
+
+        Raises:
+            sqlite3.Error: it has another version, or files are not the library's.
+        """
+        if not has_database(files.where(CATALOGUE, CATALOGUE_NAME)):
+            for name, kind in DATABASE_FILES.items():
+                if files.find(kind, name) is not None and not files.is_own(kind, name):
+                    raise sqlite3.DatabaseError(f"{files.where(kind, name)} was not written by this library")
+        db = sqlite3.connect(
+            f"{files.where(CATALOGUE, CATALOGUE_NAME).as_uri()}?mode=ro",
+            uri=True,
+            timeout=_BUSY_SECONDS,
+            check_same_thread=False,
+            isolation_level=None,
+        )
+        try:
+            if db.execute("PRAGMA user_version").fetchone()[0] != version:
+                raise sqlite3.DatabaseError("the catalogue has another version")
+        except BaseException:
+            db.close()
+            raise
+        return cls(None, lambda db: None, db)
 
     @classmethod
     def shared(cls, files: StoreRoot, set_up: _SetUp) -> Database:
@@ -98,6 +126,10 @@ class Database:
                         return result
                 self._open()
             raise sqlite3.OperationalError("the database is replaced repeatedly")
+
+    def execute(self, query: str, *args: Any) -> list[Any]:
+        """Run one statement, and return all rows of its result. See `run`."""
+        return self.run(lambda db: db.execute(query, args).fetchall())
 
     def is_log_long(self) -> bool:
         """Return whether the log grows because another reader uses an old state. Optional writes can then wait."""
@@ -168,7 +200,7 @@ class Database:
             status = files.find(kind, name)
             if status is None:
                 continue
-            is_opened = opened is not None and _identity_of(files.find(CATALOGUE, CATALOGUE_NAME)) == opened
+            is_opened = opened is not None and files.identity(CATALOGUE, CATALOGUE_NAME) == opened
             if not S_ISREG(status.st_mode) or not (is_opened or files.is_own(kind, name)):
                 raise sqlite3.OperationalError(
                     f"{files.where(kind, name)} was not written by this library; move it elsewhere"
@@ -215,8 +247,8 @@ class Database:
     def _identify(self) -> tuple[_File, _File]:
         """Return device and inode of the database, and of its log."""
         assert self._files is not None
-        files = self._files.find(CATALOGUE, CATALOGUE_NAME), self._files.find(CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
-        return _identity_of(files[0]), _identity_of(files[1])
+        identity = self._files.identity
+        return identity(CATALOGUE, CATALOGUE_NAME), identity(CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
 
     def _in_place(self) -> bool:
         """Return whether the open files are still the ones at the path, which other processes open."""
@@ -243,10 +275,6 @@ class Database:
             self._waits = waits
 
 
-def _identity_of(status: os.stat_result | None) -> _File:
-    return None if status is None else (status.st_dev, status.st_ino)
-
-
 def _enter_wal_mode(db: sqlite3.Connection) -> None:
     """Enter WAL mode. Retry if it is `locked`: SQLite does not wait when two processes open a new database at once."""
     deadline = time.monotonic() + _BUSY_SECONDS
@@ -261,25 +289,3 @@ def _enter_wal_mode(db: sqlite3.Connection) -> None:
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-
-
-def connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
-    """Connect without creating or repairing anything. Raises sqlite3.Error for another version or foreign files."""
-    if not has_database(files.where(CATALOGUE, CATALOGUE_NAME)):
-        for name, kind in DATABASE_FILES.items():
-            if files.find(kind, name) is not None and not files.is_own(kind, name):
-                raise sqlite3.DatabaseError(f"{files.where(kind, name)} was not written by this library")
-    db = sqlite3.connect(
-        f"{files.where(CATALOGUE, CATALOGUE_NAME).as_uri()}?mode=ro",
-        uri=True,
-        timeout=_BUSY_SECONDS,
-        check_same_thread=False,
-        isolation_level=None,
-    )
-    try:
-        if db.execute("PRAGMA user_version").fetchone()[0] != version:
-            raise sqlite3.DatabaseError("the catalogue has another version")
-    except BaseException:
-        db.close()
-        raise
-    return db

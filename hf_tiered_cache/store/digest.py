@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -16,9 +16,8 @@ _PIECE_BYTES = 16 << 20
 """Bytes of blocks that are multiplied at a time; the products take as much memory again."""
 
 
-def xxh3(data: memoryview | bytes) -> int:
-    """Return the xxh3-64 of `data`."""
-    return xxhash.xxh3_64_intdigest(data)
+xxh3: Callable[[memoryview | bytes], int] = xxhash.xxh3_64_intdigest
+"""Function that returns the xxh3-64 of bytes. It runs at each look at a model's weights, so it is a C function."""
 
 
 @lru_cache(maxsize=32)

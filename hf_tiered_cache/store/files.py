@@ -5,12 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import FileIO
+from typing import NamedTuple
 
 from ..errors import FormatError
+
+
+class Stored(NamedTuple):
+    """Metadata of the bytes stored under a name."""
+
+    version: Hashable
+    """Identifier of the content. It changes when other bytes take the name."""
+    size: int
+    """Number of bytes."""
+    nbytes: int
+    """Space that they take, in bytes."""
 
 
 def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:

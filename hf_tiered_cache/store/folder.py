@@ -17,14 +17,14 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
+from stat import S_ISREG
 
 import torch
 
 from ..errors import StoreBusyError
-from .backend import HeadLength, Stored
+from .backend import HeadLength
 from .engines import Engine, EngineFile, ReadOp, ReadReport
-from .files import open_regular, read_all, write_all
+from .files import Stored, open_regular, read_all, write_all
 from .format import HEADER_BYTES
 from .kinds import (
     CALIBRATIONS,
@@ -45,7 +45,7 @@ from .kinds import (
 )
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
-from .tree import nbytes_of
+from .tree import nbytes_of, stored_in
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -107,8 +107,7 @@ class FolderBackend:
         return nbytes_by_name
 
     def find(self, segment_id: str) -> Stored | None:
-        status = self.files.find(*file_of(segment_id))
-        return None if status is None or S_ISDIR(status.st_mode) else _stored(status)
+        return self.files.stored(*file_of(segment_id))
 
     def is_own(self, segment_id: str) -> bool:
         return self.files.is_own(*file_of(segment_id))
@@ -130,7 +129,7 @@ class FolderBackend:
                 stored, head = _head(fd, status, length)
                 file = self.engine.open(path)
                 with suppress(FileNotFoundError):  # engines open by path: check that it is the same file
-                    if _stored(os.stat(path, follow_symlinks=False)).version == stored.version:
+                    if stored_in(os.stat(path, follow_symlinks=False)).version == stored.version:
                         return stored, head, file
         raise OSError(errno.EAGAIN, "it is replaced repeatedly", path)
 
@@ -281,9 +280,5 @@ def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:
 
 
 def _head(fd: int, status: os.stat_result, length: HeadLength) -> tuple[Stored, bytes]:
-    stored, page = _stored(status), read_all(fd, HEADER_BYTES, 0)
+    stored, page = stored_in(status), read_all(fd, HEADER_BYTES, 0)
     return stored, page + read_all(fd, max(0, length(stored, page) - HEADER_BYTES), HEADER_BYTES)
-
-
-def _stored(status: os.stat_result) -> Stored:
-    return Stored((status.st_dev, status.st_ino), status.st_size, nbytes_of(status))

@@ -117,7 +117,7 @@ class KVLayout:
                 f"the layout has KV in an invalid number of layers or heads ({len(cached_layers)} layers)"
             )
 
-    @property
+    @cached_property
     def position_independent(self) -> bool:
         """True if all stored tensors are valid at other positions than their own."""
         return all(layer is None or layer.position_independent for layer in self.layers)

@@ -110,7 +110,7 @@ class Index:
     rows = _query(Catalogue.all, list)
     row = _query(Catalogue.get, lambda: None)
     beginning_with = _query(Catalogue.beginning_with, list)
-    passages_since = _query(Catalogue.passages_since, list)
+    passages_since = _query(Catalogue.passages_since, lambda: (None, []))
     models = _query(Catalogue.models, dict)
     keys = _query(Catalogue.keys, set)
     provenances = _query(Catalogue.provenances, list)
@@ -121,11 +121,6 @@ class Index:
     def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
         """Return the given segments that exist and are usable, or None if the catalogue fails."""
         return self.ask(methodcaller("live", ids), None)
-
-    @property
-    def generation(self) -> tuple[int, int]:
-        """Identifier of the catalogue generation. It changes when the numbering of passages restarts."""
-        return id(self.catalogue), self.catalogue.generation
 
     def touch(self, ids: Iterable[str]) -> None:
         """Record a use of the segments, for LRU eviction."""

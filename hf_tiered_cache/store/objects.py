@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, StoreBusyError
-from .backend import HeadLength, SegmentBackend, Stored
+from .backend import HeadLength, SegmentBackend
 from .engines import EngineFile, ReadOp, ReadReport
 from .engines.base import Call, coalesce, in_threads
+from .files import Stored
 from .format import HEADER_BYTES
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .records import Room

@@ -12,7 +12,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -70,15 +70,6 @@ class StoreRoot(FolderTree):
             reopened.close()
             raise OSError(errno.ESTALE, "it was replaced by another folder", str(self.path))
         return reopened
-
-    def version(self, kind: FileKind, name: str) -> Hashable:
-        """Return an identifier that changes when a file is replaced or changed, or None if it does not exist."""
-        status = self.find(kind, name)
-        return (
-            None
-            if status is None
-            else (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        )
 
     # --- writing
 

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, IntegrityError
-from .backend import HeadLength, SegmentBackend, Stored
+from .backend import HeadLength, SegmentBackend
 from .cipher import Plain
 from .container import check_not_sparse, check_tag
 from .digest import Guard, content_of
 from .engines import EngineFile, ReadOp, ReadReport
+from .files import Stored
 from .format import HEADER_BYTES, PREFIX, SegmentHeader, decode_header, decode_tables
 from .geometry import HASH_TOKENS
 from .memory import aligned_bytes
@@ -119,10 +120,6 @@ class SegmentReader:
         except OSError:
             return False
         return stored is not None and stored.version == self._version
-
-    def key_owner(self, layer: int, made: str) -> tuple[str, int, int, str]:
-        """Return the memory key of the data `made` from a layer's keys, independent of KV cache groups."""
-        return self.id, layer, self.header.digests.digest, made
 
     def ops(self, block_group: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
         """Return the read operations for runs of blocks of one KV cache group."""

@@ -23,12 +23,13 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, IntegrityError, QuotaError, StoreBusyError
-from .backend import SegmentBackend, Stored, Upload
+from .backend import SegmentBackend, Upload
 from .cipher import Plain
 from .container import TAG_BYTES, Seal, check_head, check_not_sparse, check_tag, finish_head, parse_prefix, write_blocks
 from .digest import DIGEST_DTYPE, Guard
 from .engines import EngineFile, ReadOp
 from .faults import Faults, figure_of
+from .files import Stored
 from .geometry import ALIGNMENT, aligned
 from .kinds import SIDECAR_MAGIC
 from .memory import aligned_bytes

@@ -10,14 +10,14 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
 from ..errors import FormatError
-from .files import open_regular, read_all
+from .files import Stored, open_regular, read_all
 from .kinds import CATALOGUE, CATALOGUE_NAME, DATABASE_FILES, FOLDERS, SEGMENT, FileKind, kind_of
 from .process import has_database
 
@@ -128,6 +128,25 @@ class FolderTree:
         except FileNotFoundError:
             return None
 
+    def stored(self, kind: FileKind, name: str) -> Stored | None:
+        """Return the metadata of a file, without following a link, or None if it does not exist."""
+        status = self.find(kind, name)
+        return None if status is None or S_ISDIR(status.st_mode) else stored_in(status)
+
+    def version(self, kind: FileKind, name: str) -> Hashable:
+        """Return an identifier that changes when a file is replaced or changed, or None if it does not exist."""
+        status = self.find(kind, name)
+        return (
+            None
+            if status is None
+            else (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        )
+
+    def identity(self, kind: FileKind, name: str) -> tuple[int, int] | None:
+        """Return device and inode of a file, or None if it does not exist."""
+        status = self.find(kind, name)
+        return None if status is None else (status.st_dev, status.st_ino)
+
     def open(
         self, kind: FileKind, name: str, flags: int = os.O_RDONLY
     ) -> AbstractContextManager[tuple[int, os.stat_result]]:
@@ -192,6 +211,11 @@ class FolderTree:
                     if kind is not None and kind in kinds and (status := self.find(kind, name)) is not None:
                         total += nbytes_of(status)
         return total
+
+
+def stored_in(status: os.stat_result) -> Stored:
+    """Return the metadata of a file with this status."""
+    return Stored((status.st_dev, status.st_ino), status.st_size, nbytes_of(status))
 
 
 def nbytes_of(status: os.stat_result) -> int:

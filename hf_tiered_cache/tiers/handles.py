@@ -190,7 +190,7 @@ class Pin:
         """Return whether the pin was released and nothing reads or writes its slots."""
         if self.release_event is None or self.reading:
             return False
-        return self.release_event.query() and self.copied.query()
+        return self.stream is None or (self.release_event.query() and self.copied.query())
 
     def end(self) -> Event:
         """Release the pin after the device work queued so far, and return the event for that point."""
@@ -304,7 +304,8 @@ class BlockHandle:
             OSError: a read failed.
             Exception: any other error of the fetch, such as one raised by CUDA.
         """
-        self.latch.wait()
+        if not self.latch.is_open or self.latch.error is not None:
+            self.latch.wait()
         if self.pin.stream is not None:
             self.pin.stream.await_copies(self.pin.copied)
 

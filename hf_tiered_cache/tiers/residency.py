@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -68,6 +68,8 @@ class Residency:
             scores=self.scores,
             allocate_own=self._host_memory.allocate_own,
         )
+        self.tiers = [self.host]
+        """The host tier, and tier and staging area of each device used so far."""
         self.device_budget, self.staging_budget = device_budget, staging_budget
         self._policy, self._direct, self._device_types = policy, direct, device_types
         self._register = register
@@ -245,7 +247,7 @@ class Residency:
         """Record that a selector chose chunks."""
         with self._lock, self._step:
             changes = self.scores.note(noted)
-            for tier in self._tiers():
+            for tier in self.tiers:
                 for owner, chunks, scores in changes:
                     tier.rescore(owner, chunks, scores)
 
@@ -278,14 +280,14 @@ class Residency:
         self.scores.forget(segments)
         self.index_cache.forget(segments)
         with self._lock, self._step:
-            for tier in self._tiers():
+            for tier in self.tiers:
                 tier.forget(segments)
             self._pins.reap(self._unpin)
 
     def segments(self) -> set[str]:
         """Return the ids of segments with blocks or indexes in memory."""
         with self._lock, self._step:
-            return {segment for tier in self._tiers() for segment in tier.segments()} | self.index_cache.segments()
+            return {segment for tier in self.tiers for segment in tier.segments()} | self.index_cache.segments()
 
     # --- steps of a fetch, under the lock
 
@@ -329,9 +331,10 @@ class Residency:
     def _pin_blocks(self, tier: Tier, fetches: Sequence[PendingFetch], pin: Pin, collector: StatsCollector) -> None:
         """Pin the blocks that `tier` holds of the chunks that no earlier tier holds."""
         num_found = num_missing = nbytes = 0
-        for fetch in fetches:
+        pinned_slots = [tier.pin(fetch.owner, fetch.fetched.from_disk) for fetch in fetches]
+        for fetch, pinned in zip(fetches, pinned_slots, strict=True):
             chunks = fetch.fetched.from_disk
-            if (pinned := tier.pin(fetch.owner, chunks)) is not None:
+            if pinned is not None:
                 pool, slots, in_tier = pinned
                 pin.slots.append((tier, pool, slots))
                 blocks = fetch.host_blocks if tier is self.host else fetch.device_blocks
@@ -489,7 +492,7 @@ class Residency:
         """Repair the tiers after an interrupted or failed change, from the pins and the slots of complete blocks."""
         for gpu in self._gpus.values():
             gpu.stream.copied().synchronize()
-        for tier in self._tiers():
+        for tier in self.tiers:
             tier.mend(self._pins.in_tier(tier))
         for pool in self.host.pools():
             self._free_idle(self.host, pool, pool.evictable())  # blocks that moved to a device in that change
@@ -516,7 +519,7 @@ class Residency:
             return None
         device = numbered(device)
         if device not in self._gpus:
-            self._gpus[device] = DeviceMemory(
+            gpu = DeviceMemory(
                 device,
                 copy_stream(device),
                 self.device_budget,
@@ -527,6 +530,8 @@ class Residency:
                 self._register,
                 self._direct,
             )
+            self.tiers += [gpu.tier, gpu.staging]
+            self._gpus[device] = gpu
         return self._gpus[device]
 
     @property
@@ -540,21 +545,16 @@ class Residency:
         allocated_bytes = sum(gpu.tier.nbytes + gpu.staging.nbytes for gpu in self._gpus.values())
         return allocated_bytes, max(1, len(self._gpus)) * self.device_budget + len(self._gpus) * self.staging_budget
 
-    def _tiers(self) -> Iterator[Tier]:
-        yield self.host
-        for gpu in self._gpus.values():
-            yield from (gpu.tier, gpu.staging)
-
     @property
     def evicted(self) -> int:
-        return sum(tier.evicted for tier in self._tiers())
+        return sum(tier.evicted for tier in self.tiers)
 
     def clear(self) -> None:
         """Forget all blocks and indexes and free the memory. Slabs with pinned slots are kept while the store is."""
         with self._lock, self._step:
             self._pins.order_work()
             self._pins.reap(self._unpin)
-            for tier in self._tiers():
+            for tier in self.tiers:
                 tier.clear()
         self.index_cache.clear()
 

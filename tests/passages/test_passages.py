@@ -592,13 +592,11 @@ def row_of(hasher, tokens):
 class Listed:
     """A catalogue of these rows."""
 
-    generation = 0
-
     def __init__(self, rows):
         self.rows = {row.id: row for row in rows}
 
     def passages_since(self, number):
-        return [(i, row.id, row.scan) for i, row in enumerate(self.rows.values(), start=1) if i > number]
+        return 0, [(i, row.id, row.scan) for i, row in enumerate(self.rows.values(), start=1) if i > number]
 
     def live(self, ids):
         return [self.rows[name] for name in ids if name in self.rows]

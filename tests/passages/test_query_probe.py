@@ -14,7 +14,7 @@ from test_rankings import scores_in
 
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.passages.recompute import ProbeAttentionSum, narrowed_shares
+from hf_tiered_cache.passages.recompute import ProbeAttentionSum
 from hf_tiered_cache.patches.scope import AttentionCall
 
 COLUMNS = PROMPT.shape[1]
@@ -280,7 +280,7 @@ def test_the_paper_is_one_name_away(store):
 @pytest.mark.parametrize("mean", [0.02, 0.15, 0.3, 0.6, 0.95, 1.0])
 @pytest.mark.parametrize("layers", [4, 8, 24, 80])
 def test_what_is_computed_is_a_mean_over_the_layers(mean, layers):
-    wide, few = narrowed_shares(mean, 3.0, 3, layers)
+    wide, few = CacheTune(mean, widen=3.0, narrow_at=3)._shares(layers)
     assert (3 * wide + (layers - 3) * few) / layers == pytest.approx(mean)
     assert few <= wide <= 1
     assert wide == pytest.approx(min(1.0, 3 * few)) or wide == 1.0

@@ -18,6 +18,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import METHODS, Exact, Impress, Method
 from hf_tiered_cache.reasons import MERGED
 from hf_tiered_cache.restore.prefetch import units_of
+from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.codecs import coded_provenance, make_codec, merged_codec
 from hf_tiered_cache.store.codecs.pairs import encode
 from hf_tiered_cache.store.geometry import BLOCK_ALIGNMENT, Geometry, aligned, block_groups
@@ -206,9 +207,9 @@ def test_what_a_method_leaves_out_is_computed_all_the_same(tmp_path):
         reader = suspend(store, fronts=(0, 0, 0, 0, 5, 0))
         careless = Careless(geometry=Geometry(16, 1))
         cache = TieredCache(model, store, method=careless, record=False)
-        asked = cache._executor.admit(cache, {"input_ids": question(ids), "logits_to_keep": 1})
+        asking, sequence = cache._executor.admit(cache, {"input_ids": question(ids), "logits_to_keep": 1})
         with pytest.raises(ValueError, match=f"segment {reader.id} lacks tokens of layer 4"):
-            units_of(cache._executor.plan(*asked))  # and nothing is taken for what is missing
+            units_of(sequence.plan(asking, StatsCollector()))  # and nothing is taken for what is missing
         found, cache = ask(model, store, question(ids), careless)
         assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (PREFIX, round(5 * 5 / 6))
         expected, _ = ask(model, store, question(ids), cut_for())

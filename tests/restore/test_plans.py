@@ -19,6 +19,7 @@ from reference import kv_of
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_tiered_cache import ConfigError, KVStore, Method, TieredCache
+from hf_tiered_cache.cache.sequence import SequenceState
 from hf_tiered_cache.patches import rope, rotary
 from hf_tiered_cache.patches.attach import attach
 from hf_tiered_cache.patches.scope import current
@@ -199,7 +200,7 @@ SCALINGS = {
 }
 
 
-def moved(store, place, request, sequence):
+def moved(store, place, request):
     """A plan that restores one stored segment at another place than its own, and computes the rest."""
     (row,) = store.segments()
     reader = store._storage.disk.reader(row.id)
@@ -214,7 +215,7 @@ def moved(store, place, request, sequence):
 @pytest.mark.parametrize(
     "geometry", [Geometry(), Geometry(chunk_tokens=8, layers_per_block=1, heads_per_block=1, split_kv=True)]
 )
-def test_keys_restored_elsewhere_are_those_rotated_by_hand(tmp_path, scaling, place, geometry):
+def test_keys_restored_elsewhere_are_those_rotated_by_hand(monkeypatch, tmp_path, scaling, place, geometry):
     """160 + 96 tokens lie within longrope's short regime, 160 + 96 + 4 in its long one."""
     model = build("llama", rope_parameters=SCALINGS[scaling])
     passage, around = prompt(96, seed=4), prompt(place + 96 + 4, seed=5)
@@ -234,7 +235,7 @@ def test_keys_restored_elsewhere_are_those_rotated_by_hand(tmp_path, scaling, pl
         model(input_ids=passage, past_key_values=first, logits_to_keep=1)
         store.flush()
         cache = TieredCache(model, store, record=False)
-        cache._executor.plan = partial(moved, store, place)
+        monkeypatch.setattr(SequenceState, "plan", lambda _, request, __: moved(store, place, request))
         model(input_ids=around, past_key_values=cache, logits_to_keep=1)
     # the frequencies that a pass of this length uses
     cos, sin = model.model.rotary_emb(raw[0], torch.arange(place + 96 + 4).unsqueeze(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import pytest
@@ -24,11 +23,7 @@ from hf_tiered_cache.tiers.residency import Residency
 class Partly(ContiguousKV):
     """Fetches a part of the usual ahead."""
 
-    prefetched: Collection[Prefetched] = PREFETCHED
-
-    @property
-    def prefetches(self) -> Collection[Prefetched]:
-        return self.prefetched
+    prefetches: frozenset[Prefetched] = PREFETCHED
 
 
 # layers 0 and 1 share a choice, 2 and 3, and 4 and 5; each layer has blocks of its own
@@ -84,19 +79,21 @@ def test_all_that_can_be_known_is_fetched_ahead(model, tmp_path, fetched):
 
 
 def test_without_intra_period_prefetch_later_layers_fetch_their_own(model, tmp_path, fetched):
-    asked_by(model, tmp_path, replace(TWO, prefetched=("keys",)), fetched)
+    asked_by(model, tmp_path, replace(TWO, prefetches=frozenset({"keys"})), fetched)
     assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 2, "keys")]
     assert fetched[1] == [(NOW, 1, "kv")]
     assert fetched[3] == [(NOW, 3, "kv")]
 
 
 def test_without_prefetch_of_the_next_keys_a_choice_waits_for_them(model, tmp_path, fetched):
-    asked_by(model, tmp_path, replace(TWO, prefetched=("period",)), fetched)
+    asked_by(model, tmp_path, replace(TWO, prefetches=frozenset({"period"})), fetched)
     assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 1, "kv")]
     assert fetched[2] == [(NOW, 2, "keys"), (NOW, 2, "kv"), (AHEAD, 3, "kv")]
 
 
-@pytest.mark.parametrize("nothing", [replace(TWO, prefetched=()), replace(TWO, ahead_bytes=0)], ids=["no kind", "0"])
+@pytest.mark.parametrize(
+    "nothing", [replace(TWO, prefetches=frozenset()), replace(TWO, ahead_bytes=0)], ids=["no kind", "0"]
+)
 def test_nothing_ahead_is_nothing(nothing, model, tmp_path, fetched):
     asked_by(model, tmp_path, nothing, fetched)
     assert not any(ahead for some in fetched.values() for ahead, _, _ in some)

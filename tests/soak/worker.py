@@ -393,7 +393,7 @@ class Worker:
             residency = store._storage.residency
             if residency.segments() or residency._pins:
                 self.wrong(f"held after close: {residency._pins}, {residency.segments()}")
-            for tier in residency._tiers():
+            for tier in residency.tiers:
                 for pool in tier.pools():
                     if pool.pins.any() or np.isin(pool.owner, (RESERVED, ORPHANED)).any():
                         self.wrong(f"slots after close: {pool.pins.sum()} pinned")

@@ -106,7 +106,7 @@ def check_whole(residency, readers, blocks):
         time.sleep(0.001)
         residency.segments()
     assert not residency._pins
-    for tier in residency._tiers():
+    for tier in residency.tiers:
         for pool in tier.pools():
             assert not pool.pins.any()
             assert not np.isin(pool.owner, (RESERVED, ORPHANED)).any()
@@ -247,7 +247,7 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
     held.wait()
     residency.clear()
     assert torch.equal(torch.cat([run for _, run in runs_of(held)]), blocks[readers[1].id, 0])
-    assert all(tier.allocated <= tier.budget for tier in residency._tiers())
+    assert all(tier.allocated <= tier.budget for tier in residency.tiers)
     assert residency.segments() == set()
     pending.done = True
     held.release()

@@ -158,10 +158,10 @@ def test_a_damaged_catalogue_is_rebuilt(tmp_path, damage):
 def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
-    store.index.catalogue._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+    store.index.catalogue.database.run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
     with open(tmp_path / "catalogue.sqlite", "r+b") as file:
         file.write(b"\xff" * 16384)
-    store.index.catalogue._run(lambda db: db.execute("PRAGMA shrink_memory"))
+    store.index.catalogue.database.run(lambda db: db.execute("PRAGMA shrink_memory"))
     found = store.find(hashes(4)[:1]) or store.find(hashes(4)[:1])
     assert [row.id for row in found] == [header.id]
     assert store.counters.snapshot().catalogue_errors >= 1
@@ -234,9 +234,9 @@ def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
 
     def steps():
         counted = []
-        catalogue._run(lambda db: db.set_progress_handler(lambda: counted.append(1), 1))
+        catalogue.database.run(lambda db: db.set_progress_handler(lambda: counted.append(1), 1))
         catalogue.models(), catalogue.keys("a"), catalogue.provenances("a")
-        catalogue._run(lambda db: db.set_progress_handler(None, 1))
+        catalogue.database.run(lambda db: db.set_progress_handler(None, 1))
         return len(counted)
 
     few = steps()
@@ -257,16 +257,16 @@ def test_a_catalogue_without_the_index_is_read_as_it_is_and_gets_it_when_opened(
         db.execute("DROP INDEX by_kind")
     with closing(Catalogue(StoreRoot(tmp_path), read_only=True)) as catalogue:
         check_kinds(catalogue, kinds)
-        assert catalogue._run(lambda db: db.execute(indexes).fetchone()) == (0,)
+        assert catalogue.database.run(lambda db: db.execute(indexes).fetchone()) == (0,)
     with monkeypatch.context() as patch, closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as writing:
         patch.setattr(database, "_BUSY_SECONDS", 0.1)
         writing.execute("BEGIN IMMEDIATE")  # another process is at it all the time
         with closing(Catalogue(StoreRoot(tmp_path))) as catalogue:
             check_kinds(catalogue, kinds)
-            assert catalogue._run(lambda db: db.execute(indexes).fetchone()) == (0,)
+            assert catalogue.database.run(lambda db: db.execute(indexes).fetchone()) == (0,)
     with closing(Catalogue(StoreRoot(tmp_path))) as catalogue:
         check_kinds(catalogue, kinds)
-        assert catalogue._run(lambda db: db.execute(indexes).fetchone()) == (1,)
+        assert catalogue.database.run(lambda db: db.execute(indexes).fetchone()) == (1,)
         assert catalogue.generation == 0  # it was not rebuilt
 
 

@@ -469,7 +469,7 @@ def test_what_a_clock_that_was_ahead_has_stored_expires_in_time_and_can_be_store
     assert now + 90 < store.find(hashes(4, "future"))[0].expires < now + 130
     row = store.find(hashes(4, "future"))[0]
     assert row.created <= time.time() >= row.used
-    store.index.catalogue._run(lambda db: db.execute("UPDATE segments SET expires = 1"))
+    store.index.catalogue.database.run(lambda db: db.execute("UPDATE segments SET expires = 1"))
     publish(store, seed="future", expires=now + 1000)
     assert store.find(hashes(4, "future"))[0].expires == now + 1000
     for i in range(20):

@@ -71,7 +71,7 @@ def fetch_fails(residency, reader, error):
 
 
 def nothing_is_pinned(residency):
-    return not any(pool.pins.any() for tier in residency._tiers() for pool in tier._pools.values())
+    return not any(pool.pins.any() for tier in residency.tiers for pool in tier._pools.values())
 
 
 def check(got, blocks, reader, block_group, chunks):
@@ -118,7 +118,7 @@ def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, dev
     for which, block_group, chunks in asked:
         chunks = sorted(chunks)
         check(fetch(residency, readers[which], block_group, chunks), blocks, readers[which], block_group, chunks)
-        assert all(tier.nbytes <= tier.budget for tier in residency._tiers())
+        assert all(tier.nbytes <= tier.budget for tier in residency.tiers)
         for reader in readers:
             for number in (0, 1):
                 assert all(len(where) <= 1 for where in tiers_of(residency, reader, number))
@@ -239,7 +239,7 @@ def test_slabs_are_made_outside_of_the_lock(stored, monkeypatch, device, direct)
         residency.admit(("other", 0, len(noted.made)), blocks[reader.id, 0])
     assert {name for name, _, _ in noted.made} == {"host", "device" if device else "staging"}
     assert [made for made in noted.made if made[2]] == []
-    assert all(tier.nbytes <= tier.budget for tier in residency._tiers())
+    assert all(tier.nbytes <= tier.budget for tier in residency.tiers)
 
 
 def test_a_page_locked_slab_is_made_before_it_is_needed(stored, monkeypatch):
@@ -776,7 +776,7 @@ def test_any_budgets_give_the_right_blocks_by_scores_too(stored, asked, host, de
         got = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
         check(got, blocks, reader, block_group, lease.fetched[0].chunks.tolist())
         lease.release()
-        assert all(tier.nbytes <= tier.budget for tier in residency._tiers())
+        assert all(tier.nbytes <= tier.budget for tier in residency.tiers)
         for reader in readers:
             for group in (0, 1):
                 assert all(len(where) <= 1 for where in tiers_of(residency, reader, group))
