@@ -75,7 +75,8 @@ def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
     except StoreError as error:
         reason = str(error)
     rows, tokens = _stored(storage, sequence)
-    compacted, replaced = None, [row.id for row in rows]
+    compacted: str | None = None
+    replaced: list[SegmentRow] = []
     try:
         if rows and executor.options.record:
             readers, method = _readers(storage, rows), sequence.method
@@ -87,16 +88,17 @@ def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
                 compacted = method.compact(replace(idle, replay=_replay(executor, cache), decision=decision))
     except (TieredCacheError, OSError, ValueError) as error:
         reason, decision.text = reason or f"the conversation could not be rewritten: {error}", ""
-    if compacted is not None and (row := storage.disk.index.row(compacted)) is not None:
-        rows = [row]
+    if compacted is not None and (new_row := storage.disk.index.row(compacted)) is not None:
+        replaced = [row for row in rows if row.position >= new_row.position]
+        rows = [*rows[: len(rows) - len(replaced)], new_row]
     unstored = max(0, num_positions - sequence.history.pads[0] - tokens)
     if unstored >= HASH_TOKENS:
         reason = reason or _why_left(executor, sequence)
     if conversation is not None and executor.options.record:
         reason = conversation.keep(sequence, rows, tokens, decision.text, decision.refused_tokens) or reason
-        if compacted is not None and conversation.record is not None and compacted in conversation.record.segments:
+        if replaced and conversation.record is not None and compacted in conversation.record.segments:
             try:  # delete old segments only after the record names the new one
-                storage.disk.remove(replaced)
+                storage.disk.remove(row.id for row in replaced)
             except OSError as error:
                 reason = reason or f"a segment that was replaced by a new one could not be deleted: {error}"
     storage.note_uses()
