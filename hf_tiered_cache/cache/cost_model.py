@@ -19,6 +19,7 @@ from ..restore.schedule import RATIOS, Load, Streams, best_ratio, recompute_leng
 from ..stats import TIERS
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance, make_codec
+from ..store.front import FrontReader
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from ..tiers.residency import Residency
@@ -115,7 +116,10 @@ def fastest_plan(
             ratio = best_ratio(seconds, decline)
         if decline and (ratio == 1 if recompute == "auto" else seconds[-1] < seconds[0]):
             return None
-    lengths = np.maximum(plan_recompute_lengths(plan, ratio, flat), required)
+    lengths = plan_recompute_lengths(plan, ratio, flat)
+    if any(isinstance(reader, FrontReader) for reader in plan.readers):
+        lengths = np.minimum(lengths, _read_until(with_required_recompute(plan), residency, device_of))
+    lengths = np.maximum(lengths, required)
     return plan.with_recompute_lengths(lengths.tolist()) if lengths.any() else plan
 
 
@@ -134,16 +138,27 @@ def required_recompute(plan: Plan) -> np.ndarray:
     required = np.zeros(len(plan.computed), np.int64)
     for group in plan.groups:
         for piece in group.pieces:
-            shape, stop = piece.reader.shape, piece.first + piece.count
-            if stop <= shape.whole_hashes * HASH_TOKENS:
+            if piece.first + piece.count <= piece.reader.shape.whole_hashes * HASH_TOKENS:
                 continue
             start = piece.at + group.pad - plan.base  # position of its first token
-            missing = ~shape.held[:, piece.first : stop]  # [layers, count]
+            missing = ~group.held_by_any(piece)  # [layers, count]
             lacked = np.where(missing.any(1), piece.count - missing[:, ::-1].argmax(1), 0)
             required = np.maximum(required, np.where(lacked > 0, start + lacked, 0))
     if required.any():
         required = np.minimum(required, plan.restored_until)
     return np.maximum.accumulate(required[::-1])[::-1]
+
+
+def _read_until(plan: Plan, residency: Residency, device_of: Callable[[int], torch.device]) -> np.ndarray:
+    """Return the position after the last token that each layer reads from disk: int64 `[layers]`, non-increasing."""
+    until = np.zeros(len(plan.computed), np.int64)
+    for unit in units_of(plan):
+        group = unit.block_group
+        chunks_by_tier = residency.find(unit.reader.owners[group.index], unit.chunks, device_of(group.layers[0]))
+        ends = _block_ends(plan, unit)[np.isin(unit.chunks, chunks_by_tier[TIERS[-1]], assume_unique=True)]
+        for layer in group.layers:
+            until[layer] = max(until[layer], ends.max(initial=0))
+    return np.maximum.accumulate(until[::-1])[::-1]
 
 
 def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: float, step: int) -> float:
@@ -214,7 +229,9 @@ def streams_of(
 def stored_share(readers: Sequence[SegmentReader]) -> float:
     """Return the bytes of segments as a share of those with all tokens of all layers stored unmerged."""
     unmerged = sum(
-        replace(r.shape, geometry=replace(r.shape.geometry, pairs=()), tables=None).blocks_bytes for r in readers
+        replace(r.shape, geometry=replace(r.shape.geometry, pairs=()), tables=None).blocks_bytes
+        for r in readers
+        if not isinstance(r, FrontReader)
     )
     return sum(reader.shape.blocks_bytes for reader in readers) / max(1, unmerged)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import reasons
-from ..errors import CacheMismatchError, LayerOrderError, LostKVError, RestoreError
+from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError
 from ..identity import Fingerprinter, Identity, rope_regime
 from ..layers import LayeredCache
 from ..methods import BudgetMethod, ForConversation, KVDrive, Method, Passages
@@ -21,7 +21,7 @@ from ..patches.attach import Attachment
 from ..patches.scope import leave
 from ..restore.hashes import History
 from ..restore.observe import CacheObserver
-from ..restore.plan import PassagesPlan, Plan
+from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .calibrations import calibrated_ratio, profiled_windows, quality_budget, warn_of_loss
@@ -147,6 +147,9 @@ class Executor:
                 output, plan = self._run_planned(cache, request, sequence, plan, forward)
                 break
             except RestoreError as error:
+                if isinstance(error.__cause__, EvictedError):
+                    self.store.fronts.forget([error.segment])
+                    continue
                 self.collector.add(recomputed=1)
                 self.store.disk.report(error.segment, error.__cause__ or error)
                 # a store that was closed during the pass cannot serve another plan
@@ -284,7 +287,10 @@ class Executor:
 
     def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
         """Return the plan of a pass, or None if it restores nothing."""
-        return sequence.plan(request, self.collector)
+        plan = sequence.plan(request, self.collector)
+        if plan is None or isinstance(plan, BudgetPlan):
+            return plan
+        return self.store.fronts.added_to(plan, self.attachment.device_of)
 
     def look_up(self, cache: LayeredCache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """Return what an empty cache would restore of a prompt.

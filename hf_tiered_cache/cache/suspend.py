@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +27,8 @@ from .replay import CacheReplay
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
+
+logger = logging.getLogger("hf_tiered_cache")
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
     rows, tokens = _stored(storage, sequence)
     compacted: str | None = None
     replaced: list[SegmentRow] = []
+    readers: list[SegmentReader] = []
     try:
         if rows and executor.options.record:
             readers, method = _readers(storage, rows), sequence.method
@@ -97,6 +102,7 @@ def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
     if conversation is not None and executor.options.record:
         reason = conversation.keep(sequence, rows, tokens, decision.text, decision.refused_tokens) or reason
         if replaced and conversation.record is not None and compacted in conversation.record.segments:
+            _keep_front(storage, rows[-1], readers)
             try:  # delete old segments only after the record names the new one
                 storage.disk.remove(row.id for row in replaced)
             except OSError as error:
@@ -106,6 +112,17 @@ def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
         storage.disk.warn(reason, reason)
     nbytes, seconds = sum(row.nbytes for row in rows), time.perf_counter() - started
     return Suspended(tokens, unstored, nbytes, seconds, reason, decision.text)
+
+
+def _keep_front(storage: Storage, row: SegmentRow, readers: Sequence[SegmentReader]) -> None:
+    """Keep the tokens in memory that a new segment lacks. `readers` are those of the old segments of the chain."""
+    segment = storage.disk.reader(row.id)
+    if segment is None:
+        return
+    try:
+        storage.keep_front(segment, [reader for reader in readers if reader.header.position >= row.position])
+    except (RuntimeError, OSError, TieredCacheError) as error:  # no memory: the next turn computes these tokens
+        logger.debug("the first tokens of segment %s are not kept in memory: %r", row.id, error)
 
 
 def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:

@@ -1,0 +1,86 @@
+"""First tokens of conversations that are not stored, and stay in memory while they fit (see `FrontReader`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..restore.plan import Plan
+from ..store.front import FrontReader, owners_of_front
+from ..store.relayout import BlocksOf, front_blocks, front_shape
+from ..store.segment import SegmentReader
+from ..store.shape import SegmentShape
+from ..tiers.residency import Residency
+
+_CPU = torch.device("cpu")
+
+
+class Fronts:
+    """First tokens that segments lack and that memory may hold.
+
+    Args:
+        residency: Memory tiers. They evict these blocks like others.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._shapes: dict[str, SegmentShape] = {}
+
+    def keep(self, segment: SegmentReader, replaced: Sequence[SegmentReader], blocks_of: BlocksOf) -> None:
+        """Keep the tokens in memory that a new segment lacks, if they fit besides the segment.
+
+        Args:
+            segment: The new segment.
+            replaced: The segments it was made of, in order.
+            blocks_of: Function that returns the blocks of a segment, and raises EvictedError if they are not in memory.
+        """
+        if not any(segment.shape.held_from):
+            return
+        shape = front_shape(segment.shape)
+        if shape.blocks_bytes + segment.shape.blocks_bytes > self._residency.host.budget:
+            return
+        owners = owners_of_front(segment, shape)
+        self._shapes[segment.id] = shape
+        fronts = [self.of(reader, lambda layer: _CPU) for reader in replaced]
+        for group, blocks in front_blocks(replaced, fronts, shape, blocks_of):
+            self._residency.admit(owners[group], blocks)
+
+    def forget(self, segments: Collection[str]) -> None:
+        """Forget the tokens that these segments lack."""
+        for segment_id in segments:
+            self._shapes.pop(segment_id, None)
+
+    def of(self, segment: SegmentReader, device_of: Callable[[int], torch.device]) -> FrontReader | None:
+        """Return a reader of the tokens that a segment lacks, or None if memory holds none of them.
+
+        Args:
+            segment: The segment.
+            device_of: Function that returns the device of a layer.
+        """
+        shape = self._shapes.get(segment.id)
+        if shape is None:
+            return None
+        held = np.zeros((len(shape.layout.layers), shape.tokens), bool)
+        step = shape.geometry.chunk_tokens
+        for group, owner in zip(shape.block_groups, owners_of_front(segment, shape), strict=True):
+            tiers = self._residency.find(owner, np.arange(shape.chunks_in(group)), device_of(group.layers[0]))
+            tokens = shape.tokens_by_slot(group)
+            is_held = ~np.isin(np.arange(len(tokens)) // step, tiers["disk"])
+            held[np.array(group.layers)[:, None], tokens[is_held]] = True
+        if not held.any():
+            return None
+        return FrontReader(segment, shape, held)
+
+    def added_to(self, plan: Plan, device_of: Callable[[int], torch.device]) -> Plan:
+        """Return a plan that can also restore these tokens."""
+        if not self._shapes:
+            return plan
+        groups = []
+        for group in plan.groups:
+            fronts = ((piece, self.of(piece.reader, device_of)) for piece in group.pieces)
+            added = tuple(replace(piece, reader=front) for piece, front in fronts if front is not None)
+            groups.append(replace(group, pieces=(*group.pieces, *added)))
+        return replace(plan, groups=tuple(groups))
