@@ -26,8 +26,9 @@ from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .calibrations import calibrated_ratio, profiled_windows, quality_budget, warn_of_loss
 from .conversation import Conversation
-from .cost_model import choose_strategy, with_required_recompute
+from .cost_model import choose_strategy, costs_of, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
+from .observed import ObservedCosts
 from .prefill import can_be_cut, in_pieces
 from .recorder import Names, Recorder
 from .refine import RefiningForward
@@ -91,6 +92,8 @@ class Executor:
             self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
         if self.observer is not None and (why := cannot_observe(attachment.model)):
             self.observer.cannot_see(why)
+        self.observed_costs: ObservedCosts | None = None
+        """Times of the conversation's return, until they are noted when it is suspended."""
         self.restored: RestoredRun | None = None
         """Segments restored by the pass of the last prompt, for a spot check."""
         self._finish: Callable[[], None] = lambda: None
@@ -209,15 +212,36 @@ class Executor:
             The output of the model, and the plan as it was followed.
         """
         forward_pass = self._forward_pass(cache, request, sequence, plan)
+        stats, began = self.collector.stats, time.perf_counter()
         if plan is None or not isinstance(forward_pass, RestoringForward):
-            return self._run(cache, forward_pass, forward, request.kwargs), None
-        began = time.perf_counter()
+            output = self._run(cache, forward_pass, forward, request.kwargs)
+            self._observe_costs(request, sequence, None, time.perf_counter() - began)
+            return output, None
+        before = stats.stall_seconds, stats.details.io_seconds, stats.bytes_read
         kwargs = request.only(plan.computed[0], plan.suffix is not None)
         output = self._run(cache, forward_pass, forward, kwargs)
+        after = stats.stall_seconds, stats.details.io_seconds, stats.bytes_read
+        counted = (now - then for now, then in zip(after, before, strict=True))
+        self._observe_costs(request, sequence, plan, time.perf_counter() - began, *counted)
         self.restored = RestoredRun.of(forward_pass.plan, began)
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
             self._explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
+
+    def _observe_costs(
+        self, request: Request, sequence: SequenceState, plan: Plan | None, seconds: float, *counted: float
+    ) -> None:
+        """Compare the times of a conversation's prompt with the calibrated costs. A GPU's times are not known here."""
+        if self.conversation is None or request.base or self.attachment.model.device.type != "cpu":
+            return
+        tokens = request.num_positions if plan is None else plan.restored_until
+        costs = costs_of(sequence, self.attachment, tokens)
+        if costs is None:
+            return
+        if plan is None:
+            self.observed_costs = ObservedCosts.of_computed(tokens, costs, seconds)
+        else:
+            self.observed_costs = ObservedCosts.of(plan, costs, seconds, *counted)
 
     def _forward_pass(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None
