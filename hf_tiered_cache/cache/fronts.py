@@ -12,7 +12,6 @@ from ..restore.plan import Plan
 from ..store.front import FrontReader, owners_of_front
 from ..store.relayout import BlocksOf, front_blocks, front_shape
 from ..store.segment import SegmentReader
-from ..store.shape import SegmentShape
 from ..tiers.residency import Residency
 
 _CPU = torch.device("cpu")
@@ -27,7 +26,7 @@ class Fronts:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._shapes: dict[str, SegmentShape] = {}
+        self._segments: set[str] = set()  # ids only: the shapes of many conversations take memory
 
     def keep(self, segment: SegmentReader, replaced: Sequence[SegmentReader], blocks_of: BlocksOf) -> None:
         """Keep the tokens in memory that a new segment lacks, if they fit besides the segment.
@@ -43,15 +42,14 @@ class Fronts:
         if shape.blocks_bytes + segment.shape.blocks_bytes > self._residency.host.budget:
             return
         owners = owners_of_front(segment, shape)
-        self._shapes[segment.id] = shape
+        self._segments.add(segment.id)
         fronts = [self.of(reader, lambda layer: _CPU) for reader in replaced]
         for group, blocks in front_blocks(replaced, fronts, shape, blocks_of):
             self._residency.admit(owners[group], blocks)
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget the tokens that these segments lack."""
-        for segment_id in segments:
-            self._shapes.pop(segment_id, None)
+        self._segments.difference_update(segments)
 
     def of(self, segment: SegmentReader, device_of: Callable[[int], torch.device]) -> FrontReader | None:
         """Return a reader of the tokens that a segment lacks, or None if memory holds none of them.
@@ -60,9 +58,9 @@ class Fronts:
             segment: The segment.
             device_of: Function that returns the device of a layer.
         """
-        shape = self._shapes.get(segment.id)
-        if shape is None:
+        if segment.id not in self._segments:
             return None
+        shape = front_shape(segment.shape)
         held = np.zeros((len(shape.layout.layers), shape.tokens), bool)
         step = shape.geometry.chunk_tokens
         for group, owner in zip(shape.block_groups, owners_of_front(segment, shape), strict=True):
@@ -71,12 +69,13 @@ class Fronts:
             is_held = ~np.isin(np.arange(len(tokens)) // step, tiers["disk"])
             held[np.array(group.layers)[:, None], tokens[is_held]] = True
         if not held.any():
+            self._segments.discard(segment.id)
             return None
         return FrontReader(segment, shape, held)
 
     def added_to(self, plan: Plan, device_of: Callable[[int], torch.device]) -> Plan:
         """Return a plan that can also restore these tokens."""
-        if not self._shapes:
+        if not self._segments:
             return plan
         groups = []
         for group in plan.groups:
