@@ -127,6 +127,14 @@ class RestoreError(TieredCacheError):
         self.segment = segment
 
 
+class EvictedError(TieredCacheError):
+    """KV that no file contains and that has left memory. Internal: the request is planned again without it."""
+
+    def __init__(self, segment: str) -> None:
+        super().__init__(f"the first tokens of segment {segment} are no longer in memory")
+        self.segment = segment
+
+
 class LayerOrderError(TieredCacheError):
     """Layers that run in a different order than their caches. Internal: the request is computed without a restore."""
 

@@ -106,9 +106,29 @@ class PrefixCosts:
         restore = self.restore[disk] - (1 - share) * load
         return replace(self, restore=self.restore | {disk: restore}, load=self.load | {disk: share * load})
 
+    def scaled(self, factors: CostFactors) -> PrefixCosts:
+        """Return the costs with their observed factors."""
+        disk, scaled = TIERS[-1], factors.compute
+        costs = replace(
+            self, compute=scaled * self.compute, growth=scaled * self.growth, overhead=scaled * self.overhead
+        )
+        if disk not in costs.restore:
+            return costs
+        load = self.loading(disk)
+        restore = self.restore[disk] + (factors.load - 1) * load
+        return replace(costs, restore=self.restore | {disk: restore}, load=self.load | {disk: factors.load * load})
+
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, JSON-ready."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class CostFactors:
+    """Observed costs relative to the calibrated ones: of computing a token, and of loading one from disk."""
+
+    compute: float = 1.0
+    load: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -422,6 +442,27 @@ def keep_prefix_costs(
     keep_records(
         storage, _prefix_name(storage, fingerprint, device, provenance), [costs.as_dict() for costs in measured]
     )
+    if records_of(storage, _factors_name(storage, fingerprint, device)):
+        keep_cost_factors(storage, fingerprint, device, CostFactors())
+
+
+def cost_factors(storage: Storage, fingerprint: str, device: torch.device) -> CostFactors:
+    """Return the factors of a model's calibrated costs on a device, which are 1 before any conversation returned."""
+    try:
+        factors = CostFactors(**records_of(storage, _factors_name(storage, fingerprint, device))[0])
+        usable = all(0 < float(factor) < np.inf for factor in (factors.compute, factors.load))
+    except (TypeError, ValueError, IndexError, KeyError):  # none yet, or damaged
+        return CostFactors()
+    return factors if usable else CostFactors()
+
+
+def keep_cost_factors(storage: Storage, fingerprint: str, device: torch.device, factors: CostFactors) -> None:
+    """Save the factors of a model's calibrated costs on a device."""
+    keep_records(storage, _factors_name(storage, fingerprint, device), [asdict(factors)])
+
+
+def _factors_name(storage: Storage, fingerprint: str, device: torch.device) -> str:
+    return f"factors {fingerprint} {_describe(device)} {storage.disk.backend.reads_with}"
 
 
 def keep_records(storage: Storage, name: str, records: list[dict[str, Any]]) -> None:

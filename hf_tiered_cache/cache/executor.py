@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import reasons
-from ..errors import CacheMismatchError, LayerOrderError, LostKVError, RestoreError
+from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError
 from ..identity import Fingerprinter, Identity, rope_regime
 from ..layers import LayeredCache
 from ..methods import BudgetMethod, ForConversation, KVDrive, Method, Passages
@@ -21,13 +21,14 @@ from ..patches.attach import Attachment
 from ..patches.scope import leave
 from ..restore.hashes import History
 from ..restore.observe import CacheObserver
-from ..restore.plan import PassagesPlan, Plan
+from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .calibrations import calibrated_ratio, profiled_windows, quality_budget, warn_of_loss
 from .conversation import Conversation
-from .cost_model import choose_strategy, with_required_recompute
+from .cost_model import choose_strategy, costs_of, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
+from .observed import ObservedCosts
 from .prefill import in_pieces
 from .recorder import Names, Recorder
 from .refine import RefiningForward
@@ -91,6 +92,8 @@ class Executor:
             self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
         if self.observer is not None and (why := cannot_observe(attachment.model)):
             self.observer.cannot_see(why)
+        self.observed_costs: ObservedCosts | None = None
+        """Times of the conversation's return, until they are noted when it is suspended."""
         self.restored: RestoredRun | None = None
         """Segments restored by the pass of the last prompt, for a spot check."""
         self._finish: Callable[[], None] = lambda: None
@@ -136,17 +139,20 @@ class Executor:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans = self._why_not_looked_for(request, sequence), _REPLANS
         if not reason and sequence.can_be_cut(request):
-            plan = sequence.plan(request, self.collector)
+            plan = self._plan(request, sequence)
             run = partial(self._run_piece, cache, sequence, forward)
             in_pieces(request, sequence, run, 0 if plan is None else plan.suffix or 0, self.options.progress)
         while True:
-            plan = None if reason or not replans else sequence.plan(request, self.collector)
+            plan = None if reason or not replans else self._plan(request, sequence)
             if plan is not None:
                 plan, reason = choose_strategy(plan, sequence, self.attachment)
             try:
                 output, plan = self._run_planned(cache, request, sequence, plan, forward)
                 break
             except RestoreError as error:
+                if isinstance(error.__cause__, EvictedError):
+                    self.store.fronts.forget([error.segment])
+                    continue
                 self.collector.add(recomputed=1)
                 self.store.disk.report(error.segment, error.__cause__ or error)
                 # a store that was closed during the pass cannot serve another plan
@@ -176,7 +182,7 @@ class Executor:
 
         See `run` in `in_pieces` for the arguments and the result.
         """
-        plan = sequence.plan(piece, self.collector)
+        plan = self._plan(piece, sequence)
         before = 0 if plan is None else plan.suffix or 0
         if before <= stored - HASH_TOKENS:
             return before
@@ -187,7 +193,7 @@ class Executor:
         except RestoreError as error:
             self.collector.add(recomputed=1)
             self.store.disk.report(error.segment, error.__cause__ or error)
-            plan = sequence.plan(piece, self.collector)
+            plan = self._plan(piece, sequence)
             return max(0, min(0 if plan is None else plan.suffix or 0, stored - HASH_TOKENS))
         sequence.store_piece(piece, plan, self.collector)
         for source in cache.kv_sources:
@@ -208,15 +214,36 @@ class Executor:
             The output of the model, and the plan as it was followed.
         """
         forward_pass = self._forward_pass(cache, request, sequence, plan)
+        stats, began = self.collector.stats, time.perf_counter()
         if plan is None or not isinstance(forward_pass, RestoringForward):
-            return self._run(cache, forward_pass, forward, request.kwargs), None
-        began = time.perf_counter()
+            output = self._run(cache, forward_pass, forward, request.kwargs)
+            self._observe_costs(request, sequence, None, time.perf_counter() - began)
+            return output, None
+        before = stats.stall_seconds, stats.details.io_seconds, stats.bytes_read
         kwargs = request.only(plan.computed[0], plan.suffix is not None)
         output = self._run(cache, forward_pass, forward, kwargs)
+        after = stats.stall_seconds, stats.details.io_seconds, stats.bytes_read
+        counted = (now - then for now, then in zip(after, before, strict=True))
+        self._observe_costs(request, sequence, plan, time.perf_counter() - began, *counted)
         self.restored = RestoredRun.of(forward_pass.plan, began)
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
             self._explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
+
+    def _observe_costs(
+        self, request: Request, sequence: SequenceState, plan: Plan | None, seconds: float, *counted: float
+    ) -> None:
+        """Compare the times of a conversation's prompt with the calibrated costs. A GPU's times are not known here."""
+        if self.conversation is None or request.base or self.attachment.model.device.type != "cpu":
+            return
+        tokens = request.num_positions if plan is None else plan.restored_until
+        costs = costs_of(sequence, self.attachment, tokens)
+        if costs is None:
+            return
+        if plan is None:
+            self.observed_costs = ObservedCosts.of_computed(tokens, costs, seconds)
+        else:
+            self.observed_costs = ObservedCosts.of(plan, costs, seconds, *counted)
 
     def _forward_pass(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None
@@ -285,6 +312,13 @@ class Executor:
         if reason:
             self._run_plain(reason)
 
+    def _plan(self, request: Request, sequence: SequenceState) -> Plan | None:
+        """Return the plan of a pass, or None if it restores nothing."""
+        plan, fronts = sequence.plan(request, self.collector), self.store.fronts
+        if plan is None or not fronts.segments or isinstance(plan, BudgetPlan):
+            return plan
+        return fronts.added_to(plan, self.attachment.devices)
+
     def look_up(self, cache: LayeredCache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """Return what an empty cache would restore of a prompt.
 
@@ -300,7 +334,7 @@ class Executor:
             return None, self.bypass
         request, sequence = admitted
         reason = self._why_not_looked_for(request, sequence)
-        plan = None if reason else sequence.plan(request, self.collector)
+        plan = None if reason else self._plan(request, sequence)
         if plan is not None:
             chosen_plan, reason = choose_strategy(plan, sequence, self.attachment)
             plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..errors import ConfigError, StoreClosedError
+from ..errors import ConfigError, EvictedError, StoreClosedError
 from ..methods import Method
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
@@ -37,6 +37,7 @@ from ..store.writer import PendingSegment, Writer
 from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from ..tiers.scores import ScoreTable
+from .fronts import Fronts
 from .rewriter import SegmentRewriter
 from .spot_check import SpotChecks
 
@@ -80,6 +81,7 @@ class Storage:
         spot_checks: float = 0.0,
     ) -> None:
         self.disk, self.place, self.residency = disk, disk.place, residency
+        self.fronts = Fronts(residency)
         self.records = disk.backend.records
         self.conversations, self.documents = Conversations(self.records), Documents(self.records)
         self.calibrations = Calibrations(self.records)
@@ -105,7 +107,13 @@ class Storage:
             disk.close()
             raise
         self._close.atexit = False  # the writer handles that
-        disk.on_gone += [residency.forget, self.rewriter.forget, self.rewriter.importance.forget, self.rankings.forget]
+        disk.on_gone += [
+            residency.forget,
+            self.fronts.forget,
+            self.rewriter.forget,
+            self.rewriter.importance.forget,
+            self.rankings.forget,
+        ]
         residency.scores.load(disk.index.scores())
 
     def note_policy(self, method: Method) -> None:
@@ -223,6 +231,34 @@ class Storage:
         Raises:
             IntegrityError, OSError: A block cannot be read.
         """
+        blocks, missing = self._in_memory(reader, block_group)
+        if len(missing):
+            runs = np.split(missing, np.flatnonzero(np.diff(missing) != 1) + 1)
+            reader.read(block_group, [(int(run[0]), blocks[run[0] : run[-1] + 1]) for run in runs]).result()
+        return blocks
+
+    def keep_front(self, segment: SegmentReader, replaced: Sequence[SegmentReader]) -> None:
+        """Keep the tokens in memory that a new segment lacks, as far as they are in memory.
+
+        Args:
+            segment: The new segment.
+            replaced: The segments it was made of, in order.
+        """
+
+        def blocks_of(reader: SegmentReader, block_group: int) -> torch.Tensor:
+            blocks, missing = self._in_memory(reader, block_group)
+            if len(missing):
+                raise EvictedError(reader.id)
+            return blocks
+
+        self.fronts.keep(segment, replaced, blocks_of)
+
+    def _in_memory(self, reader: SegmentReader, block_group: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Return room for all blocks of a KV cache group, filled from host memory, and the chunks that are not there.
+
+        Returns:
+            uint8 `[chunks, block_bytes]`, and int64, ascending.
+        """
         blocks, cpu = reader.room_for(block_group), torch.device("cpu")
         missing = np.arange(len(blocks))
         on_host = self.residency.find(reader.owners[block_group], missing, cpu)["host"]
@@ -237,10 +273,7 @@ class Storage:
             finally:
                 lease.release()
             missing = np.setdiff1d(missing, lease.fetched[0].chunks, assume_unique=True)
-        if len(missing):
-            runs = np.split(missing, np.flatnonzero(np.diff(missing) != 1) + 1)
-            reader.read(block_group, [(int(run[0]), blocks[run[0] : run[-1] + 1]) for run in runs]).result()
-        return blocks
+        return blocks, missing
 
     def register(self, recorder: Recorder) -> None:
         """Let `flush`, `close` and the lookups of other caches seal what this recorder has captured."""

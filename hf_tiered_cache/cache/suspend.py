@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,10 +23,13 @@ from ..store.segment import SegmentReader
 from .calibrations import note_initial_recent
 from .cost_model import costs_of, idle_recompute_ratio
 from .executor import Executor
+from .observed import renew_costs
 from .replay import CacheReplay
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
+
+logger = logging.getLogger("hf_tiered_cache")
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,9 @@ def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
     except StoreError as error:
         reason = str(error)
     rows, tokens = _stored(storage, sequence)
-    compacted, replaced = None, [row.id for row in rows]
+    compacted: str | None = None
+    replaced: list[SegmentRow] = []
+    readers: list[SegmentReader] = []
     try:
         if rows and executor.options.record:
             readers, method = _readers(storage, rows), sequence.method
@@ -83,20 +90,26 @@ def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
                 record = None if conversation is None else conversation.record
                 if record is not None and record.fingerprint == sequence.identity.fingerprint:
                     decision.refused_tokens = record.refused_tokens
+                if executor.observed_costs is not None:
+                    fingerprint, device = sequence.identity.fingerprint, executor.attachment.model.device
+                    renew_costs(storage, fingerprint, device, executor.observed_costs)
+                    executor.observed_costs = None
                 idle = _idle(executor, sequence, readers, tokens)
                 compacted = method.compact(replace(idle, replay=_replay(executor, cache), decision=decision))
     except (TieredCacheError, OSError, ValueError) as error:
         reason, decision.text = reason or f"the conversation could not be rewritten: {error}", ""
-    if compacted is not None and (row := storage.disk.index.row(compacted)) is not None:
-        rows = [row]
+    if compacted is not None and (new_row := storage.disk.index.row(compacted)) is not None:
+        replaced = [row for row in rows if row.position >= new_row.position]
+        rows = [*rows[: len(rows) - len(replaced)], new_row]
     unstored = max(0, num_positions - sequence.history.pads[0] - tokens)
     if unstored >= HASH_TOKENS:
         reason = reason or _why_left(executor, sequence)
     if conversation is not None and executor.options.record:
         reason = conversation.keep(sequence, rows, tokens, decision.text, decision.refused_tokens) or reason
-        if compacted is not None and conversation.record is not None and compacted in conversation.record.segments:
+        if replaced and conversation.record is not None and compacted in conversation.record.segments:
+            _keep_front(storage, rows[-1], readers)
             try:  # delete old segments only after the record names the new one
-                storage.disk.remove(replaced)
+                storage.disk.remove(row.id for row in replaced)
             except OSError as error:
                 reason = reason or f"a segment that was replaced by a new one could not be deleted: {error}"
     storage.note_uses()
@@ -104,6 +117,17 @@ def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
         storage.disk.warn(reason, reason)
     nbytes, seconds = sum(row.nbytes for row in rows), time.perf_counter() - started
     return Suspended(tokens, unstored, nbytes, seconds, reason, decision.text)
+
+
+def _keep_front(storage: Storage, row: SegmentRow, readers: Sequence[SegmentReader]) -> None:
+    """Keep the tokens in memory that a new segment lacks. `readers` are those of the old segments of the chain."""
+    segment = storage.disk.reader(row.id)
+    if segment is None:
+        return
+    try:
+        storage.keep_front(segment, [reader for reader in readers if reader.header.position >= row.position])
+    except (RuntimeError, OSError, TieredCacheError) as error:  # no memory: the next turn computes these tokens
+        logger.debug("the first tokens of segment %s are not kept in memory: %r", row.id, error)
 
 
 def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:

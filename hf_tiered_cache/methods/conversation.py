@@ -76,12 +76,14 @@ class ForConversation(ABC):
 
     @abstractmethod
     def compact(self, idle: IdleConversation) -> str | None:
-        """Write the segments of a suspended conversation as one segment, in the form in which it is to be restored.
+        """Write the last segments of a suspended conversation as one segment, in the form that is to be restored.
 
-        The old segments are kept, since the process may be killed at any moment.
+        As few segments as possible are rewritten: each turn appends one. The old segments are kept, since the process
+        may be killed at any moment.
 
         Returns:
-            Id of the new segment, or None if the old ones remain as they are.
+            Id of the new segment, which replaces those that begin at its position or after it. None if the old ones
+            remain as they are.
         """
 
     @abstractmethod

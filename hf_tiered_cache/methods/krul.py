@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -26,9 +25,9 @@ from ..restore.observe import CacheObserver, Later
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
 from ..store.codecs.pairs import TOWARD, merge_layers
+from ..store.compaction import first_rewritten, first_stored_tokens
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.relayout import merge_segments, tokens_of
-from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from .base import is_number
 from .conversation import ForConversation, IdleConversation
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 logger = logging.getLogger("hf_tiered_cache")
-
-_JOINED = 0.8
-"""Bytes of a joined segment, as a share of those of its parts, below which segments are joined for their padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +125,20 @@ class Krul(PrefixMethod, ForConversation):
         if not self.conversation:
             return None
         layout = idle.readers[0].shape.layout
-        geometry = replace(self.geometry, pairs=self.accepted(idle, idle.readers[0].shape.geometry.pairs))
+        shared = next((pairs for reader in idle.readers[::-1] if (pairs := reader.shape.geometry.pairs)), ())
+        geometry = replace(self.geometry, pairs=self.accepted(idle, shared))
         front = idle.front(share_of_bytes(layout, geometry, self.retained))
         step = self.geometry.chunk_tokens
         stored_from = recompute_lengths(tokens_of(idle.readers), front, len(layout.layers), step=step)
         stored_from = np.maximum(stored_from, first_stored_tokens(idle.readers))
-        if not geometry.pairs and not stored_from.any() and not wastes_space(idle.readers, geometry):
+        first = first_rewritten(idle.readers, geometry, stored_from, self.retained)
+        if first is None:
             return None
-        first_tokens = stored_from.tolist()
+        rewritten = idle.readers[first:]
+        start = rewritten[0].header.position - idle.readers[0].header.position
+        first_tokens = np.maximum(stored_from - start, 0).tolist()
         merge_options = self.retained, self.toward, idle.blocks_of, idle.admit
-        return merge_segments(idle.disk, idle.readers, geometry, first_tokens, *merge_options)
+        return merge_segments(idle.disk, rewritten, geometry, first_tokens, *merge_options)
 
     def accepted(self, idle: IdleConversation, shared: Pairs) -> Pairs:
         """Return the pairs that share from now on: those of `pairs`, or those of them that lose little enough.
@@ -199,24 +199,3 @@ def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> flo
         sum(block_bytes[layer] for layer in group.layers) - group.block_bytes for group in groups if group.merged
     )
     return 1 - (1 - retained) * saved_bytes / sum(block_bytes.values())
-
-
-def wastes_space(readers: Sequence[SegmentReader], geometry: Geometry) -> bool:
-    """Return whether a chain of short segments, which are padded to whole blocks, should be joined into one.
-
-    Joining rewrites the whole chain, so this waits until the padding takes a fifth of the bytes.
-    """
-    joined = SegmentShape(readers[0].shape.layout, geometry, tokens_of(readers))
-    return joined.blocks_bytes < _JOINED * sum(reader.shape.blocks_bytes for reader in readers)
-
-
-def first_stored_tokens(readers: Sequence[SegmentReader]) -> np.ndarray:
-    """Return the first token from which on each layer of a chain is stored: int64 `[layers]`, non-increasing."""
-    first_stored = np.zeros(len(readers[0].shape.layout.layers), np.int64)
-    for number, reader in enumerate(readers):
-        offset = reader.header.position - readers[0].header.position
-        count = readers[number + 1].header.position - reader.header.position if number + 1 < len(readers) else None
-        is_missing = ~reader.shape.held[:, :count]  # [layers, tokens]; the next segment may begin inside this one
-        last = is_missing.shape[1] - is_missing[:, ::-1].argmax(1)
-        first_stored = np.where(is_missing.any(1), offset + last, first_stored)
-    return np.maximum.accumulate(first_stored[::-1])[::-1]

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..errors import IntegrityError, RestoreError
+from ..errors import EvictedError, IntegrityError, RestoreError
 from ..stats import StatsCollector
 from ..store.geometry import BlockGroup, FieldSlot, Part
 from ..store.segment import SegmentReader
@@ -235,6 +235,7 @@ def restore_error(collector: StatsCollector, reader: SegmentReader, error: Excep
 
     Any cause is recoverable, such as lack of memory, a closed store or a bad disk: the request runs without the block.
     """
-    failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
-    collector.add(**{failure: 1})
+    if not isinstance(error, EvictedError):
+        failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
+        collector.add(**{failure: 1})
     return RestoreError(reader.id, str(error))

@@ -149,6 +149,16 @@ class SegmentSlice:
     """Scores of a passage's tokens by the ranking that the method uses, float32 `[segment's tokens]`: how much it
     matters that each token is recomputed. None if the passage has not been ranked so."""
 
+    @property
+    def stop(self) -> int:
+        """Position in the row after the last token."""
+        return self.at + self.count
+
+    @property
+    def held(self) -> np.ndarray:
+        """Tokens of each layer that can be restored, bool `[layers, count]`."""
+        return self.reader.held[:, self.first : self.first + self.count]
+
 
 @dataclass(frozen=True)
 class RowGroup:
@@ -157,6 +167,16 @@ class RowGroup:
     rows: tuple[int, ...]
     pad: int
     pieces: tuple[SegmentSlice, ...]
+
+    def held_by_any(self, piece: SegmentSlice) -> np.ndarray:
+        """Return the tokens of a piece that can be restored from any piece of the row, bool `[layers, count]`."""
+        held = piece.held
+        for other in self.pieces:
+            start, stop = max(piece.at, other.at), min(piece.stop, other.stop)
+            if other is not piece and start < stop:
+                held = held.copy()
+                held[:, start - piece.at : stop - piece.at] |= other.held[:, start - other.at : stop - other.at]
+        return held
 
 
 @dataclass(frozen=True)
@@ -284,15 +304,16 @@ class Plan:
         return None if self.suffix is None else (max(0, self.first_position(window)), self.suffix)
 
     def check_stored(self, group: RowGroup, piece: SegmentSlice) -> None:
-        """Raise ValueError if a layer neither computes a token of `piece` nor has it in the segment."""
+        """Raise ValueError if a layer neither computes a token of `piece` nor can restore it."""
         shape = piece.reader.shape
         if shape.tables is None or shape.whole:
             return
+        held = group.held_by_any(piece)
         for layer, kind in enumerate(shape.layout.layers):
             if kind is None or not self.restores_all(kind.window):
                 continue
             needed = self._needed_tokens(kind.window, (layer,), group, piece)
-            if not shape.held[layer][needed].all():
+            if not held[layer][needed - piece.first].all():
                 raise ValueError(f"segment {piece.reader.id} lacks tokens of layer {layer} that the plan restores")
 
     @cached_property

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from ..errors import EvictedError
 from . import HASH_BYTES
 from .codecs import checked_decode, checked_encode
 from .codecs.pairs import TOWARD, angle, encode, retained
@@ -188,15 +190,24 @@ class _Join:
         """Yield the blocks of each KV cache group, uint8 `[chunks, block_bytes]`, in order."""
         shape = self._shape
         for number, group in enumerate(shape.block_groups):
-            blocks = torch.zeros(shape.chunks_in(group), group.block_bytes, dtype=torch.uint8)
-            if len(blocks):
-                for part, fields in self._merged(group) if group.merged else self._alone(group):
-                    shape.pack_fields(blocks, group, part, fields)
-            yield blocks
+            yield self.blocks(group)
             soon = {layer for after in shape.block_groups[number + 1 :][:_SOON] for layer in after.layers}
             for piece, index in list(self._read):
                 if soon.isdisjoint(self._pieces[piece].reader.shape.block_groups[index].layers):
                     del self._read[piece, index]
+
+    def blocks(self, group: BlockGroup) -> torch.Tensor:
+        """Return the blocks of a KV cache group, uint8 `[chunks, block_bytes]`."""
+        shape = self._shape
+        blocks = torch.zeros(shape.chunks_in(group), group.block_bytes, dtype=torch.uint8)
+        if len(blocks):
+            for part, fields in self._merged(group) if group.merged else self._alone(group):
+                shape.pack_fields(blocks, group, part, fields)
+        return blocks
+
+    def forget(self) -> None:
+        """Release the source blocks in memory."""
+        self._read.clear()
 
     def _alone(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
         """Yield the encoded fields of each part of an unmerged KV cache group."""
@@ -361,6 +372,42 @@ def merge_segments(
     if not disk.backend.pinned().isdisjoint(old):
         disk.pin([header.id])
     return header.id
+
+
+def front_shape(shape: SegmentShape) -> SegmentShape:
+    """Return the shape of the first tokens of each layer that a segment of this shape lacks."""
+    geometry = replace(shape.geometry, pairs=())
+    groups = block_groups(shape.layout, geometry, shape.alignment)
+    tables = TokenTables.of_first(shape.held_from, groups, shape.tokens)
+    return replace(shape, geometry=geometry, tables=tables)
+
+
+def front_blocks(
+    readers: Sequence[SegmentReader], fronts: Sequence[SegmentReader | None], shape: SegmentShape, blocks_of: BlocksOf
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the blocks of the KV cache groups of `shape` whose tokens are all in memory.
+
+    Args:
+        readers: segments that were rewritten as one. Each segment continues the one before it.
+        fronts: readers of the tokens that each of them lacks, or None.
+        shape: see `front_shape`; that of the new segment.
+        blocks_of: function that returns the blocks of an old segment, and raises EvictedError if they are not in
+            memory.
+
+    Yields:
+        Number of the KV cache group, and its blocks, uint8 `[chunks, block_bytes]`.
+    """
+    pieces, _ = _chain(readers)
+    pieces += [replace(piece, reader=front) for piece, front in zip(pieces, fronts, strict=True) if front is not None]
+    held = np.zeros((len(shape.layout.layers), shape.tokens), bool)
+    for piece in pieces:
+        held[:, piece.at : piece.at + piece.count] |= piece.reader.held[:, : piece.count]
+    join = _Join(pieces, shape, blocks_of)
+    for group in shape.block_groups:
+        if held[np.array(group.layers)[:, None], shape.tokens_by_slot(group)].all():
+            with suppress(EvictedError):
+                yield group.index, join.blocks(group)
+            join.forget()
 
 
 def tokens_of(readers: Sequence[SegmentReader]) -> int:

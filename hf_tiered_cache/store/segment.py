@@ -107,6 +107,11 @@ class SegmentReader:
         self.gone = False
         """True if the store has dropped the segment. It stays readable, but is not found again."""
 
+    @property
+    def held(self) -> np.ndarray:
+        """Tokens of each layer that can be read, bool `[layers, tokens]`."""
+        return self.shape.held
+
     def caused(self, error: BaseException) -> bool:
         """Return whether an error was raised by reading or verifying blocks of this segment."""
         if isinstance(error, IntegrityError):

@@ -131,6 +131,19 @@ class TokenTables:
         return cls._by_group(slots, tokens)
 
     @classmethod
+    def of_first(cls, counts: Sequence[int], groups: Sequence[BlockGroup], tokens: int) -> TokenTables:
+        """Return tables for the first tokens of each layer: the ones that `by_pairs` leaves out.
+
+        Args:
+            counts: Number of first tokens that each layer holds.
+            groups: KV cache groups of the segment, without merged ones.
+            tokens: Number of tokens of the segment.
+        """
+        all_tokens = np.arange(tokens)
+        of_group = [max(counts[layer] for layer in group.layers) for group in groups]
+        return cls._by_group([np.where(all_tokens < count, all_tokens, NOT_HELD) for count in of_group], tokens)
+
+    @classmethod
     def _by_group(
         cls, slots: Sequence[np.ndarray | None], tokens: int, importance: np.ndarray | None = None
     ) -> TokenTables:

@@ -95,6 +95,24 @@ def test_many_segments(tmp_path, monkeypatch):
     assert (tmp_path / "many-segments-cpu.png").exists()
 
 
+def test_conversations_many(tmp_path, monkeypatch):
+    import conversations_many
+
+    monkeypatch.setattr(conversations_many, "subprocess", SimpleNamespace(run=processes.run))
+    options = ["--conversations", "3,6", "--turns", "4", "--repeats", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["conversations_many.py", *options])
+    conversations_many.main()
+    document = json.loads((tmp_path / "conversations-many-cpu.json").read_text())
+    assert set(document["results"]) == set(conversations_many.METHODS)
+    for results in document["results"].values():
+        assert [result["conversations"] for result in results] == [3, 6]
+        for result in results:
+            assert all(min(seconds) > 0 for seconds in result["seconds"].values())
+            for name, refused in result["refused"].items():
+                assert len(result["seconds"][name]) + len(refused) == 2 * 4
+    assert "`store.gc()`" in (tmp_path / "conversations-many-cpu.md").read_text()
+
+
 def test_find_passages(tmp_path, monkeypatch):
     import find_passages
 

@@ -910,10 +910,22 @@ print(kill_at_steps(root, suspend, draws - 12, 12))  # the record is written at 
 """
 
 
-@pytest.mark.parametrize("method", ["exact", "krul:layers_shared=0.7:recompute=0.3:gamma=0.0:alike=1.0:quality=None"])
-def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path, method):
+MERGING = "krul:layers_shared=0.7:recompute=0.3:gamma=0.0:alike=1.0:quality=None"
+
+
+@pytest.mark.parametrize(
+    ("method", "before", "kept"),
+    [("exact", 1, 2), (MERGING, 1, 0), (MERGING, 3, 1), (MERGING, 4, 0)],
+    ids=["exact", "all rewritten", "appended", "joined"],
+)
+def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path, method, before, kept):
+    """After `before` turns; the last one leaves `kept` of the earlier segments as they are."""
     with KVStore(tmp_path / "first") as store:
         history = begun(model, store, method=method)
+        for _ in range(before - 1):
+            with TieredCache(model, store, conversation="alice-42", method=method) as cache:
+                asked = torch.cat([history, prompt(40, seed=6)], dim=1)
+                history = model.generate(asked, past_key_values=cache, **GREEDY | {"max_new_tokens": 4})
         first = info(store)
     asked = torch.cat([history, prompt(40, seed=6)], dim=1)
     torch.save(asked, tmp_path / "history.pt")
@@ -933,7 +945,9 @@ def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path, metho
             found = info(store)
             turns.add(found.turns)
             assert found.evicted == [] and found.tokens_there == found.tokens and found.in_use_by is None
-            assert found.tokens == first.tokens if found.turns == 1 else found.tokens > first.tokens
+            assert found.tokens == first.tokens if found.turns == before else found.tokens > first.tokens
+            if folder.name == "whole":
+                assert len(set(found.segments) & set(first.segments)) == kept
             with TieredCache(model, store, conversation="alice-42", method=method) as cache:
                 said = model.generate(asked, past_key_values=cache, **short)
                 assert method != "exact" or torch.equal(said, expected)
@@ -942,4 +956,4 @@ def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path, metho
             store.gc()
             assert [path.suffix for path in (folder / "conversations").iterdir()] == [".json"]
             assert not list((folder / "tmp").iterdir())
-    assert turns == {1, 2}
+    assert turns == {before, before + 1}

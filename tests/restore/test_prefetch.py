@@ -34,6 +34,10 @@ class Reader:
     id: str
     shape: SegmentShape
 
+    @property
+    def held(self):
+        return self.shape.held
+
 
 class Lease:
     has_arrived = is_confirmed = True

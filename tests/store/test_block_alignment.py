@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,10 +15,10 @@ from families import build, prompt
 from test_selective import ask, question
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.methods import ContiguousKV, Exact, KVDrive
+from hf_tiered_cache.methods import ContiguousKV, Exact, Krul, KVDrive
 from hf_tiered_cache.store.engines import PosixEngine, ReadOp
-from hf_tiered_cache.store.format import PREFIX
-from hf_tiered_cache.store.geometry import ALIGNMENT, BLOCK_ALIGNMENT
+from hf_tiered_cache.store.format import PREFIX, SegmentHeader, lay_out
+from hf_tiered_cache.store.geometry import ALIGNMENT, BLOCK_ALIGNMENT, HASH_TOKENS, KVLayout, LayerKV
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.store.shape import SegmentShape
 
@@ -103,6 +104,19 @@ def test_a_prefix_may_begin_in_an_older_file(model, tmp_path, monkeypatch, metho
             answers.append(torch.stack(output.logits))
         assert len(sizes) == len(set(alignments))
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("method", [Exact(), Krul(codec="raw")], ids=["exact", "krul"])
+def test_files_of_conversations_take_little_more_than_their_payload(method, codec, heads):
+    """Of head dimension 64 in bfloat16, with blocks of one layer and of several."""
+    layout = KVLayout((LayerKV(heads, 64, heads, 64, 0, "key", 64),) * 12, torch.bfloat16)
+    for tokens in (256, 4096):
+        shape = SegmentShape(layout, replace(method.geometry, codec=codec), tokens)
+        payload = sum(group.payload_bytes * shape.chunks_in(group) for group in shape.block_groups)
+        header = SegmentHeader("0" * 32, "0" * 32, shape, bytes(16), 0, 0.0)
+        assert lay_out(header, tokens // HASH_TOKENS).file_bytes <= 1.1 * payload
 
 
 @pytest.mark.parametrize("threads", [1, 4])

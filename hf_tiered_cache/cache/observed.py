@@ -1,0 +1,85 @@
+"""Correction of calibrated costs by the times of conversations that return.
+
+A calibration measures an idle machine once. Computing took 1.7 times as long in a run of conversations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from ..restore.plan import Plan, RecomputePlan
+from ..stats import TIERS
+from .calibrations import CostFactors, PrefixCosts, cost_factors, keep_cost_factors
+from .storage import Storage
+
+_STEP = 1.25
+"""Maximum change of a factor per return: one return may have been disturbed."""
+_MOST = 8.0
+"""Maximum factor, and the inverse of the minimum."""
+_LEAST_READ = 1 << 20
+"""Number of bytes read below which the latency of single reads may dominate."""
+
+_LEAST_TOKENS = 128
+"""Number of computed tokens below which the fixed costs of a pass may dominate."""
+
+
+@dataclass(frozen=True)
+class ObservedCosts:
+    """Times of a return, relative to those that the costs predict; None where the return does not show them.
+
+    Args:
+        compute: Time of the computation.
+        load: Time to read a byte from disk.
+    """
+
+    compute: float | None = None
+    load: float | None = None
+
+    @classmethod
+    def of_computed(cls, tokens: int, costs: PrefixCosts, seconds: float) -> ObservedCosts:
+        """Compare the computation of a whole prompt with its prediction. Short prompts show only fixed costs."""
+        return cls(seconds / float(costs.computing(tokens)) if tokens >= _LEAST_TOKENS else None)
+
+    @classmethod
+    def of(
+        cls, plan: Plan, costs: PrefixCosts, seconds: float, waiting: float, reading: float, nbytes: float
+    ) -> ObservedCosts:
+        """Compare a pass with its prediction.
+
+        Args:
+            plan: Plan that the pass followed.
+            costs: Costs for its prefix.
+            seconds: Duration of the pass.
+            waiting: Seconds of it in which the model waited for KV.
+            reading: Seconds in which the disk was read.
+            nbytes: Number of bytes that were read.
+        """
+        compute = load = None
+        if isinstance(plan, RecomputePlan):
+            lengths, tokens = np.array(plan.recompute_lengths), plan.restored_until
+            recomputing = float(costs.computing(lengths).mean())
+            suffix = max(costs.overhead, float(costs.computing(plan.num_positions - tokens)))
+            predicted = recomputing + suffix + costs.placing(TIERS[-1]) * (tokens - float(lengths.mean()))
+            if recomputing > predicted / 2:
+                compute = (seconds - waiting) / predicted
+        shape = plan.readers[0].shape
+        chunk_bytes = sum(group.block_bytes for group in shape.block_groups if not group.merged)
+        token_bytes = chunk_bytes / shape.geometry.chunk_tokens
+        if nbytes >= _LEAST_READ and (predicted := nbytes / token_bytes * costs.loading(TIERS[-1])):
+            load = reading / predicted
+        return cls(compute, load)
+
+
+def renew_costs(storage: Storage, fingerprint: str, device: torch.device, observed: ObservedCosts) -> None:
+    """Move the factors of the calibrated costs towards the observed times, by a bounded step."""
+    factors = cost_factors(storage, fingerprint, device)
+    renewed = {
+        name: float(np.clip(factor * np.clip(ratio**0.5, 1 / _STEP, _STEP), 1 / _MOST, _MOST))
+        for name, factor in asdict(factors).items()
+        if (ratio := getattr(observed, name)) is not None and ratio > 0
+    }
+    if renewed and storage.disk.backend.writable:
+        keep_cost_factors(storage, fingerprint, device, CostFactors(**asdict(factors) | renewed))

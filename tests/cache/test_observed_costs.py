@@ -1,0 +1,119 @@
+"""Calibrated costs follow the times of conversations that return."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.cache.calibrations import CostFactors, PrefixCosts, cost_factors, keep_prefix_costs, keep_records
+from hf_tiered_cache.cache.cost_model import costs_of, idle_recompute_ratio
+from hf_tiered_cache.cache.observed import ObservedCosts, renew_costs
+from hf_tiered_cache.identity import Fingerprinter
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.methods import Krul
+from hf_tiered_cache.restore.schedule import RATIOS, Load, Streams, recompute_lengths
+from hf_tiered_cache.store.geometry import Geometry
+
+CPU = torch.device("cpu")
+MODEL = "0" * 32
+
+
+def costs(compute=1e-3, load=1e-3, tokens=320):
+    return PrefixCosts(tokens, compute, {"disk": load, "host": 1e-8}, {"disk": load, "host": 0.0}, 1e-4)
+
+
+def test_factors_move_by_bounded_steps_to_the_observed_times(root):
+    with KVStore(root, engine="posix") as store:
+        storage, found = storage_of(store), []
+        for _ in range(12):  # computing takes twice, loading half as long as calibrated
+            before = cost_factors(storage, MODEL, CPU)
+            renew_costs(storage, MODEL, CPU, ObservedCosts(2 / before.compute, 0.5 / before.load))
+            found.append(cost_factors(storage, MODEL, CPU))
+            for now, then in ((found[-1].compute, before.compute), (found[-1].load, before.load)):
+                assert 1 / 1.25 - 1e-9 <= now / then <= 1.25 + 1e-9
+        assert found[0] == CostFactors(1.25, 0.8)
+        assert found[-1].compute == pytest.approx(2, rel=0.02) and found[-1].load == pytest.approx(0.5, rel=0.02)
+        renew_costs(storage, MODEL, CPU, ObservedCosts())
+        assert cost_factors(storage, MODEL, CPU) == found[-1]
+        for _ in range(40):
+            renew_costs(storage, MODEL, CPU, ObservedCosts(1e9, 0.0))
+        assert cost_factors(storage, MODEL, CPU).compute == 8
+        keep_prefix_costs(storage, MODEL, CPU, "exact", [costs()])  # measured anew
+        assert cost_factors(storage, MODEL, CPU) == CostFactors()
+
+
+@pytest.mark.parametrize("record", [{"compute": 0, "load": 1}, {"compute": "x", "load": 1}, {"loads": 1}, {}])
+def test_damaged_factors_are_none(root, record):
+    with KVStore(root, engine="posix") as store:
+        storage = storage_of(store)
+        renew_costs(storage, MODEL, CPU, ObservedCosts(2.0, 2.0))
+        (name,) = [name for name in storage.calibrations.read() if name.startswith("factors")]
+        keep_records(storage, name, [record])
+        found = cost_factors(storage, MODEL, CPU)
+        assert found in (CostFactors(), CostFactors(load=1))
+
+
+def test_costs_are_scaled(root):
+    found = costs().scaled(CostFactors(2.0, 3.0))
+    assert found.computing(320) == pytest.approx(2 * costs().computing(320)) and found.overhead == 2e-4
+    assert found.loading("disk") == pytest.approx(3e-3) and found.restore["disk"] == pytest.approx(3e-3)
+    assert found.loading("host") == costs().loading("host")
+
+
+@pytest.mark.parametrize(("wrong", "grows"), [(0.01, True), (100.0, False)])
+def test_a_wrong_calibration_is_corrected_by_returns(root, wrong, grows):
+    """Each turn renews the factor of computing; in a new store, so that nothing is in memory."""
+    model, text = build("qwen2"), prompt(700)
+    method = Krul(0.0, recompute=0.5, geometry=Geometry(16, 1), codec="raw")
+    identity = Fingerprinter(model)()
+    with torch.no_grad(), KVStore(root, engine="posix") as store:
+        right = store.calibrate_prefix(model, tokens=[600], suffix=16, repeats=2, progress=False)[0]
+        keep_prefix_costs(storage_of(store), identity, CPU, "exact", [replace(right, compute=wrong * right.compute)])
+    factors = []
+    for stop in (600, 620, 640, 660):
+        with torch.no_grad(), KVStore(root, engine="posix") as store:
+            cache = TieredCache(model, store, conversation="alice", method=method)
+            model(input_ids=text[:, :stop], past_key_values=cache, logits_to_keep=1)
+            cache.suspend()
+            factors.append(cost_factors(storage_of(store), identity, CPU).compute)
+    if grows:
+        assert factors == pytest.approx([1.25, 1.25**2, 1.25**3, 1.25**4])
+    else:
+        assert factors[0] == pytest.approx(0.8) and factors == sorted(factors, reverse=True)
+
+
+def returning(compute, loading, stored, tokens=2048, layers=24, step=64):
+    """Seconds of the fastest return if the tokens of `stored` (a share) or more are computed, float."""
+    ends = np.arange(step, tokens + step, step)
+    loads = tuple(Load((layer,), ends, np.full(len(ends), step * loading / layers)) for layer in range(layers))
+    streams = Streams(tokens, 32 * compute / layers, lambda n: n * compute / layers, 0.0, loads)
+    every = recompute_lengths(tokens, RATIOS[:-1], layers, step=step)
+    return streams.seconds(np.maximum(every, recompute_lengths(tokens, stored, layers, step=step))).min()
+
+
+@pytest.mark.parametrize("load", [0.25e-3, 0.5e-3, 1e-3, 2e-3])
+@pytest.mark.parametrize("slower", [1.0, 1.3, 1.5])
+def test_what_is_not_stored_delays_no_return_if_computing_is_somewhat_slower(load, slower):
+    known = PrefixCosts(2048, 1e-3, {"disk": load}, {"disk": load}, 32e-3)
+    stored = idle_recompute_ratio(2048, 24, known, 1.0, 64)
+    assert stored > 0
+    assert returning(slower * 1e-3, load, stored) <= 1.02 * returning(slower * 1e-3, load, 0.0)
+
+
+def test_costs_of_a_sequence_have_the_factors(root):
+    model = build("qwen2")
+    with torch.no_grad(), KVStore(root, engine="posix") as store:
+        storage, identity = storage_of(store), Fingerprinter(model)()
+        keep_prefix_costs(storage, identity, CPU, "exact", [costs()])
+        cache = TieredCache(model, store)
+        model(input_ids=prompt(40), past_key_values=cache)
+        executor = cache._executor
+        before = costs_of(executor.sequence, executor.attachment, 320)
+        renew_costs(storage, identity, CPU, ObservedCosts(1.44, None))
+        after = costs_of(executor.sequence, executor.attachment, 320)
+        assert after.compute == pytest.approx(1.2 * before.compute) and after.load == before.load
