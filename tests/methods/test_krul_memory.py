@@ -80,7 +80,7 @@ def test_each_layer_recomputes_what_it_has_lost(root):
         storage = storage_of(store)
         (row,) = store.segments()
         reader, host = storage.disk.reader(row.id), storage.residency.host
-        front = storage.fronts.of(reader, lambda layer: torch.device("cpu"))
+        front = storage.fronts.of(reader, None)
         owner = front.owners[front.shape.restoring_groups[2][0].index]
         pool, slots, _ = host.pin(owner, np.array([1]))
         pool.pins[slots] -= 1
