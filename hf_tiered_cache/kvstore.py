@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from .cache.calibrations import Calibration, PrefixCosts, QualityFinding, WindowFindings
+from .cache.calibrations import Calibration, PrefixCosts, QualityFinding
 from .cache.conversation import remove_conversations
 from .cache.storage import DEFAULT_POLICY, Storage
 from .errors import ConfigError, with_type
@@ -22,7 +22,6 @@ from .operations.documents import finish_documents, remove_documents
 from .operations.passages import BATCH_TOKENS, passages_method, precompute_passages, rank_stored
 from .operations.precompute import Lookup, PrecomputeReport, lookup, precompute, warm
 from .operations.quality import calibrate_quality
-from .operations.windows import profile_windows
 from .stats import Counters, StoreStats
 from .store import maintain
 from .store.backend import SegmentBackend
@@ -309,14 +308,6 @@ class KVStore:
         the prefix available soonest. For settings see `hf_tiered_cache.operations.calibrate.calibrate_prefix`.
         """
         return calibrate_prefix(self._opened, model, **settings)
-
-    def profile_windows(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> WindowFindings:
-        """Measure which window sizes save most reads while decoding after long contexts, per layer and head.
-
-        `KVDrive()` then divides the memory of its windows among heads accordingly. For arguments see
-        `hf_tiered_cache.operations.windows.profile_windows`.
-        """
-        return profile_windows(self._opened, model, input_ids, **settings)
 
     def calibrate_quality(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> list[QualityFinding]:
         """Measure the loss of methods at several budgets, on this model and these texts.

@@ -52,10 +52,6 @@ MERGED = (
     "these tokens are stored with layers merged in pairs, which methods that select tokens cannot read; use the "
     "method that stored them"
 )
-OLD_PASSAGES = (
-    "passages of this model were stored by an earlier version, under the name of their ranking, and can no longer be "
-    "found; store them again with store.precompute(model, passages, passages=True), and remove the old ones"
-)
 OTHER_LEAD = (
     "these passages are stored with a different lead than the method's, so the method cannot find them; use the lead "
     "of the method that stored them, or store them again with store.precompute(model, passages, method=..., "

@@ -427,7 +427,7 @@ def test_a_store_shows_its_users_no_internals(tmp_path):
         assert {name for name in dir(store) if not name.startswith("_")} == {
             *("path", "ttl", "policy", "codec", "encrypted", "usable", "stats"),
             *("precompute", "lookup", "warm"),
-            *("calibrate", "calibrate_prefix", "calibrate_quality", "profile_windows"),
+            *("calibrate", "calibrate_prefix", "calibrate_quality"),
             *("relayout", "reorder", "rank", "conversations", "remove_conversation", "documents", "remove_document"),
             *("place", "segments", "models", "pinned", "pin", "remove", "verify", "gc", "clear", "flush", "close"),
         }

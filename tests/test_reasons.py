@@ -114,20 +114,6 @@ def test_passages_ranked_under_another_name(store):
     assert ask(model, store, ids, method=Epic(lead=1)).reason == ""
 
 
-def test_passages_of_an_earlier_version(store, monkeypatch):
-    """Whose ranking was part of what they were found by."""
-    model, passage = build("llama"), prompt(48, seed=3)[0]
-    with monkeypatch.context() as patched:
-        patched.setattr(CacheTune, "passages", property(lambda self: "passage low_frequency 0.5"))
-        store.precompute(model, passage, passages=True, progress=False)
-    ids = torch.cat([prompt(10), passage.unsqueeze(0), prompt(10, seed=4)], dim=1)
-    stats = ask(model, store, ids, method=CacheTune())
-    assert (stats.tokens_restored, stats.reason) == (0, reasons.OLD_PASSAGES)
-    assert ask(model, store, prompt(40, seed=9)).reason != reasons.OLD_PASSAGES  # of methods that look for none
-    store.precompute(model, passage, passages=True, progress=False)
-    assert ask(model, store, ids, method=CacheTune()).reason == ""
-
-
 def test_a_full_store_says_that_not_all_was_stored(tmp_path):
     model = build("llama")
     with KVStore(tmp_path, disk_quota="64KiB") as store:

@@ -22,16 +22,10 @@ if TYPE_CHECKING:
 class TokenClusterIndex(ClusterIndex):
     """Index of clusters of tokens."""
 
+    keeps_representatives = False
+
     @classmethod
-    def build(
-        cls,
-        keys: torch.Tensor,
-        chunk_tokens: int = 1,
-        tokens_per_centroid: int = 16,
-        segment_chunks: int = 8192,
-        iterations: int = 9,
-        keep_means: bool = False,
-    ) -> Self:
+    def build(cls, keys: torch.Tensor, chunk_tokens: int = 1) -> Self:
         if chunk_tokens != 1:
             raise ValueError(f"clusters of tokens have chunks of 1 token, not {chunk_tokens}")
-        return super().build(keys, chunk_tokens, tokens_per_centroid, segment_chunks, iterations, keep_means)
+        return super().build(keys, chunk_tokens)

@@ -1,4 +1,4 @@
-"""Results of `calibrate`, `calibrate_prefix`, `profile_windows` and `calibrate_quality`, saved with the store.
+"""Results of `calibrate`, `calibrate_prefix` and `calibrate_quality`, saved with the store.
 
 Computing a token costs more in a longer prompt, while loading it does not. Results therefore hold for one prompt
 length, and ratios and costs are interpolated between measured lengths.
@@ -6,25 +6,19 @@ length, and ratios and costs are interpolated between measured lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import ConfigError
 from ..methods import BudgetMethod, describe_method
 from ..passages.recompute import Costs
-from ..selection.window import WindowSizes
-from ..selection.window_sizes import WindowProfile, best_sizes
 from ..stats import TIERS
 from .storage import Storage
 
 _SUSPENDED = 64
 """Number of suspended conversations per model for which attention shares are kept."""
-_NEAR = 1.03
-"""Factor up to which two times count as equal."""
 TRANSFER = 4
 """Factor by which a loss may be larger on text of another kind: up to 3.6 times a target was measured
 (bench/quality.py)."""
@@ -132,63 +126,6 @@ class CostFactors:
 
 
 @dataclass(frozen=True)
-class WindowFindings:
-    """Hit rates of windows of several sizes, for one model and one selection method.
-
-    Args:
-        layers: layers of the model that select.
-        sizes: window sizes, ascending, as multiples of the number of entries that a head attends to.
-        hit_rates: share of selected entries that were in the window, by layer, kv head and size.
-        columns: number of entries that a head attended to, mean over the texts.
-        entry_bytes: size of one entry, key and value.
-        steps: number of decoded tokens, over all texts.
-        seconds: median seconds per token with windows of each size; () if not measured.
-    """
-
-    layers: tuple[int, ...]
-    sizes: tuple[int, ...]
-    hit_rates: list[list[list[float]]]
-    columns: float
-    entry_bytes: int
-    steps: int
-    seconds: tuple[float, ...] = ()
-
-    @property
-    def quickest(self) -> float | None:
-        """Smallest size with which decoding is as fast as with any other, up to noise; None if not measured."""
-        near = _NEAR * min(self.seconds, default=0.0)
-        return next((float(size) for size, took in zip(self.sizes, self.seconds, strict=False) if took <= near), None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-ready."""
-        return asdict(self)
-
-    def profile(self) -> WindowProfile:
-        """Return savings and costs by layer, head and size.
-
-        A window of size 1 costs 1 in every head, because all heads attend to the same number of entries.
-        """
-        benefits = np.array(self.hit_rates, float) * self.columns * self.entry_bytes  # [layers, heads, sizes]
-        return WindowProfile(self.sizes, benefits, np.broadcast_to(np.array(self.sizes), benefits.shape))
-
-    def chosen(self, window: float, choose: Callable[[WindowProfile, int], np.ndarray] = best_sizes) -> np.ndarray:
-        """Return sizes by layer and head that fit in the memory of equal windows: int64 `[layers, heads]`.
-
-        Args:
-            window: size of the equal windows.
-            choose: function that selects sizes from a profile within a budget; maximizes the savings by default.
-
-        Raises:
-            ConfigError: `window` is below all measured sizes.
-        """
-        return choose(self.profile(), int(window * np.size(self.hit_rates) / len(self.sizes)))
-
-    def hit_rate(self, sizes: np.ndarray) -> float:
-        """Return the share of selected entries that windows of these sizes, int64 `[layers, heads]`, had."""
-        return self.profile().benefit(sizes) / (self.columns * self.entry_bytes * sizes.size)
-
-
-@dataclass(frozen=True)
 class QualityFinding:
     """Losses of a method at one budget, for one model.
 
@@ -286,41 +223,6 @@ def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
 
 def _quality_name(fingerprint: str) -> str:
     return f"quality {fingerprint}"
-
-
-def profiled_windows(
-    storage: Storage, fingerprint: str, name: str, window: float | None
-) -> tuple[float, WindowSizes] | None:
-    """Return the window sizes by layer and head that `profile_windows` found best.
-
-    Args:
-        storage: storage that holds the profile.
-        fingerprint: fingerprint of the model.
-        name: profile name of the method (`KVDrive.profile_name`).
-        window: size of equal windows that determines the total memory; None for the fastest size.
-
-    Returns:
-        This size, and the sizes by layer and head. None if nothing was measured, or the size is outside the measured
-        range.
-    """
-    try:
-        (findings,) = (WindowFindings(**record) for record in records_of(storage, _windows_name(fingerprint, name)))
-        window = findings.quickest if window is None else window
-        if window is None or not findings.sizes[0] <= window <= findings.sizes[-1]:
-            return None
-        sizes = dict(zip(findings.layers, findings.chosen(window).tolist(), strict=True))
-    except (TypeError, ValueError, IndexError, ConfigError):  # none yet, or damaged
-        return None
-    return window, tuple(tuple(sizes.get(layer, ())) for layer in range(max(sizes) + 1))
-
-
-def keep_windows(storage: Storage, fingerprint: str, name: str, findings: WindowFindings) -> None:
-    """Save findings, and replace earlier ones of the same model and name."""
-    keep_records(storage, _windows_name(fingerprint, name), [findings.as_dict()])
-
-
-def _windows_name(fingerprint: str, name: str) -> str:
-    return f"windows {fingerprint} {name}"
 
 
 def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) -> list[np.ndarray]:

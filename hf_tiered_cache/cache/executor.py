@@ -16,7 +16,7 @@ from .. import reasons
 from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError
 from ..identity import Fingerprinter, Identity, rope_regime
 from ..layers import LayeredCache
-from ..methods import BudgetMethod, ForConversation, KVDrive, Method, Passages
+from ..methods import BudgetMethod, ForConversation, Method, Passages
 from ..patches.attach import Attachment
 from ..patches.scope import leave
 from ..restore.hashes import History
@@ -24,7 +24,7 @@ from ..restore.observe import CacheObserver
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
-from .calibrations import calibrated_ratio, profiled_windows, quality_budget, warn_of_loss
+from .calibrations import calibrated_ratio, quality_budget, warn_of_loss
 from .conversation import Conversation
 from .cost_model import choose_strategy, costs_of, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
@@ -418,8 +418,6 @@ class Executor:
             method = method.with_calibrated_ratio(partial(calibrated_ratio, store, fingerprint, device, tokens))
         if isinstance(method, BudgetMethod):
             method = method.with_measured_budget(partial(quality_budget, store, fingerprint))
-            if isinstance(method, KVDrive):
-                method = method.with_profiled_windows(partial(profiled_windows, store, fingerprint))  # for this budget
             if method.selects:
                 warn_of_loss(store, fingerprint, method)
         self.method = method

@@ -9,9 +9,9 @@ import numpy as np
 from .. import reasons
 from ..identity import differing_facts
 from ..passages.finder import find_passages
-from ..store import EXACT, PASSAGE
+from ..store import EXACT
 from ..store.codecs import RAW, codec_in, coded_provenance
-from ..store.format import is_behind_text, is_passage
+from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from .storage import Storage
 
@@ -94,11 +94,6 @@ def _passages_otherwise(
     codecs = {p: codec_in(p) for p in store.disk.index.provenances(fingerprint) if is_passage(p) and p != provenance}
     for other_provenance, codec in codecs.items():
         hasher = store.passage_hasher(fingerprint, other_provenance, sink, regime)
-        if not _is_old(other_provenance) and find_passages(tokens, hasher, store.find_parts):
+        if find_passages(tokens, hasher, store.find_parts):
             return reasons.OTHER_LEAD if codec == codec_in(provenance) else reasons.other_codec(codec)
-    return reasons.OLD_PASSAGES if any(map(_is_old, codecs)) else ""
-
-
-def _is_old(provenance: str) -> bool:
-    """Return whether an earlier version stored the passages of this provenance."""
-    return not is_behind_text(provenance) and provenance != coded_provenance(PASSAGE, codec_in(provenance))
+    return ""

@@ -16,7 +16,6 @@ import typer
 from .. import __version__
 from ..errors import TieredCacheError
 from . import calibrate, config, listing, maintain, records, serve, timeline, top
-from . import calibrate as profile
 from . import serve as lm_eval
 
 app = typer.Typer(
@@ -108,13 +107,6 @@ _add(
     "kv-store --model Qwen/Qwen2.5-0.5B",
     "kv-store --model ./my-model --dtype bfloat16 --passages 16 --tokens 1024",
     "kv-store --model ./my-model --prefix 512,4096",
-)
-_add(
-    "profile",
-    profile.profile,
-    "kv-store --model ./my-model --text report.txt --text minutes.txt",
-    "kv-store --model ./my-model --text book.txt --tokens 32768 \\\n"
-    "    --method kv_drive:budget=0.0625:window=3 --plot windows.png",
 )
 _add("config", config.config, "", "--json")
 _add("timeline", timeline.timeline, "trace.json", "trace.json --plot request.png")

@@ -1,4 +1,4 @@
-"""Commands `calibrate` and `profile`: what is worth restoring, and which heads gain from larger windows."""
+"""Command `calibrate`: what is worth restoring."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from ..units import parse_bytes
 from .output import AsJson, KeyFile, Refused, figures, plotting, print_json, read_text
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import nn
 
-    from ..cache.calibrations import PrefixCosts, QualityFinding, WindowFindings
+    from ..cache.calibrations import PrefixCosts, QualityFinding
     from ..kvstore import KVStore
 
 
@@ -110,8 +109,8 @@ def calibrate(
     if quality is not None and not text:
         raise Refused("--quality measures the loss on your own text: pass it with --text FILE")
     plt = plotting() if plot is not None else None
-    amount, advice = f"{passages} passages of {tokens} tokens", "fewer --passages, fewer --tokens"
-    with _measuring(store, model, dtype, memory, key_file, amount, advice) as (kv_store, torch_model):
+    amount = f"{passages} passages of {tokens} tokens"
+    with _measuring(store, model, dtype, memory, key_file, amount) as (kv_store, torch_model):
         if quality is not None:
             prompts = _prompts(model, text or [], length)
             findings = kv_store.calibrate_quality(
@@ -235,7 +234,7 @@ def _show_prefixes(costs_by_length: list[PrefixCosts], as_json: bool) -> None:
 
 @contextmanager
 def _measuring(
-    store: str, model: str, dtype: str, memory: str, key_file: Path | None, amount: str, advice: str, **options: Any
+    store: str, model: str, dtype: str, memory: str, key_file: Path | None, amount: str
 ) -> Iterator[tuple[KVStore, nn.Module]]:
     """Open a store and load a model. Raises Refused if the measured `amount` of KV does not fit into memory."""
     parse_bytes(memory, "--memory")
@@ -248,11 +247,12 @@ def _measuring(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch_model = load_model(model, dtype, device)
-        with KVStore(store, host_memory=memory, key=key, **options) as kv_store:
+        with KVStore(store, host_memory=memory, key=key) as kv_store:
             yield kv_store, torch_model
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Refused(
-            f"{model} and {amount} do not fit into the memory of this {device}; use {advice}, or a smaller --dtype"
+            f"{model} and {amount} do not fit into the memory of this {device}; use fewer --passages, fewer --tokens, "
+            "or a smaller --dtype"
         ) from error
 
 
@@ -272,96 +272,3 @@ def load_model(name: str, dtype: str, device: str) -> nn.Module:
     except Exception as error:  # errors of the hub, of files and of model code have no common base class
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise Refused(f"the model {name!r} cannot be loaded: {reason}") from error
-
-
-def profile(
-    store: _NewStore,
-    model: _Model,
-    text: Annotated[
-        list[Path],
-        typer.Option(
-            metavar="FILE", help="Long text, similar to what the model will answer questions about. Can be repeated."
-        ),
-    ],
-    method: Annotated[
-        str, typer.Option(help='KVDrive and its settings, such as "kv_drive:budget=0.0625:window=3".')
-    ] = "kv_drive",
-    tokens: Annotated[
-        int, typer.Option(min=16, help="Maximum number of tokens of a text that are used as context.")
-    ] = 32768,
-    steps: Annotated[
-        int, typer.Option(min=2, help="Number of tokens after the context that are decoded, one by one.")
-    ] = 256,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot the window sizes, as a .png or .svg file.")
-    ] = None,
-    memory: _Memory = "1GiB",
-    dtype: _DType = "auto",
-    key_file: KeyFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure which heads gain from a larger window (KVDrive).
-
-    With KVDrive, each KV head attends to a few chunks of a long context, which are reselected at each token. Recently
-    selected chunks stay in device memory, in a window of `window` times the number of selected chunks; the others are
-    fetched. Some heads select the same chunks repeatedly, others do not. Larger windows for the former and smaller ones
-    for the latter reduce the number of fetched chunks with the same memory.
-
-    The first tokens of each text are stored as a context, unless they are stored already. The model then decodes the
-    next tokens one by one. The recorded selections determine the hit rates of windows of 1 to 4 times the selection.
-
-    The result is saved in the store for this model and the method's index, budget, chunk size and eviction. KVDrive()
-    uses it automatically with any `window` from 1 to 4; KVDrive(window_sizes="uniform") does not. The command also
-    measures the time per token with each window size: KVDrive() uses the memory of the fastest one unless you set
-    `window`. Window sizes do not change the model's output.
-    """
-    plt = plotting() if plot is not None else None
-    from transformers import AutoTokenizer
-
-    from ..methods import KVDrive, make_method
-    from ..selection.window_sizes import uniform_sizes
-
-    kv_drive = make_method(method)
-    if not isinstance(kv_drive, KVDrive):
-        raise Refused(
-            f"--method {method} has no windows; use kv_drive, with the settings that differ from its defaults"
-        )
-    texts, amount = [read_text(path) for path in text], f"contexts of {tokens} tokens"
-    with _measuring(store, model, dtype, memory, key_file, amount, "fewer --tokens", policy=kv_drive.policy) as opened:
-        kv_store, torch_model = opened
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        ids = [tokenizer(content, verbose=False)["input_ids"][: tokens + steps] for content in texts]
-        findings = kv_store.profile_windows(torch_model, ids, method=kv_drive, steps=steps, progress=not as_json)
-    window = findings.quickest if kv_drive.window == "auto" else kv_drive.window_multiple
-    assert window is not None
-    sizes, uniform = findings.chosen(window), findings.chosen(window, uniform_sizes)
-    shares = findings.hit_rate(sizes), findings.hit_rate(uniform)
-    if plot is not None:
-        _draw(plt, plot, findings, sizes)
-    if as_json:
-        summary = {"method": kv_drive.profile_name, "window": window, "window_sizes": sizes.tolist()}
-        return print_json(summary | {"hit_rate": shares[0], "uniform_hit_rate": shares[1]} | findings.as_dict())
-    heads = [f"head {head}" for head in range(sizes.shape[1])]
-    table = figures("layer", *heads, right=("layer", *heads))
-    for layer, sizes_of_layer in zip(findings.layers, sizes.tolist(), strict=True):
-        table.add_row(str(layer), *(f"×{size}" for size in sizes_of_layer))
-    table.show()
-    print(
-        f"saved for this model and {kv_drive.index}, budget {kv_drive.budget:g}, chunks of {kv_drive.chunk_tokens} "
-        f"tokens: with the memory of windows ×{window:g}, these sizes have a hit rate of {shares[0]:.1%}, and one "
-        f"size for all heads (×{uniform.flat[0]}) {shares[1]:.1%}; a token took "
-        + ", ".join(
-            f"{seconds * 1e3:.1f} ms at ×{size}" for size, seconds in zip(findings.sizes, findings.seconds, strict=True)
-        )
-    )
-
-
-def _draw(plt: Any, path: Path, findings: WindowFindings, sizes: np.ndarray) -> None:
-    layers, heads = sizes.shape
-    figure, axes = plt.subplots(figsize=(2.5 + 0.35 * heads, 1.5 + 0.25 * layers), layout="constrained")
-    image = axes.imshow(sizes, vmin=findings.sizes[0], vmax=findings.sizes[-1], aspect="auto", cmap="viridis")
-    axes.set(xlabel="KV head", ylabel="layer", xticks=range(heads), yticks=range(layers), title="window")
-    axes.set_yticklabels(map(str, findings.layers))
-    figure.colorbar(image, ticks=findings.sizes, format="×%d")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

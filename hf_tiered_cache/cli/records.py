@@ -147,6 +147,11 @@ class _Kind:
         print(f"{'would delete' if dry_run else 'deleted'} {summary}")
 
 
+_Action = Annotated[str, typer.Argument(metavar="show|rm", help="Action to perform. Default: list all.")]
+_Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of conversations, in full.")]
+_Labels = Annotated[list[str] | None, typer.Argument(metavar="LABEL", help="Labels of documents, in full.")]
+
+
 # --- conversations
 
 
@@ -191,13 +196,7 @@ _CONVERSATIONS = _Kind(
 
 
 def conversations(
-    store: StorePath,
-    action: Annotated[
-        str, typer.Argument(metavar="show|rm", help="Action to perform. Default: list all conversations.")
-    ] = "",
-    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of conversations, in full.")] = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    store: StorePath, action: _Action = "", ids: _Ids = None, dry_run: DryRun = False, as_json: AsJson = False
 ) -> None:
     """List, show or delete conversations.
 
@@ -250,13 +249,7 @@ _DOCUMENTS = _Kind(
 
 
 def documents(
-    store: StorePath,
-    action: Annotated[
-        str, typer.Argument(metavar="show|rm", help="Action to perform. Default: list all documents.")
-    ] = "",
-    labels: Annotated[list[str] | None, typer.Argument(metavar="LABEL", help="Labels of documents, in full.")] = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    store: StorePath, action: _Action = "", labels: _Labels = None, dry_run: DryRun = False, as_json: AsJson = False
 ) -> None:
     """List, show or delete documents.
 

@@ -64,27 +64,16 @@ class TieredGenerateManager(GenerateManager):
         self._new_cache = new_cache
 
     def generate_streaming(
-        self,
-        model: PreTrainedModel,
-        processor: Any,
-        inputs: dict[str, Any],
-        gen_config: GenerationConfig,
-        request_id: str,
-        response_parser: Any = None,
+        self, model: PreTrainedModel, processor: Any, inputs: dict[str, Any], gen_config: Any, *args: Any, **kwargs: Any
     ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
         inputs = self._with_cache(model, inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+        return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
 
     async def generate_non_streaming(
-        self,
-        model: PreTrainedModel,
-        processor: Any,
-        inputs: dict[str, Any],
-        gen_config: GenerationConfig,
-        request_id: str,
+        self, model: PreTrainedModel, processor: Any, inputs: dict[str, Any], gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         inputs = self._with_cache(model, inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
 
     def _with_cache(
         self, model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig

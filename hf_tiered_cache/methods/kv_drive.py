@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import ConfigError, unknown_name, with_type
 from ..selection import DECODE_INDEXES
 from ..selection.selector import Selector
-from ..selection.window import ByIndex, WindowSizes
+from ..selection.window import ByIndex
 from ..selection.window_slots import WINDOW_POLICIES
 from ..store.geometry import HASH_TOKENS, Geometry
+from .base import is_number
 from .budget import BudgetMethod
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-_UNPROFILED = 2.0
-"""Window size without a profile, the paper's default, in multiples of the selected chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +20,15 @@ class KVDrive(BudgetMethod):
     """KVDRIVE: at every token, each KV head attends to the prefix chunks that an index ranks first for its queries.
 
     Selected chunks, and recently selected ones in a window, are in device memory; others are fetched from the tiers.
-    The hierarchical index, windows with a size per head, and lookahead eviction are the paper's. Ours are the default
-    index and the limit `exact_from`. `KVDrive.paper()` has the paper's settings.
+    The hierarchical index, windows, and lookahead eviction are the paper's. Ours are the default index and the limit
+    `exact_from`. `KVDrive.paper()` has the paper's settings.
 
     Args:
         budget: Share of the prefix's chunks that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
         quality: See `BudgetMethod`.
         chunk_tokens: Consecutive tokens of a chunk: 1, 2, 4, 8 or 16.
         window: Number of chunks that each head keeps in device memory, in multiples of the selected chunks (Section
-            5.1); the mean over all heads if their sizes differ. "auto" is the size with the fastest tokens when windows
-            were profiled (see `window_sizes`), or 2 without a profile.
-        window_sizes: "profiled" gives each layer and head its own window size (Section 5.2), as measured by
-            `KVStore.profile_windows` or `hf-tiered-cache profile` for this model, `index`, `budget`, `chunk_tokens` and
-            `eviction`; their total is that of `window`. "uniform", or no profile, gives all heads the same size. Or the
-            sizes of the KV heads of each layer. Sizes only affect what is read, not the output.
+            5.1). It only affects what is read, not the output.
         sinks: Number of leading tokens that are always attended to, in addition to the budget.
         local: Number of trailing tokens of the prefix that are always attended to, in addition to the budget.
         index: Index that ranks chunks, of `DECODE_INDEXES`: "clusters", of chunk means, is the paper's (Section 4);
@@ -58,8 +47,7 @@ class KVDrive(BudgetMethod):
     geometry: Geometry = field(init=False, default=Geometry())
     budget: float = field(default=0.0156, kw_only=False)
     chunk_tokens: int = 8
-    window: float | Literal["auto"] = "auto"
-    window_sizes: Literal["profiled", "uniform"] | WindowSizes = "profiled"
+    window: float = 2.0
     sinks: int = 4
     local: int = 64
     index: str = "cluster_boxes"
@@ -69,7 +57,7 @@ class KVDrive(BudgetMethod):
     observed: int = 64
 
     reselect = True
-    loss_ignores = BudgetMethod.loss_ignores | {"window", "window_sizes", "eviction"}  # where chunks are kept
+    loss_ignores = BudgetMethod.loss_ignores | {"window", "eviction"}  # where chunks are kept
 
     def __post_init__(self) -> None:
         if self.chunk_tokens not in (1, 2, 4, 8, 16):
@@ -80,18 +68,10 @@ class KVDrive(BudgetMethod):
             raise ConfigError(unknown_name("index", self.index, DECODE_INDEXES))
         if self.eviction not in WINDOW_POLICIES:
             raise ConfigError(unknown_name("eviction policy", self.eviction, WINDOW_POLICIES))
-        if not isinstance(self.window_sizes, str):
-            object.__setattr__(self, "window_sizes", tuple(map(tuple, self.window_sizes)))
-            if any(not size >= 0 for sizes in self.window_sizes for size in sizes):
-                raise ConfigError("window_sizes must not be negative")
-        elif self.window_sizes not in ("profiled", "uniform"):
-            raise ConfigError(
-                f'window_sizes must be "profiled", "uniform" or numbers, not {with_type(self.window_sizes)}'
-            )
-        if isinstance(self.window, str) and self.window != "auto":
-            raise ConfigError(f'window must be "auto" or a number, not {with_type(self.window)}')
-        if not self.window_multiple >= 0 or min(self.sinks, self.local, self.prefill_tokens, self.exact_from) < 0:
-            raise ConfigError("window, sinks, local, prefill_tokens and exact_from must not be negative")
+        if not is_number(self.window) or not self.window >= 0:
+            raise ConfigError(f"window must be a number of at least 0, not {with_type(self.window)}")
+        if min(self.sinks, self.local, self.prefill_tokens, self.exact_from) < 0:
+            raise ConfigError("sinks, local, prefill_tokens and exact_from must not be negative")
         if self.observed < 1:
             raise ConfigError(f"observed must be at least 1, not {self.observed}")
         if self.prefill_tokens % HASH_TOKENS or 0 < self.prefill_tokens < 4 * HASH_TOKENS:
@@ -112,38 +92,12 @@ class KVDrive(BudgetMethod):
         return self._by_index
 
     @property
-    def profile_name(self) -> str:
-        """Settings that selections depend on. A window profile is valid for all methods with the same name."""
-        return f"{self.index} {self.budget:g} {self.chunk_tokens} {self.eviction}"
-
-    @property
-    def window_multiple(self) -> float:
-        """Number for `window`; 2 for "auto"."""
-        return _UNPROFILED if isinstance(self.window, str) else self.window
-
-    def with_profiled_windows(self, profiled: Callable[[str, float | None], tuple[float, WindowSizes] | None]) -> Self:
-        """Return this method with the window sizes of a profile.
-
-        Args:
-            profiled: Function of the profile's name and a window size in multiples, None for the fastest one. It
-                returns the window size, and sizes per layer and KV head that take the same memory in total; or None
-                without a profile.
-        """
-        by_head, size = self.window_sizes == "profiled", None if isinstance(self.window, str) else self.window
-        if self.eviction == "none" or (size is not None and not by_head):
-            return self
-        if (profile := profiled(self.profile_name, size)) is None:
-            return self
-        return replace(self, window=profile[0], window_sizes=profile[1] if by_head else self.window_sizes)
-
-    @property
     def _by_index(self) -> ByIndex:
         return ByIndex(
             kind=DECODE_INDEXES[self.index],
             chunk_tokens=self.chunk_tokens,
             sinks=self.sinks,
             local=self.local,
-            window=self.window_multiple,
+            window=self.window,
             eviction=self.eviction,
-            window_sizes=() if isinstance(self.window_sizes, str) else self.window_sizes,
         )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from .clusters import ClusterIndex, segmented_kmeans
+from .clusters import ClusterIndex, num_clusters, segmented_kmeans
 from .decode_index import DecodeIndex, best_first, cut_in_chunks, head_slices, log_attention, ranking_dtype
 
 if TYPE_CHECKING:
@@ -74,27 +74,14 @@ class ClusterBoxIndex(ClusterIndex):
     candidates: ClassVar[int] = 4
 
     @classmethod
-    def build(
-        cls,
-        keys: torch.Tensor,
-        chunk_tokens: int,
-        tokens_per_centroid: int = 16,
-        segment_chunks: int = 8192,
-        iterations: int = 9,
-        keep_representatives: bool = True,
-        spread: float = 0.5,
-    ) -> Self:
-        if not keep_representatives:
-            raise ValueError(
-                "keep_representatives=False is not supported, because candidates are selected by their representatives"
-            )
-        clusters, dtype = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid)), ranking_dtype(keys.dtype)
+    def build(cls, keys: torch.Tensor, chunk_tokens: int, spread: float = 0.5) -> Self:
+        clusters, dtype = num_clusters(keys.shape[1], chunk_tokens), ranking_dtype(keys.dtype)
         parts = []
         for heads in head_slices(keys):
             chunked_keys = cut_in_chunks(keys[heads], chunk_tokens)
             upper, lower = chunked_keys.amax(2).float(), chunked_keys.amin(2).float()  # [heads, chunks, dim]
             middles, extents = (upper + lower) / 2, (upper - lower) / 2
-            centroids, cluster_of = segmented_kmeans(middles, clusters, segment_chunks, iterations)
+            centroids, cluster_of = segmented_kmeans(middles, clusters)
             cluster_index = cluster_of[..., None].expand_as(middles)
             upper = centroids.scatter_reduce(1, cluster_index, upper, "amax")  # a box includes its centroid
             lower = centroids.scatter_reduce(1, cluster_index, lower, "amin")

@@ -48,8 +48,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_TOKENS_PER_CENTROID = 16
+
+
+def num_clusters(tokens: int, chunk_tokens: int) -> int:
+    """Return the number of clusters of the chunks of `tokens` tokens."""
+    return -(-tokens // max(chunk_tokens, _TOKENS_PER_CENTROID))
+
+
 def segmented_kmeans(
-    points: torch.Tensor, clusters: int, segment: int, iterations: int
+    points: torch.Tensor, clusters: int, segment: int = 8192, iterations: int = 9
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cluster `points` separately for each head.
 
@@ -126,26 +134,19 @@ class ClusterIndex(DecodeIndex):
     representatives: torch.Tensor | None = None
     candidates: ClassVar[int] = 1
     """Number of candidate chunks per chunk to select, taken from the best clusters; 1 takes clusters whole."""
+    keeps_representatives: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _ = self.largest, self.is_empty  # synchronizes with the device now, not at the first query
 
     @classmethod
-    def build(
-        cls,
-        keys: torch.Tensor,
-        chunk_tokens: int,
-        tokens_per_centroid: int = 16,
-        segment_chunks: int = 8192,
-        iterations: int = 9,
-        keep_representatives: bool = True,
-    ) -> Self:
-        clusters, dtype = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid)), ranking_dtype(keys.dtype)
+    def build(cls, keys: torch.Tensor, chunk_tokens: int) -> Self:
+        clusters, dtype = num_clusters(keys.shape[1], chunk_tokens), ranking_dtype(keys.dtype)
         parts = []
         for heads in head_slices(keys):
             means = mean_keys(keys[heads], chunk_tokens)
-            centroids, cluster_of = segmented_kmeans(means, clusters, segment_chunks, iterations)
-            parts.append((centroids.to(dtype), cluster_of, *([means.to(dtype)] * keep_representatives)))
+            centroids, cluster_of = segmented_kmeans(means, clusters)
+            parts.append((centroids.to(dtype), cluster_of, *([means.to(dtype)] * cls.keeps_representatives)))
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @classmethod

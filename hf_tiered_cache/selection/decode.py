@@ -126,12 +126,7 @@ class DecodeSelector(ABC):
 
     @abstractmethod
     def select(
-        self,
-        layer: int,
-        rows: Mapping[int, HeldChunks],
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        scaling: float | None,
+        self, layer: int, rows: Mapping[int, HeldChunks], query: torch.Tensor, keys: torch.Tensor, scaling: float | None
     ) -> dict[int, Choice]:
         """Select for the queries of a period's first layer, for some rows. See `DecodeSelection.reselect`."""
 

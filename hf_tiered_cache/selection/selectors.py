@@ -218,12 +218,7 @@ class TokenDecodeSelector(DecodeSelector):
         return HeldChunks(prefix, Window.filled(tokens, self.prefixes[prefix].tokens), first, 1)
 
     def select(
-        self,
-        layer: int,
-        rows: Mapping[int, HeldChunks],
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        scaling: float | None,
+        self, layer: int, rows: Mapping[int, HeldChunks], query: torch.Tensor, keys: torch.Tensor, scaling: float | None
     ) -> dict[int, Choice]:
         """See `DecodeSelector`."""
         choices: dict[int, Choice] = {}

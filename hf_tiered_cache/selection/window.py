@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from ..errors import ConfigError
 from ..store.memory import to_host
 from .clusters import ClusterIndex
 from .decode import Choice, DecodeSelector
@@ -21,9 +20,8 @@ from .indexes import RowIndexes
 from .selector import Selection, SelectionInput, Selector
 from .window_slots import Window
 
-WindowSizes = tuple[tuple[float, ...], ...]
-"""Window sizes of the KV heads of each layer of a model, in multiples of the selected chunks; () for a layer without
-selection."""
+_CANDIDATES = 1.25
+"""Number of candidates that are ranked per selected chunk. The window's eviction uses their order."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +73,14 @@ class ByIndex(Selector):
         local: Minimum number of trailing tokens that are always selected.
         window: Number of chunks that a head keeps in device memory while decoding, in multiples of the selected chunks.
         eviction: Eviction policy of that window (see `Window`).
-        pool: Number of candidates that are ranked per selected chunk. The window's eviction uses their order.
-        window_sizes: Window sizes per layer and KV head, used instead of `window`; () for none.
-        trace: Callback that gets the layer and the candidates of each step of each row, int64 `[kv_heads, M]`, best
-            first. The first call has the chunks selected for the prompt.
     """
 
     kind: type[DecodeIndex] = ClusterIndex
     chunk_tokens: int = 8
     sinks: int = 4
     local: int = 64
-    pool: float = 1.25
     window: float = 2
     eviction: str = "lookahead"
-    window_sizes: WindowSizes = ()
-    trace: Callable[[int, np.ndarray], None] | None = field(default=None, compare=False)
 
     @property
     def index(self) -> tuple[type[DecodeIndex], int]:
@@ -112,17 +103,10 @@ class ByIndex(Selector):
         chunks = (count - self._first - self.local) // self.chunk_tokens
         return Span(tokens, self._first, count - self._first - chunks * self.chunk_tokens, chunks, self.chunk_tokens)
 
-    def capacities(self, layer: int, heads: int, chunks: int) -> np.ndarray:
-        """Return the number of chunks that each KV head keeps while decoding, `chunks` selected: int64 `[heads]`.
-
-        Raises:
-            ConfigError: `window_sizes` has no sizes for this layer and number of heads.
-        """
-        sizes = self.window_sizes[layer : layer + 1] if self.window_sizes else ((self.window,) * heads,)
-        if not sizes or len(sizes[0]) != heads:
-            raise ConfigError(f"no window sizes are available for layer {layer} with {heads} KV heads")
-        multiples = np.minimum(sizes[0], 1 if self.eviction == "none" else np.inf)  # [heads]
-        return np.where(multiples >= 1, multiples * chunks, 0).astype(np.int64)
+    def capacity(self, chunks: int) -> int:
+        """Return the number of chunks that a KV head keeps while decoding, `chunks` selected."""
+        multiple = min(self.window, 1) if self.eviction == "none" else self.window
+        return int(multiple * chunks) if multiple >= 1 else 0
 
     def choose(self, request: SelectionInput) -> Selection:
         span, mass = self.span(request.chunks.tokens, request.count), np.zeros((1, request.chunks.tokens), np.float32)
@@ -140,7 +124,7 @@ class ByIndex(Selector):
         """
         total_chunks = sum(index.chunks for index in indexes)
         excluded_chunks = total_chunks - len(span.candidates) - len(span.offloaded)
-        return rank(indexes, query, scaling, min(total_chunks, int(self.pool * span.chunks) + excluded_chunks))
+        return rank(indexes, query, scaling, min(total_chunks, int(_CANDIDATES * span.chunks) + excluded_chunks))
 
     def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
         """Return the selectable chunks of rankings, int64 `[..., n]`, in their order, cut to the shortest row."""
@@ -177,20 +161,13 @@ class WindowDecodeSelector(DecodeSelector):
         if (span := self.selector.span(self.prefixes[prefix].tokens, self.columns[layer])) is None:
             return None
         inside = tokens[:, span.first : tokens.shape[1] - span.last : span.chunk_tokens]
-        capacities = self.selector.capacities(layer, len(tokens), span.chunks)
+        capacities = [self.selector.capacity(span.chunks)] * len(tokens)
         window = Window(span.chunks, capacities, span.candidates.stop, self.selector.eviction)
         window.commit(window.plan(inside // span.chunk_tokens))
-        if self.selector.trace is not None:
-            self.selector.trace(layer, window.columns)
         return HeldChunks(prefix, window, span.first, span.chunk_tokens)
 
     def select(
-        self,
-        layer: int,
-        rows: Mapping[int, HeldChunks],
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        scaling: float | None,
+        self, layer: int, rows: Mapping[int, HeldChunks], query: torch.Tensor, keys: torch.Tensor, scaling: float | None
     ) -> dict[int, Choice]:
         """See `DecodeSelector`. Ranks the chunks of all rows, and waits once for the results."""
         selector, ranked = self.selector, []
@@ -205,8 +182,6 @@ class WindowDecodeSelector(DecodeSelector):
         choices: dict[int, Choice] = {}
         for (row, span, _), ranking in zip(ranked, to_host(*(entry[2] for entry in ranked)), strict=True):
             pool = selector.candidates(ranking, span)
-            if selector.trace is not None:
-                selector.trace(layer, pool)
             choices[row] = pool[:, : span.chunks], pool
         return choices
 

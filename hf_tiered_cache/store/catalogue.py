@@ -15,16 +15,14 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import HASH_BYTES
-from .database import Database, is_damage
+from .database import Database
 from .root import StoreRoot
 
 if TYPE_CHECKING:
     from .format import SegmentHeader
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 _MOST_PARAMETERS = 500
-_INDEX_BY_KIND = "CREATE INDEX IF NOT EXISTS by_kind ON segments(fingerprint, provenance, key)"
-"""Index that the first catalogues of this schema version lack; it is therefore also created on opening."""
 _SCHEMA = (
     "DROP TABLE IF EXISTS segments",
     "DROP TABLE IF EXISTS scores",
@@ -43,7 +41,7 @@ _SCHEMA = (
     "CREATE INDEX by_first ON segments(first)",
     "CREATE INDEX by_use ON segments(used, position DESC)",
     "CREATE INDEX scanned ON segments(number) WHERE length(scan) > 0",
-    _INDEX_BY_KIND,
+    "CREATE INDEX by_kind ON segments(fingerprint, provenance, key)",
     f"PRAGMA user_version={SCHEMA_VERSION}",
 )
 _COLUMNS = (
@@ -351,22 +349,11 @@ def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:
 
 def _create_tables(db: sqlite3.Connection) -> None:
     if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION:
-        _create_index(db)
         return
     with _transaction(db):  # another process may have been faster
         if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
             for statement in _SCHEMA:
                 db.execute(statement)
-
-
-def _create_index(db: sqlite3.Connection) -> None:
-    """Create the index that older catalogues lack. If that is impossible now, queries are only slower."""
-    if not db.execute("SELECT 1 FROM sqlite_master WHERE type = 'index' AND name = 'by_kind'").fetchone():
-        try:
-            db.execute(_INDEX_BY_KIND)
-        except sqlite3.OperationalError as error:
-            if is_damage(error):
-                raise
 
 
 @contextmanager

@@ -511,26 +511,6 @@ def test_memory(tmp_path):
     assert "Slope with 2 caches" in page and memory.slopes(document["results"]).keys() == {1, 2}
 
 
-def test_windows(tmp_path, monkeypatch):
-    import windows
-
-    options = ["--model", str(BENCH.parent / "eval/reference/xs"), "--tokens", "256", "--steps", "24"]
-    options += ["--contexts", "1"]
-    monkeypatch.setattr(sys, "argv", ["windows.py", *options, "--budgets", "0.25", "--out", str(tmp_path)])
-    windows.main()
-    found = json.loads((tmp_path / "windows-xs.json").read_text())["results"]["0.25"]
-    moved = [found["bytes"][str(times)][0] for times in windows.TIMES]
-    assert moved[0] == 8 * 2 * found["columns"] * found["entry_bytes"]  # what keeps nothing fetches everything
-    assert sorted(moved, reverse=True) == moved and moved[4] < moved[0]
-    assert found["eviction"].keys() == windows.INDEXES.keys()
-    sizes = np.array(found["memory"]["1.5"]["sizes"])
-    assert sizes.shape == (8, 2) and sizes.sum() <= 24 and found["memory"]["1.5"]["greedy / best"] <= 1 + 1e-9
-    uniform = 1 - moved[2] / moved[0]
-    assert found["memory"]["2"]["uniform"][0] == pytest.approx(uniform)
-    assert found["eviction"][windows.OURS]["lookahead"][0] == pytest.approx(uniform)
-    assert "| cluster_boxes (ours) |" in (tmp_path / "windows-xs.md").read_text()
-
-
 def test_decode_answers_of_one_way(tmp_path, monkeypatch):
     import decode_answers
 

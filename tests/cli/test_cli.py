@@ -593,7 +593,7 @@ def test_ctrl_c_ends_it_with_130_and_no_traceback():
 # --- help
 
 
-@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "rm", "conversations", "calibrate", "profile"])
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "rm", "conversations", "calibrate"])
 def test_help_teaches_by_example(run, command):
     status, out, _ = run(command, "--help")
     assert status == 0
@@ -605,7 +605,7 @@ def test_help_of_the_whole_names_every_command_and_typical_use(run):
     status, out, _ = run("--help")
     assert status == 0
     assert "..." not in out.split("Commands:")[1]  # what each does fits its line
-    commands = ("ls", "stat", "verify", "gc", "rm", "conversations", "calibrate", "profile", "serve", "lm-eval")
+    commands = ("ls", "stat", "verify", "gc", "rm", "conversations", "calibrate", "serve", "lm-eval")
     assert all(f"\n  {command} " in out for command in commands)
     assert "hf-tiered-cache gc kv-store --quota 100GiB  delete unused files and make room\n" in out
 
@@ -663,34 +663,6 @@ def test_calibrate_says_when_memory_is_too_small(run, tmp_path, monkeypatch):
     status, _, err = run("calibrate", tmp_path / "store", "--model", tmp_path / "model")
     assert status == 2
     assert "use fewer --passages, fewer --tokens" in the_end_of(err)
-
-
-# --- profile
-
-
-def test_profile(run, tmp_path):
-    folder, text = Path(__file__).parents[2] / "eval/reference/xs", tmp_path / "text.txt"
-    text.write_text("The hills are quiet, and the river is cold. " * 40)
-    asked = ["profile", tmp_path / "store", "--text", text, "--tokens", 320, "--steps", 16, "--model", folder]
-    asked += ["--method", "kv_drive:budget=0.25:window=1.5"]
-    status, out, err = run(*asked, "--json")
-    assert status == 0, err
-    found = json.loads(out)
-    sizes = [size for of_heads in found["window_sizes"] for size in of_heads]
-    assert found["layers"] == list(range(8)) and len(sizes) == 16 and sum(sizes) <= 1.5 * 16
-    assert 0 <= found["uniform_hit_rate"] <= found["hit_rate"] <= 1 and found["steps"] == 16
-    status, out, _ = run(*asked, "--plot", tmp_path / "sizes.png")
-    assert status == 0
-    assert out.splitlines()[0].split() == ["layer", "head", "0", "head", "1"]
-    assert out.splitlines()[1].split() == ["0", *(f"×{size}" for size in found["window_sizes"][0])]
-    assert "one size for all heads (×1)" in out
-    assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
-    status, _, err = run(*asked, "--steps", 4000)
-    assert status == 2 and "is too short to decode its last 4000" in the_end_of(err)
-    status, _, err = run(*asked, "--method", "exact")
-    assert status == 2 and "use kv_drive" in err
-    status, _, err = run(*asked, "--text", tmp_path / "nowhere.txt")
-    assert status == 2 and "nowhere.txt: No such file" in err
 
 
 # --- the package's names

@@ -142,18 +142,16 @@ def test_the_codec_of_the_store_is_a_setting_of_what_was_measured(model, text, t
         assert cache.method.budget == 0.3 and "was not measured" not in caplog.text
 
 
-def test_windows_that_were_profiled_change_no_target(text, tmp_path, caplog):
-    """Nor does a second prompt of the same cache: windows are another memory, and lose nothing."""
+def test_a_second_prompt_of_a_cache_keeps_the_measured_budget(tmp_path, caplog):
     model, ids, target = build("llama"), prompt(1200), KVDrive(quality=50, exact_from=0)
     with KVStore(tmp_path) as store:
         store.calibrate_quality(model, prompt(400)[0], methods=[target], budgets=(0.125,), questions=1, progress=False)
-        store.profile_windows(model, ids, method=replace(target, budget=0.125), steps=64, progress=False)
+        fill(store, model, ids, replace(target, budget=0.125, quality=None))
         cache = TieredCache(model, store, method=target)
         for seed in (5, 6):
             whole = torch.cat([ids, prompt(24, seed=seed)], dim=1)
             model.generate(whole, past_key_values=cache, max_new_tokens=2, do_sample=False)
             assert cache.method.budget == 0.125
-            assert not isinstance(cache.method.window_sizes, str)  # those that were profiled for this budget
             cache.reset()
     assert "was not measured" not in caplog.text
 

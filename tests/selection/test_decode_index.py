@@ -105,7 +105,8 @@ def clusters_of(indexes, head):
 def test_clusters_are_taken_whole_and_the_last_is_cut(shape, keep_representatives):
     """KVDRIVE's choice in loops: clusters by their centroids' softmax, inside a cluster chunks by their means."""
     keys, query, chunk_tokens = case(*shape)
-    indexes = [ClusterIndex.build(some, chunk_tokens, keep_representatives=keep_representatives) for some in keys]
+    kind = type("Kind", (ClusterIndex,), {"keeps_representatives": keep_representatives})
+    indexes = [kind.build(some, chunk_tokens) for some in keys]
     total = sum(index.chunks for index in indexes)
     for count in counts_of(total):
         chunks = rank(indexes, query, 0.7, count)

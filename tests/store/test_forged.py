@@ -70,6 +70,16 @@ def put_value(page, way, value):
     holder[way[-1]] = copy.deepcopy(value)
 
 
+def open_forged(root, name, whole, put):
+    """Open a store after `put` changed the header page, a dict, of its only segment, whose file was `whole`."""
+    path = root / "segments" / f"{name}.kv"
+    path.write_bytes(whole)
+    put(page := page_of(path))
+    forge(path, page)
+    without_catalogue(root)
+    return open_store(root)
+
+
 def assert_counted(store, name):
     """A file that is not served was counted, or is one of the catalogue's."""
     stats = store.counters.snapshot()
@@ -90,17 +100,13 @@ def made(tmp_path_factory):
 @settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
 def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
+    def put(page):
+        for _ in range(data.draw(st.integers(1, 2))):
+            put_value(page, data.draw(st.sampled_from(list(places(page)))), data.draw(st.sampled_from(ODD)))
+
     root, name, whole = made
-    path = root / "segments" / f"{name}.kv"
-    path.write_bytes(whole)
-    page = page_of(path)
-    for _ in range(data.draw(st.integers(1, 2))):
-        way = data.draw(st.sampled_from(list(places(page))))
-        put_value(page, way, data.draw(st.sampled_from(ODD)))
-    forge(path, page)
-    without_catalogue(root)
     started = time.monotonic()
-    store = open_store(root)
+    store = open_forged(root, name, whole, put)
     rows = store.find(hashes(4))
     if rows:
         with suppress(IntegrityError):  # cut otherwise into as many bytes, blocks fail their checksums: a miss, too

@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import LAYOUT, hashes, open_store, read_back, read_file, without_catalogue
-from test_forged import ODD, assert_counted, forge, forge_section, page_of, places, put_value
+from segments import LAYOUT, hashes, open_store, read_back, read_file
+from test_forged import ODD, assert_counted, forge, forge_section, open_forged, page_of, places, put_value
 
 from hf_tiered_cache.errors import ConfigError, FormatError, IntegrityError, NewerFormatError
 from hf_tiered_cache.methods import METHODS, BudgetMethod, ContiguousKV, Exact
@@ -587,17 +587,14 @@ def made(tmp_path_factory):
 @settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
 def test_any_value_anywhere_in_the_header_is_a_counted_miss(made, data):
+    def put(page):
+        every = list(places(page))
+        # half of them in the geometry
+        wanted = data.draw(st.sampled_from(every) | st.sampled_from([way for way in every if way[0] == "geometry"]))
+        put_value(page, wanted, data.draw(st.sampled_from(ODD) | st.integers(0, 9) | st.just([[0, 2]])))
+
     root, name, whole, expected = made
-    path = root / "segments" / f"{name}.kv"
-    path.write_bytes(whole)
-    page = page_of(path)
-    every = list(places(page))
-    # half of them in the geometry
-    wanted = data.draw(st.sampled_from(every) | st.sampled_from([way for way in every if way[0] == "geometry"]))
-    put_value(page, wanted, data.draw(st.sampled_from(ODD) | st.integers(0, 9) | st.just([[0, 2]])))
-    forge(path, page)
-    without_catalogue(root)
-    store = open_store(root)
+    store = open_forged(root, name, whole, put)
     if store.find(hashes(4)):
         reader = store.reader(name)
         if reader.shape.layout == LAYOUT:  # heads that fit into the ends of blocks: `check_fit` refuses them

@@ -11,7 +11,6 @@ import struct
 import sys
 import threading
 import time
-from contextlib import closing
 
 import processes
 import pytest
@@ -20,7 +19,7 @@ from segments import hashes, open_store, read_back, segment, written_at_once
 from threads import run_in_threads
 
 from hf_tiered_cache.errors import IntegrityError, NotOursError, StoreBusyError, StoreError
-from hf_tiered_cache.store import database, folder, maintain, root
+from hf_tiered_cache.store import folder, maintain, root
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 from hf_tiered_cache.store.kinds import PAGE_BYTES, SCHEMA_MARK
 from hf_tiered_cache.store.root import StoreRoot
@@ -247,27 +246,6 @@ def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
     catalogue.add_all([(row, {"name": "a"}) for row in rows])
     assert steps() <= 2 * few
     catalogue.close()
-
-
-def test_a_catalogue_without_the_index_is_read_as_it_is_and_gets_it_when_opened(tmp_path, monkeypatch):
-    catalogue, kinds = catalogue_of_kinds(tmp_path)
-    catalogue.close()
-    indexes = "SELECT count(*) FROM sqlite_master WHERE name = 'by_kind'"
-    with closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as db:
-        db.execute("DROP INDEX by_kind")
-    with closing(Catalogue(StoreRoot(tmp_path), read_only=True)) as catalogue:
-        check_kinds(catalogue, kinds)
-        assert catalogue.database.run(lambda db: db.execute(indexes).fetchone()) == (0,)
-    with monkeypatch.context() as patch, closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as writing:
-        patch.setattr(database, "_BUSY_SECONDS", 0.1)
-        writing.execute("BEGIN IMMEDIATE")  # another process is at it all the time
-        with closing(Catalogue(StoreRoot(tmp_path))) as catalogue:
-            check_kinds(catalogue, kinds)
-            assert catalogue.database.run(lambda db: db.execute(indexes).fetchone()) == (0,)
-    with closing(Catalogue(StoreRoot(tmp_path))) as catalogue:
-        check_kinds(catalogue, kinds)
-        assert catalogue.database.run(lambda db: db.execute(indexes).fetchone()) == (1,)
-        assert catalogue.generation == 0  # it was not rebuilt
 
 
 def test_a_new_catalogue_has_its_schema_in_the_first_page(tmp_path):

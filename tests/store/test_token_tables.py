@@ -12,8 +12,8 @@ from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same
-from segments import LAYOUT, hashes, open_store, read_back, read_file, segment, without_catalogue
-from test_forged import ODD, assert_counted, forge, forge_section, page_of, places, put_value
+from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
+from test_forged import ODD, assert_counted, forge_section, open_forged, places, put_value
 from test_passages import BOS, PASSAGES, QUESTION, join
 from test_passages import ask as ask_passages
 from test_passages import fill as fill_passages
@@ -125,15 +125,12 @@ def in_part(tmp_path_factory):
 @settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
 def test_any_value_anywhere_in_the_header_is_a_counted_miss(in_part, data):
+    def put(page):
+        way = data.draw(st.sampled_from(list(places(page))))
+        put_value(page, way, data.draw(st.sampled_from(ODD) | st.sampled_from([4096, 8192, 1 << 20])))
+
     root, name, whole = in_part
-    path = root / "segments" / f"{name}.kv"
-    path.write_bytes(whole)
-    page = page_of(path)
-    way = data.draw(st.sampled_from(list(places(page))))
-    put_value(page, way, data.draw(st.sampled_from(ODD) | st.sampled_from([4096, 8192, 1 << 20])))
-    forge(path, page)
-    without_catalogue(root)
-    store = open_store(root)
+    store = open_forged(root, name, whole, put)
     if store.find(hashes(4)):
         reader = store.reader(name)
         assert [len(one) for one in reader.digests] == [4, 4, 3, 4, 0]
