@@ -910,7 +910,7 @@ print(kill_at_steps(root, suspend, draws - 12, 12))  # the record is written at 
 """
 
 
-@pytest.mark.parametrize("method", ["exact", "krul:layers_shared=0.7:recompute=0.3:gamma=0.0:alike=1.0:quality=None"])
+@pytest.mark.parametrize("method", ["exact", "krul:layers_shared=0.7:recompute=0.3:change=1.0:quality=None"])
 def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path, method):
     with KVStore(tmp_path / "first") as store:
         history = begun(model, store, method=method)
