@@ -4,8 +4,6 @@ The two nearest layers form a pair, then the next two, until enough layers are p
 merge does to their keys and values (ours, `changes.py`), or by their attention (Krul, Section 4.2, Algorithm 1). In the
 paper, candidates are only the layers that attend to the two ends of their context, whatever the prompt
 (initial-recent, I-R).
-
-Differs from the paper: distances are relative to the norms of the rows, which vary among models and layers.
 """
 
 from __future__ import annotations
@@ -23,6 +21,10 @@ I_R_SHARE = 0.75
 """Default share of layers that are I-R, as the paper finds it in a model of 32 layers (Table 3)."""
 
 
+END_PERCENT = 10
+"""Share of a sequence that counts as its beginning, and as its end, in % (Algorithm 1)."""
+
+
 @dataclass(frozen=True, eq=False)
 class LayerDistances:
     """Distances between the attention of layers.
@@ -31,23 +33,27 @@ class LayerDistances:
         layers: Layer numbers; the arrays have this order.
         euclidean: float64 `[layers, layers]`, the paper's distance: over the weights of all rows, mean over the heads;
             divided by the root of the number of rows, so that it does not grow with the conversation.
-        relative: float64 `[layers, layers]`, distance relative to the weights: the root of |a - b|² / (|a|² + |b|²) for
-            two layers, mean over the heads. 0 for equal attention, 1 for attention to disjoint tokens.
-        initial_recent: float64 `[layers]`, share of attention at the two ends of the context.
+        initial_recent: float64 `[layers]`, share of attention that the first and last tenth of the sequence receive.
         rows: Number of sampled rows.
         missing: Reason why there are no distances, or "".
     """
 
     layers: tuple[int, ...]
     euclidean: np.ndarray
-    relative: np.ndarray
     initial_recent: np.ndarray
     rows: int
     missing: str = ""
 
     @classmethod
-    def of(cls, layers: Sequence[int], sums: AttentionSums, rows: int) -> LayerDistances:
-        """Compute the distances from the sums of one sequence, on the host."""
+    def of(cls, layers: Sequence[int], sums: AttentionSums, rows: int, positions: int) -> LayerDistances:
+        """Compute the distances from the sums of one sequence, on the host.
+
+        Args:
+            layers: Layer numbers.
+            sums: Sums of the sequence.
+            rows: Number of sampled rows.
+            positions: Length of the sequence, with its left padding.
+        """
         products = sums.products[0].double().numpy()  # [heads, layers, layers]
         count = float(sums.rows)
         squared_norms = np.diagonal(products, axis1=1, axis2=2)
@@ -56,15 +62,28 @@ class LayerDistances:
         return cls(
             tuple(layers),
             np.sqrt(squared / count).mean(0),
-            np.sqrt(squared / norm_sums).mean(0),
-            sums.ends[0].double().numpy() / count,
+            _at_ends(sums.received[0].double().numpy(), int(sums.pads), positions) / count,
             rows,
         )
 
     @classmethod
     def none(cls, missing: str) -> LayerDistances:
         """Return empty distances, with the reason `missing`."""
-        return cls((), np.zeros((0, 0)), np.zeros((0, 0)), np.zeros(0), 0, missing)
+        return cls((), np.zeros((0, 0)), np.zeros(0), 0, missing)
+
+
+def _at_ends(received: np.ndarray, begin: int, stop: int) -> np.ndarray:
+    """Return the attention that the first and last tenth of the positions `begin` to `stop` receive, `[layers]`.
+
+    Args:
+        received: float64 `[layers, positions]`, attention that each position receives.
+        begin: First position of the sequence.
+        stop: Position after its last one.
+    """
+    tokens = stop - begin
+    initial, recent = begin + END_PERCENT * tokens // 100, begin + (100 - END_PERCENT) * tokens // 100
+    ends: np.ndarray = received[:, begin:initial].sum(1) + received[:, recent:].sum(1)
+    return ends
 
 
 def nearest_pairs(
@@ -114,7 +133,7 @@ def share_layers(distances: LayerDistances, gamma: float, layers_shared: float =
     """
     candidates = np.flatnonzero(distances.initial_recent >= gamma)
     layers = [distances.layers[place] for place in candidates]
-    among = distances.relative[np.ix_(candidates, candidates)]
+    among = distances.euclidean[np.ix_(candidates, candidates)]
     return nearest_pairs(layers, among, target_pairs(len(distances.layers), layers_shared), shared)
 
 

@@ -62,9 +62,9 @@ class Krul(PrefixMethod, ForConversation):
         pairs_by: Distance of layers by which pairs are proposed. "kv": change of their keys and values by a merge,
             computed at `suspend()`. "attention": distance of their attention (the paper's), for which an observer
             samples rows in each pass.
-        gamma: Minimum share of attention that a layer pays to both ends of its context to be a candidate for sharing
-            (Section 4.2), with `pairs_by="attention"`. "auto" makes three quarters of the layers candidates, over the
-            last 64 suspensions of conversations of this model in the store.
+        gamma: Minimum share of attention that a layer pays to the first and last tenth of the sequence to be a
+            candidate for sharing (Section 4.2), with `pairs_by="attention"`. "auto" makes three quarters of the layers
+            candidates, over the last 64 suspensions of conversations of this model in the store.
         toward: Direction that two layers share, between that of the first layer (0) and that of the deeper one (1).
             MiniCache and the paper use 0.6. Ours is 0.4: with 0.6, information that the first layer looks up is lost
             sooner.

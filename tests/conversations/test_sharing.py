@@ -27,7 +27,7 @@ def matrix(near, count, far=0.9):
 
 def distances(near, shares, layers=None):
     found = matrix(near, len(shares))
-    return LayerDistances(layers or tuple(range(len(shares))), found, found, np.array(shares, float), 10)
+    return LayerDistances(layers or tuple(range(len(shares))), found, np.array(shares, float), 10)
 
 
 def test_nearest_pairs_come_first_and_no_layer_is_in_two():
