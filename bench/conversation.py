@@ -15,7 +15,7 @@ A rate is the read bandwidth of an emulated disk, in MB/s; 0 is the real disk, w
 the time in which the model waits for KV, or the disk is idle although reads are still to come.
 
 With random weights no layers are similar, and pairs have no meaning. Krul is therefore forced to merge layers
-(`gamma=0, alike=1, quality=None`); the benchmark measures time and bytes, not quality. With `--model`, Krul selects
+(`change=1, quality=None`); the benchmark measures time and bytes, not quality. With `--model`, Krul selects
 pairs itself. MiniCache always merges. H2O-like stands for systems that evict tokens during a conversation: its time and
 bytes are those of loading as many of the first tokens as it would keep. No tokens are selected.
 """
@@ -68,7 +68,7 @@ OVER_LOAD, OVER_PARTIAL, BUBBLES, WATCHING = 2.35, 1.5, 0.05, 1.02
 
 def methods(trained: bool) -> dict[str, Method | None]:
     """The systems' methods by name; None has a DynamicCache."""
-    forced: dict[str, Any] = {"codec": "raw"} | ({} if trained else {"gamma": 0.0, "alike": 1.0, "quality": None})
+    forced: dict[str, Any] = {"codec": "raw"} | ({} if trained else {"change": 1.0, "quality": None})
     return {
         RECOMPUTE: None,
         LOAD: Exact(recompute=0.0, decline=False),
@@ -307,8 +307,7 @@ def report(document: dict[str, Any]) -> str:
     ]
     if options["model"] is None:
         parts.append(
-            "\nKrul's pairs are forced (`gamma=0, alike=1, quality=None`): a model with random weights has no similar "
-            "layers.\n"
+            "\nKrul's pairs are forced (`change=1, quality=None`): a model with random weights has no similar layers.\n"
         )
     headings = ["", "TTFT, s", "p90", "full load ÷ it", "partial ÷ it", "bytes per token", "in memory", "on disk"]
     headings += ["computed", "waits", "disk idle", "suspend, s", "decode, ms"]

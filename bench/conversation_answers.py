@@ -50,7 +50,14 @@ from eval.reference.check import contexts
 from eval.reference.language import KINDS
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.conversations.sharing import ALIKE, LayerDistances, calibrated_gamma, share_layers
+from hf_tiered_cache.conversations.acceptance import MOST_CHANGE
+from hf_tiered_cache.conversations.sharing import (
+    LayerDistances,
+    calibrated_gamma,
+    nearest_pairs,
+    share_layers,
+    target_pairs,
+)
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Method
 from hf_tiered_cache.store.shape import SegmentShape
@@ -68,7 +75,6 @@ _LETTERS = 8
 """Of LongBench's text for a token: more than it takes."""
 _FILE, _PROPOSED = "file bytes a token", "proposed pairs"
 _MARKERS = "osD^vPX*<"
-_ARRAYS = ("euclidean", "relative", "initial_recent")
 
 
 @dataclass(frozen=True)
@@ -270,14 +276,10 @@ def suspended(
     return returns, figures
 
 
-def mean_distances(seen: Sequence[LayerDistances]) -> LayerDistances:
-    """Of several conversations."""
-    means = [np.mean([getattr(one, name) for one in seen], axis=0) for name in _ARRAYS]
-    return LayerDistances(seen[0].layers, *means, sum(one.rows for one in seen))
-
-
-def watched(model: PreTrainedModel, store: KVStore, talks: Sequence[Conversation]) -> list[LayerDistances]:
-    """How alike the layers of some conversations are."""
+def watched(
+    model: PreTrainedModel, store: KVStore, talks: Sequence[Conversation]
+) -> list[tuple[LayerDistances, np.ndarray]]:
+    """How alike the layers of some conversations are (see `Watching`)."""
     watching = Watching(recompute=0.0)
     for number, talk in enumerate(talks):
         suspended(model, store, watching, talk, str(number))
@@ -298,8 +300,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         measured = {kind: kinds[kind] for kind in kinds if kind in MAKERS}
         others = [talk for make in measured.values() for talk in make(arguments, 0, arguments.count)]
         seen = watched(model, store, others)
-    mean, gamma = mean_distances(seen), calibrated_gamma(one.initial_recent for one in seen)
-    every = ways(lambda shared: share_layers(mean, gamma, shared).pairs)
+    gamma, layers = calibrated_gamma(attention.initial_recent for attention, _ in seen), seen[0][0].layers
+    mean = np.mean([changes for _, changes in seen], axis=0)
+
+    def nearest(changes: np.ndarray, shared: float = 0.5) -> tuple[tuple[int, int], ...]:
+        return nearest_pairs(layers, changes, target_pairs(len(layers), shared), most_distance=MOST_CHANGE)
+
+    every = ways(lambda shared: nearest(mean, shared))
     found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     for kind, make in kinds.items():
         talks = list(make(arguments, seed, arguments.count))
@@ -311,12 +318,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for store in stores.values():
             store.close()
     alike = {
-        "relative": mean.relative.tolist(),
-        "initial_recent": mean.initial_recent.tolist(),
+        "layers": layers,
+        "changes": mean.tolist(),
         "gamma": gamma,
         "chosen": {
-            name: [share_layers(one, gamma, 0.5, most).pairs for one in seen]
-            for name, most in (("Krul 0.5", ALIKE), ("published 0.5", 1.0))
+            "Krul 0.5": [nearest(changes) for _, changes in seen],
+            "published 0.5": [share_layers(attention, gamma, 0.5) for attention, _ in seen],
         },
         "fixed": {name: way.method.fixed for name, way in every.items() if isinstance(way.method, FixedPairs)},
     }
@@ -385,9 +392,9 @@ def report(document: dict[str, Any]) -> str:
 
 def alike_text(alike: dict[str, Any]) -> str:
     """Which layers are alike, in the conversations that settings are chosen on."""
-    relative = np.array(alike["relative"])
-    steps = ", ".join(f"{a}-{b} {relative[a, b]:.2f}" for a, b in pairwise(range(len(relative))))
-    count = sum(relative[a, b] <= ALIKE for a, b in pairwise(range(len(relative))))
+    changes, layers = np.array(alike["changes"]), alike["layers"]
+    steps = ", ".join(f"{layers[a]}-{layers[b]} {changes[a, b]:.2f}" for a, b in pairwise(range(len(layers))))
+    count = sum(changes[a, b] <= MOST_CHANGE for a, b in pairwise(range(len(layers))))
     fixed = "; ".join(f"{name}: {', '.join(f'{a}-{b}' for a, b in pairs)}" for name, pairs in alike["fixed"].items())
     overlaps = " ".join(
         f"{name} selects {np.mean([len(pairs) for pairs in chosen]):.1f} pairs per conversation. Two conversations "
@@ -395,9 +402,9 @@ def alike_text(alike: dict[str, Any]) -> str:
         for name, chosen in alike["chosen"].items()
     )
     return (
-        f"\nRelative distance of neighboring layers, mean over the conversations for choosing settings: {steps}. "
-        f"{count} of {len(relative) - 1} are similar (at most {ALIKE:g}). Pairs that are fixed for the model: {fixed}. "
-        f"{overlaps}\n"
+        f"\nChange of the KV of neighboring layers by a merge, mean over the conversations for choosing settings: "
+        f"{steps}. {count} of {len(layers) - 1} change by at most {MOST_CHANGE:g}. "
+        f"Pairs that are fixed for the model: {fixed}. {overlaps}\n"
     )
 
 

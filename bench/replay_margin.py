@@ -1,4 +1,4 @@
-"""When a replay predicts the loss of merged layers: by length, observed rows, number of turns, and limit.
+"""When a replay predicts the loss of merged layers: by length, number of turns, and limit.
 
     PYTHONPATH=. python bench/replay_margin.py --data DATA
 
@@ -36,10 +36,9 @@ NEXT_TOKENS = 99
 
 @dataclass(frozen=True, kw_only=True)
 class Early(Krul):
-    """Krul without a lower bound of tokens and rows."""
+    """Krul without a lower bound of tokens."""
 
     least_tokens: ClassVar[int] = 0
-    least_rows: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,13 @@ class Setting:
 def settings() -> dict[str, Setting]:
     """Return all settings by name."""
     found = {}
-    for alike, change, limit in ((0.3, 0.12, 0.0025), (1.0, 0.12, 0.0025), (0.3, 1.0, 0.0025), (1.0, 1.0, 0.01)):
-        method = Early(recompute=0.0, alike=alike, change=change, quality=MARGIN * limit)
+    for change, limit in ((0.12, 0.0025), (1.0, 0.0025), (1.0, 0.01)):
+        method = Early(recompute=0.0, change=change, quality=MARGIN * limit)
         for tokens in (48, 64, 128, 192, 320, 480):
-            found[f"limit {limit}, alike {alike}, change {change}, first turn of {tokens}"] = Setting(method, [tokens])
+            found[f"limit {limit}, change {change}, first turn of {tokens}"] = Setting(method, [tokens])
     method, none = Early(recompute=0.0), Krul(0.0, recompute=0.0)
     for tokens in (16, 32, 64, 128):
-        found[f"320 tokens, last turn of {tokens}: {1 if tokens == 16 else tokens // 4} rows"] = Setting(
-            method, [320 - tokens, 320], none
-        )
+        found[f"320 tokens, last turn of {tokens}"] = Setting(method, [320 - tokens, 320], none)
     stops = [20, *range(68, 480, 48), 480]
     found["int8, 11 turns, 480 tokens"] = Setting(none, stops)
     found["Krul(), 11 turns, 480 tokens"] = Setting(Krul(recompute=0.0), stops)

@@ -1,22 +1,24 @@
 """Ways to keep a conversation in less space: Krul, and what it is compared with in `conversation_answers.py`.
 
-`Krul` has the default settings: int8, and pairs that a replay accepts. `Krul, any distance` replays pairs at any
-distance of their attention and KV. `Krul SHARE` merges the pairs that attention proposes without a replay.
+`Krul` has the default settings: int8, and pairs that a replay accepts. `Krul, any distance` replays pairs however much
+a merge moves their KV, `Krul, by attention` those with the most similar attention. `Krul SHARE` merges pairs whose KV
+moves little without a replay. `Krul, model's pairs` replays the same pairs in every conversation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.baselines import MiniCache
-from hf_tiered_cache.conversations.sharing import I_R_SHARE, LayerDistances, calibrated_gamma
+from hf_tiered_cache.conversations.sharing import LayerDistances
 from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method
+from hf_tiered_cache.methods.krul import mergeable_layers
 from hf_tiered_cache.store.codecs import RAW
 from hf_tiered_cache.store.codecs.pairs import TOWARD
 
@@ -34,16 +36,13 @@ UNCHECKED: dict[str, Any] = {"quality": None, "codec": RAW}
 
 @dataclass(frozen=True, kw_only=True)
 class RandomPairs(Krul):
-    """As many pairs as Krul would choose, at random among the layers that are I-R."""
+    """As many pairs as Krul would choose, at random among all layers."""
 
     kind: ClassVar[str] = "random pairs"
 
     def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
         count = len(super().pairs(idle, shared))
-        if not count or idle.attention is None:
-            return ()
-        gamma = calibrated_gamma(idle.initial_recent, I_R_SHARE)
-        among = np.array(idle.attention.layers)[idle.attention.initial_recent >= gamma]
+        among = mergeable_layers(idle.readers[0].shape.layout)
         drawn = np.random.default_rng(int(self.conversation, 16)).permutation(among)[: 2 * count]
         return paired(drawn.reshape(-1, 2).tolist())
 
@@ -62,15 +61,21 @@ class FixedPairs(Krul):
 
 @dataclass(frozen=True, kw_only=True)
 class Watching(Krul):
-    """Shares nothing, and notes how alike the layers of each conversation are."""
+    """Shares nothing, and notes how alike the layers of each conversation are: their attention, and their KV.
 
-    seen: list[LayerDistances] = field(default_factory=list, compare=False, repr=False)
+    Args:
+        seen: distances of attention, and by how much a merge moves the KV, float `[layers, layers]`.
+    """
+
+    pairs_by: Literal["kv", "attention"] = "attention"
+    seen: list[tuple[LayerDistances, np.ndarray]] = field(default_factory=list, compare=False, repr=False)
 
     kind: ClassVar[str] = "watching"
 
     def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
-        assert idle.attention is not None and not idle.attention.missing
-        self.seen.append(idle.attention)
+        assert idle.attention is not None and not idle.attention.missing and idle.replay is not None
+        layout, attention = idle.readers[0].shape.layout, idle.attention
+        self.seen.append((attention, self.changes(idle.replay, layout, attention.layers)))
         return ()
 
 
@@ -107,7 +112,9 @@ def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
         NOISE: Way("full", piece=61),
         "int8": Way("int8", Exact(recompute=0.0, codec="int8")),
         "Krul": Way("Krul, default", Krul(recompute=0.0)),
-        "Krul, any distance": Way("Krul, any distance", Krul(recompute=0.0, alike=1.0, change=1.0)),
+        "Krul, any distance": Way("Krul, any distance", Krul(recompute=0.0, change=1.0)),
+        "Krul, by attention": Way("Krul, by attention", Krul(recompute=0.0, pairs_by="attention")),
+        "Krul, model's pairs": Way("Krul, model's pairs", FixedPairs(recompute=0.0, fixed=fixed(0.5))),
         "front 0.4": Way("front alone", Krul(0.0, recompute=0.4, codec=RAW)),
         "front 0.4 int8": Way("front alone, int8", Krul(0.0, recompute=0.4)),
     }

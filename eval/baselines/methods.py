@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_tiered_cache.errors import ConfigError, unknown_name
 from hf_tiered_cache.methods import BudgetMethod, Exact, IdleConversation, Krul, Method
+from hf_tiered_cache.methods.krul import mergeable_layers
 from hf_tiered_cache.restore.observe import CacheObserver, Later
 from hf_tiered_cache.restore.plan import PlanContext
 from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector, budgeted_tokens
@@ -112,8 +113,7 @@ class MiniCache(Krul):
         return None
 
     def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        kinds = idle.readers[0].shape.layout.layers
-        full = [layer for layer, kind in enumerate(kinds) if kind is not None and not kind.window]
+        full = mergeable_layers(idle.readers[0].shape.layout)
         num_pairs = round(self.layers_shared * len(full) / 2)
         deepest = list(zip(full[::-1][1::2], full[::-1][::2], strict=False))
         return tuple(sorted(deepest[:num_pairs]))

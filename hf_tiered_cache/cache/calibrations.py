@@ -226,7 +226,7 @@ def _quality_name(fingerprint: str) -> str:
 
 
 def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) -> list[np.ndarray]:
-    """Save the attention that each layer gave to the first and last positions of its context in a conversation.
+    """Save the attention that each layer gave to the first and last tenth of a conversation.
 
     Args:
         storage: storage to save it in.

@@ -1,13 +1,12 @@
-"""Similarity of the attention of layers, and its share at the two ends of the context (Krul, Sections 4.2 and 5).
+"""Similarity of the attention of layers, and its share at the two ends of the sequence (Krul, Sections 4.2 and 5).
 
 The distance of two layers is Euclidean, over all attention weights of a head, and averaged over the heads. It is
 computed from sums of products over rows and keys: |a - b|² = a·a + b·b - 2 a·b. The attention row of each query is
 computed, added to the sums and dropped, so no tokens × tokens matrix is ever held.
 
-Differs from the paper in the definition of the ends of a context. The paper uses the first and last tenth of the whole
-sequence, which is not known before the sequence ends. This module uses the first and last tenth of what each row sees,
-at least one token each. Uniform attention then gives 0.2 at any length. (The paper's definition would give 0.335,
-mostly from rows near the beginning, which see only the first tenth.)
+The ends are the first and last tenth of the whole sequence. Where these are is not known before the sequence ends, so
+the attention that each position receives is summed up. Uniform attention gives 0.335: the rows near the beginning see
+only the first tenth.
 
 A sum cannot be undone, since queries are not kept. So that the last positions can be cropped, sums are kept separately,
 in small windows at the end and large ones before (as in an exponential histogram: Datar et al. 2002). Few sums are
@@ -23,11 +22,10 @@ from operator import add
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ..store.memory import to_device
 
-END = 0.1
-"""Share of a row's context that counts as its beginning, and as its end (Algorithm 1)."""
 _LARGEST = 1 << 24
 """Maximum number of attention weights held at a time: 64 MiB of float32."""
 
@@ -39,31 +37,40 @@ class AttentionSums:
     Args:
         products: float32 `[batch, heads, layers, layers]`: products of the weights of two layers, summed over keys and
             rows.
-        ends: float32 `[batch, layers]`: weights at both ends of the context, summed over rows, mean over the heads.
+        received: float32 `[batch, layers, positions]`: weights that each position received, summed over rows, mean over
+            the heads. Positions after the last one received nothing.
         rows: float32 `[batch]`: number of rows in the sums.
+        pads: int64 `[batch]`: number of left-padding positions.
     """
 
     products: torch.Tensor
-    ends: torch.Tensor
+    received: torch.Tensor
     rows: torch.Tensor
+    pads: torch.Tensor
 
     def __add__(self, other: AttentionSums) -> AttentionSums:
-        return AttentionSums(self.products + other.products, self.ends + other.ends, self.rows + other.rows)
+        shorter, longer = sorted((self.received, other.received), key=lambda received: received.shape[-1])
+        received = longer + pad(shorter, (0, longer.shape[-1] - shorter.shape[-1]))
+        return AttentionSums(self.products + other.products, received, self.rows + other.rows, self.pads)
 
     def times(self, weight: float) -> AttentionSums:
         """Return these sums with every row counted `weight` times."""
-        return AttentionSums(self.products * weight, self.ends * weight, self.rows * weight)
+        return AttentionSums(self.products * weight, self.received * weight, self.rows * weight, self.pads)
 
     def select(self, rows: torch.Tensor) -> AttentionSums:
         """Return the sums of reordered sequences: sequence i becomes sequence `rows[i]`, or the only one there is."""
         rows = rows.to(self.rows.device)
         if len(self.rows) == 1:
             rows = torch.zeros_like(rows)
-        return AttentionSums(*(tensor.index_select(0, rows) for tensor in (self.products, self.ends, self.rows)))
+        return AttentionSums(*(tensor.index_select(0, rows) for tensor in self._tensors))
 
     def to(self, device: torch.device) -> AttentionSums:
         """Return these sums on a device."""
-        return AttentionSums(*(tensor.to(device) for tensor in (self.products, self.ends, self.rows)))
+        return AttentionSums(*(tensor.to(device) for tensor in self._tensors))
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.products, self.received, self.rows, self.pads
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +120,8 @@ def attention_sums(
     ]
     visible = _Visibility(rows, device)
     products = torch.zeros(-(-count // group_rows), batch, heads, layers, layers, device=device)
-    ends = torch.zeros(len(products), batch, layers, device=device)
     num_keys = int(rows.positions[-1]) + 1
+    received = torch.zeros(len(products), batch, layers, num_keys, device=device)
     heads_per_step = min(kv_heads, max(1, _LARGEST // (layers * batch * group * num_keys)))
     for head in range(0, kv_heads, heads_per_step):
         kv = slice(head, head + heads_per_step)
@@ -130,9 +137,13 @@ def attention_sums(
                 flat = weights.flatten(3).flatten(1, 2)  # [layers, batch * width, n * keys]
                 head_products = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).unflatten(0, (batch, width))
                 products[number, :, head * group : head * group + width] += head_products
-                ends[number] += visible.at_ends(weights, span).mT / heads
+                # [layers, batch, keys]
+                received[number, :, :, : weights.shape[-1]] += weights.sum((2, 3)).transpose(0, 1) / heads
     spans = [slice(first, first + group_rows) for first in range(0, count, group_rows)]
-    return [AttentionSums(products[number], ends[number], visible.rows(span)) for number, span in enumerate(spans)]
+    pads = to_device(np.array(rows.pads, np.int64), device)
+    return [
+        AttentionSums(products[number], received[number], visible.rows(span), pads) for number, span in enumerate(spans)
+    ]
 
 
 class _Visibility:
@@ -168,26 +179,6 @@ class _Visibility:
         if not self._padded:
             return hidden
         return hidden | (place < to_device(np.array(self._pads), self._device).view(-1, 1, 1, 1))
-
-    def at_ends(self, weights: torch.Tensor, span: slice) -> torch.Tensor:
-        """Return the weights at the two ends of each row's context, summed over rows and heads, `[layers, batch]`."""
-        positions = self._positions[span]
-        if len(positions) == 1 and not self._padded:
-            width = _width(positions)[0]
-            ends = weights[..., :width].sum((2, 3, 4))
-            return ends + weights[..., max(width, weights.shape[-1] - width) :].sum((2, 3, 4))
-        place = np.arange(weights.shape[-1])
-        end_masks = []  # [n, keys] for each sequence
-        for pad in self._pads if self._padded else (0,):
-            width = _width(positions - pad)[:, None]
-            end_masks.append((place < pad + width) | (place > positions[:, None] - width))
-        mask = to_device(np.stack(end_masks).astype(np.float32), self._device)  # [batch or 1, n, keys]
-        return (weights.flatten(3) @ mask.flatten(1).unsqueeze(-1)).sum((2, 3))
-
-
-def _width(last: np.ndarray) -> np.ndarray:
-    """Return the number of positions at each end of contexts, given the index of their last position."""
-    return np.maximum(1, np.ceil(END * (last + 1))).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)

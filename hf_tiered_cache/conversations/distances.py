@@ -119,7 +119,7 @@ class AttentionDistances:
         sums = total.sums.select(torch.tensor([row])).to(torch.device("cpu"))
         if not float(sums.rows):
             return LayerDistances.none("the observed attention is of padding only")
-        return LayerDistances.of(self._layers, sums, total.sampled)
+        return LayerDistances.of(self._layers, sums, total.sampled, self._sources[0].columns)
 
     # --- sampling
 

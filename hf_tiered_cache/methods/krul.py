@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -10,17 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from ..conversations.acceptance import (
-    LEAST_ROWS,
     LEAST_TOKENS,
     MARGIN,
     MOST_CHANGE,
     LayerTensors,
     Pairs,
+    Replay,
     accepted_pairs,
 )
+from ..conversations.changes import merge_changes
 from ..conversations.distances import AttentionDistances
-from ..conversations.sharing import ALIKE, I_R_SHARE, calibrated_gamma, share_layers
-from ..errors import ConfigError, with_type
+from ..conversations.sharing import I_R_SHARE, calibrated_gamma, nearest_pairs, share_layers, target_pairs
+from ..errors import ConfigError, unknown_name, with_type
 from ..restore.observe import CacheObserver, Later
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
@@ -38,47 +40,50 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_tiered_cache")
 
+_NO_REPLAY = "the cache does not hold its last tokens and the KV before them"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Krul(PrefixMethod, ForConversation):
     """Krul: a suspended conversation is stored with KV shared between similar layers, and without its first tokens.
 
-    KV is stored in eight bits. Pairs of layers that share their KV are proposed for each conversation, by the attention
-    observed in it (Section 4). They share only if a replay of the last tokens shows that this is harmless. The first
-    tokens, more of them in early layers than in late ones, are recomputed when the conversation is restored, while the
-    rest is loaded (Section 6). Without `TieredCache(conversation=)` nothing is suspended, and nothing is merged.
-    `Krul.paper()` has the paper's settings.
+    KV is stored in eight bits. Pairs of layers that share their KV are proposed for each conversation: those that a
+    merge moves least or, as published, those with the most similar attention (Section 4). They share only if a replay
+    of the last tokens shows that this is harmless. The first tokens, more of them in early layers than in late ones,
+    are recomputed when the conversation is restored, while the rest is loaded (Section 6). Without
+    `TieredCache(conversation=)` nothing is suspended, and nothing is merged. `Krul.paper()` has the paper's settings.
 
     Args:
         layers_shared: Share of the full-attention layers to pair, in [0, 1]. Fewer are paired if fewer are similar.
         recompute: Share of a conversation that is not stored but recomputed when it is restored. "auto" is the fastest
             share that `KVStore.calibrate_prefix` measured for this model and device; 0 without a calibration.
-        gamma: Minimum share of attention that a layer pays to both ends of its context to be a candidate for sharing
-            (Section 4.2). "auto" makes three quarters of the layers candidates, over the last 64 suspensions of
-            conversations of this model in the store.
+        pairs_by: Distance of layers by which pairs are proposed. "kv": change of their keys and values by a merge,
+            computed at `suspend()`. "attention": distance of their attention (the paper's), for which an observer
+            samples rows in each pass.
+        gamma: Minimum share of attention that a layer pays to the first and last tenth of the sequence to be a
+            candidate for sharing (Section 4.2), with `pairs_by="attention"`. "auto" makes three quarters of the layers
+            candidates, over the last 64 suspensions of conversations of this model in the store.
         toward: Direction that two layers share, between that of the first layer (0) and that of the deeper one (1).
             MiniCache and the paper use 0.6. Ours is 0.4: with 0.6, information that the first layer looks up is lost
             sooner.
         retained: Share of the tokens that a pair keeps unmerged: those that differ most between its layers (MiniCache).
-        alike: Maximum distance between the attention of two layers that share, from 0 to 1 (ours:
-            `LayerDistances.relative`).
         quality: Maximum mean loss per token, as KL divergence from unmerged KV, in nats. At `suspend()`, the last 32
             tokens are replayed over the merged KV. The pairs share if they lose at most a quarter of this, else half of
-            them are tried, and so on. Below 128 tokens, or 8 observed rows in a turn, no new pair is proposed. After a
-            refusal, new pairs are proposed when the conversation has twice the length. None merges all pairs without
-            a replay, as published.
-        change: Maximum relative distance by which a merge may move the keys and values of a pair, from 0 to 1, unless
-            `quality` is None. Pairs above it are not replayed.
+            them are tried, and so on. Below 128 tokens, no new pair is proposed. After a refusal, new pairs are
+            proposed when the conversation has twice the length. None merges all proposed pairs without a replay, as
+            published.
+        change: Maximum relative distance by which a merge may move the keys and values of a pair, from 0 to 1. Pairs
+            above it are not merged, unless attention proposes them and `quality` is None.
         codec: See `Method`.
     """
 
     geometry: Geometry = field(default=Geometry(64, 1))
     codec: str | None = "int8"
     layers_shared: float = field(default=0.5, kw_only=False)
+    pairs_by: Literal["kv", "attention"] = "kv"
     gamma: float | Literal["auto"] = "auto"
     toward: float = 0.4
     retained: float = 0.05
-    alike: float = ALIKE
     quality: float | None = 0.01
     change: float = MOST_CHANGE
     conversation: str = field(default="", repr=False)
@@ -87,16 +92,17 @@ class Krul(PrefixMethod, ForConversation):
     kind: ClassVar[str] = "krul"
     """Beginning of the provenance."""
     least_tokens: ClassVar[int] = LEAST_TOKENS
-    least_rows: ClassVar[int] = LEAST_ROWS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("layers_shared", "toward", "retained", "alike", "change"):
+        for name in ("layers_shared", "toward", "retained", "change"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be a float between 0 and 1, not {with_type(value)}")
         if self.quality is not None and (not is_number(self.quality) or not self.quality >= 0):
             raise ConfigError(f"quality must be a loss in nats, at least 0, or None, not {with_type(self.quality)}")
+        if self.pairs_by not in ("kv", "attention"):
+            raise ConfigError(unknown_name("pairs_by", self.pairs_by, ["kv", "attention"]))
         if self.gamma != "auto" and (not is_number(self.gamma) or not 0 <= self.gamma <= 1):
             raise ConfigError(
                 f'gamma must be a share of attention, a float between 0 and 1, or "auto", not {with_type(self.gamma)}'
@@ -105,7 +111,7 @@ class Krul(PrefixMethod, ForConversation):
     @classmethod
     def paper(cls, layers_shared: float = 0.5, **settings: Any) -> Krul:
         """Return the paper's settings: the nearest layers share, whatever that loses, with MiniCache's directions."""
-        published: dict[str, Any] = {"toward": TOWARD, "alike": 1.0, "quality": None, "codec": RAW}
+        published: dict[str, Any] = {"toward": TOWARD, "pairs_by": "attention", "quality": None, "codec": RAW}
         return cls(layers_shared, **(published | settings))
 
     @cached_property
@@ -119,7 +125,7 @@ class Krul(PrefixMethod, ForConversation):
         return shape.tokens // HASH_TOKENS
 
     def observer(self, later: Later | None) -> CacheObserver | None:
-        return AttentionDistances(later=later) if self.layers_shared else None
+        return AttentionDistances(later=later) if self.layers_shared and self.pairs_by == "attention" else None
 
     def compact(self, idle: IdleConversation) -> str | None:
         if not self.conversation:
@@ -150,15 +156,14 @@ class Krul(PrefixMethod, ForConversation):
         if self.quality is None:
             return self.pairs(idle, shared)
         decision, tokens, replay = idle.decision, tokens_of(idle.readers), idle.replay
-        rows = 0 if idle.attention is None else idle.attention.rows
-        has_evidence = tokens >= self.least_tokens and rows >= self.least_rows
-        proposed = self.pairs(idle, shared) if has_evidence and tokens >= 2 * decision.refused_tokens else shared
-        if not proposed:
-            return ()
+        is_due = tokens >= max(self.least_tokens, 2 * decision.refused_tokens)
         most, merge = self.quality / MARGIN, partial(self._merge, merged_codec(self.geometry.codec))
         try:
+            proposed = self.pairs(idle, shared) if is_due else shared
+            if not proposed:
+                return ()
             if replay is None:
-                raise ValueError("the cache does not hold its last tokens and the KV before them")
+                raise ValueError(_NO_REPLAY)
             result = accepted_pairs(replay, proposed, merge, most, self.change)
         except Exception as error:  # then nothing is merged, and the conversation is stored all the same
             decision.text = f"no layers share KV: the last tokens cannot be replayed: {error}"
@@ -180,15 +185,38 @@ class Krul(PrefixMethod, ForConversation):
         return merge_layers(first, second, codec, self.toward, self.retained)
 
     def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
-        """Return the pairs that are proposed: those that share already, and those with the most similar attention."""
-        attention = idle.attention
-        if not self.layers_shared or attention is None or attention.missing:
+        """Return the pairs that are proposed: those that share already, and the nearest other layers."""
+        if not self.layers_shared:
             return shared
-        gamma = self.gamma if self.gamma != "auto" else calibrated_gamma(idle.initial_recent, I_R_SHARE)
-        sharing = share_layers(attention, gamma, self.layers_shared, self.alike, shared)
-        if sharing.why_fewer:
-            logger.info("conversation %s: %s", self.conversation, sharing.why_fewer)
-        return sharing.pairs
+        if self.pairs_by == "attention":
+            attention = idle.attention
+            if attention is None or attention.missing:
+                return shared
+            gamma = self.gamma if self.gamma != "auto" else calibrated_gamma(idle.initial_recent, I_R_SHARE)
+            return share_layers(attention, gamma, self.layers_shared, shared)
+        if idle.replay is None:
+            idle.decision.text = f"no layers share KV: {_NO_REPLAY}"
+            return shared
+        layers = mergeable_layers(idle.readers[0].shape.layout)
+        changes = self.changes(idle.replay, idle.readers[0].shape.layout, layers)
+        pairs = nearest_pairs(layers, changes, target_pairs(len(layers), self.layers_shared), shared, self.change)
+        if not pairs:
+            idle.decision.refused_tokens = tokens_of(idle.readers)
+            moved = min(changes.flat, default=np.inf)
+            idle.decision.text = f"no layers share KV: a merge moves that of any two by {moved:.2g} or more, "
+            idle.decision.text += f"and the limit is {self.change:g}"
+        return pairs
+
+    def changes(self, replay: Replay, layout: KVLayout, layers: Sequence[int]) -> np.ndarray:
+        """Return by how much a merge would move the keys and values of any two layers: see `merge_changes`."""
+        kv, kinds = [replay.kv(layer) for layer in layers], [layout.layers[layer] for layer in layers]
+        return merge_changes(kv, kinds, self.toward, self.retained)
+
+
+def mergeable_layers(layout: KVLayout) -> list[int]:
+    """Return the layers of a model that keep keys and values of the whole context, ascending."""
+    layers = enumerate(layout.layers)
+    return [layer for layer, kv in layers if kv is not None and not kv.window and kv.key_dim and kv.value_dim]
 
 
 def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> float:

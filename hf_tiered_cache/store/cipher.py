@@ -66,10 +66,10 @@ class Hidden(_Secret):
     """Wrapper of a secret passed between functions: tracebacks that show variables do not show the secret.
 
     Args:
-        value: the secret.
+        value: the secret, or a call with secrets among its arguments.
     """
 
-    def __init__(self, value: str | bytes | None) -> None:
+    def __init__(self, value: Any) -> None:
         self.value = value
 
     def __repr__(self) -> str:

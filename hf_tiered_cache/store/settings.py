@@ -5,12 +5,11 @@ An argument in the code counts before the variable `HF_TIERED_CACHE_<NAME>`, and
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -134,11 +133,13 @@ def _setting(name: str, written: str, value: Any, source: str) -> Setting:
 
 def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
     """Let an `__init__` take arguments that its caller omits from `read_settings`."""
-    parameters = inspect.signature(init).parameters
+    from .cipher import Hidden  # imports torch, which the commands that import this module do without
 
-    @functools.wraps(init)
+    @wraps(init)
     def configured(self: S, /, *arguments: P.args, **given: P.kwargs) -> None:
-        outside = {name: one.value for name, one in read_settings().items() if name in parameters}
-        init(self, *arguments, **(outside | given))
+        call = Hidden(partial(init, self, *arguments, **given))
+        arguments, given = (), {}  # type: ignore[assignment]  # tracebacks may show variables
+        outside = {name: one.value for name, one in read_settings().items() if name not in call.value.keywords}
+        call.value(**outside)
 
     return configured

@@ -410,7 +410,7 @@ def test_replay_margin(tmp_path):
     model = margin.load(folder, torch.float32, margin.CPU)
     (talk,) = margin.questions(argparse.Namespace(model=folder, tokens=320), 1, 1)
     figures = [
-        margin.figures_of(model, margin.Setting(method, [100, 208]), talk.ids, str(tmp_path / str(number)))
+        margin.figures_of(model, margin.Setting(method, [208]), talk.ids, str(tmp_path / str(number)))
         for number, method in enumerate((margin.Early(0.0, recompute=0.0), margin.Early(recompute=0.0, quality=1.0)))
     ]
     assert [bool(found["pairs"]) for found in figures] == [False, True]

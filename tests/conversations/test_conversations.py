@@ -910,7 +910,7 @@ print(kill_at_steps(root, suspend, draws - 12, 12))  # the record is written at 
 """
 
 
-MERGING = "krul:layers_shared=0.7:recompute=0.3:gamma=0.0:alike=1.0:quality=None"
+MERGING = "krul:layers_shared=0.7:recompute=0.3:change=1.0:quality=None"
 
 
 @pytest.mark.parametrize(

@@ -94,24 +94,19 @@ def weights(model, ids, layers=None):
 
 
 def direct(attention, rows=slice(None)):
-    """Euclidean and relative distances and shares at the ends, of some rows, by their definitions."""
-    attention = attention[:, :, rows]
+    """Euclidean distances and shares at the ends of the sequence, of some rows, by Algorithm 1 of the paper."""
+    seq_length, attention = attention.shape[-1], attention[:, :, rows]
     flat = attention.flatten(2)
     apart = (flat[:, None] - flat[None]).square().sum(-1)  # [layers, layers, heads]
-    norms = flat.square().sum(-1)
     euclidean = (apart / attention.shape[2]).sqrt().mean(-1)
-    relative = (apart / (norms[:, None] + norms[None])).sqrt().mean(-1)
-    every = np.arange(attention.shape[-1])
-    own = every[rows][:, None]
-    width = np.maximum(1, np.ceil((own + 1) / 10))
-    near = torch.from_numpy((every < width) | ((every > own - width) & (every <= own)))
-    ends = (attention * near).sum(-1).mean((1, 2))
-    return euclidean.numpy(), relative.numpy(), ends.numpy()
+    initial, recent = attention[..., : int(0.1 * seq_length)], attention[..., int(0.9 * seq_length) :]
+    ends = initial.sum(-1) + recent.sum(-1)  # [layers, heads, rows]
+    return euclidean.numpy(), ends.mean((1, 2)).numpy()
 
 
 def assert_same(result, expected, rows):
     assert result.missing == "" and result.rows == rows
-    for found, wanted in zip((result.euclidean, result.relative, result.initial_recent), expected, strict=True):
+    for found, wanted in zip((result.euclidean, result.initial_recent), expected, strict=True):
         assert wanted.max() > 0.05, "or there is nothing to compare"
         np.testing.assert_allclose(found, wanted, atol=2e-4)
 
@@ -156,7 +151,7 @@ def test_bfloat16_is_compared_in_float32(store):
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, prompt(60))
     result = observer_of(cache).result()
-    assert result.rows == 60 and result.missing == "" and np.isfinite(result.relative).all()
+    assert result.rows == 60 and result.missing == "" and np.isfinite(result.euclidean).all()
 
 
 def test_of_a_restored_prefix_the_computed_rows_count(model, store):
@@ -462,7 +457,7 @@ def test_columns_taken_back_while_they_are_reduced_do_not_count(model, store, mo
 
     monkeypatch.setattr(distances, "_reduce_queries", cropped)
     queue.run()
-    assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), slice(40)), 40)
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0, :40])), 40)
 
 
 def test_rows_that_change_places_while_they_are_reduced(model, store, monkeypatch):
@@ -642,7 +637,9 @@ def test_decoding_does_at_most_two_percent_more_arithmetic(store):
 
 
 def of(value):
-    return AttentionSums(torch.full((1, 1, 1, 1), value), torch.full((1, 1), value), torch.tensor([value]))
+    return AttentionSums(
+        torch.full((1, 1, 1, 1), value), torch.full((1, 1, 3), value), torch.tensor([value]), torch.tensor([0])
+    )
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=300), st.integers(0, 400))

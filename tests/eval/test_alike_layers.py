@@ -10,18 +10,14 @@ import numpy as np
 import pytest
 import torch
 from conversing import Conversing
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.data import Data
 from eval.reference.asking import language_of, load
-from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.conversations.distances import AttentionDistances
-from hf_tiered_cache.conversations.sharing import ALIKE, calibrated_gamma, share_layers
+from hf_tiered_cache.conversations.sharing import calibrated_gamma, share_layers
 from hf_tiered_cache.methods import Exact
 
 XS = Path(__file__).parents[2] / "eval" / "reference" / "xs"
-STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 KINDS = {"fact": 1.0, "alias": 1.0, "hop": 1.0, "shot": 1.0}
 EVERY_ROW = {"interval": 1, "prompt_interval": 1, "prompt_rows": 1 << 30}
 
@@ -63,29 +59,28 @@ def distances_of(number):
 
 
 def neighbours(distances):
-    return np.diagonal(distances.relative, 1)
+    return np.diagonal(distances.euclidean, 1)
 
 
 def test_shared_layers_of_the_reference_model_are_alike_and_the_outer_ones_are_not():
     for number in range(6):
         near = neighbours(distances_of(number))
-        assert near[2:6].max() < 0.45 and near[0] > ALIKE < near[6]
+        assert near[2:6].max() < min(near[0], near[6])
 
 
 def test_strategies_differ_between_conversations():
     gamma = calibrated_gamma([distances_of(number).initial_recent for number in range(8)])
     chosen = [share_layers(distances_of(number), gamma) for number in range(8)]
-    assert len({frozenset(each.pairs) for each in chosen}) > 1
-    for each in chosen:
-        paired = {layer for pair in each.pairs for layer in pair}
-        assert paired <= set(each.initial_recent) and not paired & {0, 7}
-    assert sum(len(each.pairs) == 2 for each in chosen) >= 4
+    assert len({frozenset(pairs) for pairs in chosen}) > 1
+    for number, pairs in enumerate(chosen):
+        paired = [layer for pair in pairs for layer in pair]
+        assert (distances_of(number).initial_recent[paired] >= gamma).all() and len(pairs) <= 2
 
 
 def test_gamma_holds_for_conversations_it_was_not_calibrated_on():
     gamma = calibrated_gamma([distances_of(number).initial_recent for number in range(8)], 0.75)
     found = [(distances_of(number).initial_recent >= gamma).mean() for number in range(8, 14)]
-    assert np.mean(found) == pytest.approx(0.75, abs=0.125)  # a layer of eight
+    assert np.mean(found) == pytest.approx(0.75, abs=0.25)  # all layers have similar shares
     exact = [(distances_of(number).initial_recent >= gamma).mean() for number in range(8)]
     assert np.mean(exact) == 0.75
 
@@ -97,18 +92,8 @@ def test_the_estimate_is_near_and_chooses_alike(tokens):
         ids = conversation(number, tokens)
         every, sampled = observed(xs()[0], ids, **EVERY_ROW), observed(xs()[0], ids)
         assert every.rows == tokens and sampled.rows <= 128
-        assert np.abs(sampled.relative - every.relative).max() < 0.1
-        assert np.abs(neighbours(sampled) - neighbours(every))[2:6].max() < 0.07
+        assert np.abs(sampled.euclidean - every.euclidean).max() < 0.1
+        assert np.abs(neighbours(sampled) - neighbours(every))[2:6].max() < 0.1
         assert np.abs(sampled.initial_recent - every.initial_recent).max() < 0.1
-        assert all(every.relative[pair] < ALIKE for pair in share_layers(sampled, 0.0).pairs)
-
-
-@pytest.mark.skipif(not STORIES.exists(), reason="needs stories260K next to the repository")
-def test_a_model_without_alike_layers_shares_nothing_and_says_so():
-    model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval()
-    ids = AutoTokenizer.from_pretrained(STORIES)(" ".join(sentences(Data(None))[:200]))["input_ids"]
-    for at, tokens in ((0, 150), (0, 500), (500, 500)):
-        distances = observed(model, ids[at : at + tokens])
-        assert neighbours(distances).min() > ALIKE + 0.1
-        found = share_layers(distances, 0.0, layers_shared=1.0)
-        assert found.pairs == () and "no layers share" in found.why_fewer
+        (pair,) = share_layers(sampled, 0.0, 0.25)
+        assert every.euclidean[pair] < 1.1 * neighbours(every).min()

@@ -302,7 +302,7 @@ def test_attention_is_compared_as_on_the_cpu(tmp_path):
             store.flush()
             found.append(cache._executor.observer.result())
     assert found[0].rows == found[1].rows == 390 and found[1].missing == ""
-    np.testing.assert_allclose(found[1].relative, found[0].relative, atol=1e-2)
+    np.testing.assert_allclose(found[1].euclidean, found[0].euclidean, atol=1e-2)
     np.testing.assert_allclose(found[1].initial_recent, found[0].initial_recent, atol=1e-3)
 
 

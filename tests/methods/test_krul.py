@@ -24,6 +24,7 @@ from eval.reference.language import KINDS
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
 from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, note_initial_recent
 from hf_tiered_cache.cache.cost_model import idle_recompute_ratio
+from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Exact, Krul, describe_method, krul, make_method
@@ -37,7 +38,7 @@ XS = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 CPU = torch.device("cpu")
 TOKENS = 200
 LOSSLESS = {"geometry": Geometry(16, 1), "codec": "raw"}
-EVERY = {"gamma": 0.0, "alike": 1.0, "quality": None} | LOSSLESS
+EVERY = {"change": 1.0, "quality": None} | LOSSLESS
 """Layers of random weights are not alike: so that some share all the same."""
 
 
@@ -265,8 +266,14 @@ def test_alike_layers_of_a_trained_model_share_and_strategies_differ(tmp_path):
 
 
 def test_layers_that_are_not_alike_share_nothing(model, root):
-    begun(model, root, Krul(recompute=0.0, gamma=0.0, alike=0.001), prompt(TOKENS))
+    begun(model, root, Krul(recompute=0.0, change=0.001), prompt(TOKENS))
     assert [shape.geometry.pairs for shape in shapes(root)] == [()]
+
+
+def test_passes_are_observed_only_if_attention_proposes_pairs():
+    assert Krul().observer(None) is None and Krul(0.0, pairs_by="attention").observer(None) is None
+    assert isinstance(Krul(pairs_by="attention").observer(None), AttentionDistances)
+    assert isinstance(Krul.paper().observer(None), AttentionDistances)
 
 
 def test_mini_cache_shares_the_deeper_half(model, root):
@@ -394,7 +401,8 @@ def test_memory_that_holds_a_part_or_nothing_gives_the_same_bytes(model, tmp_pat
         {"quality": "0.1"},
         {"layers_shared": 1.5},
         {"retained": -0.1},
-        {"alike": 2},
+        {"change": 2},
+        {"pairs_by": "queries"},
         {"gamma": 3},
         {"recompute": 2},
     ],
@@ -407,7 +415,7 @@ def test_settings_that_make_no_sense_are_refused(settings):
 def test_it_has_a_name():
     method = Krul(0.25, recompute=0.4)
     assert make_method(describe_method(method.for_conversation("0" * 32))) == method
-    published = {"toward": 0.6, "alike": 1.0, "quality": None, "codec": "raw"}
+    published = {"toward": 0.6, "pairs_by": "attention", "quality": None, "codec": "raw"}
     assert Krul.paper(0.75, recompute=0.4) == Krul(0.75, recompute=0.4, **published)
     assert method.provenance == "krul int8" and method.for_conversation("ab").provenance == "krul ab int8"
     assert Krul(codec="raw").coded("fp8").provenance == "krul"

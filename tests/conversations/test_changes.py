@@ -1,0 +1,64 @@
+"""The estimated change of KV by a merge is that of the merge."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_tiered_cache.conversations.changes import SAMPLED_TOKENS, merge_changes
+from hf_tiered_cache.store.codecs.pairs import Direction, merge_layers
+
+LAYERS = 4
+
+
+def kv_of(tokens, noise=0.5, seed=0):
+    """Keys and values of layers that resemble each other the less, the farther apart they are."""
+    generator = torch.Generator().manual_seed(seed)
+    layer, layers = [torch.randn(1, 2, tokens, 8, generator=generator) for _ in range(2)], []
+    for number in range(LAYERS):
+        layer = [tensor + noise * torch.randn(tensor.shape, generator=generator) for tensor in layer]
+        layers.append(tuple((1 + number) * tensor for tensor in layer))
+    return layers
+
+
+def changed(before, after):
+    return float((after - before).square().sum() / before.square().sum())
+
+
+@pytest.mark.parametrize("toward", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("retained", [0.0, 0.05, 0.5])
+def test_the_estimate_is_the_change_of_the_merge(toward, retained):
+    kv = kv_of(SAMPLED_TOKENS)
+    found = merge_changes(kv, ["kind"] * LAYERS, toward, retained)
+    for first in range(LAYERS):
+        for second in range(first + 1, LAYERS):
+            after = merge_layers(kv[first], kv[second], Direction(), toward, retained)
+            squares = [
+                changed(tensor, merged)
+                for layer, merged_layer in zip((kv[first], kv[second]), after, strict=True)
+                for tensor, merged in zip(layer, merged_layer, strict=True)
+            ]
+            assert found[first, second] == pytest.approx(np.sqrt(np.mean(squares)), rel=1e-3)
+    assert (found[:-1, 1:][np.triu_indices(LAYERS - 1)] > 0.1).all() and found[0, 1] < found[0, 3]
+
+
+def test_some_tokens_stand_for_the_others():
+    kv = kv_of(8 * SAMPLED_TOKENS)
+    sampled = merge_changes(kv, ["kind"] * LAYERS, 0.4, 0.05)[0, 1]
+    after = merge_layers(kv[0], kv[1], Direction(), 0.4, 0.05)
+    pairs = zip((*kv[0], *kv[1]), (*after[0], *after[1]), strict=True)
+    assert sampled == pytest.approx(np.sqrt(np.mean([changed(*pair) for pair in pairs])), rel=0.1)
+
+
+def test_equal_layers_do_not_change_and_other_kinds_cannot_be_merged():
+    (one, *_), wide = kv_of(40), (torch.ones(1, 3, 40, 4),) * 2
+    found = merge_changes([one, wide, one, wide], ["a", "b", "a", "b"], 0.4, 0.0)
+    assert found[0, 2] == pytest.approx(0, abs=1e-3) and found[1, 3] == pytest.approx(0, abs=1e-3)
+    assert np.isinf(found[[0, 0, 1, 2], [1, 3, 2, 3]]).all()
+
+
+def test_a_layer_without_values_and_an_empty_model_are_no_fault():
+    zero = (torch.zeros(1, 2, 4, 8),) * 2
+    assert np.isfinite(merge_changes([zero, zero], ["kind"] * 2, 0.4, 0.0)[0, 1])
+    assert merge_changes([], [], 0.4, 0.0).shape == (0, 0)
