@@ -16,8 +16,8 @@ the time in which the model waits for KV, or the disk is idle although reads are
 
 With random weights no layers are similar, and pairs have no meaning. Krul is therefore forced to merge layers
 (`change=1, quality=None`); the benchmark measures time and bytes, not quality. With `--model`, Krul selects
-pairs itself. MiniCache always merges. H2O-like stands for systems that evict tokens during a conversation: its time and
-bytes are those of loading as many of the first tokens as it would keep. No tokens are selected.
+pairs itself. MiniCache always merges. H2O (`eval.baselines`) attends to a share of the history: it reads all keys, and
+only the values of the selected tokens. It stores all KV, exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,12 @@ from lib.common import (
 )
 from lib.pages import machine, machine_text, pyplot, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
+from lib.stored import payload_bytes, shapes_of
 from lib.workload import Prompts, RandomTokens, ReferenceLanguage, Turn, turns_of
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
-from eval.baselines import MiniCache, PartialRecompute
+from eval.baselines import H2O, MiniCache, PartialRecompute
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import Exact, Krul, Method
 
@@ -61,23 +62,35 @@ LATENCY_S = 100e-6
 """Of a read from an emulated disk."""
 SAMPLED = 16
 """Of so many decoded tokens one is sampled by who watches queries: their times are compared in such runs."""
-RECOMPUTE, LOAD, PARTIAL, H2O, KRUL = "full recompute", "full load", "partial recompute", "H2O-like", "Krul, auto"
+RECOMPUTE, LOAD, PARTIAL, SELECTED = "full recompute", "full load", "partial recompute", "H2O"
+INT8_LOAD, KRUL, INT8_KRUL = "full load, int8", "Krul, auto", "Krul, int8"
+PEERS = (RECOMPUTE, LOAD, PARTIAL, INT8_LOAD)
+"""Systems without Krul's parts; Krul is never to be slower than the best of them by more than `NEAR`."""
+NEAR = 1.05
 OVER_LOAD, OVER_PARTIAL, BUBBLES, WATCHING = 2.35, 1.5, 0.05, 1.02
 """Aims: TTFT of a full load and of partial recomputation over Krul's, bubbles as a share of TTFT, decoding."""
 
 
-def methods(trained: bool) -> dict[str, Method | None]:
-    """The systems' methods by name; None has a DynamicCache."""
-    forced: dict[str, Any] = {"codec": "raw"} | ({} if trained else {"change": 1.0, "quality": None})
+def methods(trained: bool, keep: float = 0.5) -> dict[str, Method | None]:
+    """The systems' methods by name; None has a DynamicCache.
+
+    Args:
+        trained: whether the model is trained. If not, Krul is forced to merge layers.
+        keep: share of the history that H2O attends to.
+    """
+    forced: dict[str, Any] = {} if trained else {"change": 1.0, "quality": None}
     return {
         RECOMPUTE: None,
         LOAD: Exact(recompute=0.0, decline=False),
         "Exact, auto": Exact(recompute="auto"),
         PARTIAL: PartialRecompute(),
-        H2O: Exact(recompute=0.0, decline=False),
+        SELECTED: H2O(budget=keep, quality=None),
         "MiniCache": MiniCache(),
-        "Krul, all loaded": Krul(recompute=0.0, **forced),
-        KRUL: Krul(recompute="auto", **forced),
+        "Krul, all loaded": Krul(recompute=0.0, codec="raw", **forced),
+        KRUL: Krul(recompute="auto", codec="raw", **forced),
+        INT8_LOAD: Exact(recompute=0.0, decline=False, codec="int8"),
+        "front, int8": Krul(0.0, recompute="auto"),
+        INT8_KRUL: Krul(recompute="auto", **forced),
     }
 
 
@@ -91,22 +104,10 @@ class System:
     Args:
         method: of its caches, or None.
         store: that they lie in, or None.
-        keeps: share of the history that it has kept when a conversation comes back, its first tokens.
-        told: of each conversation what it was given, where that is not all of it, int64 `[tokens]`.
     """
 
     method: Method | None
     store: KVStore | None
-    keeps: float = 1.0
-    told: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def prompt(self, turn: Turn, text: torch.Tensor) -> torch.Tensor:
-        """What it is given of a conversation's tokens, int64 `[1, tokens]`."""
-        if self.keeps == 1:
-            return text[: turn.stop].unsqueeze(0)
-        kept = self.told.get(turn.conversation, text[:0])[: round(self.keeps * turn.history)]
-        self.told[turn.conversation] = torch.cat([kept, text[turn.history : turn.end]])
-        return torch.cat([kept, text[turn.history : turn.stop]]).unsqueeze(0)
 
 
 class Bench:
@@ -162,11 +163,11 @@ class Bench:
             )
             note({"costs": [one.as_dict() for one in costs]})
             systems = {}
-            for number, (name, method) in enumerate(methods(arguments.model is not None).items()):
+            for number, (name, method) in enumerate(methods(arguments.model is not None, arguments.keep).items()):
                 store = None if method is None else opened(str(number))
                 if store is not None:  # all go by the same figures
                     shutil.copy(probe.path / "calibrations.json", store.path)
-                systems[name] = System(method, store, arguments.keep if name == H2O else 1.0)
+                systems[name] = System(method, store)
             for number, turn in enumerate(tqdm(self.trace, unit="turn", desc=name_of(rate))):
                 for name in list(systems)[:: 1 if number % 2 else -1]:
                     if not rate:
@@ -177,7 +178,8 @@ class Bench:
     @torch.no_grad()
     def turn(self, system: System, turn: Turn) -> dict[str, Any]:
         """One turn of one system: what it took, and what was counted up to its first token."""
-        ids, answer = system.prompt(turn, self.texts[turn.conversation]), self.texts[turn.conversation]
+        answer = self.texts[turn.conversation]
+        ids = answer[None, : turn.stop]
         made: list[Any] = []
 
         def first() -> None:
@@ -198,23 +200,27 @@ class Bench:
             for at in range(turn.stop, turn.end)
         ]
         row["decode_s"] = sum(begun) / len(begun)
-        if isinstance(cache, TieredCache):
+        if isinstance(cache, TieredCache) and system.store is not None:
             suspended = cache.suspend()
             assert suspended.tokens and not suspended.reason, suspended
             row["suspend_s"] = suspended.seconds
-            row["stored_bytes"] = system.keeps * suspended.bytes / suspended.tokens
+            row["stored_bytes"] = suspended.bytes / suspended.tokens
+            shapes = shapes_of(system.store, f"c{turn.conversation}")
+            row["payload_bytes"] = sum(map(payload_bytes, shapes)) / suspended.tokens
         return row
 
     @torch.no_grad()
     def decoding(self) -> dict[str, list[float]]:
         """Seconds of each decoded token behind the same prompt: without a store, with one, and with queries watched."""
         ids = self.texts[0][None, : self.arguments.opening]
-        forced = methods(self.arguments.model is not None)
         with tempfile.TemporaryDirectory(dir=self.folder) as folder, KVStore(folder) as store:
             caches = {
                 "DynamicCache": DynamicCache(config=self.model.config),
-                "Exact": TieredCache(self.model, store, restore=False, method=forced[LOAD]),
-                "Krul": TieredCache(self.model, store, conversation="c", restore=False, method=forced[KRUL]),
+                "Exact": TieredCache(self.model, store, restore=False, method=Exact(recompute=0.0, decline=False)),
+                "Krul": TieredCache(self.model, store, conversation="c", restore=False, method=Krul()),
+                "Krul, by attention": TieredCache(
+                    self.model, store, conversation="d", restore=False, method=Krul(pairs_by="attention")
+                ),
             }
             for cache in caches.values():
                 self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -259,7 +265,7 @@ def name_of(rate: float) -> str:
     return f"{rate:g} MB/s" if rate else "the disk"
 
 
-def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of each system what the turns come to at which all of them had a conversation come back; {} before that."""
     every: dict[str, dict[int, dict[str, Any]]] = {}
     for row in rows:
@@ -274,14 +280,20 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         mine = [of[turn] for turn in shared]
         found[name] = {
             "ttft_s": median(times[name]),
+            "ttft_mean_s": float(np.mean(times[name])),
             "ttft_p90_s": float(np.quantile(times[name], 0.9)),
             "load_over_it": ratio(times[LOAD], times[name]),
             "partial_over_it": ratio(times[PARTIAL], times[name]),
             "decode_s": median(row["decode_s"] for row in mine),
         }
         if "stored_bytes" in mine[0]:
-            keys = ("stored_bytes", "from_memory", "from_disk", "suspend_s")
+            keys = ("stored_bytes", "payload_bytes", "from_memory", "from_disk", "suspend_s")
             found[name] |= {key: float(np.mean([row[key] for row in mine])) for key in keys}
+            is_from_disk = np.array([row["from_disk"] > row["from_memory"] for row in mine])
+            found[name]["turns_from_disk"] = float(is_from_disk.mean())
+            for key, is_source in (("memory", ~is_from_disk), ("disk", is_from_disk)):
+                source_times = np.array(times[name])[is_source]
+                found[name][f"ttft_{key}_s"] = float(source_times.mean()) if len(source_times) else None
             total = sum(times[name])
             for key in ("stall_seconds", "load_idle_seconds", "io_seconds"):
                 found[name][key.replace("seconds", "share")] = sum(row[key] for row in mine) / total
@@ -309,15 +321,28 @@ def report(document: dict[str, Any]) -> str:
         parts.append(
             "\nKrul's pairs are forced (`change=1, quality=None`): a model with random weights has no similar layers.\n"
         )
-    headings = ["", "TTFT, s", "p90", "full load ÷ it", "partial ÷ it", "bytes per token", "in memory", "on disk"]
-    headings += ["computed", "waits", "disk idle", "suspend, s", "decode, ms"]
+    headings = ["", "TTFT, s", "mean", "p90", "from memory", "from disk", "full load ÷ it", "partial ÷ it"]
+    headings += [
+        "payload",
+        "file",
+        "in memory",
+        "on disk",
+        "computed",
+        "waits",
+        "disk idle",
+        "suspend, s",
+        "decode, ms",
+    ]
     for rate, of in document["rates"].items():
         figures = summarise(of["rows"])
         if not figures:
             continue
         rows = []
         for name, each in figures.items():
-            line = [name, *(f"{each[key]:.2f}" for key in ("ttft_s", "ttft_p90_s", "load_over_it", "partial_over_it"))]
+            line = [name, *(f"{each[key]:.2f}" for key in ("ttft_s", "ttft_mean_s", "ttft_p90_s"))]
+            sources = ("ttft_memory_s", "ttft_disk_s")
+            line += [f"{each[key]:.2f}" if each.get(key) is not None else "" for key in sources]
+            line += [f"{each[key]:.2f}" for key in ("load_over_it", "partial_over_it")]
             if "stored_bytes" in each:
                 computed = 1 - each["from_memory"] - each["from_disk"]
                 shares = (
@@ -327,10 +352,11 @@ def report(document: dict[str, Any]) -> str:
                     each["stall_share"],
                     each["load_idle_share"],
                 )
-                line += [f"{each['stored_bytes']:.0f}", *(f"{share:.0%}" for share in shares)]
+                line += [f"{each['payload_bytes']:.0f}", f"{each['stored_bytes']:.0f}"]
+                line += [f"{share:.0%}" for share in shares]
                 line.append(f"{each['suspend_s']:.2f}")
             else:
-                line += ["0", "0%", "0%", "100%", "", "", ""]
+                line += ["0", "0", "0%", "0%", "100%", "", "", ""]
             rows.append([*line, f"{each['decode_s'] * 1e3:.1f}"])
         parts.append(f"\n## {rate}\n\n{table(headings, rows)}\n{aims(figures)}\n")
     if document["decode"]:
@@ -338,33 +364,49 @@ def report(document: dict[str, Any]) -> str:
         parts.append(
             "\n## Observing queries\n\nTime of a decoded token relative to that of a DynamicCache, measured in turns: "
             + ", ".join(f"{name} {over:.3f}" for name, over in found.items() if name != "DynamicCache")
-            + f" (aim: Krul ≤ {WATCHING}).\n"
+            + f' (aim: at most {WATCHING}). Krul observes them with `pairs_by="attention"` only.\n'
         )
     parts.append(
-        "\n*In memory*, *on disk*, *computed*: source of the history, as shares of its tokens, means over the layers. "
+        "\n*TTFT*: median. *From memory*, *from disk*: mean of the turns that loaded more from there. *Payload*, "
+        "*file*: bytes stored per token, without and with padding, tables and headers. *In memory*, *on disk*, "
+        "*computed*: source of the history, as shares of its tokens, means over the layers. "
         "*Waits* (the model waits for KV) and *disk idle* (while reads are still to come) are shares of the time to "
         "first token; their sum is the idle time. *÷ it* is the time of another system divided by that of the row. "
-        f"*H2O-like* loads the first {options['keep']:.0%} of the history. All systems but the two full loads compute "
+        f"*H2O* attends to {options['keep']:.0%} of the history. All systems but the full loads and H2O compute "
         "everything if this is faster according to the calibration.\n"
     )
     return "".join(parts)
 
 
-def aims(figures: dict[str, dict[str, float]]) -> str:
+def aims(figures: dict[str, dict[str, Any]]) -> str:
     """What is met at one rate."""
-    krul, loaded = figures[KRUL], figures[LOAD]
+    loaded = figures[LOAD]["stall_share"]
+    return (
+        f"A full load waits {loaded:.0%} of its time, so the link is {'' if loaded > 0.5 else 'not '}the bottleneck. "
+        + " ".join(aims_of(name, figures) for name in (KRUL, INT8_KRUL))
+    )
+
+
+def aims_of(name: str, figures: dict[str, dict[str, Any]]) -> str:
+    """What one setting of Krul meets."""
+    krul, loaded = figures[name], figures[LOAD]
     bubbles = krul["stall_share"] + krul["load_idle_share"]
+    best = min(PEERS, key=lambda peer: figures[peer]["ttft_mean_s"])
+    over_best = krul["ttft_mean_s"] / figures[best]["ttft_mean_s"]
 
     def met(yes: bool) -> str:
         return "met" if yes else "**not met**"
 
+    def over(key: str) -> str:
+        return f"{loaded[key] / krul[key]:.2f} ×" if krul[key] else "any multiple of"  # a front may be everything
+
     return (
-        f"A full load waits {loaded['stall_share']:.0%} of its time, so the link is "
-        f"{'' if loaded['stall_share'] > 0.5 else 'not '}the bottleneck. Aims of {KRUL}: "
-        f"full load ≥ {OVER_LOAD} × its TTFT, {krul['load_over_it']:.2f}, {met(krul['load_over_it'] >= OVER_LOAD)}; "
-        f"partial recompute ≥ {OVER_PARTIAL} ×, {krul['partial_over_it']:.2f}, "
-        f"{met(krul['partial_over_it'] >= OVER_PARTIAL)}; idle time ≤ {BUBBLES:.0%}, {bubbles:.1%}, "
-        f"{met(bubbles <= BUBBLES)}. Bytes: {loaded['stored_bytes'] / krul['stored_bytes']:.2f} × less than full."
+        f"Aims of {name}: full load ≥ {OVER_LOAD} × its TTFT, {krul['load_over_it']:.2f}, "
+        f"{met(krul['load_over_it'] >= OVER_LOAD)}; partial recompute ≥ {OVER_PARTIAL} ×, "
+        f"{krul['partial_over_it']:.2f}, {met(krul['partial_over_it'] >= OVER_PARTIAL)}; at most {NEAR} × the best "
+        f"other system ({best}, means), {over_best:.2f}, {met(over_best <= NEAR)}; idle time ≤ {BUBBLES:.0%}, "
+        f"{bubbles:.1%}, {met(bubbles <= BUBBLES)}. A full load stores {over('payload_bytes')} its payload, in files "
+        f"of {over('stored_bytes')} the size."
     )
 
 
@@ -401,7 +443,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument(
         "--host-share", type=float, default=0.5, help="host memory, as a share of the KV of all conversations"
     )
-    parser.add_argument("--keep", type=float, default=0.5, help="share of the history that H2O-like keeps")
+    parser.add_argument("--keep", type=float, default=0.5, help="share of the history that H2O attends to")
     parser.add_argument(
         "--decode-steps", type=int, default=8, help=f"number of runs of {SAMPLED} tokens for the comparison of decoding"
     )

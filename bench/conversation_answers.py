@@ -39,6 +39,7 @@ from decode_answers import compared, note
 from lib.common import load, parser_of
 from lib.conversation_ways import NOISE, FixedPairs, Watching, Way, attended, forgetful, ways
 from lib.pages import machine, machine_text, pyplot, save, table
+from lib.stored import payload_bytes, shapes_of
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
@@ -58,9 +59,7 @@ from hf_tiered_cache.conversations.sharing import (
     share_layers,
     target_pairs,
 )
-from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Method
-from hf_tiered_cache.store.shape import SegmentShape
 
 CPU = torch.device("cpu")
 REFERENCE = Path(__file__).resolve().parents[1] / "eval" / "reference"
@@ -242,12 +241,6 @@ def computed(model: PreTrainedModel, ids: torch.Tensor, piece: int = 0) -> Dynam
     return cache
 
 
-def payload_bytes(shape: SegmentShape) -> float:
-    """Of the tokens that a segment's block groups hold, without what blocks are padded to."""
-    chunk = shape.geometry.chunk_tokens
-    return sum(shape.tokens_in(group) * group.payload_bytes / chunk for group in shape.block_groups)
-
-
 @torch.no_grad()
 def suspended(
     model: PreTrainedModel, store: KVStore, method: Method, talk: Conversation, name: str
@@ -259,9 +252,7 @@ def suspended(
             model(input_ids=talk.ids[:, :stop], past_key_values=cache, logits_to_keep=1)
             kept = cache.suspend()
     assert kept.tokens == talk.ids.shape[1] and not kept.reason, kept
-    (record,) = [each for each in store.conversations() if each.id == name]
-    readers = [storage_of(store).disk.reader(segment) for segment in record.segments]
-    shapes = [reader.shape for reader in readers if reader is not None]
+    shapes = shapes_of(store, name)
     full = kept.tokens * shapes[0].layout.bytes_per_token
     figures = {
         "storage": 100 * sum(map(payload_bytes, shapes)) / full,

@@ -284,14 +284,21 @@ def test_conversation(tmp_path, monkeypatch):
     assert len(found["rows"]) == 4 * len(systems) and found["costs"]
     back = {name: [row for row in found["rows"] if row["system"] == name and row["history"]] for name in systems}
     assert all(len(rows) == 2 and all(row["ttft_s"] > 0 for row in rows) for rows in back.values())
-    for full, kept in zip(back[conversation.LOAD], back[conversation.H2O], strict=True):
-        assert full["restored"] == full["history"] // 16 * 16
-        assert kept["restored"] == round(0.5 * kept["history"]) // 16 * 16
+    for full, kept in zip(back[conversation.LOAD], back[conversation.SELECTED], strict=True):
+        assert full["restored"] == full["history"] // 16 * 16 == kept["restored"]
+        assert kept["payload_bytes"] == full["payload_bytes"] == 2048
+    for rows in back.values():
+        assert all(row["payload_bytes"] <= row["stored_bytes"] for row in rows if "stored_bytes" in row)
     summary = conversation.summarise(found["rows"])
     assert summary[conversation.LOAD]["load_over_it"] == summary[conversation.PARTIAL]["partial_over_it"] == 1
     assert {len(times) for times in document["decode"].values()} == {conversation.SAMPLED}
     page = (tmp_path / "conversation-tiny-4l-float32-cpu.md").read_text()
-    assert "## 2 MB/s" in page and "Aims of Krul, auto" in page and "Observing queries" in page
+    assert (
+        "## 2 MB/s" in page
+        and "Aims of Krul, auto" in page
+        and "Aims of Krul, int8" in page
+        and "Observing queries" in page
+    )
 
 
 def test_turns_come_in_the_order_of_their_times_and_go_on_from_one_another():
