@@ -135,7 +135,7 @@ def test_the_cost_model_knows_what_is_in_memory(root, compute):
 
 def test_pairs_of_layers_keep_their_merged_kv(root):
     """The KV from memory is that of the first turn, and the shared KV of pairs is the merged one."""
-    settings = SETTINGS | {"layers_shared": 0.7, "gamma": 0.0, "alike": 1.0, "quality": None}
+    settings = SETTINGS | {"layers_shared": 0.7, "change": 1.0, "quality": None}
     model, method, text = build("qwen2"), Krul(recompute=0.4, **settings), prompt(TOKENS + 40)
     with KVStore(root, engine="posix") as store:
         run_turn(model, store, method, text[:, :TOKENS])

@@ -16,7 +16,7 @@ from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.shape import SegmentShape
 
 LOSSLESS = {"geometry": Geometry(16, 1), "codec": "raw"}
-PAIRS = {"gamma": 0.0, "alike": 1.0, "quality": None}
+PAIRS = {"change": 1.0, "quality": None}
 OPENING = 256
 
 
