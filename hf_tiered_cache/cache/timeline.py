@@ -8,6 +8,7 @@ holds the time in which at least one read is in progress. On a GPU, the model's 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,8 @@ import torch
 from ..errors import ConfigError
 from .stored_cache import StoredCache
 
+logger = logging.getLogger("hf_tiered_cache")
+
 MODEL, CACHE, DISK = "model", "cache", "disk"
 TRACKS = {MODEL: 1, CACHE: 2, DISK: 3}
 """Tracks by name, with their number in the file."""
@@ -31,14 +34,15 @@ _NAMES = {
     "index_seconds": "build index",
     "io_seconds": "read",
 }
-_MARK = '[{"name": "process_name", "ph": "M", "args": {"name": "hf_tiered_cache"}'
+_MARK = b'[{"name": "process_name", "ph": "M", "args": {"name": "hf_tiered_cache"}'
+"""First bytes of a trace."""
 
 
 class Timeline:
     """Writer of a trace.
 
     The file is complete after each pass of the model, also if the process is killed. Programs accept that its list is
-    not closed.
+    not closed. If it can no longer be written, the trace ends with a warning; requests go on.
 
     Args:
         path: File of the trace. An earlier trace is replaced.
@@ -50,13 +54,16 @@ class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            if self.path.exists() and not self.path.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
-                raise ConfigError(f"trace={str(path)!r} is a file of something else; name a new file")
-            self.path.write_text(f"{_MARK}, {self._ids(0)}}},\n", encoding="utf-8")
+            if self.path.exists():
+                with self.path.open("rb") as file:
+                    if file.read(len(_MARK)) != _MARK:
+                        raise ConfigError(f"trace={str(path)!r} is a file of something else; name a new file")
+            self.path.write_text(f"{_MARK.decode()}, {self._ids(0)}}},\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"trace={str(path)!r} cannot be written ({error.strerror})") from None
         self._lock = threading.Lock()
         self._lines: list[str] = []
+        self._ended = False  # whether the file could not be written
         for name, number in TRACKS.items():
             self._lines.append(
                 f'{{"name": "thread_name", "ph": "M", "args": {{"name": "{name}"}}, {self._ids(number)}}}'
@@ -85,8 +92,14 @@ class Timeline:
         """Append all events so far to the file."""
         with self._lock:
             lines, self._lines = self._lines, []
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(f"{line},\n" for line in lines)
+            if self._ended:
+                return
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.writelines(f"{line},\n" for line in lines)
+            except OSError as error:
+                self._ended = True
+                logger.warning("the trace %s ends here, because it cannot be written: %s", self.path, error.strerror)
 
     def watch(self, cache: StoredCache) -> None:
         """Trace all passes of a cache."""

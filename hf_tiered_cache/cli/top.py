@@ -24,7 +24,7 @@ _SHOWN = 15
 
 @dataclass
 class Activity:
-    """What happened to a store between two looks at its catalogue.
+    """Changes of a store since the command started, from look to look at its catalogue.
 
     Attributes:
         seconds: Time observed so far.
@@ -32,6 +32,7 @@ class Activity:
         stored: Number of new segments, and their bytes.
         removed: Number of segments that are gone (evicted, expired or deleted), and their bytes.
         events: Last event of each segment that was stored, restored or removed, by id.
+        gone: Rows of the removed segments, by id.
     """
 
     seconds: float = 0.0
@@ -40,7 +41,6 @@ class Activity:
     removed: tuple[int, int] = (0, 0)
     events: dict[str, str] = field(default_factory=dict)
     gone: dict[str, SegmentRow] = field(default_factory=dict)
-    """Rows of the removed segments, with the time of removal as their last use."""
 
     def observe(self, before: Contents, after: Contents, seconds: float) -> None:
         """Add what changed from one look to the next, `seconds` later."""

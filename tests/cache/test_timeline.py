@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import weakref
 from itertools import pairwise
 
@@ -96,6 +97,17 @@ def test_an_earlier_trace_is_replaced_and_another_file_is_not(model, tmp_path):
             generate(model, prompt(40), TieredCache(model, store, trace=tmp_path / "trace.json"), tokens=1)
     assert other.read_text() == "[1, 2]"
     assert len(read_trace(tmp_path / "trace.json")) == 1
+
+
+def test_a_trace_that_cannot_be_written_ends_and_the_request_goes_on(model, tmp_path, caplog):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    with KVStore(tmp_path / "kv") as store:
+        expected = generate(model, prompt(40), None)
+        cache = TieredCache(model, store, trace=folder / "trace.json")
+        shutil.rmtree(folder)
+        assert torch.equal(generate(model, prompt(40), cache), expected)
+    assert caplog.text.count("ends here, because it cannot be written: No such file or directory") == 1
 
 
 def test_the_command_draws_a_trace_and_sums_it(model, tmp_path):
