@@ -54,7 +54,7 @@ format: $(FOR_DEV)
 docs: $(FOR_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
-# ten minutes of all subjects; ARGS="compare A B", ARGS="run --suite full --out B" (see docs/performance.md)
+# five minutes of all subjects; ARGS="compare A B", ARGS="run --suite full --out B" (see docs/performance.md)
 bench: $(FOR_DEV)
 	$(BIN)/python -m bench $(or $(ARGS),run --suite quick --out bench-results)
 
