@@ -22,6 +22,8 @@ from nbformat import NotebookNode
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+_IGNORED = "ignore:IProgress not found,ignore:`past_key_values` is deprecated"
+"""Warnings of tqdm, and of transformers 5.24 about a name that all supported versions know; they would name folders."""
 
 
 def execute(path: Path, model: str | None = None, timeout: float = 600) -> NotebookNode:
@@ -34,7 +36,7 @@ def execute(path: Path, model: str | None = None, timeout: float = 600) -> Noteb
     """
     notebook = nbformat.read(path, as_version=4)
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore:IProgress not found"}  # tqdm's
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONWARNINGS": _IGNORED}
     if model is not None:
         environment["NOTEBOOK_MODEL"] = str(Path(model).resolve()) if Path(model).exists() else model
     with tempfile.TemporaryDirectory() as folder:
