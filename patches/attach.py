@@ -168,13 +168,15 @@ class Attachment:
     @property
     def devices(self) -> list[torch.device]:
         """Device on which each layer computes, even if its weights are offloaded (accelerate)."""
-        if not self._devices:
+        devices = self._devices  # another thread may reset it
+        if not devices:
             count = self.config.num_hidden_layers
             try:
-                self._devices = devices_of(decoder_layers(self.model, count))
+                devices = devices_of(decoder_layers(self.model, count))
             except UnsupportedModelError:
-                self._devices = [self.model.device] * count
-        return self._devices
+                devices = [self.model.device] * count
+            self._devices = devices
+        return devices
 
 
 class _EagerStance(AbstractContextManager[Any]):

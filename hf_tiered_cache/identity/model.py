@@ -261,7 +261,7 @@ class ModelDescription(CodeDescription):
 
     def _add_hooks(self, location: str, hooks: dict[int, Callable[..., Any]]) -> None:
         self.watch.size(hooks)
-        for key, hook in hooks.items():
+        for key, hook in list(hooks.items()):  # passes in other threads add and remove their own
             self.watch.item(hooks, key)
             home = _home(hook)
             if home not in TRUSTED:

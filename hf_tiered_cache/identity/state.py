@@ -136,7 +136,7 @@ def adapter_state(layers: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
 
 def rows_have_adapters(layers: Iterable[Any]) -> bool:
     """Return whether the current pass selects adapters by row (PEFT's `adapter_names`, activated LoRA)."""
-    hooks = (hook for layer in layers for hook in layer._forward_pre_hooks.values())
+    hooks = (hook for layer in layers for hook in list(layer._forward_pre_hooks.values()))  # other threads add theirs
     return any({"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys() for hook in hooks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from families import FAMILIES, build, longrope, prompt
 
 from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
 from hf_tiered_cache.identity import Fingerprinter, fingerprint, rope_regime
+from hf_tiered_cache.identity import model as inspected
+from hf_tiered_cache.patches.layers import dropping
+from hf_tiered_cache.patches.rope import RotaryTap
+from hf_tiered_cache.patches.scope import Scope
 
 peft = pytest.importorskip("peft")
 
@@ -330,3 +335,18 @@ def test_regimes_of_known_configurations():
     config = build("llama", rope_parameters=LONGROPE).config
     assert (rope_regime(config, 80), rope_regime(config, 81)) == ("short", "long")
     assert rope_regime(build("gemma3").config, 10) == ""
+
+
+def test_a_hook_that_another_thread_adds_meanwhile_is_no_problem(monkeypatch):
+    """Passes in other threads add hooks of this library while the model is inspected."""
+    model = build("llama")
+    layers, home, others = model.model.layers, inspected._home, ExitStack()
+    expected = fingerprint(model)
+
+    def meanwhile(hook):
+        others.enter_context(dropping(layers, 0, Scope(None, RotaryTap())))
+        return home(hook)
+
+    with others, dropping(layers, 0, Scope(None, RotaryTap())):
+        monkeypatch.setattr(inspected, "_home", meanwhile)
+        assert fingerprint(model) == expected
