@@ -62,11 +62,11 @@ class Bench:
             length: torch.randint(3, self.model.config.vocab_size, (1, length + suffix), generator=random).to(device)
             for length in arguments.prefixes
         }
-        with KVStore(folder, host_memory=0) as store:
-            store.precompute(self.model, [ids[0, :-suffix] for ids in self.prompts.values()], progress=False)
-            rows = store.segments()
-        self.kv_bytes = sum(row.nbytes for row in rows)
-        self.token_bytes = self.kv_bytes // sum(row.tokens for row in rows)
+        config = self.model.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype: torch.dtype = getattr(torch, arguments.dtype)
+        self.token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * dim * dtype.itemsize
+        self.kv_bytes = self.token_bytes * sum(self.prompts)
 
     def ask(self, store: KVStore, method: Method, ids: torch.Tensor) -> dict[str, Any]:
         """One cold request: what was counted, and the time to its first token."""
@@ -78,11 +78,13 @@ class Bench:
     def measure(self, rate: float) -> dict[str, Any]:
         """What each method takes from a disk of so many MB/s, or the real one, for each length."""
         engine: Any = SlowDiskEngine(SlowDisk(rate * 1e6, LATENCY_S)) if rate else "auto"
-        lengths = sorted(self.prompts)
-        with KVStore(self.folder, host_memory=2 * self.kv_bytes, engine=engine) as store:
+        lengths, suffix = sorted(self.prompts), self.arguments.suffix
+        with KVStore(self.folder / f"{rate:g}", host_memory=2 * self.kv_bytes, engine=engine) as store:
             measured = self.arguments.calibrate or sorted({lengths[0], min(lengths[-1], 4096)})
             repeats = self.arguments.calibrate_repeats
             costs = store.calibrate_prefix(self.model, tokens=measured, repeats=repeats, progress=False)
+            prompts = [ids[0, :-suffix] for ids in self.prompts.values()]
+            store.precompute(self.model, prompts, progress=False)  # cut by the calibration
             found = {}
             for length in tqdm(lengths, unit="prefix", desc=name_of(rate)):
                 asked = {

@@ -25,8 +25,11 @@ from ..store.segment import SegmentReader
 from ..tiers.residency import Residency
 from .calibrations import PrefixCosts, cost_factors, prefix_costs
 from .sequence import SequenceState
+from .storage import Storage
 from .suitability import can_recompute_prefix
 
+_LIKELY_TOKENS = 1024
+"""Minimum length of the prefix for which a geometry is chosen."""
 _DIM = 64
 """Size of a head, for estimates of a codec's bytes."""
 
@@ -192,6 +195,22 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     slower = replace(costs, compute=_MARGIN * costs.compute, growth=_MARGIN * costs.growth)
     streams = Streams(tokens, costs.overhead / layers, lambda n: slower.computing(n) / layers, restoring, loads)
     return best_ratio(streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step)), may_compute_all=False)
+
+
+def likely_recompute_ratio(storage: Storage, fingerprint: str, attachment: Attachment, tokens: int) -> float:
+    """Return the fastest share of a prefix of exact KV to recompute while the rest comes from disk; 0 if unmeasured.
+
+    Args:
+        storage: storage with the calibrations.
+        fingerprint: fingerprint of the model.
+        attachment: attachment of the model.
+        tokens: number of tokens so far. Prefixes of fewer than `_LIKELY_TOKENS` are expected to grow.
+    """
+    tokens = max(tokens, _LIKELY_TOKENS)
+    costs = prefix_costs(storage, fingerprint, attachment.model.device, EXACT, tokens)
+    if costs is None or TIERS[-1] not in costs.restore:
+        return 0.0
+    return idle_recompute_ratio(tokens, attachment.depth, costs, 1.0, HASH_TOKENS)
 
 
 def plan_recompute_lengths(plan: Plan, ratio: float | np.ndarray, flat: bool = False) -> np.ndarray:

@@ -16,7 +16,7 @@ from .. import reasons
 from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError
 from ..identity import Fingerprinter, Identity, rope_regime
 from ..layers import LayeredCache
-from ..methods import BudgetMethod, ForConversation, Method, Passages
+from ..methods import BudgetMethod, ForConversation, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
 from ..patches.scope import leave
 from ..restore.hashes import History
@@ -26,7 +26,7 @@ from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .calibrations import calibrated_ratio, quality_budget, warn_of_loss
 from .conversation import Conversation
-from .cost_model import choose_strategy, costs_of, with_required_recompute
+from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
 from .observed import ObservedCosts
 from .prefill import in_pieces
@@ -36,7 +36,7 @@ from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_r
 from .sequence import SequenceState
 from .spot_check import RestoredRun
 from .storage import Storage
-from .suitability import cannot_observe
+from .suitability import can_recompute_prefix, cannot_observe
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -420,6 +420,10 @@ class Executor:
             method = method.with_measured_budget(partial(quality_budget, store, fingerprint))
             if method.selects:
                 warn_of_loss(store, fingerprint, method)
+        if isinstance(method, PrefixMethod) and can_recompute_prefix(attachment):
+            method = method.with_likely_front(
+                partial(likely_recompute_ratio, store, fingerprint, attachment, request.num_positions)
+            )
         self.method = method
         recorder = self.new_recorder(identity, regime, request.pads, check)
         return SequenceState(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import ConfigError, with_type
 from ..restore.plan import PlanContext, Positions
+from ..store.codecs import make_codec
+from ..store.geometry import Geometry
 from .base import Method, is_number
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +46,18 @@ class PrefixMethod(Method):
     def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """See `Method`. The cost model adds the recomputed prefix."""
         return context.suffix_positions()
+
+    def with_likely_front(self, share: Callable[[], float]) -> Self:
+        """Return this method with one layer per block if a prefix is likely to be recomputed while the rest is loaded.
+
+        A layer waits for the blocks of all layers that share them. With few layers, this costs much of the overlap.
+        A geometry of the user's own is kept.
+
+        Args:
+            share: Function that returns the fastest recompute share that was measured; 0 without a calibration.
+        """
+        codec = self.geometry.codec
+        if self.geometry != Geometry(codec=codec) or not make_codec(codec).lossless:
+            return self
+        fixed = 0.0 if self.recompute == "auto" else self.recompute
+        return replace(self, geometry=replace(self.geometry, layers_per_block=1)) if fixed or share() else self

@@ -15,7 +15,7 @@ from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError
 from ..identity import varying_rope
-from ..methods import BudgetMethod, Exact, Method, make_method
+from ..methods import BudgetMethod, Exact, Method, PrefixMethod, make_method
 from ..patches.attach import attach
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import PlanUnit, units_of
@@ -83,6 +83,8 @@ def precompute(
     prompts, requested_method = as_prompts(input_ids), make_method(method)
     storing_method = requested_method  # approximate KV has a provenance of its own
     if not requested_method.records_approximations:
+        if isinstance(requested_method, PrefixMethod):  # storing recomputes nothing, restoring will
+            requested_method = requested_method.with_likely_front(lambda: 0.0)
         storing_method = Exact(
             geometry=requested_method.geometry, codec=requested_method.codec, recompute=0.0, decline=False
         )

@@ -146,15 +146,16 @@ def test_what_lies_between_must_be_worth_it():
     assert best_ratio(10 - RATIOS, may_compute_all=False) == RATIOS[63]
 
 
-@pytest.mark.parametrize("load", [0.3, 1.0, 3.0])
-def test_bubbles_are_few_where_both_streams_are_busy(load):
-    """24 layers in blocks of 4, a token computed in 1 and loaded in `load`: both at once take 1 / (1 + 1 / load)."""
-    layers = [tuple(range(first, first + 4)) for first in range(0, 24, 4)]
+@pytest.mark.parametrize("load", [0.1, 0.3, 1.0, 3.0, 5.0])
+@pytest.mark.parametrize(("count", "together", "most"), [(6, 1, 1.05), (12, 1, 1.03), (24, 1, 1.03), (24, 4, 1.07)])
+def test_bubbles_are_few_where_both_streams_are_busy(count, together, most, load):
+    """A token is computed in 1 and loaded in `load`: both at once without bubbles take 1 / (1 + 1 / load)."""
+    layers = [tuple(range(first, first + together)) for first in range(0, count, together)]
     ends = np.arange(16, 4097, 16)
-    loads = tuple(Load(some, ends, np.full(256, load * 16 / 6)) for some in layers)
-    streams = Streams(4096, 0.0, lambda n: n / 24, 0.0, loads)
-    took = streams.seconds(recompute_lengths(4096, RATIOS, 24, layers))
-    assert took.min() < 1.06 * 4096 / (1 + 1 / load)
+    loads = tuple(Load(some, ends, np.full(256, load * 16 / len(layers))) for some in layers)
+    streams = Streams(4096, 0.0, lambda n: n / count, 0.0, loads)
+    took = streams.seconds(recompute_lengths(4096, RATIOS, count, layers))
+    assert took.min() < most * 4096 / (1 + 1 / load)
 
 
 def test_choosing_takes_milliseconds():
@@ -502,6 +503,34 @@ def test_what_was_measured_says_how_much_is_computed(path):
     shares = [computed(restore) for restore in (1e-6, 3e-4, 8e-4, 1.2e-3, 1.0)]
     assert shares[0] == 0 < shares[1] < shares[2] < shares[3] < shares[4] == STORED
     assert computed(1.0, load={"disk": 1e-6}) == 0  # how long reading keeps the disk busy is what counts
+
+
+@pytest.mark.parametrize(
+    ("method", "disk", "layers"),
+    [
+        (Exact(), 1e-3, 1),
+        (Exact(), 1e-5, 4),
+        (Exact(), None, 4),
+        (Exact(recompute=0.5), None, 1),
+        (Exact(geometry=Geometry(16, 2)), 1e-3, 2),
+        (Exact(codec="int8"), 1e-3, 4),
+    ],
+)
+def test_layers_have_their_own_blocks_if_a_front_is_likely(tmp_path, method, disk, layers):
+    model, ids = build("llama"), prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix") as store:
+        if disk is not None:
+            plant(store, model, PrefixCosts(STORED, 1e-3, {"disk": disk, "host": 1e-6}))
+        store.precompute(model, ids[:, :STORED], method=method, progress=False)
+        for turn, row in enumerate(store.segments()):
+            assert storage_of(store).disk.reader(row.id).shape.geometry.layers_per_block == layers, turn
+        cache = TieredCache(model, store, method=method)
+        model.generate(ids, past_key_values=cache, **GREEDY)
+        store.flush()
+        assert len(store.segments()) > 1 and cache.stats.tokens_restored >= STORED // 16 * 16
+        assert {storage_of(store).disk.reader(row.id).shape.geometry.layers_per_block for row in store.segments()} == {
+            layers
+        }
 
 
 def test_a_partial_recompute_takes_the_share_that_is_best_for_one_front(path, monkeypatch):
