@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -258,7 +259,7 @@ def suspended(
         "storage": 100 * sum(map(payload_bytes, shapes)) / full,
         _FILE: kept.bytes / kept.tokens,
         "pairs": len(shapes[0].geometry.pairs),
-        _PROPOSED: float(kept.merging.partition(" pairs")[0].partition(" of ")[2] or 0),
+        _PROPOSED: float(found[1]) if (found := re.match(r"\d+ of (\d+) pairs", kept.merging)) else 0.0,
     }
 
     def returns() -> Cache:
