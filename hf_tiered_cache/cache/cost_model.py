@@ -146,6 +146,8 @@ def with_required_recompute(plan: Plan) -> Plan:
 def required_recompute(plan: Plan) -> np.ndarray:
     """Return the length of the prefix that each layer must compute because it is not stored.
 
+    A sliding-window layer needs only the tokens in the window before the suffix.
+
     Returns:
         int64 `[layers]`, not increasing with depth.
     """
@@ -156,6 +158,9 @@ def required_recompute(plan: Plan) -> np.ndarray:
                 continue
             start = piece.at + group.pad - plan.base  # position of its first token
             missing = ~group.held_by_any(piece)  # [layers, count]
+            for layer, kind in enumerate(piece.reader.shape.layout.layers):
+                if kind is not None and kind.window:
+                    missing[layer, : max(0, plan.restored_until - (kind.window - 1) - start)] = False
             lacked = np.where(missing.any(1), piece.count - missing[:, ::-1].argmax(1), 0)
             required = np.maximum(required, np.where(lacked > 0, start + lacked, 0))
     if required.any():
