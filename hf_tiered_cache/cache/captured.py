@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from ..store.digest import Group
-from ..store.geometry import LayerKV, Part
+from ..store.geometry import BlockGroup, LayerKV, Part
 from ..store.shape import SegmentShape
 from ..tiers.device import CopyStream, Event, Staging
 
@@ -40,6 +40,7 @@ def packer(
     start: int,
     streams: dict[torch.device, CopyStream],
     computed: list[Event],
+    groups: Sequence[BlockGroup] | None = None,
 ) -> Callable[[], Iterator[Group]]:
     """Return a function that packs a segment's KV cache groups one by one from the sources.
 
@@ -53,13 +54,14 @@ def packer(
         start: first position of the segment in the sources.
         streams: side stream of each device.
         computed: events after which the sources are computed.
+        groups: KV cache groups to pack; None for all groups of the segment.
     """
 
     def block_groups() -> Iterator[Group]:
         for event in computed:
             event.synchronize()  # wait in the writer's thread, not on the side stream, which also uploads blocks
         staging: Staging | None = None
-        for block_group in shape.block_groups:
+        for block_group in shape.block_groups if groups is None else groups:
             device = _tensors_of(sources, block_group.parts[0])[0].device
             stream = streams[device]
             device = torch.device("cpu") if stream.on_host else device

@@ -28,6 +28,7 @@ from .calibrations import calibrated_ratio, quality_budget, warn_of_loss
 from .conversation import Conversation
 from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
+from .fronts import ComputedFront
 from .observed import ObservedCosts
 from .prefill import in_pieces
 from .recorder import Names, Recorder
@@ -96,6 +97,7 @@ class Executor:
         """Times of the conversation's return, until they are noted when it is suspended."""
         self.restored: RestoredRun | None = None
         """Segments restored by the pass of the last prompt, for a spot check."""
+        self._front: ComputedFront | None = None  # that of the last pass, until it is committed
         self._finish: Callable[[], None] = lambda: None
         self._placeholders = placeholder_tokens(attachment.model.config)
 
@@ -226,6 +228,7 @@ class Executor:
         counted = (now - then for now, then in zip(after, before, strict=True))
         self._observe_costs(request, sequence, plan, time.perf_counter() - began, *counted)
         self.restored = RestoredRun.of(forward_pass.plan, began)
+        self._front = forward_pass.front
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
             self._explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
@@ -305,10 +308,14 @@ class Executor:
         """Record a completed pass, if the model has appended the request's tokens and no others."""
         if cache.get_seq_length() == request.base + request.num_positions:
             reason = sequence.commit(request, plan, self.collector)
+            if self._front is not None and not reason:
+                confirmed = partial(sequence.identity.weights_held, time.monotonic())
+                self.store.writer.later(partial(self.store.fronts.put, self._front, confirmed), self._front.end())
         else:
             sequence.recorder.abandon()
             self.collector.add(tokens_computed=request.ids.numel())
             reason = reasons.OTHER_TOKENS
+        self._front = None
         if reason:
             self._run_plain(reason)
 

@@ -73,7 +73,6 @@ class ForwardPass(Scope):
         self.selects = any(source.decode_selector is not None for source in self.kv_sources)
         self.captures = recorder is not None or self.selects
         """True if `append` does more than append to the layer."""
-        self._recorded: int | None = None  # number of last computed positions that are recorded; None for all
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's `forward` with these arguments."""
@@ -119,11 +118,12 @@ class ForwardPass(Scope):
         rotation = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
         kind = _layer_kv(key_heads, key_dim, value_heads, value_dim, source.window, *rotation)
         if self.recorder is not None:
-            recorded = pre_rope.keys, pre_rope.values
-            if self._recorded is not None:
-                recorded = recorded[0][:, :, -self._recorded :], recorded[1][:, :, -self._recorded :]
-            self.recorder.capture(layer, kind, *recorded)
+            self._record(self.recorder, layer, kind, pre_rope.keys, pre_rope.values)
         return source.append(kind, pre_rope, keys, values)
+
+    def _record(self, recorder: Recorder, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Record what a layer has computed, unrotated, `[batch, heads, n, dim]` each."""
+        recorder.capture(layer, kind, keys, values)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """See `Scope`. The cache layer decides."""
@@ -170,7 +170,8 @@ class RestoringForward(ForwardPass):
         self._ascends, self._last_layer = True, -1
         self._first_narrowed: int | None = None
         self.captures = True
-        self._recorded = None if plan.suffix is not None else plan.num_positions - plan.restored_until
+        self.front = store.fronts.to_compute(plan) if recorder is not None else None
+        """First tokens that segments lack and this pass computes; None if there are none, or memory has no room."""
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._deferred_layer: int | None = None  # its computed KV is appended, and its queries will select the rest
@@ -303,6 +304,15 @@ class RestoringForward(ForwardPass):
             return appended
         finally:
             self.assemble_seconds += time.perf_counter() - started
+
+    def _record(self, recorder: Recorder, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `ForwardPass`. Only the positions after the restored ones are new to the store."""
+        if self.front is not None:
+            self.front.capture(layer, keys, values)
+        if self.plan.suffix is None:
+            recorded = self.plan.num_positions - self.plan.restored_until
+            keys, values = keys[:, :, -recorded:], values[:, :, -recorded:]
+        recorder.capture(layer, kind, keys, values)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """See `ForwardPass`."""

@@ -2,19 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from ..restore.plan import Plan
+from ..restore.plan import Plan, RecomputePlan
+from ..store.digest import Group
 from ..store.front import FrontReader, owners_of_front
+from ..store.geometry import BlockGroup
 from ..store.relayout import BlocksOf, front_blocks, front_shape
 from ..store.segment import SegmentReader
+from ..store.shape import SegmentShape
+from ..tiers.device import CopyStream, Event, copy_stream
 from ..tiers.residency import Residency
+from .captured import Sources, packer
 
 _CPU = torch.device("cpu")
+
+
+class ComputedFront:
+    """First tokens that segments lack, as a pass computes them.
+
+    Args:
+        plan: Plan of the pass.
+        shapes: Shape of the tokens that a segment lacks, by segment.
+    """
+
+    def __init__(self, plan: RecomputePlan, shapes: Mapping[str, SegmentShape]) -> None:
+        self._plan, self._shapes = plan, shapes
+        self._layers: Sources = {}
+        self._streams: dict[torch.device, CopyStream] = {}
+        self._computed: list[Event] = []
+
+    def capture(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Capture a layer's computed keys and values, unrotated, `[batch, heads, n, dim]` each."""
+        length = self._plan.recompute_lengths[layer]
+        self._layers[layer] = [keys[:, :, :length]], [values[:, :, :length]]
+
+    def end(self) -> int:
+        """End the capture after the pass. Returns the size in bytes of what is captured."""
+        tensors = [tensor for pair in self._layers.values() for parts in pair for tensor in parts]
+        self._streams = {device: copy_stream(device) for device in {tensor.device for tensor in tensors}}
+        self._computed = [stream.computed() for stream in self._streams.values()]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def packed(self) -> Iterator[tuple[SegmentReader, SegmentShape, list[BlockGroup], Iterator[Group]]]:
+        """Yield each segment, the shape of its front, the groups whose tokens are all computed, and their blocks.
+
+        A group's blocks are uint8 `[chunks, block_bytes]`, valid until the next group's are requested.
+        """
+        for rows in self._plan.groups:
+            for piece in rows.pieces:
+                shape, start = self._shapes.get(piece.reader.id), piece.at - piece.first
+                if shape is None or isinstance(piece.reader, FrontReader):
+                    continue
+                groups = [group for group in shape.block_groups if self._has_all(shape, group, start)]
+                blocks = packer(shape, self._layers, rows.rows[0], start, self._streams, self._computed, groups)
+                yield piece.reader, shape, groups, blocks()
+
+    def _has_all(self, shape: SegmentShape, group: BlockGroup, start: int) -> bool:
+        tokens = shape.tokens_by_slot(group)
+        lengths = [self._plan.recompute_lengths[layer] for layer in group.layers if layer in self._layers]
+        return len(tokens) > 0 and len(lengths) == len(group.layers) and start + int(tokens.max()) < min(lengths)
 
 
 class Fronts:
@@ -37,16 +88,53 @@ class Fronts:
             replaced: The segments it was made of, in order.
             blocks_of: Function that returns the blocks of a segment, and raises EvictedError if they are not in memory.
         """
-        if not any(segment.shape.held_from):
-            return
-        shape = front_shape(segment.shape)
-        if shape.blocks_bytes + segment.shape.blocks_bytes > self._residency.host.budget:
+        shape = self._shape_of(segment)
+        if shape is None:
             return
         owners = owners_of_front(segment, shape)
         self.segments.add(segment.id)
         fronts = [self.of(reader, None) for reader in replaced]
         for group, blocks in front_blocks(replaced, fronts, shape, blocks_of):
             self._residency.admit(owners[group], blocks)
+
+    def to_compute(self, plan: Plan) -> ComputedFront | None:
+        """Return an object that captures the tokens that segments lack and a pass computes.
+
+        Returns:
+            None if there are no such tokens, or they do not fit in memory besides their segments.
+        """
+        if not isinstance(plan, RecomputePlan):
+            return None
+        shapes: dict[str, SegmentShape] = {}
+        for reader in plan.readers:
+            if not isinstance(reader, FrontReader) and (shape := self._shape_of(reader)) is not None:
+                shapes[reader.id] = shape
+        return ComputedFront(plan, shapes) if shapes else None
+
+    def put(self, front: ComputedFront, confirmed: Callable[[], bool]) -> None:
+        """Keep the tokens in memory that a pass has computed.
+
+        Args:
+            front: The tokens.
+            confirmed: Function that returns whether the KV may be stored.
+        """
+        if not confirmed():
+            return
+        for reader, shape, groups, packed in front.packed():
+            owners = owners_of_front(reader, shape)
+            self.segments.add(reader.id)
+            for group, blocks in zip(groups, packed, strict=True):
+                self._residency.admit(
+                    owners[group.index], blocks if isinstance(blocks, torch.Tensor) else blocks.blocks
+                )
+
+    def _shape_of(self, segment: SegmentReader) -> SegmentShape | None:
+        """Return the shape of the tokens that a segment lacks, or None if there are none, or memory has no room."""
+        if not any(segment.shape.held_from):
+            return None
+        shape = front_shape(segment.shape)
+        fits = shape.blocks_bytes + segment.shape.blocks_bytes <= self._residency.host.budget
+        return shape if fits else None
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget the tokens that these segments lack."""

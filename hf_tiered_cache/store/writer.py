@@ -200,12 +200,29 @@ class Writer:
                 self._on_devices[memory] -= 1
                 self._on_devices += Counter()  # removes entries with a count of 0
 
-    def later(self, action: Action) -> bool:
-        """Queue a short action after the items in the queue. Returns False if the writer is closed."""
+    def later(self, action: Action, nbytes: int = 0) -> bool:
+        """Queue a short action after the items in the queue.
+
+        Args:
+            action: function to call.
+            nbytes: size in bytes of what the action keeps in memory until it has run.
+
+        Returns:
+            False, and nothing is queued, if the writer is closed or the queue has no room for `nbytes`.
+        """
         with self._lock:
-            if not self._closed:
-                self._queue.put(action)
-            return not self._closed
+            if self._closed or (nbytes and self._waiting_bytes + nbytes > self._queue_bytes):
+                return False
+            self._waiting_bytes += nbytes
+            self._queue.put(partial(self._run_counted, action, nbytes) if nbytes else action)
+            return True
+
+    def _run_counted(self, action: Action, nbytes: int) -> None:
+        try:
+            action()
+        finally:
+            with self._lock:
+                self._waiting_bytes -= nbytes
 
     def soon(self, action: Action) -> None:
         """Queue an action without taking a lock, for finalizers. An action that returns False is run again."""

@@ -72,6 +72,57 @@ def test_an_evicted_front_is_recomputed(codec, root):
         assert run_turn(model, store, method, text, suspend=False)[1] == expected
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "qwen2_sliding"])
+def test_a_front_is_recomputed_once_after_a_restart(family, codec, root):
+    model, method, text = build(family), Krul(recompute=0.4, **SETTINGS | {"codec": codec}), prompt(TOKENS + 200)
+    with KVStore(root, engine="posix") as store:
+        run_turn(model, store, method, text[:, :TOKENS])
+    with KVStore(root, engine="posix") as store:
+        assert run_turn(model, store, method, text[:, : TOKENS + 40])[1] > 0
+        for stop in range(TOKENS + 80, TOKENS + 200, 40):
+            found, *read = run_turn(model, store, method, text[:, :stop])
+            assert read == [0, 0]
+            if codec == "raw":
+                expect(model, text[:, :stop], found)
+        assert storage_of(store).residency.host.nbytes <= storage_of(store).residency.host.budget
+
+
+def test_layers_keep_what_they_recompute_after_losing_it(root):
+    """One layer has lost blocks: those are computed again, once."""
+    model, method, text = build("qwen2"), Krul(recompute=0.4, **SETTINGS), prompt(TOKENS + 40)
+    with KVStore(root, engine="posix") as store:
+        run_turn(model, store, method, text[:, :TOKENS])
+        storage = storage_of(store)
+        (row,) = store.segments()
+        front = storage.fronts.of(storage.disk.reader(row.id), None)
+        chunk = front.shape.chunks_in(front.shape.block_groups[0]) - 1
+        pool, slots, _ = storage.residency.host.pin(front.owners[0], np.array([chunk]))
+        pool.pins[slots] -= 1
+        storage.residency.host.discard(pool, slots)
+        assert run_turn(model, store, method, text)[1] > 0
+        found, *read = run_turn(model, store, method, text, suspend=False)
+        assert read == [0, 0]
+        expect(model, text, found)
+
+
+def test_a_front_of_changed_weights_is_not_kept(root):
+    model, method, text = build("qwen2"), Krul(recompute=0.4, **SETTINGS), prompt(TOKENS + 40)
+    with KVStore(root, engine="posix") as store:
+        run_turn(model, store, method, text[:, :TOKENS])
+    with KVStore(root, engine="posix") as store:
+        storage = storage_of(store)
+        front, puts = storage.fronts.put, []
+
+        def changing(computed, confirmed):
+            puts.append(confirmed())
+            front(computed, lambda: False)
+
+        storage.fronts.put = changing
+        run_turn(model, store, method, text)
+        assert puts == [True] and not storage.fronts.segments
+
+
 def test_each_layer_recomputes_what_it_has_lost(root):
     """Blocks of one layer are evicted: this layer and those before it compute up to there, and no layer after it."""
     model, method, text = build("qwen2"), Krul(recompute=0.4, **SETTINGS), prompt(TOKENS + 40)
