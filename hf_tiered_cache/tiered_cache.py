@@ -28,6 +28,7 @@ from .cache.timeline import Timeline
 from .errors import StoreClosedError, TieredCacheError
 from .kvstore import KVStore, open_store, storage_of
 from .methods import BudgetMethod, ForConversation, Method, make_method
+from .operations.calibrate import calibrate_once
 from .patches.attach import attachment_of
 from .stats import RequestStats, StatsCollector
 from .store.conversations import conversation_name
@@ -103,6 +104,7 @@ class TieredCache(StoredCache):
         begins = None if segments is None else tuple(segments)
         options = CacheOptions(restore, record, begins, strict, progress, label, tag, fold_heads)
         storage = storage_of(self._store)
+        calibrate_once(storage, model, parsed_method, progress=progress)
         super().__init__(attachment, layers, storage, parsed_method, options)
         if conversation is not None:
             self._executor.conversation = Conversation(storage, conversation)

@@ -29,7 +29,7 @@ from .conversation import Conversation
 from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
 from .fronts import ComputedFront
-from .observed import ObservedCosts
+from .observed import ObservedCosts, renew_costs
 from .prefill import in_pieces
 from .recorder import Names, Recorder
 from .refine import RefiningForward
@@ -93,8 +93,6 @@ class Executor:
             self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
         if self.observer is not None and (why := cannot_observe(attachment.model)):
             self.observer.cannot_see(why)
-        self.observed_costs: ObservedCosts | None = None
-        """Times of the conversation's return, until they are noted when it is suspended."""
         self.restored: RestoredRun | None = None
         """Segments restored by the pass of the last prompt, for a spot check."""
         self._front: ComputedFront | None = None  # that of the last pass, until it is committed
@@ -236,17 +234,20 @@ class Executor:
     def _observe_costs(
         self, request: Request, sequence: SequenceState, plan: Plan | None, seconds: float, *counted: float
     ) -> None:
-        """Compare the times of a conversation's prompt with the calibrated costs. A GPU's times are not known here."""
-        if self.conversation is None or request.base or self.attachment.model.device.type != "cpu":
+        """Correct the calibrated costs by the times of a prompt. A GPU's times are not known here."""
+        learns = self.conversation is not None or (isinstance(self.method, PrefixMethod) and self.method.calibrates)
+        device = self.attachment.model.device
+        if not learns or request.base or device.type != "cpu":
             return
         tokens = request.num_positions if plan is None else plan.restored_until
         costs = costs_of(sequence, self.attachment, tokens)
         if costs is None:
             return
         if plan is None:
-            self.observed_costs = ObservedCosts.of_computed(tokens, costs, seconds)
+            observed = ObservedCosts.of_computed(tokens, costs, seconds)
         else:
-            self.observed_costs = ObservedCosts.of(plan, costs, seconds, *counted)
+            observed = ObservedCosts.of(plan, costs, seconds, *counted)
+        self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, observed))
 
     def _forward_pass(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None

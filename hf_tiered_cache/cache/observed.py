@@ -5,11 +5,13 @@ A calibration measures an idle machine once. Computing took 1.7 times as long in
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
+from ..errors import StoreError
 from ..restore.plan import Plan, RecomputePlan
 from ..stats import TIERS
 from .calibrations import CostFactors, PrefixCosts, cost_factors, keep_cost_factors
@@ -17,6 +19,8 @@ from .storage import Storage
 
 _STEP = 1.25
 """Maximum change of a factor per return: one return may have been disturbed."""
+_NEAR = 1.02
+"""Ratio of observed to predicted times below which nothing is corrected, and its inverse."""
 _MOST = 8.0
 """Maximum factor, and the inverse of the minimum."""
 _LEAST_READ = 1 << 20
@@ -74,12 +78,16 @@ class ObservedCosts:
 
 
 def renew_costs(storage: Storage, fingerprint: str, device: torch.device, observed: ObservedCosts) -> None:
-    """Move the factors of the calibrated costs towards the observed times, by a bounded step."""
+    """Move the factors of the calibrated costs towards the observed times, by a bounded step.
+
+    Times that are near the predicted ones change nothing, and neither does a store that cannot be written.
+    """
     factors = cost_factors(storage, fingerprint, device)
     renewed = {
         name: float(np.clip(factor * np.clip(ratio**0.5, 1 / _STEP, _STEP), 1 / _MOST, _MOST))
         for name, factor in asdict(factors).items()
-        if (ratio := getattr(observed, name)) is not None and ratio > 0
+        if (ratio := getattr(observed, name)) is not None and ratio > 0 and not 1 / _NEAR < ratio < _NEAR
     }
     if renewed and storage.disk.backend.writable:
-        keep_cost_factors(storage, fingerprint, device, CostFactors(**asdict(factors) | renewed))
+        with suppress(StoreError, OSError):  # the next prompt shows the same
+            keep_cost_factors(storage, fingerprint, device, CostFactors(**asdict(factors) | renewed))

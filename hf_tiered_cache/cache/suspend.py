@@ -23,7 +23,6 @@ from ..store.segment import SegmentReader
 from .calibrations import note_initial_recent
 from .cost_model import costs_of, idle_recompute_ratio
 from .executor import Executor
-from .observed import renew_costs
 from .replay import CacheReplay
 from .sequence import SequenceState
 from .storage import Storage
@@ -90,10 +89,6 @@ def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
                 record = None if conversation is None else conversation.record
                 if record is not None and record.fingerprint == sequence.identity.fingerprint:
                     decision.refused_tokens = record.refused_tokens
-                if executor.observed_costs is not None:
-                    fingerprint, device = sequence.identity.fingerprint, executor.attachment.model.device
-                    renew_costs(storage, fingerprint, device, executor.observed_costs)
-                    executor.observed_costs = None
                 idle = _idle(executor, sequence, readers, tokens)
                 compacted = method.compact(replace(idle, replay=_replay(executor, cache), decision=decision))
     except (TieredCacheError, OSError, ValueError) as error:

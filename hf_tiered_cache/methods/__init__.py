@@ -16,7 +16,7 @@ from .cache_blend import CacheBlend, Epic
 from .cache_tune import CacheTune
 from .contiguous_kv import ContiguousKV
 from .conversation import ForConversation, IdleConversation, MergeDecision
-from .exact import Exact
+from .exact import Auto, Exact
 from .impress import Impress
 from .krul import Krul
 from .kv_drive import KVDrive
@@ -57,6 +57,7 @@ METHODS: Registry[type[Method]] = Registry(
         "exact": Exact,
         "contiguous_kv": ContiguousKV,
         "impress": Impress,
+        "auto": Auto,
         "cache_tune": CacheTune,
         "epic": Epic,
         "cache_blend": CacheBlend,
@@ -69,6 +70,7 @@ METHODS: Registry[type[Method]] = Registry(
 
 __all__ = [
     "METHODS",
+    "Auto",
     "BudgetMethod",
     "CacheBlend",
     "CacheTune",

@@ -30,6 +30,9 @@ class PrefixMethod(Method):
     decline = True
     """True if a prompt is computed if restoring it was measured to be slower."""
 
+    calibrates = False
+    """True if the first cache measures the costs of restoring and computing, if the store has none."""
+
     flat_front = False
     """True if the recomputed prefix is equally long in all layers, instead of shorter in later layers."""
 

@@ -13,14 +13,15 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..cache.calibrations import Calibration, PrefixCosts, keep, keep_prefix_costs
+from ..cache.calibrations import Calibration, PrefixCosts, keep, keep_prefix_costs, prefix_costs
 from ..cache.executor import CacheOptions
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError
 from ..identity import Fingerprinter
-from ..methods import CacheTune, Exact, Method
+from ..methods import CacheTune, Exact, Method, PrefixMethod
 from ..passages.recompute import LOWEST, Costs, fastest_ratio
+from ..patches.attach import attach, base_model
 from ..stats import TIERS, RequestStats
 from ..store.geometry import HASH_TOKENS
 from .passages import precompute_passages
@@ -28,6 +29,9 @@ from .precompute import precompute
 
 _WIDTH = 0.02
 """Interval width at which the search for the ratio stops; timing noise hides finer differences."""
+_AUTO_TOKENS = (256, 1024)
+"""Lengths of the prefixes that a method measures by itself; two show the growth of the cost with the length."""
+_AUTO_SUFFIX = 32
 _FINALS = 3
 """Rounds that compare the best ratio with the lowest one."""
 
@@ -162,6 +166,32 @@ def calibrate_prefix(
             costs.append(_prefix_costs(storage, inner, ids, length, method, repeats))
     keep_prefix_costs(storage, Fingerprinter(inner)(), inner.device, method.provenance, costs)
     return costs
+
+
+def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, progress: bool = True) -> None:
+    """Measure the costs of prefixes for a method that needs them, unless the store has them or cannot be written.
+
+    Args:
+        storage: storage to measure, and to save the result in.
+        model: causal LM.
+        method: the method.
+        progress: whether to show a progress bar.
+    """
+    if not (isinstance(method, PrefixMethod) and method.calibrates) or not storage.disk.backend.writable:
+        return
+    inner = base_model(model)
+    checked = attach(inner).extras.setdefault("calibrated", set())
+    if storage.place in checked:
+        return
+    checked.add(storage.place)
+    provenance = Exact().coded(storage.codec).provenance
+    if prefix_costs(storage, Fingerprinter(inner)(), inner.device, provenance, _AUTO_TOKENS[0]) is not None:
+        return
+    limit = getattr(inner.config.get_text_config(decoder=True), "max_position_embeddings", _AUTO_TOKENS[-1])
+    lengths = [
+        max(HASH_TOKENS, min(tokens, (limit - _AUTO_SUFFIX) // HASH_TOKENS * HASH_TOKENS)) for tokens in _AUTO_TOKENS
+    ]
+    calibrate_prefix(storage, inner, tokens=lengths, suffix=_AUTO_SUFFIX, progress=progress)
 
 
 def _prefix_costs(
