@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .code import Statics
-from .model import IRRELEVANT, ModelDescription
+from .model import IRRELEVANT, ModelDescription, unpaged
 from .state import adapter_state, rows_have_adapters, varying_rope
 from .watch import active_mode, computing_state
 from .weights import WeightDigests
@@ -142,7 +142,7 @@ class Fingerprinter:
             "torch": torch.__version__,
             "config": _digest(config),
             "RoPE": _digest(rope),
-            "attention": str(text._attn_implementation),
+            "attention": str(unpaged(text._attn_implementation)),
             "modules": "" if self._unsteady else _digest(description.words),
             "quantization": _digest(_settings({"": getattr(model.config, "quantization_config", None)})),
             "adapter": _digest([list(map(str, state)) for state in self._adapters]),

@@ -235,18 +235,25 @@ class ModelDescription(CodeDescription):
                 self.add(f"{location}.{name}", value)
 
     def _add_attention(self, name: Any) -> None:
-        """Describe the attention function called `name` and its mask function."""
-        self.words.append(f"attention {name}")
+        """Describe the attention function called `name` and its mask function.
+
+        A paged function is described as the function that `generate()` uses.
+        """
+        base = unpaged(name)
+        self.words.append(f"attention {base}")
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            for mapping in (registry._local_mapping, type(registry)._global_mapping):
-                self.watch.item(mapping, name)
-            function = registry.get(name) if isinstance(name, str) else None
-            if isinstance(function, Replacement):
-                function = function.original
-            if function is not None:
+            for registered in dict.fromkeys((base, name)):
+                for mapping in (registry._local_mapping, type(registry)._global_mapping):
+                    self.watch.item(mapping, registered)
+                function = registry.get(registered) if isinstance(registered, str) else None
+                if isinstance(function, Replacement):
+                    function = function.original
+                if function is None:
+                    continue
                 if not _is_trusted(function):
-                    self.problem = self.problem or f"the attention function {name!r}"
-                self.add("the attention function", function)
+                    self.problem = self.problem or f"the attention function {registered!r}"
+                if registered == base:
+                    self.add("the attention function", function)
 
     # --- hooks and methods
 
@@ -338,6 +345,14 @@ class ModelDescription(CodeDescription):
                 indices = [number for number in numbers if number is not None]
                 if indices != sorted(set(indices)):
                     self.problem = self.problem or "the order of the layers, which differs from their `layer_idx`,"
+
+
+def unpaged(attention: Any) -> Any:
+    """Return the name of the attention that `generate()` uses in place of a paged one.
+
+    While continuous batching runs, the model uses the same attention with a paged cache. KV serves both.
+    """
+    return attention.removeprefix("paged|") if isinstance(attention, str) else attention
 
 
 _INTERNAL = frozenset(nn.Module().__dict__)
