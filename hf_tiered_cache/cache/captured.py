@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,33 @@ class LayerBuffer:
         for tensors, tensor in ((self.keys, keys), (self.values, values)):
             is_slice = tensor.untyped_storage().nbytes() > 2 * tensor.nbytes
             tensors.append(tensor.clone() if is_slice else tensor)
+
+
+class SegmentTable:
+    """Segments by the prefix hashes that they store, for sequences that are recorded at the same time.
+
+    Without it, a prefix of several sequences would be stored once for each. Thread-safe.
+    """
+
+    _MOST_HASHES = 1 << 16
+
+    def __init__(self) -> None:
+        self._segments: dict[bytes, str] = {}
+
+    def get(self, prefix_hash: bytes) -> str | None:
+        """Return the id of the segment that stores a prefix hash, or None."""
+        return self._segments.get(prefix_hash)
+
+    def add(self, prefix_hashes: Iterable[bytes], segment: str) -> None:
+        """Note that a segment stores these prefix hashes."""
+        if len(self._segments) > self._MOST_HASHES:
+            self._segments.clear()
+        self._segments.update(dict.fromkeys(prefix_hashes, segment))
+
+    def forget(self, segments: Collection[str]) -> None:
+        """Forget segments that are not stored, or no longer."""
+        for prefix_hash in [key for key, segment in list(self._segments.items()) if segment in segments]:
+            self._segments.pop(prefix_hash, None)
 
 
 def packer(

@@ -338,9 +338,10 @@ class Executor:
             The plan and an empty string, or None and the reason why nothing would be restored.
         """
         admitted = self.admit(cache, {"input_ids": input_ids, "logits_to_keep": 1})
-        if admitted is None:
-            return None, self.bypass
-        request, sequence = admitted
+        return (None, self.bypass) if admitted is None else self.look_up_admitted(*admitted)
+
+    def look_up_admitted(self, request: Request, sequence: SequenceState) -> tuple[Plan | None, str]:
+        """Return what would be restored of an admitted prompt, or None and the reason. See `look_up`."""
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self._plan(request, sequence)
         if plan is not None:
@@ -365,7 +366,7 @@ class Executor:
             return admitted
         self._run_plain(admitted)
         if not self.unreported:
-            self._explain(admitted)
+            self.explain(admitted)
         return None
 
     def identify(self, closely: bool) -> Identity | str:
@@ -561,7 +562,7 @@ class Executor:
         self.unreported = False
         self.collector.add(requests=1, tokens_kept=tokens_kept)
         if reason:
-            self._explain(reason)
+            self.explain(reason)
         stats = self.collector.stats
         logger.info(
             "%d tokens restored (slowest tier: %s), %d computed, %.0f ms waiting for KV%s",
@@ -575,9 +576,10 @@ class Executor:
     def _explain_once(self, reason: str) -> None:
         """Report a reason, unless it is empty or was reported for this cache before."""
         if reason and reason not in self.collector.stats.reasons:
-            self._explain(reason)
+            self.explain(reason)
 
-    def _explain(self, reason: str) -> None:
+    def explain(self, reason: str) -> None:
+        """Count a reason, and report it unless it is expected."""
         self.collector.explain(reason)
         if not reasons.is_expected(reason):
             self.store.disk.warn(reason, reason)

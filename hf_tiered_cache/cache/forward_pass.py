@@ -18,7 +18,7 @@ from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
 from ..patches.layers import decoder_layers, dropping
 from ..patches.lookahead import LookAhead
-from ..patches.rope import RotaryTap, TableCache
+from ..patches.rope import PreRopeKV, RotaryTap, TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
 from ..restore.fetch import Fetcher
 from ..restore.observe import CacheObserver, ComputedPositions, PassObserver
@@ -37,6 +37,14 @@ from .suitability import cannot_select, needs_attention
 
 _layer_kv = lru_cache(maxsize=256)(LayerKV)
 """Cached constructor of `LayerKV`: layers are described alike at every token, and often among themselves."""
+
+
+def kind_of(pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor, window: int) -> LayerKV:
+    """Return the layout of the keys and values that a layer with this window passes to its cache (0: none)."""
+    _, key_heads, _, key_dim = keys.shape
+    _, value_heads, _, value_dim = values.shape
+    rotation = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
+    return _layer_kv(key_heads, key_dim, value_heads, value_dim, window, *rotation)
 
 
 class ForwardPass(Scope):
@@ -113,10 +121,7 @@ class ForwardPass(Scope):
         """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return those to attend to."""
         source = self.layers[layer]
         pre_rope = self.tap.take(layer, keys, values)
-        _, key_heads, _, key_dim = keys.shape
-        _, value_heads, _, value_dim = values.shape
-        rotation = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
-        kind = _layer_kv(key_heads, key_dim, value_heads, value_dim, source.window, *rotation)
+        kind = kind_of(pre_rope, keys, values, source.window)
         if self.recorder is not None:
             self._record(self.recorder, layer, kind, pre_rope.keys, pre_rope.values)
         return source.append(kind, pre_rope, keys, values)

@@ -24,7 +24,7 @@ from ..store.interrupts import Step
 from ..store.shape import SegmentShape, TokenTables
 from ..store.writer import KeptOnDevice, PendingSegment, Writer
 from ..tiers.device import CopyStream, Event, copy_stream
-from .captured import LayerBuffer, cut_end, last_positions, packer, tokens_from
+from .captured import LayerBuffer, SegmentTable, cut_end, last_positions, packer, tokens_from
 from .request import DecodingCheck
 
 Rank = Callable[[int, Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray]
@@ -72,7 +72,10 @@ class Confirmation:
         return not self.denied
 
 
-def _refused(collector: StatsCollector, tokens: int, confirmed: Confirmation) -> None:
+def _refused(
+    collector: StatsCollector, tokens: int, confirmed: Confirmation, table: SegmentTable, segment: str
+) -> None:
+    table.forget([segment])
     collector.add(tokens_stored=-tokens)
     collector.explain(WEIGHTS_CHANGED if confirmed.denied else NO_ROOM)
 
@@ -125,6 +128,8 @@ class Recorder:
         self._check = check or DecodingCheck()
         self._submit = submit
         self._weights_held = weights_held
+        self.shared_segments: SegmentTable | None = None
+        """Segments of other recorders, which record sequences of the same model at the same time, or None."""
         self._ttl = ttl
         self._lock = threading.RLock()
         self._step = Step(self._mend)
@@ -293,20 +298,20 @@ class Recorder:
         end = self._first + self._count - self._revocable
         pending_segments: list[PendingSegment] = []
         on_device = self._device_memory()
-        segment_of: dict[bytes, str] = {}  # segments made here, by prefix hash: rows may share a prefix
+        table = self.shared_segments or SegmentTable()  # rows may share a prefix
         for row, pad in enumerate(self.history.pads):
             prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
             first = max(self._sealed[row], self._stored[row])
-            while first < len(prefix_hashes) and (segment := segment_of.get(prefix_hashes[first])):
+            while first < len(prefix_hashes) and (segment := table.get(prefix_hashes[first])):
                 first += 1
                 if segment not in self._ancestors[row]:
                     self._ancestors[row] = (*self._ancestors[row], segment)
             self._sealed[row] = first
             if first >= len(prefix_hashes) or first * HASH_TOKENS < self._first - pad:
                 continue  # nothing new, or unreachable because of a gap before it
-            pending = self._pending_segment(row, first, prefix_hashes, layout, on_device)
+            pending = self._pending_segment(row, first, prefix_hashes, layout, on_device, table)
             pending_segments.append(pending)
-            segment_of |= dict.fromkeys(pending.prefix_hashes, pending.header.id)
+            table.add(pending.prefix_hashes, pending.header.id)
             self._ancestors[row] = (*self._ancestors[row], pending.header.id)
             self._sealed[row] = len(prefix_hashes)
         starts = [pad + n * HASH_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
@@ -420,7 +425,13 @@ class Recorder:
         return KVLayout(kinds, next(iter(self._layers.values())).keys[0].dtype)
 
     def _pending_segment(
-        self, row: int, first: int, prefix_hashes: list[bytes], layout: KVLayout, on_device: KeptOnDevice | None
+        self,
+        row: int,
+        first: int,
+        prefix_hashes: list[bytes],
+        layout: KVLayout,
+        on_device: KeptOnDevice | None,
+        table: SegmentTable,
     ) -> PendingSegment:
         new_hashes = prefix_hashes[first:]
         parent = prefix_hashes[first - 1] if first else self.history.hasher.root
@@ -446,7 +457,7 @@ class Recorder:
         self._record_events()
         block_groups = packer(shape, sources, row, start, dict(self._streams), list(self._computed.values()))
         confirmed = Confirmation(partial(self._weights_held, time.monotonic()))
-        refused = partial(_refused, self.collector, tokens, confirmed)
+        refused = partial(_refused, self.collector, tokens, confirmed, table, header.id)
         return PendingSegment(
             header, new_hashes, block_groups, self._ancestors[row], refused, on_device=on_device, confirmed=confirmed
         )

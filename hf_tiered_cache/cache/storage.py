@@ -37,6 +37,7 @@ from ..store.writer import PendingSegment, Writer
 from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from ..tiers.scores import ScoreTable
+from .captured import SegmentTable
 from .fronts import Fronts
 from .rewriter import SegmentRewriter
 from .spot_check import SpotChecks
@@ -107,9 +108,12 @@ class Storage:
             disk.close()
             raise
         self._close.atexit = False  # the writer handles that
+        self.recent_segments = SegmentTable()
+        """Segments that were stored recently, for sequences that are recorded at the same time."""
         disk.on_gone += [
             residency.forget,
             self.fronts.forget,
+            self.recent_segments.forget,
             self.rewriter.forget,
             self.rewriter.importance.forget,
             self.rankings.forget,
