@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .store.geometry import HASH_TOKENS
 from .units import format_bytes
 
@@ -73,6 +75,15 @@ SLOWER = (
 OWN_CACHE = "generate() was called with another kind of cache, which is used unchanged"
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
+PAGES_NOT_SHARED = (
+    "continuous batching shares no pages between requests of this model (it has layers with a sliding window, or "
+    "allow_block_sharing is False), so nothing is restored or stored; call generate()"
+)
+VARYING_ROPE = (
+    "this model's RoPE frequencies depend on the longest prompt of a batch, so continuous batching restores and "
+    "stores nothing; call generate()"
+)
+
 _EXPECTED = frozenset({NOTHING, SWITCHED_OFF, NOT_RECORDED, APPROXIMATE, SLOWER, OWN_CACHE})
 _BYPASSES = {
     "use_cache": (
@@ -83,7 +94,6 @@ _BYPASSES = {
         "the configurations"
     ),
     "custom_generate": "generate() runs with custom_generate; pass it past_key_values=TieredCache(model, store)",
-    "generate_batch": "generate_batch() manages its own paged KV cache; call generate()",
     "generate": "generate() was not called as model.generate; call model.generate()",
     "": "generate() ran no forward pass with the cache of the session; pass it a TieredCache(model, store)",
 }
@@ -95,6 +105,14 @@ def nameless(what: str) -> str:
     return (
         f"{what} affects what is computed and cannot be identified, so nothing is restored or stored; identify the "
         "model with TieredCache(..., tag='...')"
+    )
+
+
+def moved_verbs(names: Iterable[str]) -> str:
+    """Return the reason why continuous batching of this transformers version runs without the store."""
+    return (
+        f"this version of transformers has no {' and no '.join(names)}, which continuous batching with a store "
+        "needs, so nothing is restored or stored; call generate()"
     )
 
 

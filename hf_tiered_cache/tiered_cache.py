@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import patches, reasons
+from .batching.tiers import Engines, PagedTiers, check_method
 from .cache.conversation import Conversation
 from .cache.executor import CacheOptions
 from .cache.stored_cache import StoredCache, prepare
@@ -193,9 +195,12 @@ class TieredSession:
     """Session in which every `generate()` without a cache uses the store: `with tiered(model, store) as session:`.
 
     Each such call gets a new `TieredCache`; `session.stats` sums over them. Calls that request something else
-    (`past_key_values`, `cache_implementation`, `use_cache=False`, `custom_generate`, `generate_batch()`) run unchanged.
+    (`past_key_values`, `cache_implementation`, `use_cache=False`, `custom_generate`) run unchanged.
     They count as requests too, with the reason why the store is not used. A call with its own `TieredCache` counts only
     in the `stats` of that cache.
+
+    Continuous batching (`generate_batch()`, `init_continuous_batching()`) keeps its pages, and the store is behind
+    them. It needs the exact method.
 
     Args:
         model: A causal LM of transformers.
@@ -223,6 +228,7 @@ class TieredSession:
         timeline = None if trace is None else Timeline(trace)
         self.method = make_method(method)
         self._account = StatsCollector()
+        self._engines: list[weakref.ref[PagedTiers]] = []
         was_attached = attachment_of(model) is not None
         self._attachment = patches.attach(model)
         if not was_attached:
@@ -242,6 +248,7 @@ class TieredSession:
                 trace=timeline,
             )
             self._new_cache()  # raises here, not in the first generate()
+            self._options = CacheOptions(restore, record, label=label, tag=tag)
         except BaseException:
             self._leave()
             raise
@@ -264,6 +271,27 @@ class TieredSession:
             if not reasons.is_expected(reason):
                 storage_of(self.store).disk.warn(reason, reason)
 
+    def batching(self, create: Callable[[], Any]) -> Any:
+        """Serve the requests of a manager of continuous batching. See `patches.attach.Session`."""
+        check_method(self.method)
+        engines: Engines = self._attachment.extras.setdefault("batching", Engines())
+        if engines.of(getattr(self.model, "_cached_continuous_batching_manager", None)) is not None:
+            return create()  # a persistent manager, with a session that has not ended
+        tiers = PagedTiers(self._attachment, storage_of(self.store), self.method, self._options, self._account)
+        manager = create()
+        tiers.attach(manager)
+        engines.add(tiers)
+        self._engines.append(weakref.ref(tiers))
+        return manager
+
+    def count_batched(self, manager: Any, request_id: str) -> RequestStats:
+        """Return the statistics of a request that is going to be added to a manager of continuous batching."""
+        collector = StatsCollector()
+        engines: Engines = self._attachment.extras.get("batching", Engines())
+        if (tiers := engines.of(manager)) is not None:
+            tiers.collect(request_id, collector)
+        return collector.stats
+
     @property
     def model(self) -> PreTrainedModel:
         """Model that the session serves."""
@@ -275,7 +303,11 @@ class TieredSession:
         return self._account.stats
 
     def close(self) -> None:
-        """End the session: `generate()` works as before, and computed KV is still stored."""
+        """End the session: the model works as before, and computed KV is still stored."""
+        for reference in self._engines:
+            if (tiers := reference()) is not None:
+                tiers.close()
+        self._engines.clear()
         if self in self._attachment.sessions:
             self._attachment.sessions.remove(self)
             self._leave()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import threading
@@ -67,6 +68,9 @@ class Session(Protocol):
         Returns:
             A context manager that yields the call's cache, or None if a setting is given.
         """
+
+    def batching(self, create: Callable[[], Any]) -> Any:
+        """Return the manager of continuous batching that `create` makes, with the store behind its pages."""
 
 
 class Attachment:
@@ -327,18 +331,26 @@ class _PrepareCache(_Wrapper):
 
 
 class _GenerateBatch(_Wrapper):
-    """Wrapper of continuous batching, which keeps its KV in its own pages and uses none of our caches."""
+    """Wrapper of continuous batching, which keeps its KV in pages. A session puts its store behind them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.serves(kwargs.values()):
             kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, ServedCache)}
             logger.warning(
-                "generate_batch() manages its own paged KV cache: the TieredCache is ignored, and nothing is restored "
-                "or stored; call generate() to use it"
+                "generate_batch() keeps its KV in its own pages, so the TieredCache is ignored; use `with "
+                "tiered(model, store):` to restore and store the KV of its requests"
             )
-        is_outermost = self.attachment.at_outermost_call()
-        with self.attachment.sessions[-1].call("generate_batch") if is_outermost else nullcontext():
-            return self.original(*args, **kwargs)
+        return self.original(*args, **kwargs)
+
+
+class _InitBatching(_Wrapper):
+    """Wrapper of the method that makes the manager of continuous batching."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        create = functools.partial(self.original, *args, **kwargs)
+        if not (self.attachment.active and self.attachment.sessions):
+            return create()
+        return self.attachment.sessions[-1].batching(create)
 
 
 class _PrepareInputs(_Wrapper):
@@ -380,6 +392,7 @@ _WRAPPERS: dict[str, type[_Wrapper]] = {
     "forward": _Forward,
     "generate": _Generate,
     "generate_batch": _GenerateBatch,
+    "init_continuous_batching": _InitBatching,
     "_prepare_cache_for_generation": _PrepareCache,
     "prepare_inputs_for_generation": _PrepareInputs,
     "_compiled_call_impl": _CompiledCall,

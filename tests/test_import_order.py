@@ -22,7 +22,7 @@ ORDER = (
     ("layers", "reasons"),
     ("methods",),
     ("cache",),
-    ("operations",),
+    ("operations", "batching"),
     ("kvstore",),
     ("tiered_cache",),
     ("integrations",),

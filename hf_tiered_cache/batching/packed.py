@@ -1,0 +1,140 @@
+"""Captured KV of packed passes, in which the tokens of several requests follow each other in one row."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from ..store.geometry import LayerKV
+from ..store.memory import to_device
+
+_JOINED_PASSES = 32
+"""Number of passes that are joined. Gathering a long answer token by token would take longer than the passes."""
+
+
+_KEYS_AND_VALUES: tuple[Literal[1], Literal[2]] = (1, 2)
+"""Indexes of the tensors in `CapturedLayer`."""
+
+
+class CapturedLayer(NamedTuple):
+    """Layout, unrotated keys and values of a layer, `[1, heads, tokens, dim]` each."""
+
+    kind: LayerKV
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class PackedKV:
+    """Unrotated KV of the tokens of one pass, or of several joined ones.
+
+    Args:
+        fingerprint: Fingerprint of the model that computed it.
+        layers: Its layers.
+    """
+
+    def __init__(self, fingerprint: str, layers: dict[int, CapturedLayer]) -> None:
+        self.fingerprint, self.layers = fingerprint, layers
+        self._joined: tuple[PackedKV, int] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return int(next(iter(self.layers.values())).keys.shape[2])
+
+    def resolve(self) -> tuple[PackedKV, int]:
+        """Return the object that holds the KV now, and the index of this object's first token in it."""
+        if self._joined is None:
+            return self, 0
+        target, offset = self._joined[0].resolve()
+        return target, offset + self._joined[1]
+
+    def join(self, target: PackedKV, offset: int) -> None:
+        """Leave the KV to another object, which holds it from token `offset` on."""
+        self._joined, self.layers = (target, offset), {}
+
+
+@dataclass
+class Piece:
+    """Consecutive tokens of one request in a pass."""
+
+    source: PackedKV
+    row: int
+    """Index of the first token in the pass."""
+    count: int
+
+
+class PassJoiner:
+    """Joins the KV of many passes, so that gathering the tokens of a request takes few steps."""
+
+    def __init__(self) -> None:
+        self._passes: list[weakref.ref[PackedKV]] = []
+
+    def add(self, packed: PackedKV) -> None:
+        """Add the KV of a pass, and join passes if there are many."""
+        self._passes.append(weakref.ref(packed))
+        if len(self._passes) < _JOINED_PASSES:
+            return
+        passes = [alive for reference in self._passes if (alive := reference()) is not None]
+        self._passes.clear()
+        alike: dict[tuple[object, ...], list[PackedKV]] = {}
+        for packed in passes:
+            kinds = tuple((layer, captured.kind) for layer, captured in packed.layers.items())
+            alike.setdefault((packed.fingerprint, *kinds), []).append(packed)
+        for group in alike.values():
+            if len(group) > 1:
+                _join(group)
+
+
+def _join(passes: Sequence[PackedKV]) -> None:
+    layers = {}
+    for layer, first in passes[0].layers.items():
+        captured = [packed.layers[layer] for packed in passes]
+        keys, values = (torch.cat([entry[part] for entry in captured], dim=2) for part in _KEYS_AND_VALUES)
+        layers[layer] = CapturedLayer(first.kind, keys, values)
+    target, offset = PackedKV(passes[0].fingerprint, layers), 0
+    for packed in passes:
+        tokens = packed.tokens
+        packed.join(target, offset)
+        offset += tokens
+
+
+def gather(pieces: Iterable[Piece]) -> dict[int, CapturedLayer]:
+    """Return the KV of consecutive pieces of one request, in tensors of their own."""
+    runs = list(_runs(pieces))
+    layers: dict[int, CapturedLayer] = {}
+    rows: dict[torch.device, list[torch.Tensor]] = {}
+    for layer, first in runs[0][0].layers.items():
+        device = first.keys.device
+        if device not in rows:
+            rows[device] = [to_device(index, device) for _, index in runs]
+        captured = [packed.layers[layer] for packed, _ in runs]
+        keys, values = (
+            _joined([entry[part].index_select(2, row) for entry, row in zip(captured, rows[device], strict=True)])
+            for part in _KEYS_AND_VALUES
+        )
+        layers[layer] = CapturedLayer(first.kind, keys, values)
+    return layers
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=2)
+
+
+def _runs(pieces: Iterable[Piece]) -> Iterator[tuple[PackedKV, np.ndarray]]:
+    """Yield the objects that hold some pieces, each with the indexes of its tokens, int64."""
+    current: PackedKV | None = None
+    indexes: list[np.ndarray] = []
+    for piece in pieces:
+        source, offset = piece.source.resolve()
+        if source is not current and current is not None:
+            yield current, np.concatenate(indexes)
+            indexes = []
+        current = source
+        indexes.append(np.arange(piece.row + offset, piece.row + offset + piece.count))
+    if current is not None:
+        yield current, np.concatenate(indexes)

@@ -1,0 +1,248 @@
+"""Requests of continuous batching: what a lookup has found for them, and their computed KV that is not stored yet."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..cache.captured import SegmentTable
+from ..cache.executor import Executor
+from ..cache.request import Request
+from ..cache.sequence import SequenceState
+from ..layers import DenseSource
+from .engine import PagedKV, id_of, tokens_of
+from .packed import PackedKV, Piece, gather
+
+logger = logging.getLogger("hf_tiered_cache")
+
+PATIENCE_SECONDS = 10.0
+"""Seconds that a request waits in line for its lookup and restore. Then it is computed."""
+
+
+class EmptyCache:
+    """Cache that holds nothing, for lookups.
+
+    Args:
+        layers: Number of layers of the model.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.kv_sources: list[DenseSource] = []
+        self.layers: Sequence[Any] = range(layers)
+
+    def get_seq_length(self) -> int:
+        """Return the number of cached positions."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Restored KV of a request, from position `first` to `stop` (exclusive)."""
+
+    first: int
+    stop: int
+    kv: PagedKV
+
+    def part(self, first: int, stop: int) -> PagedKV:
+        """Return the KV of some of the positions."""
+        inside = slice(first - self.first, stop - self.first)
+        return {layer: (keys[:, :, inside], values[:, :, inside]) for layer, (keys, values) in self.kv.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV."""
+        return sum(tensor.nbytes for pair in self.kv.values() for tensor in pair)
+
+
+class BatchedRequest:
+    """Request of continuous batching.
+
+    Args:
+        state: transformers' state of the request.
+        executor: Looks its prompt up, and has the recorder of its KV.
+        layers: Number of layers of the model.
+    """
+
+    def __init__(self, state: Any, executor: Executor, layers: int) -> None:
+        self.state, self.executor = state, executor
+        self.cache = EmptyCache(layers)
+        self.id, self.prompt = id_of(state), tokens_of(state)
+        self.reported = False
+        """True if the request was counted."""
+        self.admitted: tuple[Request, SequenceState] | None = None
+        """Parsed prompt, and the state of its tokens; None if its KV can be neither stored nor restored."""
+        self.lookup: Future[None] | None = None
+        """Lookup of the prompt; None before it was started."""
+        self.restored: Restored | None = None
+        """What the lookup has restored and is not written to pages yet."""
+        self.reason = ""
+        """Reason why nothing was restored, after the lookup."""
+        self.held = 0
+        """Number of leading tokens that were in shared pages when the lookup was started."""
+        self.matched = 0
+        """Number of leading tokens in the pages when the request was scheduled."""
+        self.deadline = time.monotonic() + PATIENCE_SECONDS
+        """Time at which the request no longer waits."""
+        self.leader: BatchedRequest | None = None
+        """Request that restores the next tokens of this prompt, too; this request waits for it."""
+        self.decided = False
+        """True if the request no longer waits for a restore."""
+        self.gone = False
+        """True if the engine has finished or cancelled the request."""
+        self.placed = False
+        """True if restored KV was written to its pages."""
+        self.recording = True
+        self._first: int | None = None  # position of the first captured token
+        self._stop = 0  # position after the last computed token
+        self._pieces: list[Piece] = []
+        self._computed = 0  # number of computed tokens that were not counted yet
+
+    @property
+    def is_looked_up(self) -> bool:
+        """True if the lookup has ended."""
+        return self.lookup is not None and self.lookup.done()
+
+    @property
+    def waits(self) -> bool:
+        """True if the request waits for a restore."""
+        return not (self.gone or self.decided)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens that are known so far."""
+        return tokens_of(self.state)
+
+    @property
+    def num_captured(self) -> int:
+        """Number of tokens that are captured and not stored."""
+        return 0 if self._first is None else self._stop - self._first
+
+    @property
+    def prompt_is_computed(self) -> bool:
+        """True if the pages hold the whole prompt."""
+        return self._stop >= len(self.prompt)
+
+    def admit(self) -> None:
+        """Identify the model, between two passes: parts of it change while a pass runs."""
+        arguments = {"input_ids": torch.tensor([self.prompt]), "logits_to_keep": 1}
+        self.admitted = self.executor.admit(self.cache, arguments)
+
+    def fork(self, state: Any, executor: Executor) -> BatchedRequest:
+        """Return a request that continues independently from the same tokens."""
+        twin = BatchedRequest(state, executor, len(self.cache.layers))
+        twin.matched, twin.recording, twin.decided = self.matched, self.recording, True
+        twin._first, twin._stop, twin._pieces = self._first, self._stop, [replace(piece) for piece in self._pieces]
+        return twin
+
+    def note_pass(self, packed: PackedKV | None, row: int, first: int, count: int) -> None:
+        """Note that a pass has computed `count` tokens from position `first` on, and captured their KV or not.
+
+        Args:
+            packed: Captured KV of the pass; None if there is none.
+            row: Index of the request's first token in the pass.
+            first: Position of this token.
+            count: Number of tokens.
+        """
+        self._computed += count
+        is_first, expected = self._first is None, self._stop
+        self._stop = first + count
+        if packed is None or not self.recording or (not is_first and first > expected):
+            self.stop_recording()
+            return
+        if self._first is None:
+            self._first = first
+        elif first < expected:
+            self._crop(expected - first)
+        self._pieces.append(Piece(packed, row, count))
+
+    def stop_recording(self) -> None:
+        """Discard the captured KV, and record no more."""
+        self.recording = False
+        self._first, self._pieces = None, []
+
+    def _crop(self, count: int) -> None:
+        while count > 0 and self._pieces:
+            last = self._pieces[-1]
+            removed = min(count, last.count)
+            last.count -= removed
+            count -= removed
+            if not last.count:
+                self._pieces.pop()
+        if count:
+            self.stop_recording()
+
+    def report(self) -> None:
+        """Count what was computed, and once the request."""
+        collector = self.executor.collector
+        if self._computed:
+            collector.add(tokens_computed=self._computed)
+            self._computed = 0
+        if not self.reported:
+            self.reported = True
+            collector.add(requests=1, tokens_kept=0 if self.placed else self.matched)
+            is_reused = self.placed or self.matched
+            if self.reason and not is_reused:
+                self.executor.explain(self.reason)
+            logger.info(
+                "%d tokens restored, %d shared in pages, %d computed%s",
+                collector.stats.tokens_restored,
+                collector.stats.details.tokens_kept,
+                collector.stats.tokens_computed,
+                "" if is_reused or not self.reason else f"; {self.reason}",
+            )
+
+    def store(self, table: SegmentTable) -> int:
+        """Submit the captured KV to the store, in multiples of 16 tokens, without waiting for room in its queue.
+
+        Args:
+            table: Segments that the requests of this engine have stored.
+
+        Returns:
+            Number of tokens that are no longer captured.
+        """
+        sequence, tokens = self.executor.sequence, self.tokens
+        first, count = self._first, min(self._stop, len(tokens)) - (self._first or 0)
+        if sequence is None or first is None or not self.recording:
+            released = self.num_captured
+            self.stop_recording()
+            return released
+        if count <= 0:
+            return 0
+        pieces, left = [], count
+        for piece in self._pieces:
+            if left > 0:
+                pieces.append(replace(piece, count=min(piece.count, left)))
+                left -= piece.count
+        released = self.num_captured
+        if any(piece.source.resolve()[0].fingerprint != sequence.identity.fingerprint for piece in pieces):
+            self.stop_recording()
+            return released
+        recorder = sequence.recorder
+        recorder.shared_segments = table
+        held = recorder.history.num_positions
+        if held < first:
+            recorder.end(np.array([tokens[held:first]], np.int64), 0)
+        recorder.begin(first)
+        for layer, (kind, keys, values) in gather(pieces).items():
+            recorder.capture(layer, kind, keys, values)
+        recorder.end(np.array([tokens[first : first + count]], np.int64), count)
+        recorder.seal(wait=False)
+        self._pieces, self._first = self._rest(count), first + count
+        return released - self.num_captured
+
+    def _rest(self, count: int) -> list[Piece]:
+        """Return the captured pieces after the first `count` tokens."""
+        rest = []
+        for piece in self._pieces:
+            skipped = min(count, piece.count)
+            count -= skipped
+            if skipped < piece.count:
+                rest.append(replace(piece, row=piece.row + skipped, count=piece.count - skipped))
+        return rest

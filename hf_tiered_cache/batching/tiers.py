@@ -1,0 +1,422 @@
+"""Tiers behind the pages of continuous batching: what the store holds is brought into pages, what is new is recorded.
+
+The engine's thread calls `PagedTiers` (see `Listener`). It never reads the store: lookups and fetches run in threads of
+their own, and the requests they are for wait in line meanwhile, for at most `PATIENCE_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import reasons
+from ..cache.executor import CacheOptions, Executor
+from ..cache.forward_pass import kind_of
+from ..cache.storage import Storage
+from ..errors import ConfigError, StoreClosedError
+from ..identity import Identity, varying_rope
+from ..methods import ForConversation, Method, PrefixMethod
+from ..patches.attach import Attachment
+from ..patches.rope import RotaryTap
+from ..patches.scope import Scope, enter, leave_to
+from ..stats import StatsCollector
+from ..store.geometry import HASH_TOKENS
+from .engine import Engine, Packed, Pages, id_of, parent_id_of
+from .lookups import Lookups
+from .packed import CapturedLayer, PackedKV, PassJoiner
+from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
+from .restoring import LayerRotations
+
+logger = logging.getLogger("hf_tiered_cache")
+
+_STORE_GENERATED_AT = 512
+"""Number of captured generated tokens of a request to store at once, as for `generate()`."""
+_MOST_CAPTURED = 1 << 15
+"""Number of captured tokens of all requests from which on all are stored, to bound the memory."""
+
+
+def check_method(method: Method) -> None:
+    """Raise ConfigError if a method does not restore whole exact prefixes, which pages need."""
+    if not isinstance(method, PrefixMethod) or isinstance(method, ForConversation):
+        raise ConfigError(
+            f"continuous batching restores exact prefixes only, and {type(method).__name__} restores something else; "
+            "use the exact method, or call generate()"
+        )
+
+
+class PagedTiers:
+    """Store behind the pages of one manager of continuous batching.
+
+    Args:
+        attachment: Attachment of the model, which must not run in continuous batching at the moment.
+        storage: Store from which KV is restored, and to which it is written.
+        method: Method that restores it.
+        options: Options of the lookups.
+        total: Collects the statistics of all requests.
+
+    Raises:
+        ConfigError: See `check_method`.
+    """
+
+    def __init__(
+        self, attachment: Attachment, storage: Storage, method: Method, options: CacheOptions, total: StatsCollector
+    ) -> None:
+        check_method(method)
+        self._attachment, self._storage = attachment, storage
+        self._method, self._options, self._total = method.coded(storage.codec), options, total
+        self._lock = threading.RLock()
+        self._engine: Engine | None = None
+        self._requests: dict[str, BatchedRequest] = {}
+        self._leaving: list[BatchedRequest] = []  # gone, and their lookup has not ended
+        self._leaders: dict[bytes, BatchedRequest] = {}
+        self._collectors: dict[str, StatsCollector] = {}
+        self._joiner = PassJoiner()
+        self._identifier = self._new_executor(StatsCollector())
+        self._captured: dict[int, CapturedLayer] | None = None  # of the running pass, if it is captured
+        self._tap = RotaryTap()
+        self._num_captured = 0
+        self._closed = False
+        self._fingerprint: str | None = None  # of the last pass
+        self._changed = False  # whether pages may hold KV of another state of the model
+        self.reason = ""
+        """Reason why the engine runs without the store, or an empty string."""
+        self._lookups = Lookups(attachment, storage, self._method.ahead_bytes, self._observe(), self._wake)
+
+    def _observe(self) -> LayerRotations | None:
+        """Return the rotations of the layers, or None if the engine runs without the store."""
+        depth = self._attachment.depth
+        if varying_rope(self._attachment.config) is not None:
+            self.refused(reasons.VARYING_ROPE)
+            return None
+        identity = self._identifier.identify(closely=True)
+        if isinstance(identity, str):
+            self.refused(identity)
+            return None
+        rotations = LayerRotations(self._attachment, identity.fingerprint)
+        if not rotations.can_place(depth):
+            self.refused(reasons.PAGES_NOT_SHARED)
+            return None
+        self._fingerprint = identity.fingerprint
+        return rotations
+
+    def attach(self, manager: Any) -> None:
+        """Serve the requests of a manager."""
+        self._engine = Engine(manager, self)
+        self._changed = not self._engine.is_fresh
+
+    def serves(self, manager: Any) -> bool:
+        """Return whether this object serves the requests of `manager`."""
+        return self._engine is not None and self._engine.manager is manager and not self._closed
+
+    def collect(self, request_id: str, collector: StatsCollector) -> None:
+        """Count a request that is going to be added in `collector`."""
+        self._collectors[request_id] = collector
+
+    def close(self) -> None:
+        """Leave the manager as it was, and submit the captured KV to the store."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._engine is not None:
+            self._engine.detach()
+        with self._lock:
+            requests = [*self._requests.values(), *self._leaving]
+        self._lookups.close(requests)
+        if self._engine is None:
+            return
+        with self._lock, self._engine.on_stream():
+            for request in list(self._requests.values()):
+                self._end(request)
+            self._store_leaving()
+
+    # --- events of the engine
+
+    def refused(self, reason: str) -> None:
+        """See `Listener`."""
+        self.reason = self.reason or reason
+        self._storage.disk.warn(reason, reason)
+
+    def arrived(self, state: Any) -> None:
+        """See `Listener`."""
+        if self._closed:
+            return
+        with self._lock:
+            request_id = id_of(state)
+            before = self._requests.get(request_id)
+            if before is not None and before.state is state:  # its KV was moved to host memory by the engine
+                return
+            collector = self._collectors.pop(request_id, None) or StatsCollector()
+            collector.total = self._total
+            if before is not None:  # begins again with the tokens so far
+                collector = before.executor.collector
+                self._end(before)
+            request = BatchedRequest(state, self._new_executor(collector), self._attachment.depth)
+            if self.reason:
+                request.reason = self.reason
+                request.report()
+                return
+            request.reported = before is not None and before.reported
+            self._requests[request_id] = request
+            request.admit()
+            self._look_up(request)
+
+    def may_be_scheduled(self, state: Any) -> bool:
+        """See `Listener`."""
+        request = self._requests.get(id_of(state))
+        if request is None or request.state is not state or request.decided:
+            return True
+        with self._lock:
+            leader = request.leader
+            if leader is not None:
+                if not leader.decided and time.monotonic() < request.deadline:
+                    return False
+                request.leader = None
+                self._look_up(request, follows=False, waits=leader.placed or leader.gone)
+                if request.decided:
+                    return True
+            if request.lookup is None or time.monotonic() > request.deadline:
+                self._lookups.note_overdue(request)
+                request.decided = True
+                return True
+            if not request.lookup.done():
+                return False
+            if request.restored is None:
+                request.decided = True
+                return True
+            assert self._engine is not None
+            return self._has_room(request, request.held) or not self._engine.has_active_requests
+
+    def matched(self, state: Any, tokens: int) -> int:
+        """See `Listener`."""
+        request = self._requests.get(id_of(state))
+        if request is None or request.state is not state or self._closed:
+            return tokens
+        with self._lock:
+            request.matched = tokens
+            if not tokens and not self._has_room(request, tokens):
+                return tokens  # it waits for pages
+            request.decided = True
+            restored = request.restored
+            stop = 0 if restored is None else min(restored.stop, len(request.prompt) - 1)
+            is_placeable = self._is_placeable(request, tokens) and self._has_room(request, tokens)
+            if restored is not None and restored.first <= tokens < stop and is_placeable:
+                try:
+                    placed = self._place(request, restored, tokens, stop)
+                finally:
+                    self._lookups.release(request)
+                return placed
+            self._lookups.release(request)
+            if self._changed and tokens:
+                request.stop_recording()
+            return tokens
+
+    def between_steps(self) -> None:
+        """See `Listener`."""
+        if self._closed:
+            return
+        assert self._engine is not None
+        with self._lock, self._engine.on_stream():
+            for request_id, request in list(self._requests.items()):
+                if not self._engine.holds(request_id):
+                    self._end(request)
+                    continue
+                is_due = not request.reported or request.num_captured >= _STORE_GENERATED_AT
+                if is_due and request.prompt_is_computed and request.is_looked_up:
+                    request.report()
+                    self._store(request)
+            if self._num_captured > _MOST_CAPTURED:
+                for request in self._requests.values():
+                    self._store(request)
+            self._store_leaving()
+
+    def step(self, run: Callable[[], None], rows: Sequence[Packed], in_python: bool) -> None:
+        """See `Listener`."""
+        identity = None if self._closed else self._identifier.identify(closely=False)
+        fingerprint = identity.fingerprint if isinstance(identity, Identity) else None
+        if fingerprint != self._fingerprint:  # pages hold KV of another state of the model
+            self._fingerprint, self._changed = fingerprint, True
+            for request in self._requests.values():
+                request.stop_recording()
+        if fingerprint is None or not in_python or not self._options.record:
+            run()
+            self._note(rows, None)
+            return
+        self._tap = RotaryTap(self._attachment.tables_of(fingerprint))
+        self._captured, token = {}, enter(Scope(self, self._tap))
+        try:
+            run()
+            whole = len(self._captured) == self._attachment.depth
+            packed = PackedKV(fingerprint, self._captured) if whole else None
+        finally:
+            leave_to(token)
+            self._captured, self._tap = None, RotaryTap()
+        self._note(rows, packed)
+
+    def computed(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Listener`."""
+        if self._captured is not None:
+            pre_rope = self._tap.take(layer, keys, values)
+            kind = kind_of(pre_rope, keys, values, 0)
+            self._captured[layer] = CapturedLayer(kind, pre_rope.keys, pre_rope.values)
+
+    # --- recording
+
+    def _note(self, rows: Sequence[Packed], packed: PackedKV | None) -> None:
+        with self._lock:
+            row = 0
+            for state, first, num_tokens in rows:
+                request = self._requests.get(id_of(state))
+                if request is None or request.state is not state:
+                    request = self._fork(state)
+                if request is not None:
+                    before = request.num_captured
+                    request.note_pass(packed, row, first, num_tokens)
+                    request.decided = True
+                    self._lookups.release(request)  # if it was computed for lack of pages
+                    self._num_captured += request.num_captured - before
+                row += num_tokens
+            if packed is not None:
+                self._joiner.add(packed)
+
+    def _fork(self, state: Any) -> BatchedRequest | None:
+        """Return the request of a further sequence of a known request, or None."""
+        parent = self._requests.get(parent_id_of(state))
+        if parent is None or self._closed:
+            return None
+        collector = StatsCollector()
+        collector.total = self._total
+        request = parent.fork(state, self._new_executor(collector))
+        request.admit()
+        self._requests[request.id] = request
+        self._num_captured += request.num_captured
+        self._look_up(request, waits=False)
+        return request
+
+    def _store(self, request: BatchedRequest) -> None:
+        """Store what is captured of a request, unless its lookup has not ended."""
+        if not request.is_looked_up or not request.num_captured:
+            return
+        before = request.num_captured
+        try:
+            request.store(self._storage.recent_segments)
+        except StoreClosedError as error:
+            logger.warning("%s: KV computed from now on is not stored", error)
+            request.stop_recording()
+        except Exception as error:  # the answer does not depend on it
+            self._storage.disk.warn("batching", f"computed KV of continuous batching was not stored: {error!r}")
+            request.stop_recording()
+        self._num_captured += request.num_captured - before
+
+    def _end(self, request: BatchedRequest) -> None:
+        """Store what is captured of a request that the engine has finished."""
+        self._requests.pop(request.id, None)
+        request.gone = True
+        request.decided = True
+        if request.matched or request.num_captured:
+            request.report()
+        self._leaving.append(request)
+
+    def _store_leaving(self) -> None:
+        for request in self._leaving:
+            self._store(request)
+            self._lookups.release(request)
+        self._leaving = [
+            request for request in self._leaving if request.lookup is not None and not request.is_looked_up
+        ]
+
+    # --- restoring
+
+    @property
+    def _pages(self) -> Pages:
+        assert self._engine is not None
+        assert self._engine.pages is not None
+        return self._engine.pages
+
+    def _new_executor(self, collector: StatsCollector) -> Executor:
+        return Executor(self._attachment, self._storage, self._method, self._options, collector)
+
+    def _look_up(self, request: BatchedRequest, follows: bool = True, waits: bool = True) -> None:
+        """Start the lookup of a request, or let it wait for another one that restores the same tokens.
+
+        Args:
+            request: The request.
+            follows: Whether it may wait for another request, which restores the same tokens.
+            waits: Whether it may wait for its restore; otherwise only its computed KV is recorded.
+        """
+        prompt, held = request.prompt, self._pages.held(request.prompt)
+        follows = follows or held > request.held
+        request.held, request.deadline = held, time.monotonic() + PATIENCE_SECONDS
+        waits = waits and self._options.restore and not self._lookups.are_hung
+        if not waits or len(prompt) - 1 - held < HASH_TOKENS:
+            request.decided = True
+        elif follows:
+            key = torch.tensor(prompt[: held + HASH_TOKENS]).numpy().tobytes()
+            leader = self._leaders.get(key)
+            if leader is not None and not leader.decided:
+                request.leader = leader
+                return
+            self._leaders[key] = request
+            if len(self._leaders) > len(self._requests):
+                self._leaders = {key: leader for key, leader in self._leaders.items() if not leader.decided}
+        self._lookups.start(request)
+
+    def _wake(self) -> None:
+        if self._engine is not None and not self._closed:
+            self._engine.wake()
+
+    def _has_room(self, request: BatchedRequest, held: int) -> bool:
+        """Return whether there are pages for the whole prompt, of which its pages hold the first `held` tokens."""
+        blocks = self._pages.blocks
+        return blocks(len(request.prompt) + 1) - blocks(held) <= self._pages.num_free()
+
+    def _is_placeable(self, request: BatchedRequest, held: int) -> bool:
+        """Return whether restored KV was computed by the model of the next pass, like the pages before it."""
+        sequence = request.executor.sequence
+        is_current = sequence is not None and sequence.identity.fingerprint == self._fingerprint
+        return is_current and not (self._changed and held)
+
+    def _place(self, request: BatchedRequest, restored: Restored, held: int, stop: int) -> int:
+        """Write restored KV from token `held` to `stop` into pages, and return the number of tokens that they hold."""
+        engine, pages, state = self._engine, self._pages, request.state
+        assert engine is not None
+        if not pages.allocate(state, held, stop):
+            return held
+        try:
+            engine.write(request.id, held, restored.part(held, stop))
+        except Exception as error:
+            self._storage.disk.warn("pages", f"restored KV could not be written into pages: {error!r}")
+            if not held:
+                pages.free(request.id)
+            return held
+        whole = stop // pages.block_tokens - held // pages.block_tokens
+        if whole:
+            pages.share(state, whole)
+        request.placed = True
+        request.executor.collector.add(tokens_restored=stop - held, tokens_kept=held)
+        return stop
+
+
+class Engines:
+    """Stores behind the managers of a model. They live as long as their managers."""
+
+    def __init__(self) -> None:
+        self._tiers: weakref.WeakSet[PagedTiers] = weakref.WeakSet()
+
+    def add(self, tiers: PagedTiers) -> None:
+        """Add one."""
+        self._tiers.add(tiers)
+
+    def of(self, manager: Any) -> PagedTiers | None:
+        """Return the one that serves a manager, or None."""
+        return next((tiers for tiers in self._tiers if tiers.serves(manager)), None)
+
+    def close(self) -> None:
+        """Leave all managers as they were."""
+        for tiers in list(self._tiers):
+            tiers.close()

@@ -1,0 +1,172 @@
+"""Continuous batching when the store fails: the right tokens, no page lost, and no request that waits for ever."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+from batching import alone, arriving, batched, finished, running, settled
+from families import build, prompt
+
+from hf_tiered_cache import KVStore, reasons, tiered
+from hf_tiered_cache.batching import lookups, requests, tiers
+from hf_tiered_cache.store.engines.posix import PosixEngine
+
+OPTIONS = {"max_new_tokens": 8, "eos_token_id": -1}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    shared = prompt(64, seed=1)[0].tolist()
+    return [shared + prompt(20 + at, seed=10 + at)[0].tolist() for at in range(6)]
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    return alone(model, prompts)
+
+
+@pytest.fixture
+def stored(root, model, prompts, expected):
+    """A folder of a store that has all prompts."""
+    with KVStore(root) as store, tiered(model, store):
+        assert batched(model, prompts) == expected
+    return root
+
+
+def _failing(*args):
+    future = Future()
+    future.set_exception(OSError(errno.EIO, "Input/output error"))
+    return future
+
+
+def test_a_failing_disk_gives_the_same_tokens(stored, model, prompts, expected, monkeypatch):
+    with KVStore(stored, host_memory=0, engine="posix") as store, tiered(model, store) as session:
+        monkeypatch.setattr(PosixEngine, "submit", _failing)
+        with running(model) as manager:
+            assert arriving(manager, prompts) == expected
+            assert settled(manager) == 0
+        assert session.stats.tokens_restored == 0
+        assert session.stats.details.read_errors > 0
+
+
+def test_damaged_blocks_are_computed(stored, model, prompts, expected):
+    chance = random.Random(0)
+    for path in stored.rglob("*"):
+        if path.is_file() and path.stat().st_size > 20_000 and ".sqlite" not in path.name:
+            data = bytearray(path.read_bytes())
+            for _ in range(20):
+                data[chance.randrange(len(data) // 2, len(data))] ^= 0xFF
+            path.chmod(0o600)
+            path.write_bytes(data)
+    with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
+        assert arriving(manager, prompts) == expected
+        assert settled(manager) == 0
+        assert session.stats.details.verification_failures > 0
+        assert session.stats.reasons.get(reasons.DAMAGED, 0) > 0
+
+
+def test_a_full_store_gives_the_same_tokens(root, model, prompts, expected):
+    with KVStore(root, disk_quota=100_000) as store, tiered(model, store), running(model) as manager:
+        for _ in range(2):
+            assert arriving(manager, prompts) == expected
+        assert settled(manager) == 0
+        store.flush()
+        assert store.stats.dropped_writes > 0
+
+
+def test_a_closed_store_gives_the_same_tokens(stored, model, prompts, expected):
+    store = KVStore(stored)
+    with tiered(model, store), running(model) as manager:
+        assert arriving(manager, prompts[:2]) == expected[:2]
+        store.close()
+        assert arriving(manager, prompts) == expected
+        assert settled(manager) == 0
+
+
+class Held:
+    """Restores that wait until they are let go."""
+
+    def __init__(self, monkeypatch):
+        self.began, self.go_on, self.ended = threading.Event(), threading.Event(), threading.Event()
+        assemble = lookups.assemble
+
+        def wait(*args):
+            self.began.set()
+            assert self.go_on.wait(30)
+            try:
+                return assemble(*args)
+            finally:
+                self.ended.set()
+
+        monkeypatch.setattr(lookups, "assemble", wait)
+
+
+def test_a_request_that_is_cancelled_during_its_restore_leaves_nothing(stored, model, prompts, expected, monkeypatch):
+    held, other = Held(monkeypatch), prompt(30, seed=99)[0].tolist()
+    answer = alone(model, [other])
+    with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
+        first = manager.add_request(prompts[0], **OPTIONS)
+        assert held.began.wait(10)
+        second = manager.add_request(prompts[1], **OPTIONS)  # waits for the first one's restore
+        manager.cancel_request(first)
+        third = manager.add_request(other, **OPTIONS)
+        assert finished(manager, [third]) == answer  # others do not wait
+        held.go_on.set()
+        assert finished(manager, [second]) == expected[1:2]
+        assert settled(manager) == 0
+        assert session.stats.tokens_restored == len(prompts[1]) // 16 * 16
+
+
+def test_other_requests_go_on_while_one_is_restored(stored, model, prompts, expected, monkeypatch):
+    held, others = Held(monkeypatch), [prompt(30, seed=90 + at)[0].tolist() for at in range(3)]
+    answers = alone(model, others)
+    with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
+        name = manager.add_request(prompts[0], **OPTIONS)
+        assert held.began.wait(10)
+        assert arriving(manager, others) == answers
+        assert session.stats.tokens_restored == 0
+        held.go_on.set()
+        assert finished(manager, [name]) == expected[:1]
+        assert session.stats.tokens_restored > 0
+
+
+def test_no_request_waits_longer_than_its_patience(stored, model, prompts, expected, monkeypatch):
+    held = Held(monkeypatch)
+    for module in (requests, tiers, lookups):
+        monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.3)
+    with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
+        began = time.monotonic()
+        assert arriving(manager, prompts) == expected
+        took = time.monotonic() - began
+        assert took < 5
+        held.go_on.set()
+        assert settled(manager) == 0
+        assert session.stats.tokens_restored == 0
+
+
+def test_a_fault_of_this_library_does_not_stop_the_engine(stored, model, prompts, expected, monkeypatch, caplog):
+    monkeypatch.setattr(tiers.PagedTiers, "_has_room", lambda *args: 1 / 0)
+    with KVStore(stored) as store, tiered(model, store), running(model) as manager:
+        assert arriving(manager, prompts) == expected
+        assert settled(manager) == 0
+    assert "goes on without the store" in caplog.text
+
+
+def test_kv_that_cannot_be_written_into_pages_is_computed(stored, model, prompts, expected, monkeypatch):
+    from hf_tiered_cache.batching.engine import Engine
+
+    monkeypatch.setattr(Engine, "write", lambda *args: 1 / 0)
+    with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
+        assert arriving(manager, prompts) == expected
+        assert settled(manager) == 0
+        assert session.stats.tokens_restored == 0

@@ -1,0 +1,104 @@
+"""transformers' continuous batching of tiny models, in its oldest and newest version, on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+NEW_TOKENS = 8
+_PAGE_OPTION = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
+
+
+def paging(pages: int = 128, tokens: int = 16, **options: Any) -> ContinuousBatchingConfig:
+    """A configuration with so many pages of so many tokens."""
+    options = {"max_batch_tokens": 256, _PAGE_OPTION: tokens, "num_blocks": pages} | options
+    return ContinuousBatchingConfig(**options)
+
+
+def greedy(**options: Any) -> GenerationConfig:
+    return GenerationConfig(**({"eos_token_id": -1, "do_sample": False, "max_new_tokens": NEW_TOKENS} | options))
+
+
+def alone(model: Any, prompts: Sequence[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """The answers of `generate()`, one prompt after the other, without a store."""
+    answers = []
+    for ids in prompts:
+        done = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=new_tokens, eos_token_id=None)
+        answers.append(done[0, len(ids) :].tolist())
+    return answers
+
+
+def batched(model: Any, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+    """The answers of `generate_batch()`."""
+    done = model.generate_batch(
+        inputs=list(prompts),
+        generation_config=options.pop("generation", greedy()),
+        continuous_batching_config=paging(**options),
+        progress_bar=False,
+    )
+    assert not [output.error for output in done.values() if output.error]
+    return [output.generated_tokens for output in done.values()]
+
+
+@contextmanager
+def running(model: Any, generation: GenerationConfig | None = None, **options: Any):
+    """A manager whose thread runs."""
+    manager = model.init_continuous_batching(
+        generation_config=generation or greedy(), continuous_batching_config=paging(**options)
+    )
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(block=True)
+
+
+def arriving(manager: Any, prompts: Sequence[list[int]], seed: int = 0, pause: float = 0.01) -> list[list[int]]:
+    """The answers to requests that arrive one by one, at random times."""
+    chance = random.Random(seed)
+    names = []
+    for ids in prompts:
+        names.append(manager.add_request(ids, max_new_tokens=NEW_TOKENS, eos_token_id=-1))
+        time.sleep(chance.random() * pause)
+    return finished(manager, names)
+
+
+def finished(manager: Any, names: Sequence[str], seconds: float = 60) -> list[list[int]]:
+    """The answers to these requests; fails if they do not come."""
+    answers: dict[str, list[int]] = {}
+    until = time.monotonic() + seconds
+    while len(answers) < len(names):
+        assert time.monotonic() < until, f"no answer to {sorted(set(names) - set(answers))}"
+        output = manager.get_result(timeout=0.2)
+        if output is not None and output.is_finished():
+            assert output.error is None, output.error
+            answers[output.request_id] = output.generated_tokens
+    return [answers[name] for name in names]
+
+
+def leaked(manager: Any) -> int:
+    """The number of pages that some request holds, by the engine's own count; none may, when all have ended."""
+    cache = manager.batch_processor.cache
+    if hasattr(cache, "cache_allocators"):
+        (allocator,) = cache.cache_allocators.values()
+        free = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
+        free += cache.pool.num_free_sectors * allocator.blocks_per_sector
+        assert not allocator.block_table
+        return cache.num_sectors * allocator.blocks_per_sector - free
+    assert not cache.group_cache_managers[0].block_table
+    return cache.num_blocks - cache.get_num_free_blocks()
+
+
+def settled(manager: Any, seconds: float = 10) -> int:
+    """`leaked`, once the engine is idle."""
+    until = time.monotonic() + seconds
+    while manager.batch_processor.has_pending_requests() and time.monotonic() < until:
+        time.sleep(0.01)
+    return leaked(manager)
