@@ -94,6 +94,13 @@ def serve(
         bool, typer.Option("--enable-cors", help="Allow browser requests from any origin (CORS).")
     ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Log level of the server and the store.")] = LogLevel.info,
+    continuous_batching: Annotated[
+        bool, typer.Option("--continuous-batching", help="Compute requests together, with KV in pages.")
+    ] = False,
+    cb_block_size: Annotated[int | None, typer.Option(help="Tokens per page.")] = None,
+    cb_num_blocks: Annotated[int | None, typer.Option(help="Number of pages; by default what memory allows.")] = None,
+    cb_max_batch_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per pass.")] = None,
+    cb_max_memory_percent: Annotated[float | None, typer.Option(help="Share of the memory for pages.")] = None,
 ) -> None:
     """Run an OpenAI-compatible server with a store.
 
@@ -107,6 +114,15 @@ def serve(
         raise ConfigError(
             "--allow-any-model and --trust-remote-code cannot be combined, because clients could then run any code"
         )
+    paging = {
+        "block_size": cb_block_size,
+        "num_blocks": cb_num_blocks,
+        "max_batch_tokens": cb_max_batch_tokens,
+        "max_memory_percent": cb_max_memory_percent,
+    }
+    paging = {name: value for name, value in paging.items() if value is not None}
+    if paging and not continuous_batching:
+        raise ConfigError("the options --cb-... require --continuous-batching")
     max_request_bytes = parse_bytes(max_request_size, "max_request_size")
     from transformers.utils.import_utils import is_serve_available
 
@@ -138,4 +154,5 @@ def serve(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             model_timeout=model_timeout,
+            batching=paging if continuous_batching else None,
         )

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ import uvicorn
 import uvicorn.config
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -29,13 +28,15 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState, split_model_id
 
 from .. import reasons
+from ..batching.tiers import check_method
 from ..errors import ConfigError
 from ..kvstore import KVStore
 from ..methods import Method
 from ..stats import RequestStats
 from ..store.faults import LINE_FORMAT, Notices
-from ..tiered_cache import TieredCache
-from .limits import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MAX_SEQUENCES, ImpatientProtocol, LimitedRequests, error_body
+from ..tiered_cache import TieredCache, TieredSession
+from .limits import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ImpatientProtocol, LimitedRequests, error_body
+from .serve_batched import BatchedGenerateManager, Batching, limit_request, request_stats
 
 try:
     from transformers.cli.serving.systemone import SystemOneHandler
@@ -47,9 +48,6 @@ logger = logging.getLogger("hf_tiered_cache")
 _notices = Notices()
 
 NewCache = Callable[[PreTrainedModel], TieredCache]
-
-_request_stats: ContextVar[list[RequestStats]] = ContextVar("hf_tiered_cache_request_stats")
-"""Statistics of the caches that were created for the current HTTP request."""
 
 
 class TieredGenerateManager(GenerateManager):
@@ -83,7 +81,7 @@ class TieredGenerateManager(GenerateManager):
         Raises:
             HTTPException: The request exceeds the model's context, or has too many sequences.
         """
-        _limit_request(model, inputs, gen_config)
+        limit_request(model, inputs, gen_config)
         configs = (gen_config, model.generation_config)
         implementation = next((config.cache_implementation for config in configs if config.cache_implementation), None)
         if gen_config.use_cache is False or implementation is not None:
@@ -95,38 +93,31 @@ class TieredGenerateManager(GenerateManager):
         except ConfigError as error:
             logger.warning("%s is served without the store: %s", model.name_or_path, error)
             return inputs
-        _request_stats.get([]).append(cache.stats)
+        request_stats.get([]).append(cache.stats)
         return {**inputs, "past_key_values": cache}
 
 
-def _limit_request(model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig) -> None:
-    """Limit what one request computes, since requests wait for each other. See `TieredGenerateManager._with_cache`."""
-    sequences = max(gen_config.num_beams or 1, gen_config.num_return_sequences or 1)
-    if sequences > MAX_SEQUENCES:
-        raise HTTPException(
-            400, f"the request has {sequences} beams or sequences, but this server allows at most {MAX_SEQUENCES}"
-        )
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    ids = inputs.get("input_ids")
-    if not isinstance(context, int) or ids is None:
-        return
-    if (tokens := ids.shape[-1]) >= context:
-        raise HTTPException(400, f"the prompt has {tokens} tokens, but the model's context is {context}")
-    gen_config.max_new_tokens = min(gen_config.max_new_tokens or context, context - tokens)
-
-
 class TieredGenerationState(GenerationState):
-    """Generation state that runs requests with a `TieredCache`, one after the other.
+    """Generation state that runs requests with a `TieredCache`, one after the other, or in continuous batches.
 
-    Continuous batching is disabled, since it uses a paged cache of its own.
+    Args:
+        new_cache: Function that creates the cache for a request to a model.
+        batching: Session and configuration of continuous batching; None runs one request after the other.
     """
 
-    def __init__(self, new_cache: NewCache) -> None:
-        super().__init__(continuous_batching=False)
-        self._new_cache = new_cache
+    def __init__(self, new_cache: NewCache, batching: Batching | None = None) -> None:
+        super().__init__(continuous_batching=batching is not None)
+        self._new_cache, self._batching = new_cache, batching
         self._managers: dict[str, TieredGenerateManager] = {}
+        self._cb_manager: BatchedGenerateManager | None = None
+        self._cb_model_id: str | None = None
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> TieredGenerateManager:
+    def get_manager(self, model_id: str, use_cb: bool = False) -> TieredGenerateManager | BatchedGenerateManager:
+        if use_cb and self._batching is not None:
+            if self._cb_manager is None or self._cb_model_id != model_id:
+                self.shutdown()
+                self._cb_manager, self._cb_model_id = BatchedGenerateManager(self._batching), model_id
+            return self._cb_manager
         if model_id not in self._managers:
             self._managers[model_id] = TieredGenerateManager(self._new_cache)
         return self._managers[model_id]
@@ -175,7 +166,7 @@ class _Handler(Protocol):
 
 
 class ReportsCachedTokens:
-    """Handler that adds the number of restored prompt tokens to `usage` in another handler's responses.
+    """Handler that adds the number of prompt tokens that were not computed to `usage` in another handler's responses.
 
     Args:
         handler: Handler of the server.
@@ -185,8 +176,8 @@ class ReportsCachedTokens:
         self.handler = handler
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
-        request_stats: list[RequestStats] = []
-        _request_stats.set(request_stats)
+        own_stats: list[RequestStats] = []
+        request_stats.set(own_stats)
         template_options = body.get("chat_template_kwargs") or {}
         if not isinstance(template_options, dict) or "chat_template" in template_options:  # a template can run code
             return JSONResponse(
@@ -195,33 +186,33 @@ class ReportsCachedTokens:
             )
         response = await self.handler.handle_request(body, request_id)
         if isinstance(response, StreamingResponse):
-            response.body_iterator = _events(response.body_iterator, request_stats)
-        elif request_stats and isinstance(response, JSONResponse):
-            response = JSONResponse(_with_cached_tokens(json.loads(bytes(response.body)), request_stats))
+            response.body_iterator = _events(response.body_iterator, own_stats)
+        elif own_stats and isinstance(response, JSONResponse):
+            response = JSONResponse(_with_cached_tokens(json.loads(bytes(response.body)), own_stats))
         return response
 
 
-async def _events(events: Any, request_stats: list[RequestStats]) -> AsyncIterator[str]:
+async def _events(events: Any, own_stats: list[RequestStats]) -> AsyncIterator[str]:
     """Yield server-sent events, with the number of cached tokens in the event that has `usage`."""
     try:
         async for batch in events:
             lines = str(batch).split("\n")
-            yield "\n".join(_event(line, request_stats) if '"usage":' in line else line for line in lines)
+            yield "\n".join(_event(line, own_stats) if '"usage":' in line else line for line in lines)
     finally:
         await events.aclose()
 
 
-def _event(line: str, request_stats: list[RequestStats]) -> str:
+def _event(line: str, own_stats: list[RequestStats]) -> str:
     field, _, data = line.partition(" ")
-    return f"{field} {json.dumps(_with_cached_tokens(json.loads(data), request_stats), ensure_ascii=False)}"
+    return f"{field} {json.dumps(_with_cached_tokens(json.loads(data), own_stats), ensure_ascii=False)}"
 
 
-def _with_cached_tokens(document: dict[str, Any], request_stats: list[RequestStats]) -> dict[str, Any]:
+def _with_cached_tokens(document: dict[str, Any], own_stats: list[RequestStats]) -> dict[str, Any]:
     """Add the number of cached tokens to a response or event, in the format of OpenAI's API."""
     usage = document.get("usage") or (document.get("response") or {}).get("usage")
     if usage:
         details = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
-        cached = sum(stats.tokens_restored for stats in request_stats)
+        cached = sum(stats.tokens_restored + stats.details.tokens_kept for stats in own_stats)
         usage[details] = (usage.get(details) or {}) | {"cached_tokens": cached}
     return document
 
@@ -239,6 +230,7 @@ def build_app(
     models: TieredModelManager,
     new_cache: NewCache,
     *,
+    batching: Batching | None = None,
     enable_cors: bool = False,
     max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> FastAPI:
@@ -247,10 +239,11 @@ def build_app(
     Args:
         models: Models to serve.
         new_cache: Function that creates the cache for a request to a model.
+        batching: Session and configuration of continuous batching; None runs one request after the other.
         enable_cors: Whether browsers may send requests from any origin.
         max_request_bytes: Maximum size of a request body.
     """
-    state = TieredGenerationState(new_cache)
+    state = TieredGenerationState(new_cache, batching)
     handlers: dict[str, Any] = {
         "chat_handler": ReportsCachedTokens(ChatCompletionHandler(models, state)),
         "completion_handler": ReportsCachedTokens(CompletionHandler(models, state)),
@@ -260,6 +253,7 @@ def build_app(
     if SystemOneHandler is not None:
         handlers["systemone_handler"] = SystemOneHandler(models, state)
     app = build_server(models, **handlers, generation_state=state, enable_cors=enable_cors)
+    app.state.generation_state = state
     closed_paths = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads the model
     for error_type in (AttributeError, ImportError, LookupError, TypeError, ValueError):
         app.add_exception_handler(error_type, _answer_invalid_request)
@@ -277,6 +271,7 @@ def serve(
     log_level: str = "info",
     enable_cors: bool = False,
     max_request_bytes: int = MAX_REQUEST_BYTES,
+    batching: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM.
@@ -291,6 +286,7 @@ def serve(
         log_level: Log level of the server and of this library, which logs at "info" what each request restored.
         enable_cors: Whether browsers may send requests from any origin.
         max_request_bytes: Maximum size of a request body.
+        batching: Arguments of `ContinuousBatchingConfig`; None runs one request after the other.
         options: Arguments of transformers' `ModelManager`.
 
     Raises:
@@ -298,12 +294,19 @@ def serve(
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # same shutdown as Ctrl-C, so that computed KV is stored
     new_cache = partial(TieredCache, store=store, method=method)
+    batches = None
+    if batching is not None:
+        check_method(method)
+        batches = Batching(partial(TieredSession, store=store, method=method), ContinuousBatchingConfig(**batching))
     with suppress(KeyboardInterrupt), _listen(host, port) as listener:
         models = _load(model, **options)
         for loaded in models.loaded_models.values():
             new_cache(loaded.model)  # refuse unsupported models now
+        app = build_app(
+            models, new_cache, batching=batches, enable_cors=enable_cors, max_request_bytes=max_request_bytes
+        )
         config = uvicorn.Config(
-            build_app(models, new_cache, enable_cors=enable_cors, max_request_bytes=max_request_bytes),
+            app,
             http=ImpatientProtocol,
             limit_concurrency=MAX_CONNECTIONS,
             log_level=log_level,
@@ -316,7 +319,10 @@ def serve(
         logger.info(
             "%s on http://%s:%d/v1, KV in %s; press Ctrl-C to stop", model or "any model", host, port, store.place
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            app.state.generation_state.shutdown()
 
 
 def _listen(host: str, port: int) -> socket.socket:

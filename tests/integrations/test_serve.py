@@ -121,6 +121,47 @@ def plain_conversation(model):
         server.kill_server()
 
 
+PAGES = ("--continuous-batching", "--cb-num-blocks", 64, "--cb-block-size", 16, "--cb-max-batch-tokens", 256)
+
+
+@pytest.mark.timeout(120)
+def test_continuous_batches_give_the_same_answers_and_survive_a_restart(model, tmp_path):
+    store = tmp_path / "store"
+    expected = plain_conversation(model)
+    with serving(model, store, *map(str, PAGES)) as (client, log):
+        messages, cached = conversation(client, model)
+        assert messages == expected
+        assert cached[0] == 0
+        assert cached[1] > 0  # in pages
+    with serving(model, store, *map(str, PAGES)) as (client, log):
+        messages, cached = conversation(client, model)
+        assert messages == expected
+        assert cached[0] > 100  # from the store
+        assert "tokens restored" in log()
+        answers = [None] * 4
+
+        def ask(at):
+            chunks = chat(client, model, messages[:2], stream=True, stream_options={"include_usage": True})
+            text = (chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            answers[at] = "".join(text).strip()
+
+        threads = [threading.Thread(target=ask, args=(at,)) for at in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == [messages[2]["content"]] * 4
+
+
+def test_continuous_batches_need_the_exact_method(run, model, tmp_path):
+    code, _, err = run("serve", model, "--store", tmp_path / "s", "--method", "cache_tune", "--continuous-batching")
+    assert code == 2
+    assert "use the exact method" in err
+    code, _, err = run("serve", model, "--store", tmp_path / "s", "--cb-num-blocks", 5)
+    assert code == 2
+    assert "--continuous-batching" in err
+
+
 @pytest.mark.timeout(120)
 def test_clients_get_the_same_answers_and_restore_what_was_said(model, tmp_path):
     store = tmp_path / "store"
