@@ -142,6 +142,19 @@ def test_corpus(tmp_path, monkeypatch):
     assert f"{document['tokens']:,} in all" in page and "by context" in page
 
 
+def test_batching(tmp_path, monkeypatch):
+    import batching
+
+    options = "--shape tiny --layers 2 --requests 3 --shared 64 --private 20 --tokens 3 --rate 100 --repeats 1"
+    monkeypatch.setattr(sys, "argv", ["batching.py", *options.split(), "--settle", "0.1", "--out", str(tmp_path)])
+    batching.main()
+    document = json.loads((tmp_path / "batching-tiny-2l-float32-cpu.json").read_text())
+    assert list(document["runs"]) == [*batching.RUNS, *batching.PRIVATE]
+    runs = [run for runs in document["runs"].values() for run in runs]
+    assert all(len(run["first_token"]) == 3 and run["seconds"] > 0 for run in runs)
+    assert "store, warm disk" in (tmp_path / "batching-tiny-2l-float32-cpu.md").read_text()
+
+
 def test_codec(tmp_path, monkeypatch):
     import codec
 
