@@ -99,7 +99,9 @@ class BatchedRequest:
         self.placed = False
         """True if restored KV was written to its pages."""
         self.recording = True
+        """True while the KV of passes is captured."""
         self._first: int | None = None  # position of the first captured token
+        self._end = 0  # position after the last captured token
         self._stop = 0  # position after the last computed token
         self._pieces: list[Piece] = []
         self._computed = 0  # number of computed tokens that were not counted yet
@@ -122,7 +124,7 @@ class BatchedRequest:
     @property
     def num_captured(self) -> int:
         """Number of tokens that are captured and not stored."""
-        return 0 if self._first is None else self._stop - self._first
+        return 0 if self._first is None else self._end - self._first
 
     @property
     def prompt_is_computed(self) -> bool:
@@ -138,11 +140,14 @@ class BatchedRequest:
         """Return a request that continues independently from the same tokens."""
         twin = BatchedRequest(state, executor, len(self.cache.layers))
         twin.matched, twin.recording, twin.decided = self.matched, self.recording, True
-        twin._first, twin._stop, twin._pieces = self._first, self._stop, [replace(piece) for piece in self._pieces]
+        twin._first, twin._end, twin._stop = self._first, self._end, self._stop
+        twin._pieces = [replace(piece) for piece in self._pieces]
         return twin
 
     def note_pass(self, packed: PackedKV | None, row: int, first: int, count: int) -> None:
         """Note that a pass has computed `count` tokens from position `first` on, and captured their KV or not.
+
+        After a pass that did not, nothing more is captured: it would be behind a gap.
 
         Args:
             packed: Captured KV of the pass; None if there is none.
@@ -151,19 +156,21 @@ class BatchedRequest:
             count: Number of tokens.
         """
         self._computed += count
-        is_first, expected = self._first is None, self._stop
         self._stop = first + count
-        if packed is None or not self.recording or (not is_first and first > expected):
-            self.stop_recording()
+        if packed is None or not self.recording or (self._first is not None and first > self._end):
+            self.recording = False
             return
         if self._first is None:
             self._first = first
-        elif first < expected:
-            self._crop(expected - first)
+        elif first < self._end:
+            self._crop(self._end - first)
+            if not self.recording:
+                return
         self._pieces.append(Piece(packed, row, count))
+        self._end = first + count
 
     def stop_recording(self) -> None:
-        """Discard the captured KV, and record no more."""
+        """Discard the captured KV, and capture no more."""
         self.recording = False
         self._first, self._pieces = None, []
 
@@ -208,8 +215,8 @@ class BatchedRequest:
             Number of tokens that are no longer captured.
         """
         sequence, tokens = self.executor.sequence, self.tokens
-        first, count = self._first, min(self._stop, len(tokens)) - (self._first or 0)
-        if sequence is None or first is None or not self.recording:
+        first, count = self._first, min(self._end, len(tokens)) - (self._first or 0)
+        if sequence is None or first is None:
             released = self.num_captured
             self.stop_recording()
             return released

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from batching import alone, arriving, batched, finished, greedy, leaked, paging, running, settled
 from families import build, prompt
+from paged import alone, arriving, batched, finished, greedy, leaked, paging, running, settled
 from reference import kv_of
 
 from hf_tiered_cache import KVStore, TieredCache, detach, reasons, tiered
@@ -104,7 +104,7 @@ def test_two_processes_share_one_store(model, root, crowd):
         sys.path.insert(0, "tests/lib")
         import torch
         torch.set_num_threads(1)
-        from batching import arriving, running
+        from paged import arriving, running
         from families import build
         from hf_tiered_cache import KVStore, tiered
         prompts, model = json.load(sys.stdin), build("llama")
@@ -177,6 +177,24 @@ def test_long_answers_are_stored_while_they_grow(model, store, monkeypatch):
         longer = [[*ids, *answer] for ids, answer in zip(prompts, expected, strict=True)]
         batched(model, longer)
         assert session.stats.tokens_restored == 3 * 224  # all but the rest of 239 computed tokens
+
+
+def test_prompts_are_stored_if_steps_that_decode_show_no_keys(model, root, monkeypatch):
+    """As with graphs for decoding only: such a step runs no code of Python."""
+    step = tiers.PagedTiers.step
+    monkeypatch.setattr(
+        tiers.PagedTiers,
+        "step",
+        lambda self, run, rows, in_python: step(self, run, rows, any(row.num_tokens > 1 for row in rows)),
+    )
+    prompts = [prompt(70, seed=seed)[0].tolist() for seed in range(3)]
+    expected = alone(model, prompts)
+    for _ in range(2):
+        with KVStore(root) as store, tiered(model, store) as session:
+            assert batched(model, prompts) == expected
+            store.flush()
+            assert store.stats.tokens == 3 * 64
+    assert session.stats.tokens_restored == 3 * 64
 
 
 # --- KV

@@ -9,8 +9,8 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from batching import alone, arriving, batched, finished, running, settled
 from families import build, prompt
+from paged import alone, arriving, batched, finished, running, settled
 
 from hf_tiered_cache import KVStore, reasons, tiered
 from hf_tiered_cache.batching import lookups, requests, tiers
