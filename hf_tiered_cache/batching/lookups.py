@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 from .. import reasons
+from ..cache.executor import REPLANS
 from ..cache.storage import Storage
 from ..errors import RestoreError, TieredCacheError
 from ..patches.attach import Attachment
@@ -18,8 +19,6 @@ from .restoring import LayerRotations, assemble
 _THREADS = 4
 _MOST_RESTORED_BYTES = 1 << 30
 """Bytes of restored KV that wait to be written to pages, from which on lookups wait."""
-_REPLANS = 4
-"""Number of times a prompt is looked up again after a failed restore."""
 
 
 class Lookups:
@@ -95,14 +94,14 @@ class Lookups:
 
     def _restore(self, request: BatchedRequest, restores: bool) -> Restored | None:
         """Look a request up, and return the KV that the store holds after what the pages hold."""
-        executor, replans = request.executor, _REPLANS
+        executor, replans = request.executor, REPLANS
         if request.admitted is None:
             request.reason = executor.bypass
             return None
         sequence, rotations = request.admitted[1], self._rotations
         while replans:
             plan, request.reason = executor.look_up_admitted(*request.admitted)
-            if replans < _REPLANS:
+            if replans < REPLANS:
                 request.reason = reasons.DAMAGED
             stop = None if plan is None or not (restores and request.waits) else plan.suffix
             if plan is None or stop is None or stop - request.held < HASH_TOKENS:
@@ -115,9 +114,7 @@ class Lookups:
             try:
                 kv = assemble(plan, request.held, *common, lambda: request.waits)
             except RestoreError as error:
-                executor.collector.add(recomputed=1)
-                self._storage.disk.report(error.segment, error.__cause__ or error)
-                replans = replans - 1 if self._storage.usable else 0
+                replans = executor.replans_after(error, replans)
                 continue
             return None if kv is None else Restored(request.held, stop, kv)
         return None

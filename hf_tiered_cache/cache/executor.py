@@ -41,7 +41,7 @@ from .suitability import can_recompute_prefix, cannot_observe
 
 logger = logging.getLogger("hf_tiered_cache")
 
-_REPLANS = 4
+REPLANS = 4
 """Number of times a pass is planned again after a failed restore, around the failure; then all of it is computed."""
 
 
@@ -137,7 +137,7 @@ class Executor:
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
-        reason, replans = self._why_not_looked_for(request, sequence), _REPLANS
+        reason, replans = self._why_not_looked_for(request, sequence), REPLANS
         if not reason and sequence.can_be_cut(request):
             plan = self._plan(request, sequence)
             run = partial(self._run_piece, cache, sequence, forward)
@@ -150,16 +150,10 @@ class Executor:
                 output, plan = self._run_planned(cache, request, sequence, plan, forward)
                 break
             except RestoreError as error:
-                if isinstance(error.__cause__, EvictedError):
-                    self.store.fronts.forget([error.segment])
-                    continue
-                self.collector.add(recomputed=1)
-                self.store.disk.report(error.segment, error.__cause__ or error)
-                # a store that was closed during the pass cannot serve another plan
-                replans = replans - 1 if self.store.usable else 0
+                replans = self.replans_after(error, replans)
             except LayerOrderError:
                 reason = reasons.LAYER_ORDER
-        if replans < _REPLANS:
+        if replans < REPLANS:
             reason = reasons.DAMAGED
         elif plan is None and (self.unreported or reason == reasons.LAYER_ORDER):
             reason = reason or self._why_nothing(request, sequence)
@@ -349,6 +343,23 @@ class Executor:
             plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
+
+    def replans_after(self, error: RestoreError, replans: int) -> int:
+        """Note a failed restore, so that the next plan avoids its block.
+
+        Args:
+            error: The failure.
+            replans: Number of times that the prompt may be planned again.
+
+        Returns:
+            This number after the failure.
+        """
+        if isinstance(error.__cause__, EvictedError):
+            self.store.fronts.forget([error.segment])
+            return replans
+        self.collector.add(recomputed=1)
+        self.store.disk.report(error.segment, error.__cause__ or error)
+        return replans - 1 if self.store.usable else 0  # a store that was closed meanwhile cannot serve another plan
 
     # --- before a pass
 
