@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import patches, reasons
+from .batching.engine import persistent_manager_of
 from .batching.tiers import Engines, PagedTiers, check_method
 from .cache.conversation import Conversation
 from .cache.executor import CacheOptions
@@ -199,14 +200,14 @@ class TieredSession:
     They count as requests too, with the reason why the store is not used. A call with its own `TieredCache` counts only
     in the `stats` of that cache.
 
-    Continuous batching (`generate_batch()`, `init_continuous_batching()`) keeps its pages, and the store is behind
-    them. It needs the exact method.
+    Continuous batching (`generate_batch()`, `init_continuous_batching()`) restores KV into its pages, and stores the KV
+    that it computes. It needs the exact method.
 
     Args:
         model: A causal LM of transformers.
         store: A `KVStore`, or the path of one.
         method, restore, record, segments, label, tag: As for `TieredCache`.
-        trace: As for `TieredCache`; the file holds all requests of the session.
+        trace: As for `TieredCache`; the file holds all requests of the session, except those of continuous batching.
 
     Raises:
         ConfigError, StoreClosedError: As for `TieredCache`.
@@ -275,7 +276,7 @@ class TieredSession:
         """Serve the requests of a manager of continuous batching. See `patches.attach.Session`."""
         check_method(self.method)
         engines: Engines = self._attachment.extras.setdefault("batching", Engines())
-        if engines.of(getattr(self.model, "_cached_continuous_batching_manager", None)) is not None:
+        if engines.of(persistent_manager_of(self.model)) is not None:
             return create()  # a persistent manager, with a session that has not ended
         tiers = PagedTiers(self._attachment, storage_of(self.store), self.method, self._options, self._account)
         manager = create()

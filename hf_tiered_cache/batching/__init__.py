@@ -1,1 +1,1 @@
-"""Continuous batching of transformers with a store behind its pages."""
+"""Continuous batching of transformers with a store."""

@@ -12,6 +12,7 @@
 | `cache.search_prefix_match` | prefix that the pages hold; extended by what the store holds |
 | `cache.update` | new KV of a layer; also writes restored KV into pages |
 | `cache.extend_read_and_write_indices` | rows of a request's tokens in the pages |
+| `model._cached_continuous_batching_manager` | manager that outlives a call of `generate_batch` |
 | allocation and hashes of pages | see `_AllocatorPages` (since 5.18) and `_ManagerPages` (before) |
 
 Verbs are replaced on the objects of one manager only, and restored by `Engine.detach`.
@@ -61,6 +62,11 @@ def parent_id_of(state: Any) -> str:
     return id_of(state).rpartition("__child#")[0]
 
 
+def persistent_manager_of(model: Any) -> Any:
+    """Return the manager that `generate_batch(persistent_manager=True)` has left, or None."""
+    return getattr(model, "_cached_continuous_batching_manager", None)
+
+
 def tokens_of(state: Any) -> list[int]:
     """Return all tokens of a request that are known so far."""
     return [*state.initial_tokens, *state.generated_tokens]
@@ -105,7 +111,7 @@ class Engine:
         self._processor: Any = None
         self._failed = False
         self._rows: list[Packed] = []
-        self._write_pages: Callable[..., Any] = lambda *args: None
+        self._write_pages: Callable[..., Any] = lambda *args: None  # the cache's own `update`
         self.is_fresh = getattr(manager, "batch_processor", None) is None
         """True if the pages hold nothing that was computed before this object was created."""
         self.pages: Pages | None = None
@@ -143,6 +149,7 @@ class Engine:
 
     def write(self, request_id: str, first: int, kv: PagedKV) -> None:
         """Write KV of the positions from `first` on into the pages of a request, before the next pass."""
+        assert self.pages is not None
         cache, count = self._processor.cache, next(iter(kv.values()))[0].shape[2]
         index: list[list[int]] = [[]]
         cache.extend_read_and_write_indices(request_id, first, count, None, index)
@@ -153,7 +160,7 @@ class Engine:
                 if keys.device.type != "cpu":
                     for tensor in (keys, values):
                         tensor.record_stream(torch.get_device_module(keys.device.type).current_stream())
-                self._write_pages(keys, values, layer, nothing, write)
+                self._write_pages(keys, values, layer, *self.pages.row_arguments(nothing, write))
 
     # --- verbs
 
@@ -171,7 +178,7 @@ class Engine:
             return processor
         has_allocators = hasattr(cache, "cache_allocators")
         self.pages = _AllocatorPages(cache) if has_allocators else _ManagerPages(cache)
-        self._write_pages = partial(self.pages.update, cache.update)
+        self._write_pages = cache.update
         self._replace(processor, "prepare_next_batch", self._prepare)
         self._replace(processor, "_generation_step", self._step)
         self._replace(processor.inputs_and_outputs, "prepare_batch_tensors", self._pack)
@@ -181,16 +188,16 @@ class Engine:
         self._replace(cache, "update", torch.compiler.disable(self._update))
         return processor
 
-    def _tell(self, otherwise: Any, event: Callable[..., Any], *args: Any) -> Any:
-        """Raise an event. If it fails, the engine goes on without the store."""
+    def _tell(self, default: Any, event: Callable[..., Any], *args: Any) -> Any:
+        """Raise an event, and return its result. If it fails, the engine goes on without the store."""
         if self._failed:
-            return otherwise
+            return default
         try:
             return event(*args)
         except Exception:
             self._failed = True
             logger.exception("continuous batching goes on without the store, which has failed")
-            return otherwise
+            return default
 
     def _prepare(self, original: Callable[[], bool]) -> bool:
         self._tell(None, self._listener.between_steps)
@@ -206,11 +213,20 @@ class Engine:
             in_python = not runner.use_cuda_graph_decode and runner._compiled_decode is None
         else:
             in_python = not runner.use_cuda_graph_varlen and runner._compiled_varlen is None
-        self._rows = []
-        if self._failed:
-            original(model)
-        else:
-            self._listener.step(partial(original, model), rows, in_python)
+        self._rows, steps = [], [partial(original, model)]
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                steps.pop()()
+            except BaseException as error:  # of the model, which the engine handles
+                errors.append(error)
+
+        self._tell(None, self._listener.step, run, rows, in_python)
+        if steps:
+            run()
+        if errors:
+            raise errors[0]
 
     def _arrive(self, original: Callable[[Any], None], state: Any) -> None:
         original(state)
@@ -284,16 +300,8 @@ class Pages(ABC):
         """Give the next `count` complete pages of a request the engine's hashes, so that others can share them."""
 
     @abstractmethod
-    def update(
-        self,
-        update: Callable[..., Any],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layer: int,
-        read: torch.Tensor,
-        write: torch.Tensor,
-    ) -> None:
-        """Call the engine's own `update`, to write KV to the rows `write`."""
+    def row_arguments(self, read: torch.Tensor, write: torch.Tensor) -> tuple[Any, ...]:
+        """Return the arguments of the engine's own `update` that say which rows of the pages it reads and writes."""
 
 
 class _AllocatorPages(Pages):
@@ -319,18 +327,10 @@ class _AllocatorPages(Pages):
     def share(self, state: Any, count: int) -> None:
         self.cache.mark_complete_blocks(state, {self._name: count})
 
-    def update(
-        self,
-        update: Callable[..., Any],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layer: int,
-        read: torch.Tensor,
-        write: torch.Tensor,
-    ) -> None:
+    def row_arguments(self, read: torch.Tensor, write: torch.Tensor) -> tuple[Any, ...]:
         kind = self._allocator.layer_type
         lengths = {"cu_seq_lens_k": {kind: read}, "max_length_k": {kind: 0}}
-        update(keys, values, layer, {"read_index": [read], "write_index": [write], **lengths})
+        return ({"read_index": [read], "write_index": [write], **lengths},)
 
 
 class _ManagerPages(Pages):
@@ -361,16 +361,8 @@ class _ManagerPages(Pages):
     def share(self, state: Any, count: int) -> None:
         self.cache.mark_shareable_blocks_as_complete(state, count)
 
-    def update(
-        self,
-        update: Callable[..., Any],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layer: int,
-        read: torch.Tensor,
-        write: torch.Tensor,
-    ) -> None:
-        update(keys, values, layer, [read], [write])
+    def row_arguments(self, read: torch.Tensor, write: torch.Tensor) -> tuple[Any, ...]:
+        return [read], [write]
 
 
 _VERBS: dict[str, tuple[str, ...]] = {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from ..cache.forward_pass import kind_of
+from ..patches.rope import RotaryTap, TableCache
+from ..patches.scope import Scope, enter, leave_to
 from ..store.geometry import LayerKV
 from ..store.memory import to_device
 
@@ -56,6 +59,35 @@ class PackedKV:
     def join(self, target: PackedKV, offset: int) -> None:
         """Leave the KV to another object, which holds it from token `offset` on."""
         self._joined, self.layers = (target, offset), {}
+
+
+class PassCapture:
+    """Capture of the unrotated KV of one pass.
+
+    Args:
+        tables: RoPE tables of the model.
+    """
+
+    def __init__(self, tables: TableCache) -> None:
+        self._tap = RotaryTap(tables)
+        self._layers: dict[int, CapturedLayer] = {}
+
+    def enclose(self, run: Callable[[], None]) -> None:
+        """Run the pass."""
+        token = enter(Scope(self, self._tap))
+        try:
+            run()
+        finally:
+            leave_to(token)
+
+    def add(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Capture a layer of the running pass: rotated keys and values, `[1, heads, tokens, dim]` each."""
+        pre_rope = self._tap.take(layer, keys, values)
+        self._layers[layer] = CapturedLayer(kind_of(pre_rope, keys, values, 0), pre_rope.keys, pre_rope.values)
+
+    def kv(self, fingerprint: str, depth: int) -> PackedKV | None:
+        """Return the KV, or None if the pass did not reach all `depth` layers."""
+        return PackedKV(fingerprint, self._layers) if len(self._layers) == depth else None
 
 
 @dataclass

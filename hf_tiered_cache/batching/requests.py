@@ -1,4 +1,4 @@
-"""Requests of continuous batching: what a lookup has found for them, and their computed KV that is not stored yet."""
+"""Requests of continuous batching, with restored KV for their pages, and computed KV that is not stored yet."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class BatchedRequest:
         self.lookup: Future[None] | None = None
         """Lookup of the prompt; None before it was started."""
         self.restored: Restored | None = None
-        """What the lookup has restored and is not written to pages yet."""
+        """Restored KV that is not written to pages yet."""
         self.reason = ""
         """Reason why nothing was restored, after the lookup."""
         self.held = 0

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from .. import reasons
 from ..cache.forward_pass import kind_of
 from ..cache.storage import Storage
+from ..identity import varying_rope
 from ..layers import DenseSource, sources_for
 from ..patches.attach import Attachment, cache_argument
 from ..patches.rope import PreRopeKV, RotaryTap
@@ -47,9 +49,14 @@ class LayerRotations:
             leave_to(token)
         self.layers: dict[int, tuple[LayerKV, PreRopeKV]] = cache.observed
 
-    def can_place(self, depth: int) -> bool:
-        """Return whether all layers have full attention and KV of their own."""
-        return len(self.layers) == depth and not any(kind.window for kind, _ in self.layers.values())
+
+def observe_rotations(attachment: Attachment, fingerprint: str) -> LayerRotations | str:
+    """Return the rotations of a model's layers, or the reason why its KV cannot be restored into pages."""
+    if varying_rope(attachment.config) is not None:
+        return reasons.VARYING_ROPE
+    rotations = LayerRotations(attachment, fingerprint)
+    has_windows = any(kind.window for kind, _ in rotations.layers.values())
+    return reasons.PAGES_NOT_SHARED if has_windows or len(rotations.layers) != attachment.depth else rotations
 
 
 class _ObservingCache(DynamicCache):

@@ -1,7 +1,7 @@
-"""Tiers behind the pages of continuous batching: what the store holds is brought into pages, what is new is recorded.
+"""Store of continuous batching: stored KV is written into pages, and new KV is recorded.
 
-The engine's thread calls `PagedTiers` (see `Listener`). It never reads the store: lookups and fetches run in threads of
-their own, and the requests they are for wait in line meanwhile, for at most `PATIENCE_SECONDS`.
+The engine's thread calls `PagedTiers` (see `Listener`). It never reads the store: lookups and fetches run in other
+threads. Their requests wait in line meanwhile, for at most `PATIENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,19 @@ from typing import Any
 
 import torch
 
-from .. import reasons
 from ..cache.executor import CacheOptions, Executor
-from ..cache.forward_pass import kind_of
 from ..cache.storage import Storage
 from ..errors import ConfigError, StoreClosedError
-from ..identity import Identity, varying_rope
+from ..identity import Identity
 from ..methods import ForConversation, Method, PrefixMethod
 from ..patches.attach import Attachment
-from ..patches.rope import RotaryTap
-from ..patches.scope import Scope, enter, leave_to
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .engine import Engine, Packed, Pages, id_of, parent_id_of
 from .lookups import Lookups
-from .packed import CapturedLayer, PackedKV, PassJoiner
+from .packed import PackedKV, PassCapture, PassJoiner
 from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
-from .restoring import LayerRotations
+from .restoring import LayerRotations, observe_rotations
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -51,7 +47,7 @@ def check_method(method: Method) -> None:
 
 
 class PagedTiers:
-    """Store behind the pages of one manager of continuous batching.
+    """Store of one manager of continuous batching.
 
     Args:
         attachment: Attachment of the model, which must not run in continuous batching at the moment.
@@ -78,8 +74,7 @@ class PagedTiers:
         self._collectors: dict[str, StatsCollector] = {}
         self._joiner = PassJoiner()
         self._identifier = self._new_executor(StatsCollector())
-        self._captured: dict[int, CapturedLayer] | None = None  # of the running pass, if it is captured
-        self._tap = RotaryTap()
+        self._capture: PassCapture | None = None  # of the running pass
         self._num_captured = 0
         self._closed = False
         self._fingerprint: str | None = None  # of the last pass
@@ -90,20 +85,13 @@ class PagedTiers:
 
     def _observe(self) -> LayerRotations | None:
         """Return the rotations of the layers, or None if the engine runs without the store."""
-        depth = self._attachment.depth
-        if varying_rope(self._attachment.config) is not None:
-            self.refused(reasons.VARYING_ROPE)
-            return None
         identity = self._identifier.identify(closely=True)
-        if isinstance(identity, str):
-            self.refused(identity)
+        observed = identity if isinstance(identity, str) else observe_rotations(self._attachment, identity.fingerprint)
+        if isinstance(observed, str):
+            self.refused(observed)
             return None
-        rotations = LayerRotations(self._attachment, identity.fingerprint)
-        if not rotations.can_place(depth):
-            self.refused(reasons.PAGES_NOT_SHARED)
-            return None
-        self._fingerprint = identity.fingerprint
-        return rotations
+        self._fingerprint = observed.fingerprint
+        return observed
 
     def attach(self, manager: Any) -> None:
         """Serve the requests of a manager."""
@@ -247,23 +235,17 @@ class PagedTiers:
             run()
             self._note(rows, None)
             return
-        self._tap = RotaryTap(self._attachment.tables_of(fingerprint))
-        self._captured, token = {}, enter(Scope(self, self._tap))
+        capture = self._capture = PassCapture(self._attachment.tables_of(fingerprint))
         try:
-            run()
-            whole = len(self._captured) == self._attachment.depth
-            packed = PackedKV(fingerprint, self._captured) if whole else None
+            capture.enclose(run)
         finally:
-            leave_to(token)
-            self._captured, self._tap = None, RotaryTap()
-        self._note(rows, packed)
+            self._capture = None
+        self._note(rows, capture.kv(fingerprint, self._attachment.depth))
 
     def computed(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `Listener`."""
-        if self._captured is not None:
-            pre_rope = self._tap.take(layer, keys, values)
-            kind = kind_of(pre_rope, keys, values, 0)
-            self._captured[layer] = CapturedLayer(kind, pre_rope.keys, pre_rope.values)
+        if self._capture is not None:
+            self._capture.add(layer, keys, values)
 
     # --- recording
 
@@ -398,12 +380,12 @@ class PagedTiers:
         if whole:
             pages.share(state, whole)
         request.placed = True
-        request.executor.collector.add(tokens_restored=stop - held, tokens_kept=held)
+        request.executor.collector.add(tokens_restored=stop - held, tokens_attended=stop - held, tokens_kept=held)
         return stop
 
 
 class Engines:
-    """Stores behind the managers of a model. They live as long as their managers."""
+    """Stores of the managers of a model. They live as long as their managers."""
 
     def __init__(self) -> None:
         self._tiers: weakref.WeakSet[PagedTiers] = weakref.WeakSet()

@@ -14,6 +14,7 @@ from paged import alone, arriving, batched, finished, running, settled
 
 from hf_tiered_cache import KVStore, reasons, tiered
 from hf_tiered_cache.batching import lookups, requests, tiers
+from hf_tiered_cache.errors import EvictedError, RestoreError
 from hf_tiered_cache.store.engines.posix import PosixEngine
 
 OPTIONS = {"max_new_tokens": 8, "eos_token_id": -1}
@@ -57,6 +58,27 @@ def test_a_failing_disk_gives_the_same_tokens(stored, model, prompts, expected, 
             assert settled(manager) == 0
         assert session.stats.tokens_restored == 0
         assert session.stats.details.read_errors > 0
+
+
+def test_tokens_that_have_left_memory_are_looked_up_again_and_are_no_damage(
+    stored, model, prompts, expected, monkeypatch
+):
+    """Memory may evict tokens that no file contains, between a plan and its fetch."""
+    assemble, evicted = lookups.assemble, []
+
+    def evict(plan, *args):
+        if not evicted:
+            evicted.append(plan.readers[0].id)
+            raise RestoreError(evicted[0], "evicted") from EvictedError(evicted[0])
+        return assemble(plan, *args)
+
+    monkeypatch.setattr(lookups, "assemble", evict)
+    with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
+        assert arriving(manager, prompts) == expected
+        assert session.stats.tokens_restored > 0
+        assert session.stats.details.recomputed == 0
+        assert reasons.DAMAGED not in session.stats.reasons
+        assert evicted[0] in {segment.id for segment in store.segments()}
 
 
 def test_damaged_blocks_are_computed(stored, model, prompts, expected):
@@ -154,8 +176,9 @@ def test_no_request_waits_longer_than_its_patience(stored, model, prompts, expec
         assert session.stats.tokens_restored == 0
 
 
-def test_a_fault_of_this_library_does_not_stop_the_engine(stored, model, prompts, expected, monkeypatch, caplog):
-    monkeypatch.setattr(tiers.PagedTiers, "_has_room", lambda *args: 1 / 0)
+@pytest.mark.parametrize("part", ["_has_room", "_look_up", "_note", "_place", "computed", "between_steps", "step"])
+def test_a_fault_of_this_library_does_not_stop_the_engine(stored, model, prompts, expected, monkeypatch, caplog, part):
+    monkeypatch.setattr(tiers.PagedTiers, part, lambda *args: 1 / 0)
     with KVStore(stored) as store, tiered(model, store), running(model) as manager:
         assert arriving(manager, prompts) == expected
         assert settled(manager) == 0
