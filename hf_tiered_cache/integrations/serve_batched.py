@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from fastapi import HTTPException
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.cli.serving.utils import CBGenerateManager, CBStreamer
 
+from ..errors import ConfigError
 from ..stats import RequestStats
 from ..tiered_cache import TieredSession
 from .limits import MAX_SEQUENCES
+
+logger = logging.getLogger("hf_tiered_cache")
 
 request_stats: ContextVar[list[RequestStats]] = ContextVar("hf_tiered_cache_request_stats")
 """Statistics of the prompts of the current HTTP request."""
@@ -35,7 +39,7 @@ class Batching:
 
 
 class BatchedGenerateManager(CBGenerateManager):
-    """Generate manager that runs requests in continuous batches, with the store behind their pages.
+    """Generate manager that runs requests in continuous batches, with the store.
 
     Args:
         batching: Session and configuration.
@@ -48,8 +52,11 @@ class BatchedGenerateManager(CBGenerateManager):
         self._numbers = itertools.count()
 
     def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
-        if self._session is None:
-            self._session = self._batching.new_session(model)
+        if self._session is None and self._cb is None:
+            try:
+                self._session = self._batching.new_session(model)
+            except ConfigError as error:
+                logger.warning("%s is served without the store: %s", model.name_or_path, error)
         super().init_cb(model, gen_config)
 
     def generate_streaming(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import importlib.util
 import json
 import shutil
 import signal
@@ -17,10 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from families import CHAT_TEMPLATE
+from families import CHAT_TEMPLATE, build, prompt
+from paged import finished, greedy, paging
 from transformers.utils.import_utils import is_serve_available
 
-from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
 
 if not is_serve_available():
     pytest.skip("the server needs the extra `serve`", allow_module_level=True)
@@ -151,6 +153,43 @@ def test_continuous_batches_give_the_same_answers_and_survive_a_restart(model, t
         for thread in threads:
             thread.join()
         assert answers == [messages[2]["content"]] * 4
+
+
+def test_a_model_that_no_store_supports_is_batched_without_one(caplog):
+    def refuse(model):
+        raise UnsupportedModelError("it has a state")
+
+    batches, ids = server.BatchedGenerateManager(server.Batching(refuse, paging())), prompt(20)[0].tolist()
+    try:
+        for _ in range(2):
+            batches.init_cb(build("llama"), greedy())
+        assert len(finished(batches._cb, [batches._cb.add_request(ids, max_new_tokens=8, eos_token_id=-1)])[0]) == 8
+    finally:
+        batches.stop()
+    assert caplog.text.count("is served without the store: it has a state") == 1
+
+
+@pytest.mark.timeout(120)
+def test_the_example_of_a_client_asks_at_once_and_shows_what_was_cached(model, tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("batched_client", ROOT / "examples" / "batched_client.py")
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, example)  # for its dataclass
+    spec.loader.exec_module(example)
+    text = tmp_path / "text.txt"
+    text.write_text(SYSTEM)
+    questions = [option for question in QUESTIONS for option in ("--question", question)]
+    for restored in (False, True):
+        with serving(model, tmp_path / "store", *map(str, PAGES)) as (client, _):
+            argv = ["x", "--url", str(client.base_url), "--text", str(text), "--new-tokens", "4", *questions]
+            monkeypatch.setattr(sys, "argv", argv)
+            assert example.main() == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith("?")]
+        assert len(rows) == 3
+        assert all(0 <= int(cached) < int(tokens) for tokens, cached, *_ in rows)
+        assert all(int(cached) > 100 for _, cached, *_ in rows) or not restored
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(SystemExit, match="pip install openai"):
+        example.main()
 
 
 def test_continuous_batches_need_the_exact_method(run, model, tmp_path):
