@@ -35,7 +35,7 @@ _PAGE = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig
 
 
 def prompts_of(arguments: argparse.Namespace, tokens: int, shares: bool, seed: int) -> list[list[int]]:
-    """Random prompts of a vocabulary of so many tokens, which share their beginning or nothing."""
+    """Return random prompts of a vocabulary of `tokens` tokens, which share their beginning or nothing."""
     chance = random.Random(seed)
 
     def draw(count: int) -> list[int]:
@@ -57,7 +57,7 @@ def run(model: Any, arguments: argparse.Namespace, prompts: list[list[int]]) -> 
     chance, outputs = random.Random(1), {}
     manager.start()
     try:
-        beside = manager.add_request([5] * 32, max_new_tokens=4000, eos_token_id=-1, record_timestamps=True)
+        decoding = manager.add_request([5] * 32, max_new_tokens=4000, eos_token_id=-1, record_timestamps=True)
         time.sleep(arguments.settle)
         began = time.perf_counter()
         for ids in prompts:
@@ -65,18 +65,18 @@ def run(model: Any, arguments: argparse.Namespace, prompts: list[list[int]]) -> 
             time.sleep(chance.expovariate(arguments.rate))
         while len(outputs) < len(prompts):
             output = manager.get_result(timeout=1)
-            if output is not None and output.is_finished() and output.request_id != beside:
+            if output is not None and output.is_finished() and output.request_id != decoding:
                 assert output.error is None, output.error
                 outputs[output.request_id] = output
-        took = time.perf_counter() - began
-        state = manager.batch_processor.scheduler.active_requests.get(beside)
+        seconds = time.perf_counter() - began
+        state = manager.batch_processor.scheduler.active_requests.get(decoding)
         stamps = list(state.timestamps or []) if state is not None else []
-        manager.cancel_request(beside)
+        manager.cancel_request(decoding)
     finally:
         manager.stop(block=True)
     return {
         "first_token": sorted(output.timestamps[0] - output.created_time for output in outputs.values()),
-        "seconds": took,
+        "seconds": seconds,
         "tokens": sum(map(len, prompts)) + arguments.tokens * len(prompts),
         "intervals": intervals(stamps, [(o.created_time, o.timestamps[0]) for o in outputs.values()]),
         "answers": [outputs[name].generated_tokens for name in sorted(outputs)],
@@ -84,7 +84,7 @@ def run(model: Any, arguments: argparse.Namespace, prompts: list[list[int]]) -> 
 
 
 def intervals(stamps: list[float], spans: list[tuple[float, float]]) -> dict[str, float]:
-    """Median interval between tokens of the request that decodes: while a prompt is on its way, and otherwise."""
+    """Return the median interval between tokens of the decoding request: while prompts are computed, and otherwise."""
     during, otherwise = [], []
     for before, after in itertools.pairwise(stamps):
         is_during = any(begin < after and before < end for begin, end in spans)
@@ -96,7 +96,7 @@ def intervals(stamps: list[float], spans: list[tuple[float, float]]) -> dict[str
 
 
 def measure(arguments: argparse.Namespace, model: Any, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """All runs, in turns."""
+    """Return the results of all runs, by name."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in (*RUNS, *PRIVATE)}
     for turn in range(arguments.repeats):
         shared, private = (
@@ -121,21 +121,22 @@ def measure(arguments: argparse.Namespace, model: Any, folder: Path) -> dict[str
 
 
 def quantile(values: list[float], share: float) -> float:
+    """Return the value that a share of the values does not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def report(document: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page of results."""
     rows = []
     for name, runs in document["runs"].items():
-        first = [seconds for one in runs for seconds in one["first_token"]]
-        speed = statistics.median(one["tokens"] / one["seconds"] for one in runs)
-        during = statistics.median(one["intervals"]["during"] for one in runs)
-        otherwise = statistics.median(one["intervals"]["otherwise"] for one in runs)
+        first_tokens = [seconds for result in runs for seconds in result["first_token"]]
+        speed = statistics.median(result["tokens"] / result["seconds"] for result in runs)
+        during = statistics.median(result["intervals"]["during"] for result in runs)
+        otherwise = statistics.median(result["intervals"]["otherwise"] for result in runs)
         rows.append(
             [
                 name,
-                *(f"{quantile(first, share):.3f} s" for share in (0.5, 0.95)),
+                *(f"{quantile(first_tokens, share):.3f} s" for share in (0.5, 0.95)),
                 f"{speed:,.0f}",
                 f"{1e3 * during:.1f} ms",
                 f"{1e3 * otherwise:.1f} ms",
@@ -187,7 +188,7 @@ def main() -> None:
             "rate": arguments.rate,
             "repeats": arguments.repeats,
             "runs": {
-                run_name: [{key: value for key, value in one.items() if key != "answers"} for one in runs]
+                run_name: [{key: value for key, value in result.items() if key != "answers"} for result in runs]
                 for run_name, runs in results.items()
             },
         }
