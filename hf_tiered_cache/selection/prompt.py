@@ -23,13 +23,14 @@ from ..restore.prefetch import share_row
 from ..store.geometry import in_groups
 from ..store.memory import to_host
 from ..store.segment import SegmentReader
-from ..tiers.scores import Attention, TokenImportance
+from ..tiers.scores import TokenImportance
+from .attention_notes import attention_of, note_importance
 from .decode import DecodeSelector
 from .decode_index import rank
-from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
+from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes, rotate_nothing
-from .selector import Selection, SelectionInput, Selector, check_mass, check_selection
+from .selector import SelectionInput, Selector, check_mass, check_selection
 from .selectors import TokenDecodeSelector
 from .streamed import WarmUp
 from .window import ByIndex, WindowDecodeSelector
@@ -282,7 +283,11 @@ class SelectiveRestore:
                 check_mass(self.selector, choice, request, self._method)
                 check_selection(self.selector, choice.tokens, request)
                 period_selection.append(RowTokens(row, choice.tokens))
-                self._note(number, period_selection[-1], choice)
+                if self._importance is not None:
+                    note_importance(self._importance, self._periods[number], row, choice.mass)
+                selected = period_selection[-1]
+                attention = attention_of(selected, choice.mass, self._periods[number], self._scanned_groups)
+                self.residency.note_attention(attention)
         if indexes is None:
             self._tables[number].finish_keys()
         self._bring(number, self._periods[number], ahead=ahead)
@@ -325,40 +330,6 @@ class SelectiveRestore:
             is_first = layers[0] in batch_layers
             if is_first or "period" in self._prefetches:
                 self.fetcher.bring(requests, ahead=ahead or not is_first)
-
-    def _note(self, number: int, selected: RowTokens, choice: Selection) -> None:
-        """Report the selected chunks and their attention to the tiers, and the tokens' attention to the store."""
-        noted: list[Attention] = []
-        for piece in selected.row.pieces:
-            shape, stop = piece.reader.shape, piece.first + piece.count
-            mass = choice.mass[:, piece.at : piece.at + piece.count]  # [rows, count]
-            if self._importance is not None:
-                for layer in self._periods[number]:
-                    self._importance.note(piece.reader.id, shape, layer, slice(piece.first, stop), mass)
-            scanned_groups = {group for reader, group in self._scanned_groups if reader is piece.reader}
-            for block_group in restoring_groups(shape, self._periods[number]):
-                if block_group.index in scanned_groups:
-                    continue
-                heads, _, sets = zip(*selected.in_group(piece, block_group), strict=True)
-                tokens, counts = np.unique(np.concatenate(sets), return_counts=True)
-                if not len(tokens):
-                    continue
-                head_mass = mass[list(heads)] if len(mass) > 1 else mass
-                token_mass = head_mass.mean(axis=0)[tokens - piece.first]
-                step = shape.geometry.chunk_tokens
-                chunks, chunk_index = np.unique(shape.slot_of_token(block_group, tokens) // step, return_inverse=True)
-                token_counts = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
-                share = np.bincount(chunk_index, counts / len(sets)) / token_counts  # of heads that select a token
-                owner, num_chunks = piece.reader.owners[block_group.index], shape.chunks_in(block_group)
-                noted.append((owner, num_chunks, chunks, np.bincount(chunk_index, token_mass), share))
-            for index in scanned_groups:  # every selection reads all of these chunks, and all attention depends on them
-                block_group = shape.block_groups[index]
-                chunks = shape.chunks_of(block_group, np.arange(piece.first, stop))
-                total = np.full(len(chunks), choice.mass.sum() / len(choice.mass))
-                noted.append(
-                    (piece.reader.owners[index], shape.chunks_in(block_group), chunks, total, np.ones(len(chunks)))
-                )
-        self.residency.note_attention(noted)
 
     # --- keys for scoring
 
