@@ -144,7 +144,7 @@ def attend(
         attended = scope.attend(module.layer_idx, call)
         if isinstance(attended, torch.Tensor):
             return attended.transpose(1, 2).contiguous(), None
-        key, value = attended
+        _, key, value, attention_mask, _ = attended
     if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
         attention_mask = attention_mask[..., -key.shape[2] :]  # a layer that holds fewer positions lacks the first ones
     if scope.recompute_lengths and (prefix_length := scope.recompute_lengths[module.layer_idx]):
@@ -157,6 +157,22 @@ def attend(
     if scope.folds and base is sdpa_attention_forward and can_fold(query, key, attention_mask, kwargs):
         return attend_folded(query, key, value, attention_mask, kwargs), None
     return _attend(base, module, query, key, value, attention_mask, kwargs)
+
+
+def without_first(mask: torch.Tensor | None, hidden: torch.Tensor, width: int) -> torch.Tensor:
+    """Return a mask of `width` positions that also hides the first positions of each row.
+
+    Args:
+        mask: `[batch or 1, heads or 1, queries, positions]`, bool, or added to the logits; at least as wide. None for a
+            single query that sees all positions.
+        hidden: Number of positions to hide of each row, int64 `[batch]`.
+        width: Number of positions.
+    """
+    visible = torch.arange(width, device=hidden.device) >= hidden[:, None, None, None]  # bool [batch, 1, 1, width]
+    if mask is None:
+        return visible
+    mask = mask[..., -width:]
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
 
 
 def can_fold(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:

@@ -64,8 +64,8 @@ class AttentionCall(NamedTuple):
     scaling: float | None
 
 
-Attended = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
-"""Keys and values that queries attend to, or the attention output, `[batch, heads, n, dim]`."""
+Attended = AttentionCall | torch.Tensor
+"""Keys, values and mask of what queries attend to, or the attention output, `[batch, heads, n, dim]`."""
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class Scope:
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """Return what the queries of a layer attend to, or the attention output if attention is computed here."""
-        return call.keys, call.values
+        return call
 
     def should_preview(self, layer: int) -> bool:
         """Return whether to preview a layer: run it up to its attention, which may reduce what it computes."""

@@ -139,9 +139,7 @@ class Executor:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans = self._why_not_looked_for(request, sequence), REPLANS
         if not reason and sequence.can_be_cut(request):
-            plan = self._plan(request, sequence)
-            run = partial(self._run_piece, cache, sequence, forward)
-            in_pieces(request, sequence, run, 0 if plan is None else plan.suffix or 0, self.options.progress)
+            self._run_pieces(cache, request, sequence, forward)
         while True:
             plan = None if reason or not replans else self._plan(request, sequence)
             if plan is not None:
@@ -169,6 +167,31 @@ class Executor:
             self._report_prompt(self.bypass or reason, tokens_kept)
         return output
 
+    def _run_pieces(
+        self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
+    ) -> None:
+        """Compute and store all pieces of long prompts but the last ones, row by row, so that each has its own."""
+        rows_of: dict[bytes, list[int]] = {}
+        for row, ids in enumerate(request.ids.cpu().numpy()):
+            rows_of.setdefault(ids[request.pads[row] :].tobytes(), []).append(row)
+        stored_in_pieces: dict[int, int] = {}
+        for rows in rows_of.values():
+            row_request = request.of_row(rows[0])
+            if not sequence.can_be_cut(row_request):
+                continue
+            check = DecodingCheck()
+            recorder = self.new_recorder(sequence.identity, sequence.regime, row_request.pads, check)
+            self.sequence = sequence.of_row(recorder, check)
+            try:
+                plan = self._plan(row_request, self.sequence)
+                run = partial(self._run_piece, cache, self.sequence, forward)
+                stored = 0 if plan is None else plan.suffix or 0
+                in_pieces(row_request, self.sequence, run, stored, self.options.progress)
+                stored_in_pieces |= dict.fromkeys(rows, self.sequence.stored_in_pieces.get(0, 0))
+            finally:
+                self.sequence = sequence
+        sequence.stored_in_pieces = stored_in_pieces
+
     def _run_piece(
         self, cache: LayeredCache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, stored: int
     ) -> int:
@@ -181,7 +204,7 @@ class Executor:
         if before <= stored - HASH_TOKENS:
             return before
         if plan is not None:
-            plan = plan.within_budget(0, streamed=True)
+            plan = plan.within_budget([0], [True])
         try:
             self._run_planned(cache, piece, sequence, plan, forward)
         except RestoreError as error:
@@ -248,7 +271,10 @@ class Executor:
     ) -> ForwardPass:
         """Create the forward pass that follows a plan, or that computes all tokens if there is no plan."""
         recorder: Recorder | None = sequence.recorder
-        if not sequence.recorder.enabled or not (plan is None or plan.exact or sequence.method.records_approximations):
+        is_recorded = plan is None or plan.exact or sequence.method.records_approximations
+        if isinstance(plan, BudgetPlan) and not is_recorded:
+            is_recorded = len(plan.inexact_rows) < len(request.ids)
+        if not sequence.recorder.enabled or not is_recorded:
             recorder = None
         first = request.base + (0 if plan is None else plan.restored_until)
         common = cache, self.attachment, self.collector, sequence.tables, recorder, first

@@ -15,7 +15,7 @@ from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
 from ..layers import LayeredCache, LayerTensors
 from ..methods import BudgetMethod, Method
 from ..patches.attach import Attachment
-from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
+from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries, without_first
 from ..patches.layers import decoder_layers, dropping
 from ..patches.lookahead import LookAhead
 from ..patches.rope import PreRopeKV, RotaryTap, TableCache
@@ -78,7 +78,8 @@ class ForwardPass(Scope):
         self.assemble_seconds = 0.0
         """Seconds that this thread spent on restored and selected KV, including waiting for it."""
         self._decode_selection: DecodeSelection | None = None
-        self.selects = any(source.decode_selector is not None for source in self.kv_sources)
+        self._masks: dict[tuple[tuple[int, ...], int, torch.device], torch.Tensor] = {}  # see `mask_without`
+        self.selects = any(source.decode_selector is not None or source.unused for source in self.kv_sources)
         self.captures = recorder is not None or self.selects
         """True if `append` does more than append to the layer."""
 
@@ -139,6 +140,15 @@ class ForwardPass(Scope):
         finally:
             self.assemble_seconds += time.perf_counter() - started
 
+    def mask_without(self, call: AttentionCall, unused: tuple[int, ...], width: int) -> torch.Tensor | None:
+        """See `Pass`."""
+        if not any(unused):
+            return call.mask if call.mask is None else call.mask[..., -width:]
+        key = unused, width, call.query.device
+        if key not in self._masks:
+            self._masks[key] = without_first(call.mask, to_device(np.array(unused), call.query.device), width)
+        return self._masks[key]
+
     def decode_selection(self, decode_selector: DecodeSelector) -> DecodeSelection:
         """Return the decode selection of this pass, for sources that reselect while decoding."""
         if self._decode_selection is None:
@@ -186,10 +196,10 @@ class RestoringForward(ForwardPass):
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
         selecting = [source.index for source in self.kv_sources if source.selects]
-        if isinstance(plan, BudgetPlan) and plan.streamed:
+        if isinstance(plan, BudgetPlan) and any(plan.streamed):
             self.streamed = StreamedPrefix(plan, selecting, self.fetcher)
             self.selects = True
-        if isinstance(plan, BudgetPlan) and plan.budget_tokens:
+        if isinstance(plan, BudgetPlan) and any(plan.budgets):
             assert isinstance(method, BudgetMethod)
             if method.reorder:
                 store.rewriter.recall({piece.reader for group in plan.groups for piece in group.pieces})

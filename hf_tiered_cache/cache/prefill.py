@@ -22,7 +22,7 @@ _TRIES = 2
 def in_pieces(
     request: Request, sequence: SequenceState, run: Callable[[Request, int], int], stored: int, progress: bool
 ) -> None:
-    """Compute and store all pieces of a prompt but the last, which is left to the caller.
+    """Compute and store all pieces of a prompt, one row, but the last, which is left to the caller.
 
     Args:
         request: Request for the whole prompt.
@@ -36,7 +36,7 @@ def in_pieces(
     method = sequence.method
     assert isinstance(method, BudgetMethod)
     step, end, tries = method.prefill_tokens, request.num_positions, _TRIES
-    sequence.stored_in_pieces = 0
+    sequence.stored_in_pieces = {}
     if end - stored <= step:
         return
     shortest = max(request.must_compute, min(step // 2, method.observed))  # minimum length of the last piece

@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -142,6 +142,7 @@ class Recorder:
         self._sealed = [0] * rows  # number of prefix hashes of each row in segments
         self._stored = [0] * rows  # number of them that the last lookup found stored
         self._ancestors: list[tuple[str, ...]] = [()] * rows
+        self._excluded: set[int] = set()  # rows of the captured positions that are not stored
         self._capturing = False
         self._in_pass = False
         self._is_collected = False  # whether the cache was garbage collected
@@ -238,6 +239,7 @@ class Recorder:
             self.history.select(order)
             if self._layers:
                 self._reordered.append((len(next(self._tensors())), rows))
+            self._excluded = {row for row, source in enumerate(order) if source in self._excluded}
             self._sealed = [self._sealed[row] for row in order]
             self._stored = [self._stored[row] for row in order]
             self._ancestors = [self._ancestors[row] for row in order]
@@ -254,6 +256,10 @@ class Recorder:
         self._stored[row] = num_hashes if num_hashes > cached_hashes else min(self._stored[row], cached_hashes)
         before = [segment for segment in self._ancestors[row] if segment not in segments] if cached_hashes else []
         self._ancestors[row] = (*before, *segments)
+
+    def exclude(self, rows: Iterable[int]) -> None:
+        """Store nothing of what is captured of some rows: it is not exact."""
+        self._excluded.update(rows)
 
     def begins_with(self, prefix_hash: bytes) -> bool:
         """Return whether `prefix_hash` is the first prefix hash of some row."""
@@ -301,6 +307,8 @@ class Recorder:
         table = self.shared_segments or SegmentTable()  # rows may share a prefix
         for row, pad in enumerate(self.history.pads):
             prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
+            if row in self._excluded:
+                continue
             first = max(self._sealed[row], self._stored[row])
             while first < len(prefix_hashes) and (segment := table.get(prefix_hashes[first])):
                 first += 1
@@ -314,7 +322,8 @@ class Recorder:
             table.add(pending.prefix_hashes, pending.header.id)
             self._ancestors[row] = (*self._ancestors[row], pending.header.id)
             self._sealed[row] = len(prefix_hashes)
-        starts = [pad + n * HASH_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
+        numbered = enumerate(zip(self.history.pads, self._sealed, strict=True))
+        starts = [pad + n * HASH_TOKENS for row, (pad, n) in numbered if row not in self._excluded]
         self._keep_from(min((start for start in starts if start >= self._first), default=self.history.num_positions))
         self._record_events()
         return pending_segments
@@ -344,7 +353,7 @@ class Recorder:
             twin._lock, twin._is_collected = threading.RLock(), False
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
-            twin._reordered = list(self._reordered)
+            twin._reordered, twin._excluded = list(self._reordered), set(self._excluded)
             twin._layers = {
                 i: LayerBuffer(c.kind, c.device, list(c.keys), list(c.values)) for i, c in self._layers.items()
             }
@@ -497,4 +506,5 @@ class Recorder:
     def _clear(self) -> None:
         self._layers.clear()
         self._reordered.clear()
+        self._excluded.clear()
         self._count = 0

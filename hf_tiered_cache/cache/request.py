@@ -68,6 +68,28 @@ class Request:
             self, kwargs=kwargs, ids=ids, num_positions=num_positions, revocable=0, must_compute=1, text=num_positions
         )
 
+    def of_row(self, row: int) -> Request:
+        """Return a request for one row of the batch, without its padding."""
+        tokens, pad = self.num_positions - self.pads[row], self.pads[row]
+        kwargs = dict(self.kwargs)
+        for name in (*_PER_TOKEN, "attention_mask"):
+            if (value := kwargs.get(name)) is None:
+                continue
+            if value.ndim == 1:  # `cache_position`, which counts the padding
+                kwargs[name] = value[:tokens]
+            else:
+                number = row if value.shape[-2] > 1 else 0
+                kwargs[name] = value[..., number : number + 1, pad:]
+        return replace(
+            self,
+            kwargs=kwargs,
+            ids=kwargs["input_ids"],
+            num_positions=tokens,
+            pads=[0],
+            must_compute=min(self.must_compute, tokens),
+            text=self.text - pad,
+        )
+
     def only(self, positions: np.ndarray, suffix: bool) -> dict[str, Any]:
         """Return the arguments for computing only some of the positions.
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .. import reasons
-from ..errors import ConfigError, StoreClosedError
+from ..errors import StoreClosedError
 from ..identity import Identity, rope_regime
 from ..methods import BudgetMethod, Method, Passages
 from ..passages.finder import PassageFinder
@@ -79,8 +79,8 @@ class SequenceState:
         """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
         self._new_ids: np.ndarray | None = None
         """Tokens that the current pass adds, int64 `[rows, positions]`; None if there was no lookup."""
-        self.stored_in_pieces = 0
-        """Number of tokens of the current prompt that were computed, stored and released."""
+        self.stored_in_pieces: dict[int, int] = {}
+        """Number of tokens of the current prompt that were computed, stored and released, by row."""
         self._in_prompt = False  # whether the last pass had several positions
         self.reports_passages = isinstance(method, Passages)
         """True if the passages of a prompt are reported."""
@@ -124,19 +124,16 @@ class SequenceState:
 
     def _within_budget(self, plan: Plan, method: BudgetMethod) -> Plan:
         """Return a plan with the budget of its method, unless it restores no more tokens than that."""
-        suffix = plan.suffix or 0
-        longest = suffix - min(self.history.pads)  # of the batch's rows: its budget applies to all
-        if plan.base or longest <= 0:
+        if plan.base:
             return plan
-        budget = method.token_budget(longest)
-        if not isinstance(budget, int | np.integer) or budget < 1:
-            name = type(method).__name__
-            raise ConfigError(f"{name}.token_budget({longest}) returned {budget!r}; it must be an int of at least 1")
-        if budget >= longest:
-            return plan
-        # all pieces of a long prompt are exact, also the last one, however short
-        streamed = self.stored_in_pieces > 0 or method.streams(plan.num_positions - suffix)
-        return plan.within_budget(int(budget), streamed)
+        budgets, streamed = [], []
+        for group, tokens in zip(plan.groups, plan.prefixes, strict=True):
+            budgets.append(method.held_tokens(tokens))
+            # all pieces of a long prompt are exact, also the last one, however short
+            in_pieces = self.stored_in_pieces.get(group.rows[0], 0) > 0
+            computes = plan.num_positions - group.pad - tokens
+            streamed.append(budgets[-1] < tokens and (in_pieces or method.streams(computes)))
+        return plan if tuple(budgets) == plan.prefixes else plan.within_budget(budgets, streamed)
 
     def can_be_cut(self, request: Request) -> bool:
         """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
@@ -144,16 +141,14 @@ class SequenceState:
         if not isinstance(method, BudgetMethod):
             return False
         step = method.prefill_tokens
-        shortest = step - max(request.pads)
         return (
-            0 < step < request.num_positions
+            0 < step < request.num_positions - min(request.pads)
             and method.selects
             and self.num_positions == 0
             and self.recorder.enabled
             and request.text == request.num_positions
             and request.must_compute <= step // 2
-            and shortest > 0
-            and rope_regime(self.config, shortest) == self.regime
+            and rope_regime(self.config, step) == self.regime
         )
 
     @cached_property
@@ -217,7 +212,9 @@ class SequenceState:
             self.approximate |= isinstance(plan, BudgetPlan) or not (exact or approximations)
             if not (exact or approximations):
                 self.recorder.enabled = False
-        self.stored_in_pieces = 0
+                if isinstance(plan, BudgetPlan):
+                    self.recorder.exclude(plan.inexact_rows)
+        self.stored_in_pieces = {}
         ids = request.ids if self._new_ids is None else self._new_ids  # avoids a second device copy
         self._new_ids = None
         num_unsealed = self.recorder.end(ids, computed, request.revocable)
@@ -244,12 +241,13 @@ class SequenceState:
         Returns:
             The number of positions at the end that every layer computed.
         """
-        if isinstance(plan, BudgetPlan) and not plan.streamed:
+        if isinstance(plan, BudgetPlan) and not plan.streams_all:
             assert isinstance(self.method, BudgetMethod)
             if self.method.reorder:
                 self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
         restored, attended = plan.restored_tokens, round(plan.attended_tokens)
-        before, computed = min(self.stored_in_pieces, restored), plan.num_positions - plan.restored_until
+        before = min(sum(self.stored_in_pieces.values()), restored)
+        computed = plan.num_positions - plan.restored_until
         collector.add(
             tokens_restored=restored - before,
             tokens_recomputed=round(plan.recomputed_tokens),
@@ -284,14 +282,21 @@ class SequenceState:
         return "" if restores_all or not stored() or any(finder(row, 0) for row in rows) else reasons.NO_PASSAGES
 
     def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
-        """Store a computed piece of a longer prompt, and remove it from the history."""
+        """Store a computed piece of a longer prompt, a single row, and remove it from the history."""
         rows, num_positions = piece.ids.shape
         computed = rows * num_positions - sum(piece.pads) - (plan.restored_tokens if plan is not None else 0)
         collector.add(tokens_computed=computed)
-        self.stored_in_pieces += computed
+        self.stored_in_pieces[0] = self.stored_in_pieces.get(0, 0) + computed
         self.recorder.end(piece.ids, num_positions if plan is None else len(plan.computed[0]))
         self.recorder.seal()
         self.recorder.crop(num_positions)
+
+    def of_row(self, recorder: Recorder, check: DecodingCheck) -> SequenceState:
+        """Return the state of an empty cache with the same settings, for a row alone."""
+        twin: SequenceState = object.__new__(SequenceState)
+        twin.__dict__.update(self.__dict__)
+        twin.recorder, twin.history, twin.check, twin.stored_in_pieces = recorder, recorder.history, check, {}
+        return twin
 
     def num_common(self, prompt: torch.Tensor) -> int:
         """Return the number of leading positions that the cache shares with a prompt, int `[rows, positions]`.

@@ -201,8 +201,10 @@ class StoredCache(Cache, ServedCache):
         scope, asks = current(), can_select(self._executor.attachment.config)
         if asks and scope is not None and scope.cache is self:
             return num_positions, first  # the registered attention function crops the mask
-        spared = {source.spared for source in self.layers if isinstance(source, SelectedSource)}
-        if len(spared) == 1:
+        selected = [source for source in self.layers if isinstance(source, SelectedSource)]
+        if any(source.unused for source in selected):
+            raise cannot_mask(self.method, self.model)
+        if len({source.spared for source in selected}) == 1:
             return num_positions - layer.spared, first + layer.spared
         if not asks or query_length > 1 or layer.padding > first:
             raise cannot_mask(self.method, self.model)

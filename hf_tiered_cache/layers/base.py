@@ -25,6 +25,12 @@ class Pass(Protocol):
 
     tap: RotaryTap
 
+    def mask_without(self, call: AttentionCall, unused: tuple[int, ...], width: int) -> torch.Tensor | None:
+        """Return the mask of a call for `width` entries, which also hides the first `unused` entries of each row.
+
+        Layers with the same mask of the model share the result.
+        """
+
     def decode_selection(self, decode_selector: DecodeSelector) -> DecodeSelection:
         """Return the decode selections of the pass, for cache layers that reselect."""
 
@@ -100,7 +106,7 @@ class KVSource(Protocol):
         """
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
-        """Return the keys and values that queries attend to, or the attention output if it is already computed."""
+        """Return what queries attend to, or the attention output if it is already computed."""
 
     def end_pass(self) -> None:
         """End the pass, successful or not. `rollback` undoes a failed pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -108,19 +109,24 @@ class KVBuffer:
         if self._keys is not None and self._values is not None:
             self._reallocate(self._keys, self._values, 0)
 
-    def _without(self, first: int, count: int) -> dict[str, Any]:
-        """Return the state of this buffer without the `count` entries after its first `first` entries.
+    def _without(self, first: Sequence[int], counts: Sequence[int], fewest: int) -> dict[str, Any]:
+        """Return the state of this buffer with fewer entries. Those that stay in a row are its last ones.
 
         The removed entries still count as positions of the sequence.
+
+        Args:
+            first: Index of the first entry to remove, for each row.
+            counts: Number of entries to remove, for each row.
+            fewest: Number of entries by which all rows get shorter. A row with fewer to remove loses its first ones.
         """
-        keys, values = (
-            _moved(
-                torch.cat([tensor[:, :, :first], tensor[:, :, first + count :]], dim=2), tensor, self.held - count, 0
-            )
-            for tensor in self._views()
-        )
-        state = {"_keys": keys, "_values": values, "_start": 0, "_stop": self.held - count, "_shared": False}
-        return state | {"_first": self._first + count}
+        keys, values = (_moved(tensor[:, :, fewest:], tensor, self.held - fewest, 0) for tensor in self._views())
+        for target, source in zip((keys, values), self._views(), strict=True):
+            for row, (begin, count) in enumerate(zip(first, counts, strict=True)):
+                moved, end = count - fewest, begin + count - fewest
+                target[row, :, max(0, moved) : end] = source[row, :, max(0, -moved) : begin]
+                target[row, :, : max(0, moved)] = 0
+        state = {"_keys": keys, "_values": values, "_start": 0, "_stop": self.held - fewest, "_shared": False}
+        return state | {"_first": self._first + fewest}
 
     def _select(self, rows: torch.Tensor) -> None:
         """Replace row i by the former row `rows[i]`."""

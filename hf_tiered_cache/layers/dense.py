@@ -32,6 +32,8 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     """True if the layer's queries may select the tokens they attend to."""
     decode_selector: DecodeSelector | None = None
     """Decode selection of a layer that reselects in later passes, or None."""
+    unused: tuple[int, ...] = ()
+    """Number of leading entries of each row that hold nothing and must be masked; () if the model's mask is enough."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -73,7 +75,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
         """See `KVSource`."""
-        return call.keys, call.values
+        return call
 
     def _restore(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from ..errors import LostKVError, RestoreError
 from ..patches.rope import PreRopeKV
 from ..patches.scope import Attended, AttentionCall
-from ..restore.plan import BudgetPlan
+from ..restore.plan import BudgetPlan, by_row
 from ..restore.prefetch import check_fit
 from ..selection.decode import DecodeSelector
 from ..selection.fetched import Rotate
+from ..selection.streamed import attention
 from ..selection.window import WindowDecodeSelector
 from ..store.geometry import LayerKV
 from ..store.memory import to_device
@@ -39,7 +41,9 @@ class SelectedSource(DenseSource):
         super().__init__(index)
 
     def _begin(self) -> None:
-        self._num_selected = 0  # number of leading positions that were selected
+        self._own: list[int] = []  # index of the first computed entry of each row; [] without a selection
+        self._empty: tuple[int, ...] = ()  # number of leading entries of each row that hold nothing
+        self.unused = ()  # the same, if the mask of the model does not hide all of them
         self.spared = 0
         """Unused budget: mask width minus positions held."""
         self.padding = 0
@@ -48,6 +52,11 @@ class SelectedSource(DenseSource):
         self._rows: Sequence[Any] = []  # last selection of each row
         self._pre_rope: PreRopeKV | None = None  # of the current pass
         self._deferred: tuple[PreRopeKV, torch.Tensor] | None = None  # until `attend` selects
+
+    @property
+    def _num_selected(self) -> int:
+        """Number of leading entries that hold restored tokens in some row, or nothing."""
+        return max(self._own, default=0)
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
@@ -68,7 +77,7 @@ class SelectedSource(DenseSource):
         if not isinstance(plan, BudgetPlan):
             return super().begin_pass(restoring)
         self._pass, self._restored, self._scattered = restoring, plan.suffix or 0, plan.num_positions
-        self._skipped = self._restored if plan.streamed else plan.num_skipped
+        self._skipped = plan.restored_until if plan.streams_all else plan.num_skipped
         return None
 
     def end_pass(self) -> None:
@@ -82,10 +91,12 @@ class SelectedSource(DenseSource):
         if restoring is None:
             if self.decode_selector is not None and self._pre_rope is not None:
                 self._reselect(self.decode_selector, self._pre_rope, forward_pass, query, scaling)
-            return keys, values
+            if not self.unused:
+                return call
+            return call._replace(mask=forward_pass.mask_without(call, self.unused, keys.shape[2]))
         plan = restoring.plan
         if not isinstance(plan, BudgetPlan):
-            return keys, values
+            return call
         if self._deferred is None or self._deferred[1] is not keys:
             raise restoring.cannot_select()
         (pre_rope, _), self._deferred = self._deferred, None
@@ -93,27 +104,54 @@ class SelectedSource(DenseSource):
         output: torch.Tensor | None = None
         if restoring.streamed is not None:
             all_keys_to_index = selection.keys_to_index(self.index, keys) if selection is not None else ()
-            output = restoring.streamed.attend(self.index, call, rotate_, all_keys_to_index)
-            if selection is not None:
-                selection.index(self.index, all_keys_to_index)
-            elif not plan.budget_tokens:  # a chunk of a long prompt, which is stored and dropped
+            count = keys.shape[2]
+            repeats = tuple(count - own for own in by_row(plan.groups, plan.own_tokens))
+            own_call = call._replace(mask=restoring.mask_without(call, repeats, count))
+            output = restoring.streamed.attend(self.index, own_call, rotate_, all_keys_to_index)
+            if selection is None:  # a piece of a long prompt, which is stored and dropped
                 return output
-        self._num_selected = plan.budget_tokens
-        if selection is not None:
-            asking = query if output is None else query[:, :, -selection.observed :]
-            self._num_selected = selection.choose(self.index, asking, keys, rotate_, scaling)
-        self.spared = plan.budget_tokens - self._num_selected
-        self.padding = max(group.pad for group in plan.groups)
-        all_keys, all_values = self.extend(keys, values, plan.num_positions, plan.num_skipped + self.spared)
-        self._announced()
-        if selection is not None:
-            selected = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
-            selection.fill(self.index, *selected, rotate_)
-        all_keys[:, :, self._num_selected :] = keys
-        all_values[:, :, self._num_selected :] = values
-        if selection is not None and (reselection := selection.decode_selector(self.index, keys.shape[0])) is not None:
+            selection.index(self.index, all_keys_to_index)
+        assert selection is not None, "layers hold a part of what the plan restores"
+        counts = selection.choose(self.index, query, keys, rotate_, scaling)
+        all_keys, all_values = self._hold(plan, counts, keys, values)
+        selection.fill(self.index, all_keys, all_values, rotate_)
+        if (reselection := selection.decode_selector(self.index, len(keys), all_keys.shape[2])) is not None:
             self.decode_selector, self._rows = reselection
-        return self._views() if output is None else output
+        if output is not None and plan.streams_all:
+            return output
+        mask = restoring.mask_without(call, self.unused, all_keys.shape[2])
+        attended = AttentionCall(query, all_keys, all_values, mask, scaling)
+        return attended if output is None else _merged(attended, output, plan)
+
+    def _hold(
+        self, plan: BudgetPlan, counts: Sequence[int], keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the entries of a prompt, of which only the computed ones are filled.
+
+        Args:
+            plan: Plan of the pass.
+            counts: Number of restored tokens to hold of each group of rows.
+            keys: `[batch, kv_heads, computed, dim]`, computed keys. They become the last entries.
+            values: Like `keys`.
+
+        Returns:
+            Keys and values of all entries, `[batch, kv_heads, entries, dim]` each.
+        """
+        entries, pads = plan.entries(counts), [group.pad for group in plan.groups]
+        most = max(entries)
+        skipped = plan.num_positions - most
+        self.spared = skipped - plan.num_skipped
+        self.padding = max(pads)
+        all_keys, all_values = self.extend(keys, values, plan.num_positions, skipped)
+        self._announced()
+        for target, computed in ((all_keys, keys), (all_values, values)):
+            target[:, :, most - keys.shape[2] :] = computed
+        self._own = by_row(plan.groups, [most - own for own in plan.own_tokens])
+        empty = [most - count for count in entries]
+        self._empty = tuple(by_row(plan.groups, empty))
+        # the model's mask hides padding, and what a row with all of its tokens lacks is padding
+        self.unused = () if empty == [max(0, pad - skipped) for pad in pads] else self._empty
+        return all_keys, all_values
 
     def _reselect(
         self,
@@ -139,12 +177,26 @@ class SelectedSource(DenseSource):
         """See `KVSource`. Offloaded positions are then selected like restored ones."""
         if not isinstance(self.decode_selector, WindowDecodeSelector):
             return
-        first = self._num_selected
-        if count := self.decode_selector.num_to_offload(self._rows, self.held - first):
-            keys, values = (tensor[:, :, first : first + count] for tensor in self._views())
-            rows = self.decode_selector.offload(self._rows, keys, values)
-            # one atomic update, so that a Ctrl-C cannot leave positions held twice or not at all
-            self.__dict__.update(self._without(first, count), _rows=rows)
+        selector, held = self.decode_selector, self.held
+        counts = [selector.num_to_offload(row, held - own) for row, own in zip(self._rows, self._own, strict=True)]
+        if not any(counts):
+            return
+        rows, (keys, values) = list(self._rows), self._views()
+        for row, (own, count) in enumerate(zip(self._own, counts, strict=True)):
+            if count:
+                offloaded = keys[row, :, own : own + count], values[row, :, own : own + count]
+                rows[row] = selector.offload(rows[row], *offloaded)
+        # rows stay aligned at the end, so the entries before the offloaded ones move
+        empty = [before + count for before, count in zip(self._empty, counts, strict=True)]
+        fewest = min(empty)
+        own_entries = [own + count - fewest for own, count in zip(self._own, counts, strict=True)]
+        for row, (own, new_own) in enumerate(zip(self._own, own_entries, strict=True)):
+            if rows[row] is not None:
+                rows[row] = replace(rows[row], first=rows[row].first + new_own - own)
+        state = self._without(self._own, counts, fewest)
+        left = tuple(count - fewest for count in empty)
+        # one atomic update, so that a Ctrl-C cannot leave positions held twice or not at all
+        self.__dict__.update(state, _rows=rows, _own=own_entries, _empty=left, unused=left if any(left) else ())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the mask size for the full budget, because all layers share one mask.
@@ -157,8 +209,12 @@ class SelectedSource(DenseSource):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `DenseSource`."""
         super().batch_select_indices(indices)
+        rows = indices.tolist()
+        self._own = [self._own[row] for row in rows] if self._own else []
+        self._empty = tuple(self._empty[row] for row in rows) if self._empty else ()
+        self.unused = self._empty if self.unused else ()
         if self.decode_selector is not None:
-            self._rows = _forked([self._rows[row] for row in indices.tolist()])
+            self._rows = _forked([self._rows[row] for row in rows])
 
     def _take_back(self, columns: int) -> None:
         if self._num_selected and self.held - columns < self._num_selected:
@@ -187,6 +243,18 @@ class SelectedSource(DenseSource):
     def reset(self) -> None:
         self._begin()
         super().reset()
+
+
+def _merged(call: AttentionCall, output: torch.Tensor, plan: BudgetPlan) -> torch.Tensor:
+    """Return the attention output of streamed rows, `[batch, heads, n, dim]`, with that of the other rows by `call`."""
+    rows = [row for row, streamed in enumerate(by_row(plan.groups, plan.streamed)) if not streamed]
+    query, keys, values, mask = (
+        tensor if tensor is None or len(tensor) == 1 else tensor[rows]
+        for tensor in (call.query, call.keys, call.values, call.mask)
+    )
+    assert query is not None and keys is not None and values is not None
+    output[rows] = attention(query, keys, values, call.scaling, mask).output.to(output.dtype)
+    return output
 
 
 def _forked(rows: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from ..selection.prompt import PREFETCHED
 from ..selection.selector import Selector
 from ..store.geometry import Geometry
 from ..store.shape import SegmentShape
-from .base import Method, is_number
+from .base import Method, is_count, is_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -105,11 +105,32 @@ class BudgetMethod(Method):
             "than is attended to; call store.relayout(method) to rewrite them"
         )
 
+    def held_tokens(self, prefix_tokens: int) -> int:
+        """Return how many of a row's restored tokens a full-attention layer attends to: its budget, or all.
+
+        Raises:
+            ConfigError: `token_budget` returned no number of tokens.
+        """
+        if not prefix_tokens:
+            return 0
+        budget = self.token_budget(prefix_tokens)
+        if not is_count(budget) or budget < 1:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name}.token_budget({prefix_tokens}) returned {budget!r}; it must be an int of at least 1"
+            )
+        return min(int(budget), prefix_tokens)
+
     # --- members of every method
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
-        """See `Method`."""
-        return context.suffix_positions()
+        """See `Method`. Each row computes what it computes alone, if one of them exceeds its budget."""
+        if context.base or not self.selects:
+            return context.suffix_positions()
+        prefixes = context.own_prefixes()
+        if all(self.held_tokens(tokens) == tokens for tokens in prefixes):
+            return context.suffix_positions()
+        return context.suffixes_after(prefixes)
 
     def usable_hashes(self, shape: SegmentShape) -> int:
         """See `Method`. Tokens are selected within one KV cache group, so not in segments with merged layers."""

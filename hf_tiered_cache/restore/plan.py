@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
+
+T = TypeVar("T")
 
 _LARGE_MASK = 1 << 28
 _LITTLE = 1 / 8
@@ -42,6 +45,12 @@ def repeats(positions: Positions, row: int) -> int:
 def of_row(positions: Positions, row: int) -> np.ndarray:
     """Return the distinct positions of a row, int64 ascending."""
     return positions if positions.ndim == 1 else positions[row, repeats(positions, row) :]
+
+
+def by_row(groups: Sequence[RowGroup], values: Sequence[T]) -> list[T]:
+    """Return the value of each row, given one for each group of rows."""
+    rows = {row: value for group, value in zip(groups, values, strict=True) for row in group.rows}
+    return [rows[row] for row in sorted(rows)]
 
 
 def row_by_row(*several: Positions) -> Iterator[tuple[np.ndarray, ...]]:
@@ -79,12 +88,25 @@ class PlanContext:
 
     def suffix_positions(self) -> tuple[Positions, ...]:
         """Return the plan of prefix reuse: every layer computes the suffix, and restores the tokens before it."""
-        first = min(self.restorable, self.num_positions - self.must_compute)
+        return (np.arange(self._first_computed(self.restorable), self.num_positions),) * self.layers
+
+    def own_prefixes(self) -> list[int]:
+        """Return the number of tokens of each group's rows that a row restores alone. The cache is empty."""
+        return [self._first_computed(group.pad + group.tokens, group.pad) - group.pad for group in self.groups]
+
+    def suffixes_after(self, prefixes: Sequence[int]) -> tuple[Positions, ...]:
+        """Return the plan in which every layer computes what follows `prefixes` tokens of each group's rows."""
+        firsts = [group.pad + tokens for group, tokens in zip(self.groups, prefixes, strict=True)]
+        return (self.for_rows([np.arange(first, self.num_positions) for first in firsts]),) * self.layers
+
+    def _first_computed(self, restorable: int, pad: int = 0) -> int:
+        """Return the first computed position of a suffix, of a row with this padding or of all rows."""
+        first = max(pad, min(restorable, self.num_positions - self.must_compute))
         suffix = self.num_positions - first
         # a whole prompt needs no mask; the suffix x prompt mask of a suffix costs more than a short prefix saves
-        if self.base == 0 and first < _LITTLE * suffix and suffix * self.num_positions > _LARGE_MASK:
-            first = 0
-        return (np.arange(first, self.num_positions),) * self.layers
+        if self.base == 0 and first - pad < _LITTLE * suffix and suffix * (self.num_positions - pad) > _LARGE_MASK:
+            first = pad
+        return first
 
     @cached_property
     def inexact(self) -> Positions:
@@ -125,12 +147,7 @@ class PlanContext:
 
     def for_rows(self, positions: Sequence[np.ndarray]) -> Positions:
         """Return the positions of each group of rows, combined for all rows."""
-        rows = {
-            row: group_positions
-            for group, group_positions in zip(self.groups, positions, strict=True)
-            for row in group.rows
-        }
-        return side_by_side([rows[row] for row in sorted(rows)])
+        return side_by_side(by_row(self.groups, positions))
 
 
 @dataclass(frozen=True)
@@ -167,6 +184,11 @@ class RowGroup:
     rows: tuple[int, ...]
     pad: int
     pieces: tuple[SegmentSlice, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens up to the end of the last piece: those of the stored prefix, if there are no passages."""
+        return self.pieces[-1].stop if self.pieces else 0
 
     def held_by_any(self, piece: SegmentSlice) -> np.ndarray:
         """Return the tokens of a piece that can be restored from any piece of the row, bool `[layers, count]`."""
@@ -210,9 +232,18 @@ class Plan:
                     raise ValueError(f"layer {layer} computes positions that layer {layer - 1} does not")
             before = positions
 
-    def within_budget(self, budget_tokens: int, streamed: bool) -> BudgetPlan:
-        """Return this plan with a budget of restored tokens. Every layer of this plan computes exactly the suffix."""
-        return BudgetPlan(self.base, self.num_positions, self.computed, self.groups, budget_tokens, streamed)
+    def within_budget(self, budgets: Sequence[int], streamed: Sequence[bool]) -> BudgetPlan:
+        """Return this plan with a budget of restored tokens for each group of rows.
+
+        The cache is empty, and every layer of this plan computes exactly a suffix of each row.
+        """
+        return BudgetPlan(self.base, self.num_positions, self.computed, self.groups, tuple(budgets), tuple(streamed))
+
+    @cached_property
+    def prefixes(self) -> tuple[int, ...]:
+        """Number of tokens of each group's rows before the first one that they compute."""
+        firsts = (int(of_row(self.computed[0], group.rows[0])[0]) for group in self.groups)
+        return tuple(max(0, self.base + first - group.pad) for group, first in zip(self.groups, firsts, strict=True))
 
     def with_recompute_lengths(self, lengths: Sequence[int]) -> RecomputePlan:
         """Return this plan with a recomputed prefix per layer. Every layer of this plan computes exactly the suffix."""
@@ -352,18 +383,23 @@ class Plan:
 class BudgetPlan(Plan):
     """Plan in which layers with full attention attend to a part of the restored tokens, selected by their queries.
 
+    Each row has its own number of entries in a layer: restored tokens, then computed ones. Rows are aligned at the end.
+    The first entries of a row with fewer of them hold nothing.
+
     Args:
-        base, num_positions, computed, groups: See `Plan`. Every layer computes exactly the suffix.
-        budget_tokens: Maximum number of restored tokens of a row that a layer with full attention attends to.
-        streamed: Whether the queries of this pass attend to all restored tokens nevertheless, which are fetched and
-            released run by run. The results are exact; the budget applies to what is held for later tokens.
-        selected: For each layer with full attention, the number of restored positions that it holds, if a selection
-            needed fewer than `budget_tokens`; () before that is known, and if all layers hold that number.
+        base, num_positions, computed, groups: See `Plan`. Every layer computes exactly a suffix of each row.
+        budgets: For each group of rows, the maximum number of restored tokens of a row that a layer with full attention
+            attends to.
+        streamed: For each group of rows, whether its queries of this pass attend to all restored tokens nevertheless,
+            which are fetched and released run by run. The results are exact; the budget applies to what is held for
+            later tokens.
+        selected: For each layer with full attention, the number of restored tokens that it holds of each group, if a
+            selection needed fewer than the budget; () before that is known, and if all layers hold as many.
     """
 
-    budget_tokens: int
-    streamed: bool
-    selected: tuple[int, ...] = ()
+    budgets: tuple[int, ...]
+    streamed: tuple[bool, ...]
+    selected: tuple[tuple[int, ...], ...] = ()
 
     def without_budget(self) -> Plan:
         """Return the plan that restores all of these tokens."""
@@ -372,25 +408,57 @@ class BudgetPlan(Plan):
     @cached_property
     def exact(self) -> bool:
         """See `Plan`."""
-        return self.streamed and all(piece.exact for group in self.groups for piece in group.pieces)
+        return not self.inexact_rows
+
+    @cached_property
+    def inexact_rows(self) -> tuple[int, ...]:
+        """Rows with results that differ from those of computing everything."""
+        of_groups = zip(self.groups, self.prefixes, self.budgets, self.streamed, strict=True)
+        return tuple(
+            row
+            for group, tokens, budget, streamed in of_groups
+            if not (streamed or budget == tokens) or not all(piece.exact for piece in group.pieces)
+            for row in group.rows
+        )
 
     def restores_all(self, window: int) -> bool:
         """See `Plan`."""
         return bool(window)
 
     @cached_property
+    def restored_until(self) -> int:
+        """First position that some row computes. Other rows repeat their first computed position before it."""
+        return int(self.computed[0].min())
+
+    @cached_property
+    def own_tokens(self) -> tuple[int, ...]:
+        """Number of tokens of each group's rows that each layer computes."""
+        pairs = zip(self.groups, self.prefixes, strict=True)
+        return tuple(self.num_positions - group.pad - tokens for group, tokens in pairs)
+
+    def entries(self, counts: Sequence[int]) -> list[int]:
+        """Return the number of entries of each group's rows in a layer that holds `counts` of their restored tokens."""
+        return [count + own for count, own in zip(counts, self.own_tokens, strict=True)]
+
+    @cached_property
     def num_skipped(self) -> int:
-        """Number of restored positions that exceed the budget."""
-        return (self.suffix or 0) - self.budget_tokens
+        """Number of leading positions that exceed the budget in every row."""
+        return self.num_positions - max(self.entries(self.budgets))
+
+    @cached_property
+    def streams_all(self) -> bool:
+        """True if every row that restores tokens is streamed."""
+        return all(streamed or not tokens for streamed, tokens in zip(self.streamed, self.prefixes, strict=True))
 
     @property
     def attended_tokens(self) -> float:
         """See `Plan`."""
-        if self.streamed:
-            return self.restored_tokens
-        selected = self.selected or (self.budget_tokens,)
-        of_rows = [(len(group.rows), max(0, (self.suffix or 0) - group.pad)) for group in self.groups]
-        return sum(rows * min(limit, tokens) for rows, tokens in of_rows for limit in selected) / len(selected)
+        tokens = 0.0
+        for number, group in enumerate(self.groups):
+            counts = [counts[number] for counts in self.selected or (self.budgets,)]
+            count = self.prefixes[number] if self.streamed[number] else sum(counts) / len(counts)
+            tokens += len(group.rows) * count
+        return tokens
 
 
 @dataclass(frozen=True)

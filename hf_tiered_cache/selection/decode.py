@@ -96,14 +96,14 @@ class DecodeSelector(ABC):
         device_of: Returns the device of a layer.
         periods: Groups of layers that share a selection.
         prefixes: Restored tokens of each row group.
-        columns: For each layer, the number of restored positions that it holds of each row.
+        held: For each layer, the number of restored tokens that it holds of each prefix.
     """
 
     residency: Residency
     device_of: Callable[[int], torch.device]
     periods: Sequence[Sequence[int]]
     prefixes: Sequence[RowPrefix]
-    columns: Mapping[int, int]
+    held: Mapping[int, Sequence[int]]
 
     micro_batches: MicroBatches = field(default_factory=MicroBatches, init=False)
     may_stay: ClassVar[bool]
@@ -115,13 +115,14 @@ class DecodeSelector(ABC):
         return {layer: number for number, period in enumerate(self.periods) for layer in period}
 
     @abstractmethod
-    def row(self, layer: int, prefix: int, tokens: np.ndarray) -> HeldChunks | None:
+    def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
         """Return the state of a layer's row, or None if the row never reselects, because it holds all tokens.
 
         Args:
             layer: Layer index.
             prefix: Number of the row's prefix.
-            tokens: int64 `[sets, columns]`, tokens at the layer's restored positions.
+            tokens: int64 `[sets, n]`, restored tokens that the layer holds, in order.
+            first: Position of the first of them in the layer.
         """
 
     @abstractmethod

@@ -98,7 +98,7 @@ class RowIndexes:
         kind: Index class.
         chunk_tokens: Tokens per chunk.
         fetcher: Fetcher of the restoring pass; fetches keys.
-        rows: Restored tokens of each row group.
+        rows: Restored tokens of the row groups to select from, by number of the group.
         sidecars: Stored indexes, including those of other processes.
     """
 
@@ -107,7 +107,7 @@ class RowIndexes:
         kind: type[DecodeIndex],
         chunk_tokens: int,
         fetcher: Fetcher,
-        rows: Sequence[RowPrefix],
+        rows: Mapping[int, RowPrefix],
         sidecars: IndexSidecars,
     ) -> None:
         self._kind, self.chunk_tokens = kind, chunk_tokens
@@ -116,7 +116,7 @@ class RowIndexes:
         # looked up now: if a segment is relaid out during the request, its cached indexes move to the new segment
         self._cached_runs = {
             (layer, place): self._find_runs(row, layer)
-            for place, row in enumerate(rows)
+            for place, row in rows.items()
             for layer, layer_kv in enumerate(row.pieces[0].reader.shape.layout.layers)
             if layer_kv is not None
         }
@@ -127,7 +127,7 @@ class RowIndexes:
 
     def fetch(self, layer: int, ahead: bool = False) -> None:
         """Look up a layer's indexes, and start to fetch the keys of segments without one."""
-        for place, row in enumerate(self._rows):
+        for place, row in self._rows.items():
             if (layer, place) in self._keys:
                 continue
             self._keys[layer, place] = None

@@ -55,7 +55,7 @@ class SelectiveRestore:
         prefetches: Kinds of blocks to prefetch.
         importance: Records the attention of each token, if not None.
         reselect: Whether each generated token reselects.
-        observed: Number of last queries to select for, if queries attend to all restored tokens (`plan.streamed`).
+        observed: Number of last queries to select for, of rows that attend to all restored tokens (`plan.streamed`).
         method: Name of the method, for messages.
     """
 
@@ -78,14 +78,15 @@ class SelectiveRestore:
         self.residency, self.collector = fetcher.residency, fetcher.collector
         self._prefetches, self._importance, self._reselects = prefetches, importance, reselect
         self.observed, self._method = observed, method
-        restored = plan.suffix or 0
         self._probe_keys: dict[tuple[int, int], torch.Tensor] = {}  # scored keys, by period and index in _rows
         self._periods = in_groups(layers, selector.period, selector.solo_layers)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
-        self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
-        self._padding = [row for group in plan.groups if restored <= group.pad for row in group.rows]
+        self._rows = list(map(RowPrefix, plan.groups, plan.prefixes))
+        self._selecting = {  # the other rows hold all of their tokens
+            place: row for place, row in enumerate(self._rows) if plan.budgets[place] < row.tokens
+        }
         self._selected: dict[int, list[RowTokens]] = {}  # by period, for each of _rows
-        self._columns: dict[int, int] = {}  # restored positions held, by layer
+        self._held: dict[int, tuple[int, ...]] = {}  # number of restored tokens held, by layer, for each of _rows
         self._tables = [UnitTable(fetcher, period) for period in self._periods]
         self._scanned_groups: set[tuple[SegmentReader, int]] = set()  # groups that the last selection read as a whole
         self._decode_selector: DecodeSelector | None = None
@@ -96,9 +97,9 @@ class SelectiveRestore:
         """Prediction of queries, from which selections are made ahead; None to select by a layer's own queries."""
         self._warm_up: WarmUp | None = None
         if selector.index is not None:
-            self._indexes = RowIndexes(*selector.index, fetcher, self._rows, sidecars)
-            if plan.streamed:
-                lists = len(layers) * len(self._rows)
+            self._indexes = RowIndexes(*selector.index, fetcher, self._selecting, sidecars)
+            if any(plan.streamed):
+                lists = len(layers) * sum(plan.streamed)
                 self._warm_up = WarmUp(self.residency, self.collector, sidecars.defer, lists)
 
     def start(self) -> None:
@@ -108,18 +109,18 @@ class SelectiveRestore:
 
     def choose(
         self, layer: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
-    ) -> int:
+    ) -> tuple[int, ...]:
         """Select what `layer` attends to, if its period has not selected yet, and start to fetch it.
 
         Args:
             layer: Index of a layer with full attention.
-            query: `[batch, heads, queries, dim]`, rotated. Not used if predicted.
-            own_keys: `[batch, kv_heads, queries, dim]`, rotated. Not used if predicted.
+            query: `[batch, heads, computed, dim]`, rotated. Not used if predicted.
+            own_keys: `[batch, kv_heads, computed, dim]`, rotated. Not used if predicted.
             rotate_: Rotates stored keys.
             scaling: Scale of the logits; None for dim ** -0.5.
 
         Returns:
-            Number of positions that the selected tokens take, at most `plan.budget_tokens`.
+            Number of selected tokens of each group of rows, at most `plan.budgets`.
 
         Raises:
             RestoreError: A block did not arrive.
@@ -131,15 +132,16 @@ class SelectiveRestore:
         elif self._tables[number].begins_at(layer):
             self._bring(number, (layer,))  # chunks that a prefetch had no room for
         self._selected.pop(number - 1, None)
-        self._columns[layer] = max(selected.tokens.shape[1] for selected in self._selected[number])
-        return self._columns[layer]
+        counts = self._held[layer] = tuple(selected.tokens.shape[1] for selected in self._selected[number])
+        return counts
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
         """Wait for the selected tokens of a layer, copy them, and select for the layers predicted from it.
 
         Args:
             layer: Index of a layer with full attention.
-            keys: `[batch, kv_heads, columns, dim]`, filled in place; as many positions as `choose` returned.
+            keys: `[batch, kv_heads, entries, dim]`, all entries of the layer. The computed ones are at the end; those
+                before them are filled in place, and unused ones are set to zero.
             values: Like `keys`.
             rotate_: Rotates stored keys.
 
@@ -149,15 +151,14 @@ class SelectiveRestore:
         number = self._period_of[layer]
         table = self._tables[number]
         table.wait(layer)
-        for row, selected in zip(self._rows, self._selected[number], strict=True):
-            begin = keys.shape[2] - selected.tokens.shape[1]  # a shorter row has padding before its tokens
-            first_row = row.group.rows[0]
-            table.restore(selected, layer, keys[first_row, :, begin:], values[first_row, :, begin:], rotate_)
-            if begin or len(row.group.rows) > 1:
+        for selected, own in zip(self._selected[number], self.plan.own_tokens, strict=True):
+            rows, stop, count = selected.row.group.rows, keys.shape[2] - own, selected.tokens.shape[1]
+            begin = stop - count
+            if count:
+                table.restore(selected, layer, keys[rows[0], :, begin:stop], values[rows[0], :, begin:stop], rotate_)
+            if begin or len(rows) > 1:
                 for tensor in (keys, values):
-                    share_row(tensor, row.group.rows, begin, tensor.shape[2])
-        for tensor in (keys, values) if self._padding else ():
-            share_row(tensor, self._padding, keys.shape[2], 0)  # rows that restore nothing
+                    share_row(tensor, rows, begin, stop)
         table.finish(layer)
         if layer == self._periods[-1][-1]:
             self._end()
@@ -165,6 +166,13 @@ class SelectiveRestore:
             for target in look_ahead.after(layer):
                 if (predicted := look_ahead.query(target)) is not None:
                     self._prepare(target, predicted)
+
+    def _queries_of(self, place: int, query: torch.Tensor) -> torch.Tensor:
+        """Return the queries that select for a row, `[heads, n, dim]`, of those of the batch."""
+        count = self.plan.own_tokens[place]
+        if self.plan.streamed[place]:
+            count = min(count, self.observed)
+        return query[self._rows[place].group.rows[0], :, -count:]
 
     def _to_choose_by(
         self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
@@ -184,9 +192,9 @@ class SelectiveRestore:
                 self._warm_up.start()
 
     def executed_plan(self) -> BudgetPlan:
-        """Return the plan, with the number of positions that each layer selected unless all equal the maximum."""
-        columns = tuple(self._columns.values())
-        return self.plan if set(columns) <= {self.plan.budget_tokens} else replace(self.plan, selected=columns)
+        """Return the plan, with the number of tokens that each layer selected unless all equal the budgets."""
+        selected = tuple(self._held.values())
+        return self.plan if set(selected) <= {self.plan.budgets} else replace(self.plan, selected=selected)
 
     def _prepare(self, layer: int, predicted: PredictedQuery) -> None:
         """Select for a period from the queries predicted for its first layer, and start to fetch the selection.
@@ -197,13 +205,15 @@ class SelectiveRestore:
         number = self._period_of[layer]
         if number in self._selected or layer != self._periods[number][0] or self._indexes is None:
             return
-        if any(self._indexes.lacks(layer, place) for place in range(len(self._rows))):
+        if any(self._indexes.lacks(layer, place) for place in self._selecting):
             self._fetch_keys(number, ahead=True)
             return
         self._choose(number, predicted.query, predicted.own_keys, rotate_nothing, predicted.scaling, ahead=True)
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return empty tensors, `[kv_heads, tokens, dim]`, for the keys of rows that lack an index; None for others.
+        """Return, for each group of rows, an empty tensor for the keys to index, or None.
+
+        The tensors, `[kv_heads, tokens, dim]`, are for streamed rows that lack an index.
 
         Args:
             layer: Layer index.
@@ -211,7 +221,7 @@ class SelectiveRestore:
         """
         return [
             like.new_empty(like.shape[1], row.tokens, like.shape[3])
-            if self._indexes is not None and self._indexes.lacks(layer, place)
+            if self._indexes is not None and self.plan.streamed[place] and self._indexes.lacks(layer, place)
             else None
             for place, row in enumerate(self._rows)
         ]
@@ -223,12 +233,20 @@ class SelectiveRestore:
                 if row_keys is not None and self._indexes is not None:
                     self._indexes.make(layer, place, row_keys)
 
-    def decode_selector(self, layer: int, batch: int) -> tuple[DecodeSelector, list[HeldChunks | None]] | None:
-        """Return the decode selector, and what a filled layer holds of each row; None if nothing reselects."""
+    def decode_selector(
+        self, layer: int, batch: int, entries: int
+    ) -> tuple[DecodeSelector, list[HeldChunks | None]] | None:
+        """Return the decode selector, and what a filled layer holds of each row; None if nothing reselects.
+
+        Args:
+            layer: Layer index.
+            batch: Number of rows.
+            entries: Number of entries that the layer holds, of the row with most.
+        """
         if not self._reselects:
             return None
         if self._decode_selector is None:
-            common = self.residency, self.fetcher.device_of, self._periods, self._rows, self._columns
+            common = self.residency, self.fetcher.device_of, self._periods, self._rows, self._held
             if isinstance(self.selector, ByIndex):
                 assert self._indexes is not None
                 self._decode_selector = WindowDecodeSelector(*common, self.selector, self._indexes)
@@ -237,8 +255,9 @@ class SelectiveRestore:
                 self._decode_selector = TokenDecodeSelector(*common, selector, self._probe_keys, self._indexes)
         row_states: list[HeldChunks | None] = [None] * batch
         for place, (row, selected) in enumerate(zip(self._rows, self._selected[self._period_of[layer]], strict=True)):
+            first = entries - self.plan.own_tokens[place] - selected.tokens.shape[1]
             for batch_row in row.group.rows:
-                row_states[batch_row] = self._decode_selector.row(layer, place, selected.tokens)
+                row_states[batch_row] = self._decode_selector.row(layer, place, selected.tokens, first)
         return self._decode_selector, row_states
 
     # --- selection
@@ -263,35 +282,33 @@ class SelectiveRestore:
         """Select for a period, start to fetch its tokens, and prefetch for the next period."""
         if self._warm_up is not None and self._indexes is not None:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
-        period_selection = self._selected[number] = []
         self._scanned_groups.clear()
         layer, indexes = self._periods[number][0], self._indexes
         with self._identifying():
-            requests = [
-                SelectionInput(
-                    query[row.group.rows[0]],
-                    own_keys[row.group.rows[0]],
+            chosen: dict[int, RowTokens] = {}
+            for place, row in self._selecting.items():
+                request = SelectionInput(
+                    self._queries_of(place, query),
+                    own_keys[row.group.rows[0], :, -self.plan.own_tokens[place] :],
                     partial(self._keys_of, number, place, rotate_),
                     scaling,
                     row.chunks(layer, self.selector.per_head),
-                    min(self.plan.budget_tokens, row.tokens),
+                    self.plan.budgets[place],
                     tuple if indexes is None else partial(indexes.of, layer, place, rotate_),
                 )
-                for place, row in enumerate(self._rows)
-            ]
-            for row, request, choice in zip(self._rows, requests, self.selector.choose_rows(requests), strict=True):
+                choice = self.selector.choose(request)
                 check_mass(self.selector, choice, request, self._method)
                 check_selection(self.selector, choice.tokens, request)
-                period_selection.append(RowTokens(row, choice.tokens))
+                chosen[place] = RowTokens(row, choice.tokens)
                 if self._importance is not None:
                     note_importance(self._importance, self._periods[number], row, choice.mass)
-                selected = period_selection[-1]
-                attention = attention_of(selected, choice.mass, self._periods[number], self._scanned_groups)
+                attention = attention_of(chosen[place], choice.mass, self._periods[number], self._scanned_groups)
                 self.residency.note_attention(attention)
+        self._selected[number] = [chosen.get(place) or _all_tokens(row) for place, row in enumerate(self._rows)]
         if indexes is None:
             self._tables[number].finish_keys()
         self._bring(number, self._periods[number], ahead=ahead)
-        streams_keys = self.plan.streamed and indexes is not None
+        streams_keys = any(self.plan.streamed) and indexes is not None
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
             self._fetch_keys(number + 1, ahead=True)
 
@@ -306,11 +323,13 @@ class SelectiveRestore:
     ) -> None:
         """Record which chunks matter most to a layer's last queries."""
         with self.collector.timing("select_seconds"):
-            for place, row in enumerate(self._rows):
-                size = indexes.chunk_tokens
+            size = indexes.chunk_tokens
+            for place, row in self._selecting.items():
+                if not self.plan.streamed[place]:
+                    continue
                 if count := min(warm_up.chunks_per_head(row, layer, size), -(-row.tokens // size)):
                     row_indexes = indexes.of(layer, place, rotate_)
-                    ranked = rank(row_indexes, query[row.group.rows[0]], scaling, count)
+                    ranked = rank(row_indexes, self._queries_of(place, query), scaling, count)
                     warm_up.note(row, layer, to_host(ranked)[0], size)
 
     def _bring(self, number: int, layers: Sequence[int], ahead: bool = False) -> None:
@@ -343,7 +362,8 @@ class SelectiveRestore:
     def _bring_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
         """Start to fetch the keys of a period's first layer, for the first `heads` heads or all, if not done yet."""
         table, layer = self._tables[number], self._periods[number][0]
-        requests = [request for row in self._rows for request in table.want_keys(_all_tokens(row), layer, heads)]
+        prefixes = map(_all_tokens, self._selecting.values())
+        requests = [request for tokens in prefixes for request in table.want_keys(tokens, layer, heads)]
         self.fetcher.bring(requests, ahead, attends=False)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:

@@ -84,7 +84,7 @@ def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
     """Select the `count` tokens of the chunks with the most attention, separately for each row of `mass`.
 
     Chunks are ranked by the mean mass of their tokens, so a shorter chunk has no disadvantage. The first chunk wins
-    ties. The last selected chunk is truncated, so that every row and layer has the same number of tokens.
+    ties. The last selected chunk is truncated, so that all heads have the same number of tokens.
 
     Args:
         mass: float32 `[rows, tokens]`, non-negative: one row per set of chunks, or several rows if there is a single
@@ -255,7 +255,7 @@ class Selector(ABC):
 
     @abstractmethod
     def choose(self, request: SelectionInput) -> Selection:
-        """Select `request.count` tokens to attend to."""
+        """Select `request.count` tokens to attend to, or as few as the selector can do with."""
 
     def reselect(self, request: SelectionInput, last_tokens: np.ndarray) -> np.ndarray:
         """Reselect for a decoded token.
@@ -268,11 +268,3 @@ class Selector(ABC):
             Tokens of the new selection, int64 `[sets, tokens]`, ascending in each set.
         """
         return self.choose(request).tokens
-
-    def choose_rows(self, requests: Sequence[SelectionInput]) -> list[Selection]:
-        """Select for each row of a batch, in order: as many tokens as requested, or as few as the selector can do with.
-
-        The rows share one mask, so all rows get the same number of tokens. A row with fewer restored tokens gets all of
-        them.
-        """
-        return [self.choose(request) for request in requests]

@@ -142,8 +142,8 @@ class TopChunks(Selector):
         heads: Number of KV heads whose attention counts, each with the query heads it serves; None for all.
         resident: Whether to use an index of the int8 keys of all heads, which stays in memory.
         queries: Number of trailing queries that select; 0 for all.
-        mass: Share of the total attention to restored tokens that the selected chunks of a row of a batch must hold. No
-            more chunks are taken, unless another row needs more. None takes as many as requested.
+        mass: Share of the total attention to restored tokens that the chunks selected for a prompt must hold. No more
+            chunks are taken. None takes as many as requested.
         gain: Share of a decoded token's attention by which a new selection must exceed the last one to replace it.
         per_head: Whether each KV head selects for itself; if not, one selection serves all.
     """
@@ -169,10 +169,13 @@ class TopChunks(Selector):
         query = request.query[: len(keys) * group_size, -self.queries :]
         mass = head_mass(query, keys, request.own_keys[: len(keys)], request.scaling)  # [kv_heads, tokens]
         (token_mass,) = to_host(mass if self.per_head else mass.mean(0, keepdim=True))
-        return Selection(top_chunks(token_mass, request.chunks, request.count), token_mass)
+        count = request.count
+        if self.mass is not None:
+            count = min(count, tokens_of_mass(token_mass, request.chunks, self.mass))
+        return Selection(top_chunks(token_mass, request.chunks, count), token_mass)
 
     def reselect(self, request: SelectionInput, last_tokens: np.ndarray) -> np.ndarray:
-        choice = self.choose(request)
+        choice = replace(self, mass=None).choose(request)  # as many tokens as last time
         if not self.gain:
             return choice.tokens
         new_mass, last_mass = (
@@ -180,17 +183,6 @@ class TopChunks(Selector):
         )
         is_kept = new_mass - last_mass < self.gain  # bool [sets]
         return np.where(is_kept[:, None], np.sort(last_tokens, axis=1), choice.tokens)
-
-    def choose_rows(self, requests: Sequence[SelectionInput]) -> list[Selection]:
-        choices = [self.choose(request) for request in requests]
-        if self.mass is None:
-            return choices
-        rows = list(zip(requests, choices, strict=True))
-        max_tokens = max(tokens_of_mass(choice.mass, request.chunks, self.mass) for request, choice in rows)
-        return [
-            replace(choice, tokens=top_chunks(choice.mass, request.chunks, min(max_tokens, request.count)))
-            for request, choice in rows
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,9 +204,10 @@ class TokenDecodeSelector(DecodeSelector):
 
     may_stay = True
 
-    def row(self, layer: int, prefix: int, tokens: np.ndarray) -> HeldChunks:
+    def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
         """See `DecodeSelector`."""
-        first = self.columns[layer] - tokens.shape[1]  # a shorter row has padding before its tokens
+        if tokens.shape[1] == self.prefixes[prefix].tokens:
+            return None
         return HeldChunks(prefix, Window.filled(tokens, self.prefixes[prefix].tokens), first, 1)
 
     def select(
@@ -223,7 +216,8 @@ class TokenDecodeSelector(DecodeSelector):
         """See `DecodeSelector`."""
         choices: dict[int, Choice] = {}
         for row, state in rows.items():
-            request = self._request(layer, state, query[row], keys[row, :, self.columns[layer] :], scaling)
+            own_keys = keys[row, :, state.first + state.window.num_columns :]
+            request = self._request(layer, state, query[row], own_keys, scaling)
             tokens = self.selector.reselect(request, state.window.columns)  # a chunk is a token
             check_selection(self.selector, tokens, request, exactly=True)
             choices[row] = tokens, None

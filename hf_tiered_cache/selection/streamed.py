@@ -22,7 +22,7 @@ import torch
 from ..errors import TieredCacheError
 from ..patches.scope import AttentionCall
 from ..restore.fetch import Fetcher
-from ..restore.plan import Plan
+from ..restore.plan import BudgetPlan
 from ..stats import StatsCollector
 from ..store.memory import to_device
 from ..tiers.handles import BlockRequest
@@ -163,13 +163,12 @@ class StreamedPrefix:
         fetcher: Fetcher of the pass.
     """
 
-    def __init__(self, plan: Plan, layers: Sequence[int], fetcher: Fetcher) -> None:
+    def __init__(self, plan: BudgetPlan, layers: Sequence[int], fetcher: Fetcher) -> None:
         self._layers, self._fetcher = layers, fetcher
-        suffix = plan.suffix or 0
-        rows = [RowPrefix(group, suffix - group.pad) for group in plan.groups if suffix > group.pad]
-        self._runs: list[tuple[int, RowTokens]] = []  # row number, and tokens of the run
-        for number, row in enumerate(rows):
-            for first in range(0, row.tokens, _RUN_TOKENS):
+        self._runs: list[tuple[int, RowTokens]] = []  # number of the group of rows, and tokens of the run
+        for number, streamed in enumerate(plan.streamed):
+            row = RowPrefix(plan.groups[number], plan.prefixes[number])
+            for first in range(0, row.tokens if streamed else 0, _RUN_TOKENS):
                 tokens = np.arange(first, min(first + _RUN_TOKENS, row.tokens))
                 self._runs.append((number, RowTokens(row, tokens[None])))
         self._tables: dict[tuple[int, int], UnitTable] = {}  # by layer and number of the run
@@ -191,19 +190,20 @@ class StreamedPrefix:
     ) -> torch.Tensor:
         """Return the output of a layer's attention, `[batch, heads, n, dim]`.
 
+        Rows that are not streamed attend to computed tokens only.
+
         Args:
             layer: Index of a layer with full attention.
             call: Attention among the computed tokens, with a mask `[batch, 1, n, n]`, or None for a causal one.
             rotate_: Rotates stored keys.
-            collect: For each row group that restores tokens, `[kv_heads, tokens, dim]` to copy their rotated keys to,
-                or None.
+            collect: For each group of rows, `[kv_heads, tokens, dim]` to copy the rotated keys to, or None.
 
         Raises:
             RestoreError: A block did not arrive.
         """
         query, keys, values, mask, scaling = call
         merged = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
-        for number, (place, run) in enumerate(self._runs):
+        for number, (group, run) in enumerate(self._runs):
             self._bring(layer, number)
             self._bring_next(layer, number)
             table, rows = self._tables.pop((layer, number)), list(run.row.group.rows)
@@ -212,7 +212,7 @@ class StreamedPrefix:
             run_keys = keys.new_empty(*shape, keys.shape[3])  # [kv_heads, run, dim]
             run_values = values.new_empty(*shape, values.shape[3])
             table.restore(run, layer, run_keys, run_values, rotate_)
-            if place < len(collect) and (key_buffer := collect[place]) is not None:
+            if collect and (key_buffer := collect[group]) is not None:
                 first = int(run.tokens[0, 0])
                 key_buffer[:, first : first + shape[1]] = run_keys
             is_slice = len(rows) == rows[-1] + 1 - rows[0]

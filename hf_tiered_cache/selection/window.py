@@ -156,15 +156,15 @@ class WindowDecodeSelector(DecodeSelector):
 
     may_stay = False
 
-    def row(self, layer: int, prefix: int, tokens: np.ndarray) -> HeldChunks | None:
+    def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
         """See `DecodeSelector`."""
-        if (span := self.selector.span(self.prefixes[prefix].tokens, self.columns[layer])) is None:
+        if (span := self.selector.span(self.prefixes[prefix].tokens, self.held[layer][prefix])) is None:
             return None
         inside = tokens[:, span.first : tokens.shape[1] - span.last : span.chunk_tokens]
         capacities = [self.selector.capacity(span.chunks)] * len(tokens)
         window = Window(span.chunks, capacities, span.candidates.stop, self.selector.eviction)
         window.commit(window.plan(inside // span.chunk_tokens))
-        return HeldChunks(prefix, window, span.first, span.chunk_tokens)
+        return HeldChunks(prefix, window, first + span.first, span.chunk_tokens)
 
     def select(
         self, layer: int, rows: Mapping[int, HeldChunks], query: torch.Tensor, keys: torch.Tensor, scaling: float | None
@@ -173,7 +173,7 @@ class WindowDecodeSelector(DecodeSelector):
         selector, ranked = self.selector, []
         for row, state in rows.items():
             indexes: Sequence[DecodeIndex] = self.indexes.held(layer, state.prefix)
-            span = selector.span(self.prefixes[state.prefix].tokens, self.columns[layer])
+            span = selector.span(self.prefixes[state.prefix].tokens, self.held[layer][state.prefix])
             assert span is not None, "a row that holds all tokens has no state"
             if state.offloaded is not None:
                 indexes = [*indexes, *state.offloaded.indexes]
@@ -185,29 +185,23 @@ class WindowDecodeSelector(DecodeSelector):
             choices[row] = pool[:, : span.chunks], pool
         return choices
 
-    def num_to_offload(self, rows: Sequence[HeldChunks | None], computed: int) -> int:
-        """Return the number of leading computed positions to offload now, which are selected from afterwards.
+    def num_to_offload(self, row: HeldChunks | None, computed: int) -> int:
+        """Return the number of a row's oldest computed tokens to offload now, which are selected from afterwards.
 
-        The last `selector.local` positions stay; all stay if a row does not select.
+        The last `selector.local` tokens stay; all stay if the row does not select.
 
         Args:
-            rows: State of each row of a layer; None for rows that do not select.
-            computed: Number of computed positions that the layer holds after the restored ones.
+            row: State of the row in a layer; None if it does not select.
+            computed: Number of computed tokens that the layer holds of the row.
         """
-        excess = max(0, computed - max(1, self.selector.local)) if None not in rows else 0
+        excess = max(0, computed - max(1, self.selector.local)) if row is not None else 0
         return excess // INDEXED_TOKENS * INDEXED_TOKENS
 
-    def offload(
-        self, rows: Sequence[HeldChunks | None], keys: torch.Tensor, values: torch.Tensor
-    ) -> list[HeldChunks | None]:
-        """Offload rotated keys and values, `[batch, kv_heads, n, dim]`, of a layer, and return its new row states."""
-        states: list[HeldChunks | None] = []
-        for state, row_keys, row_values in zip(rows, keys, values, strict=True):
-            assert state is not None
-            size, kind = self.selector.chunk_tokens, self.selector.kind
-            num_chunks = sum(-(-piece.count // size) for piece in self.prefixes[state.prefix].pieces)  # of the indexes
-            offloaded = append_offloaded(state.offloaded, num_chunks, row_keys, row_values, size, kind)
-            self.residency.index_cache.track(offloaded.indexes[-1])
-            state.window.grow(offloaded.numbers.stop)
-            states.append(replace(state, offloaded=offloaded))
-        return states
+    def offload(self, row: HeldChunks, keys: torch.Tensor, values: torch.Tensor) -> HeldChunks:
+        """Offload rotated keys and values, `[kv_heads, n, dim]`, of a row in a layer, and return its new state."""
+        size, kind = self.selector.chunk_tokens, self.selector.kind
+        num_chunks = sum(-(-piece.count // size) for piece in self.prefixes[row.prefix].pieces)  # of the indexes
+        offloaded = append_offloaded(row.offloaded, num_chunks, keys, values, size, kind)
+        self.residency.index_cache.track(offloaded.indexes[-1])
+        row.window.grow(offloaded.numbers.stop)
+        return replace(row, offloaded=offloaded)

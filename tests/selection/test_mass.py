@@ -47,14 +47,7 @@ def chosen(monkeypatch):
         noted.append(choice.tokens[0])
         return choice
 
-    def choose_rows(self, asked, real=TopChunks.choose_rows):
-        before = len(noted)
-        choices = list(real(self, asked))
-        noted[before:] = [choice.tokens[0] for choice in choices]
-        return iter(choices)
-
     monkeypatch.setattr(TopChunks, "choose", choose)
-    monkeypatch.setattr(TopChunks, "choose_rows", choose_rows)
     return noted
 
 
@@ -203,8 +196,8 @@ def test_a_whole_budget_is_the_exact_method(model, store):
 
 
 @pytest.mark.parametrize("method", [METHOD, AGAIN], ids=["once", "again"])
-def test_rows_take_as_much_as_the_one_that_needs_most(model, store, chosen, method):
-    """A left-padded batch, one row of which has less than the others take."""
+def test_rows_take_what_each_of_them_needs(model, store, chosen, method):
+    """A left-padded batch of rows that need different numbers of chunks for the same share of attention."""
     prefixes = [prompt(PREFIX), prompt(163, seed=7), prompt(40, seed=8)]
     for ids in prefixes:
         fill(store, model, ids, method)
@@ -213,27 +206,16 @@ def test_rows_take_as_much_as_the_one_that_needs_most(model, store, chosen, meth
     batch = torch.cat([pad(row, (left, 0)) for row, left in zip(rows, pads, strict=True)])
     mask = torch.cat([pad(torch.ones_like(row), (left, 0)) for row, left in zip(rows, pads, strict=True)])
     ours, cache = ask(model, store, batch, method, attention_mask=mask)
-    restored = [RESTORED - left for left in pads]  # 155 of the second row: as far as all rows can restore
-    assert cache.stats.tokens_restored == sum(restored) == 192 + 155 + 32
-    periods, together = periods_of(cache), [tokens.copy() for tokens in chosen]
-    sizes = np.array([len(tokens) for tokens in together]).reshape(-1, len(periods), 3)  # [choices, periods, rows]
-    assert len(sizes) == (NEW if method.reselect else 1)
-    assert (sizes == sizes[0]).all()
-    widths = sizes[0].max(1)
-    assert len(set(widths.tolist())) > 1 and widths.min() > 32
-    assert (sizes[0] == np.minimum(widths[:, None], restored)).all()
-    assert cache.stats.tokens_attended == round(sizes[0].sum(1).mean())
-    assert {layer.held - layer.get_seq_length() + RESTORED for layer in cache.layers} == {*widths.tolist()}
-    for row, (whole, left, tokens) in enumerate(zip(rows, pads, restored, strict=True)):
-        stored, mine = kv_of(model, prefixes[row]), iter(together[row::3])
-        own, inputs, position = nothing(stored), whole[:, tokens:], tokens
-        for step, logits in enumerate(ours.logits):
-            if step == 0 or method.reselect:
-                choices = [next(mine) for _ in periods]
-            expected, own = attending_to(model, stored, by_layer(cache, choices), own, inputs, position)
-            torch.testing.assert_close(logits[row : row + 1], expected, rtol=0, atol=1e-4)
-            position += inputs.shape[1]
-            inputs = ours.sequences[row : row + 1, left + position : left + position + 1]
+    assert cache.stats.tokens_restored == 192 + 160 + 32
+    together = [tokens.tolist() for tokens in chosen]
+    for number, row in enumerate(rows):
+        chosen.clear()
+        alone, _ = ask(model, store, row, method)
+        assert [tokens.tolist() for tokens in chosen] == together[number :: len(rows)]
+        for a, b in zip(ours.logits, alone.logits, strict=True):
+            torch.testing.assert_close(a[number], b[0], rtol=0, atol=1e-4)
+    counts = np.array([len(tokens) for tokens in together]).reshape(-1, len(rows))  # [choices, rows]
+    assert (counts.min(1) < counts.max(1)).all()
 
 
 def goes_on(model, cache, stored, chosen, tokens):
@@ -381,7 +363,7 @@ def detached(model, cache, inputs):
 
 
 every_other_way = pytest.mark.parametrize("way", [within, detached])
-LONG, SHORTER, SHORT = 200, 163, 40
+LONG, SHORTER, SHORT = 200, 168, 40  # with the same remainder, so that rows compute equally many tokens
 UNEVEN = replace(METHOD, mass=0.7)
 
 
@@ -393,8 +375,8 @@ def widths(cache):
 @pytest.mark.parametrize("family", ["llama", "qwen2_sliding"])
 @pytest.mark.parametrize(
     ("prefixes", "tokens"),
-    [((LONG,), 3), ((LONG, SHORTER), 3), ((LONG, SHORT), 1)],
-    ids=["several tokens", "a padded batch", "one token behind padding that shows"],
+    [((LONG,), 3), ((LONG, SHORTER), 3), ((LONG, SHORT), 1), ((LONG, LONG - 30), 1)],
+    ids=["several tokens", "a padded batch", "one token behind padding that shows", "rows that hold other numbers"],
 )
 def test_a_pass_in_which_nobody_cuts_masks_is_refused(family, store, way, prefixes, tokens):
     model = peaked(family)
@@ -412,7 +394,7 @@ def test_a_pass_in_which_nobody_cuts_masks_is_refused(family, store, way, prefix
 
 @every_other_way
 @pytest.mark.parametrize("family", ["llama", "qwen2_sliding"])
-@pytest.mark.parametrize("prefixes", [(LONG,), (LONG, SHORTER)], ids=["one row", "padding that does not show"])
+@pytest.mark.parametrize("prefixes", [(LONG,), (LONG, LONG)], ids=["one row", "rows that hold as many"])
 def test_a_token_that_sees_all_needs_no_mask(family, store, way, prefixes):
     model = peaked(family)
     cache, inputs = next_pass(model, store, UNEVEN, 1, *(prompt(each, seed=each) for each in prefixes))
@@ -434,6 +416,17 @@ def test_layers_that_hold_as_many_share_a_mask(family, store, way, prefixes, tok
     with torch.no_grad():
         right = model(**inputs, past_key_values=cache.fork()).logits
         torch.testing.assert_close(way(model, cache, inputs), right, rtol=0, atol=1e-5)
+
+
+@every_other_way
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rows_that_compute_other_numbers_need_masks_of_their_own(store, way, tokens):
+    """Layers and rows hold as many restored tokens, but the second row computes fewer after them."""
+    model, method = peaked("llama"), replace(METHOD, mass=1e-6)
+    cache, inputs = next_pass(model, store, method, tokens, prompt(LONG, seed=LONG), prompt(163, seed=163))
+    assert len(widths(cache)) == 1
+    with torch.no_grad(), pytest.raises(CacheMismatchError, match="call the model itself"):
+        way(model, cache, inputs)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

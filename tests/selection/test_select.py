@@ -91,30 +91,19 @@ def test_the_fewest_chunks_hold_the_mass(case, share):
         assert less < share * total
 
 
-@given(
-    st.lists(st.integers(1, 90), min_size=1, max_size=3),
-    st.sampled_from([0.3, 0.6, 0.9]),
-    st.integers(1, 90),
-    st.integers(0, 9),
-)
-def test_rows_side_by_side_take_what_the_neediest_needs(tokens, share, count, seed):
-    generator, asked = torch.Generator().manual_seed(seed), []
-    for each in tokens:
-        query, keys, own = (3 * torch.randn(2, n, 8, generator=generator) for n in (4, each, 4))
-        chunks = ChunkMap.by_slot(np.arange(each)[None], 8)
-        asked.append(SelectionInput(query, own, lambda heads, keys=keys: keys, None, chunks, min(count, each)))
-    mass = [mass_of(one) for one in asked]
-    needed = [tokens_of_mass(got, one.chunks, share) for got, one in zip(mass, asked, strict=True)]
-    choices = TopChunks(mass=share).choose_rows(asked)
-    for one, got, choice in zip(asked, mass, choices, strict=True):
-        assert choice.tokens.shape == (1, min(max(needed), one.count))
-        assert choice.tokens.tolist() == top_chunks(got, one.chunks, choice.tokens.shape[1]).tolist()
-    for one, choice in zip(asked, TopChunks().choose_rows(asked), strict=True):
-        assert choice.tokens.shape == (1, one.count)
-
-
-def mass_of(asked):
-    return head_mass(asked.query, asked.keys(None), asked.own_keys).mean(0, keepdim=True).numpy()
+@given(st.integers(1, 90), st.sampled_from([0.3, 0.6, 0.9]), st.integers(1, 90), st.integers(0, 9))
+def test_a_prompt_takes_what_holds_the_mass_within_the_budget(tokens, share, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    query, keys, own = (3 * torch.randn(2, n, 8, generator=generator) for n in (4, tokens, 4))
+    chunks = ChunkMap.by_slot(np.arange(tokens)[None], 8)
+    asked = SelectionInput(query, own, lambda heads: keys, None, chunks, min(count, tokens))
+    mass = head_mass(query, keys, own).mean(0, keepdim=True).numpy()
+    choice = TopChunks(mass=share).choose(asked)
+    assert choice.tokens.shape == (1, min(tokens_of_mass(mass, chunks, share), asked.count))
+    assert choice.tokens.tolist() == top_chunks(mass, chunks, choice.tokens.shape[1]).tolist()
+    for selector in (TopChunks(), TopChunks(mass=share)):
+        again = selector.reselect(asked, np.arange(asked.count)[None])
+        assert again.tolist() == top_chunks(mass, chunks, asked.count).tolist()
 
 
 @pytest.mark.parametrize(
