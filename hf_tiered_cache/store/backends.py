@@ -1,27 +1,42 @@
-"""Backends by name: a folder, or a place of a plug-in that an address such as `s3://bucket/prefix` names."""
+"""Backends by name: a folder, or a place that an address such as `s3://bucket/prefix` names."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
-from pathlib import Path
+from importlib import import_module
 
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..plugins import Registry
+from .address import folder_of, scheme_of
 from .backend import SegmentBackend
 from .engines import Engine, open_engine
 from .folder import FolderBackend
+from .objects import ObjectBackend
 
 Opener = Callable[[str], SegmentBackend]
 """Function that opens the place at an address. Raises ConfigError or StoreError if there can be none."""
-_ADDRESS = re.compile(r"([A-Za-z]\w*)://.*", re.DOTALL)
 _MEMBERS = sorted(
     {*SegmentBackend.__annotations__, *(name for name in vars(SegmentBackend) if not name.startswith("_"))}
 )
 
+
+def _in_module(module: str, name: str) -> Opener:
+    """Return an opener that imports the backend of a client library when an address names it."""
+
+    def open_place(address: str) -> SegmentBackend:
+        opener: Opener = getattr(import_module(f".remotes.{module}", __package__), name)
+        return opener(address)
+
+    return open_place
+
+
+_BUILT_IN = {
+    **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _in_module("object_store", "ObjectStoreBackend")),
+    **dict.fromkeys(("redis", "rediss"), _in_module("redis", "RedisBackend")),
+}
 BACKENDS: Registry[Opener] = Registry(
-    "backend", "hf_tiered_cache.backends", {}, lambda name, part: "" if callable(part) else "it cannot be called"
+    "backend", "hf_tiered_cache.backends", _BUILT_IN, lambda name, part: "" if callable(part) else "it cannot be called"
 )
 """Openers of backends by the scheme of their addresses, those of plug-ins included."""
 
@@ -33,21 +48,6 @@ def register_backend(scheme: str, opener: Opener) -> None:
         ConfigError: The scheme is invalid or taken, or `opener` cannot be called.
     """
     BACKENDS.register(scheme, opener)
-
-
-def folder_of(address: str | os.PathLike[str]) -> Path | None:
-    """Return the resolved path of a folder, or None for the address of another backend.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if not isinstance(address, str | os.PathLike):
-        raise ConfigError(f"a store is a folder or an address, as a str or Path, not {address!r}")
-    if not os.fspath(address):
-        raise ConfigError("the path of the store is empty; pass a folder, or '.' for the current folder")
-    if isinstance(address, str) and _ADDRESS.fullmatch(address):
-        return None
-    return Path(address).expanduser().resolve()  # independent of later changes of the working directory
 
 
 def open_backend(address: str | os.PathLike[str] | None, backend: object, engine: str | Engine) -> SegmentBackend:
@@ -76,10 +76,24 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
     return backend  # type: ignore[return-value]  # checked above
 
 
+def open_remote(address: str | ObjectBackend) -> ObjectBackend:
+    """Open the remote of a store: an address, or an open backend.
+
+    Raises:
+        ConfigError: the address has an unknown scheme or is not valid, or it is not the address of objects.
+    """
+    remote: object = address
+    if isinstance(address, str):
+        if folder_of(address) is not None:
+            raise ConfigError(f"remote must be an address such as s3://bucket/prefix, not {address!r}")
+        remote = _opener(address)(address)
+    if not isinstance(remote, ObjectBackend):
+        raise ConfigError(f"remote must be an address or an ObjectBackend, not {with_type(remote)}")
+    return remote
+
+
 def _opener(address: str) -> Opener:
-    match = _ADDRESS.fullmatch(address)
-    scheme = match[1] if match else ""
+    scheme = scheme_of(address)
     if scheme not in BACKENDS:
-        choices = f"there are: {', '.join(BACKENDS)}" if len(BACKENDS) else "none is registered"
-        raise ConfigError(f"unknown backend {scheme!r} in the address {address!r}; {choices}")
+        raise ConfigError(f"unknown backend {scheme!r} in the address {address!r}; there are: {', '.join(BACKENDS)}")
     return BACKENDS[scheme]

@@ -9,17 +9,20 @@ import pytest
 import torch
 from memory_backend import MemoryBackend
 from segments import hashes, read_back, segment, store_over
+from servers import REMOTES, place_of  # noqa: F401  # a fixture
 from threads import run_in_threads
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreClosedError
 from hf_tiered_cache.store import folder, maintain, objects
 from hf_tiered_cache.store.backend import SegmentBackend
+from hf_tiered_cache.store.backends import open_remote
 from hf_tiered_cache.store.engines import PosixEngine, ReadOp
 from hf_tiered_cache.store.folder import FolderBackend
 from hf_tiered_cache.store.kinds import SEGMENT_MAGIC
 from hf_tiered_cache.store.memory import aligned_bytes
+from hf_tiered_cache.store.objects import ObjectBackend
 
-KINDS = ["folder", "memory"]
+KINDS = ["folder", "memory", "memory://", *REMOTES]
 A, B = "a" * 32, "b" * 32
 DATA = SEGMENT_MAGIC + (bytes(range(256)) * 64)[len(SEGMENT_MAGIC) :]  # four pages
 OTHER = SEGMENT_MAGIC + DATA[: len(SEGMENT_MAGIC) - 1 : -1]
@@ -27,8 +30,13 @@ SIZE = len(DATA)
 
 
 @pytest.fixture(params=KINDS)
-def backend(request, tmp_path):
-    made: SegmentBackend = MemoryBackend() if request.param == "memory" else FolderBackend(tmp_path, PosixEngine())
+def backend(request, tmp_path, place_of):  # noqa: F811
+    if request.param == "memory":
+        made: SegmentBackend = MemoryBackend()
+    elif request.param == "folder":
+        made = FolderBackend(tmp_path, PosixEngine())
+    else:
+        made = open_remote(place_of(request.param.removesuffix("://")))
     yield made
     made.close()
 
@@ -176,7 +184,7 @@ def test_an_open_segment_is_never_mixed_with_its_replacement(backend):
             assert error.filename == file.path
             return None
 
-    allowed = [None] if isinstance(backend, MemoryBackend) else []
+    allowed = [None] if isinstance(backend, ObjectBackend) else []
     put(backend)
     file = opened(backend)
     put(backend, data=OTHER, replace=True)

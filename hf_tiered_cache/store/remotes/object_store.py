@@ -1,0 +1,160 @@
+"""Object stores: S3 and what is compatible with it, Google Cloud Storage, Azure, and a folder. Needs obstore.
+
+Credentials, endpoints and regions are taken from the environment, as the tools of each provider do: AWS_ACCESS_KEY_ID,
+AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, ...
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ...errors import ConfigError
+from ..files import Stored
+from ..objects import ObjectBackend
+
+_THREADS = 32
+"""Requests in flight: an object store answers each slowly, and many at once."""
+_CLIENT = {"connect_timeout": "2s", "timeout": "30s"}
+_RETRIES = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
+"""Few: a request that waits longer computes instead."""
+_memories: dict[str, Any] = {}
+"""Objects of each "memory://" address of this process."""
+
+
+class ObjectStoreBackend(ObjectBackend):
+    """Backend with one object for each segment, sidecar and record.
+
+    Processes that share a bucket see each other's segments. A lock holds within one process.
+
+    Args:
+        address: "s3://bucket/prefix", "gs://bucket/prefix", "az://account/container/prefix", "file:///folder", or
+            "memory://name" for objects in the memory of this process.
+
+    Raises:
+        ConfigError: obstore is not installed, or the address or the environment is not valid.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import obstore
+        except ImportError as error:
+            raise ConfigError(
+                f"{urlsplit(address).scheme}:// requires the package obstore ({error}); "
+                "pip install 'hf-tiered-cache[remote]'"
+            ) from error
+        self.client: Any = obstore
+        self.store = _open(obstore, address)
+        super().__init__(address.rstrip("/"), threads=_THREADS)
+        # its own threads: a look-up must not wait for the ranges of a large segment
+        self.lookups = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf-tiered-look")
+
+    def find_object(self, name: str) -> Stored | None:
+        with self._faults(name):
+            try:
+                return _stored(self.client.head(self.store, name))
+            except FileNotFoundError:
+                return None
+
+    def list_objects(self, folder: str) -> dict[str, Stored]:
+        with self._faults(folder):
+            listing = self.client.list_with_delimiter(self.store, folder or None)
+        return {meta["path"].rpartition("/")[2]: _stored(meta) for meta in listing["objects"]}
+
+    def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
+        options = {"if_match": version} if isinstance(version, str) else {}
+        return self._get(name, offset, nbytes, options)
+
+    def get_beginnings(self, names: Sequence[str], nbytes: int) -> dict[str, bytes]:
+        def beginning(name: str) -> bytes | None:
+            try:
+                return self._get(name, 0, nbytes, {})
+            except FileNotFoundError:
+                return None
+
+        found = [beginning(names[0])] if len(names) == 1 else list(self.lookups.map(beginning, names))
+        return {name: content for name, content in zip(names, found, strict=True) if content is not None}
+
+    def _get(self, name: str, offset: int, nbytes: int, options: Mapping[str, Any]) -> bytes:
+        if not nbytes:
+            return b""
+        with self._faults(name):
+            try:
+                result = self.client.get(self.store, name, options={"range": (offset, offset + nbytes), **options})
+                return bytes(result.bytes())
+            except FileNotFoundError:
+                raise
+            except self.client.exceptions.BaseError as error:
+                if isinstance(error, self.client.exceptions.PreconditionError):
+                    raise FileNotFoundError(errno.ENOENT, "it was replaced", name) from error
+                if offset >= self.client.head(self.store, name)["size"]:
+                    return b""  # no range begins at the end
+                raise
+
+    def put_object(self, name: str, content: bytes, replace: bool) -> None:
+        with self._faults(name):
+            try:
+                self.client.put(self.store, name, content, mode="overwrite" if replace else "create")
+            except (self.client.exceptions.AlreadyExistsError, FileExistsError) as error:
+                raise FileExistsError(errno.EEXIST, "it exists", name) from error
+
+    def delete_object(self, name: str) -> bool:
+        if self.find_object(name) is None:  # S3 does not report whether it existed
+            return False
+        with self._faults(name):
+            try:
+                self.client.delete(self.store, name)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def close(self) -> None:
+        super().close()
+        self.lookups.shutdown(wait=True)
+
+    @contextmanager
+    def _faults(self, name: str) -> Iterator[None]:
+        """Raise the exceptions of the client as OSErrors, without what they say about credentials."""
+        try:
+            yield
+        except OSError:
+            raise
+        except self.client.exceptions.BaseError as error:
+            denied = self.client.exceptions.PermissionDeniedError, self.client.exceptions.UnauthenticatedError
+            number = errno.EACCES if isinstance(error, denied) else errno.EIO
+            raise OSError(number, type(error).__name__, f"{self.place}/{name}") from None
+
+
+def _open(client: Any, address: str) -> Any:
+    parts = urlsplit(address)
+    try:
+        if parts.scheme == "memory":
+            return _memories.setdefault(address, client.store.MemoryStore())
+        if parts.scheme == "file":
+            if parts.netloc or not parts.path.strip("/"):
+                raise ConfigError(f"{address} names no folder; write file:///folder")
+            folder = unquote(parts.path)
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            return client.store.LocalStore(folder)
+        return client.store.from_url(address, client_options=_client_options(), retry_config=_RETRIES)
+    except (client.exceptions.BaseError, ValueError, OSError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{address} cannot be opened: {error}") from None
+
+
+def _client_options() -> dict[str, Any]:
+    """Allow plain HTTP if the endpoint that the environment names uses it, as for a server in the same network."""
+    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"))
+    return _CLIENT | {"allow_http": any(endpoint.startswith("http://") for endpoint in endpoints)}
+
+
+def _stored(meta: Mapping[str, Any]) -> Stored:
+    version = meta.get("e_tag") or (meta["last_modified"].timestamp(), meta["size"])
+    return Stored(version, meta["size"], meta["size"])
