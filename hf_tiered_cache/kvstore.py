@@ -15,17 +15,19 @@ from tqdm.auto import tqdm
 from .cache.calibrations import Calibration, PrefixCosts, QualityFinding
 from .cache.conversation import remove_conversations
 from .cache.storage import DEFAULT_POLICY, Storage
-from .errors import ConfigError, with_type
+from .errors import ConfigError, unknown_name, with_type
 from .methods import Exact, Method, make_method
 from .operations.calibrate import calibrate, calibrate_prefix
 from .operations.documents import finish_documents, remove_documents
 from .operations.passages import BATCH_TOKENS, passages_method, precompute_passages, rank_stored
 from .operations.precompute import Lookup, PrecomputeReport, lookup, precompute, warm
 from .operations.quality import calibrate_quality
+from .remote.write_back import WRITES
 from .stats import Counters, StoreStats
 from .store import maintain
+from .store.address import folder_of
 from .store.backend import SegmentBackend
-from .store.backends import folder_of, open_backend
+from .store.backends import open_backend, open_remote
 from .store.catalogue import Catalogue, SegmentRow
 from .store.cipher import Hidden, cipher_of
 from .store.codecs import RAW, codec_in, make_codec
@@ -35,6 +37,7 @@ from .store.documents import DocumentInfo
 from .store.engines import Engine
 from .store.folder import FolderBackend
 from .store.geometry import Geometry
+from .store.objects import ObjectBackend
 from .store.quota import Limits
 from .store.settings import configurable
 from .tiers import make_policy
@@ -97,6 +100,12 @@ class KVStore:
             share of request time. If they differ by more than rounding, this `KVStore` object no longer uses or adds KV
             under the model's fingerprint, a warning names the segment, and `store.stats.failed_spot_checks` counts it.
             0 disables spot checks.
+        remote: address of a place that several machines share, such as "s3://bucket/prefix" or "redis://host:6379"
+            (see docs/remote.md), or an open `ObjectBackend`. What one machine computes, the others restore: a prompt
+            is looked up there if this store lacks a part of it, and the segments are copied to this store. The remote
+            never fails a request. `store.stats.remote` counts its traffic.
+        remote_write: segments that are sent to the remote, in the background: "always" (all new ones), "pinned", or
+            "never".
 
     Raises:
         ConfigError: an argument is invalid, or the store is encrypted with another key.
@@ -126,6 +135,8 @@ class KVStore:
         queue_device_memory: int | str = "1GiB",
         codec: str = RAW,
         spot_checks: float = 0.01,
+        remote: str | ObjectBackend | None = None,
+        remote_write: str = "always",
     ) -> None:
         try:
             cipher = cipher_of(key)
@@ -137,6 +148,8 @@ class KVStore:
             raise ConfigError(f"ttl must be a number of seconds above 0, not {with_type(ttl)}")
         if no_salt:
             raise ConfigError("the salt is empty; omit it, or pass a secret")
+        if remote_write not in WRITES:
+            raise ConfigError(unknown_name("remote_write", remote_write, WRITES))
         low, high = watermarks
         floor = parse_bytes(free_space_floor, "free_space_floor")
         quota = None if disk_quota is None else parse_bytes(disk_quota, "disk_quota")
@@ -149,6 +162,7 @@ class KVStore:
         sizes = parse_bytes(host_memory, "host_memory"), parse_bytes(device_memory, "device_memory")
         index_budget = parse_bytes(index_memory, "index_memory")
         make_policy(policy)  # refuses an unknown one before a folder is made
+        shared = None if remote is None else open_remote(remote)
         place = open_backend(path, backend, engine)
         self.path = place.root if isinstance(place, FolderBackend) else None
         """Folder of the store, or None if it is in no folder."""
@@ -169,6 +183,8 @@ class KVStore:
             queue_bytes=queue_bytes,
             queue_device_bytes=queue_device_bytes,
             spot_checks=spot_checks,
+            remote=shared,
+            remote_write=remote_write,
         )
 
     # --- KV of prompts
@@ -289,7 +305,7 @@ class KVStore:
             storage.disk.check_writable()
         storage.flush()
         if disk:
-            storage.disk.remove(row.id for row in storage.disk.index.rows())
+            storage.remove(row.id for row in storage.disk.index.rows())
             storage.conversations.sweep(())
             storage.documents.sweep(())
         storage.residency.clear()
@@ -392,7 +408,7 @@ class KVStore:
     # --- lifecycle
 
     def flush(self) -> None:
-        """Write all computed KV, make it durable, and wait for background work."""
+        """Write all computed KV, make it durable, and wait for background work, such as sending it to the remote."""
         self._storage.flush()
 
     def close(self) -> None:
@@ -431,6 +447,7 @@ class KVStore:
             return "KVStore(not open)"
         notes = [
             self._storage.disk.backend.reads_with,
+            *([] if self._storage.remote is None else [f"remote {self._storage.remote.place}"]),
             *["encrypted"] * self.encrypted,
             *["closed"] * self._storage.is_closed,
         ]
@@ -456,6 +473,8 @@ class KVStore:
         stats.unbudgeted_index_bytes = residency.index_cache.unbudgeted
         stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.index_cache.evicted
         stats.queued_bytes, stats.queued_device_bytes = writer.queued_bytes, writer.queued_device_bytes
+        if self._storage.remote is not None:
+            stats.remote = self._storage.remote.stats()
         return stats
 
     # --- contents
@@ -494,7 +513,7 @@ class KVStore:
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Return the number of segments deleted."""
-        return self._opened.disk.remove(ids)
+        return self._opened.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
         """Protect segments from eviction, or with `pinned=False` remove the protection.

@@ -70,6 +70,42 @@ class TierUse:
     """Maximum number of bytes, which is never exceeded; None for no limit."""
 
 
+@dataclass
+class RemoteStats:
+    """Traffic of a store with its remote since the store was opened."""
+
+    lookups: int = 0
+    """Number of prompts that were looked up in the remote, because they are not stored here completely."""
+    hits: int = 0
+    """Number of these prompts for which a segment was fetched in time."""
+    misses: dict[str, int] = field(default_factory=dict)
+    """Reasons why prompts were not restored from the remote, with their counts."""
+    segments_read: int = 0
+    """Number of segments that were fetched."""
+    bytes_read: int = 0
+    """Bytes of the segments that were fetched, also of those that came too late for their prompt."""
+    read_seconds: float = 0.0
+    """Seconds in which they were fetched, added up."""
+    waiting_seconds: float = 0.0
+    """Seconds that prompts waited for the remote."""
+    segments_written: int = 0
+    """Number of segments that were sent."""
+    bytes_written: int = 0
+    """Bytes of the segments that were sent."""
+    write_seconds: float = 0.0
+    """Seconds in which they were sent."""
+    duplicate_writes: int = 0
+    """Number of segments that the remote had already."""
+    dropped_writes: int = 0
+    """Number of segments that were not sent: full queue, evicted before, or a failing remote."""
+    damaged: int = 0
+    """Number of damaged segments that were found in the remote, and deleted."""
+    errors: int = 0
+    """Number of failed calls, and of look-ups that took too long."""
+    queued_writes: int = 0
+    """Number of segments that currently wait to be sent."""
+
+
 @dataclass(frozen=True)
 class PassageStats:
     """Stored passage that occurs in a prompt."""
@@ -297,6 +333,15 @@ def _by_tier(stats: RequestStats | StoreStats) -> dict[str, Any]:
     return figures | tiers
 
 
+def _figure(name: str, value: object) -> str:
+    """Return a figure of a remote for printing."""
+    if isinstance(value, dict):
+        return ", ".join(f"{reason}: {count}" for reason, count in value.items()) or "none"
+    if isinstance(value, float):
+        return _ms(value)
+    return format_bytes(value) if isinstance(value, int) and "bytes" in name else str(value)
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
@@ -453,6 +498,8 @@ class StoreStats(_Figures[TierUse]):
     """Bytes of KV that currently wait to be written."""
     queued_device_bytes: int = 0
     """Bytes of GPU memory that this KV currently keeps allocated."""
+    remote: RemoteStats = field(default_factory=RemoteStats)
+    """Traffic with the remote."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures as a JSON-serializable dict, with each tier under its name."""
@@ -470,6 +517,9 @@ class StoreStats(_Figures[TierUse]):
                 for name, use in self.tiers.items() if f.name == "tiers" else [(f.name, value)]:
                     budget = "no limit" if use.budget is None else format_bytes(use.budget)
                     table.add_row(f"{name}, used / budget", f"{format_bytes(use.bytes)} / {budget}")
+            elif isinstance(value, RemoteStats):
+                for name, figure in vars(value).items() if value != RemoteStats() else ():
+                    table.add_row(f"remote {name.replace('_', ' ')}", _figure(name, figure))
             else:
                 table.add_row(f.name.replace("_", " "), format_bytes(value) if "bytes" in f.name else str(value))
         return [table]

@@ -18,6 +18,7 @@ ORDER = (
     ("store",),
     ("identity", "tiers"),
     ("restore",),
+    ("remote",),
     FEATURES,
     ("layers", "reasons"),
     ("methods",),

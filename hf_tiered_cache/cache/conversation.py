@@ -165,4 +165,4 @@ def remove_conversations(storage: Storage, ids: Sequence[str]) -> int:
     storage.disk.check_writable()
     rows = segments_of_conversations(storage, ids)
     storage.conversations.remove(ids)
-    return storage.disk.remove(row.id for row in rows)
+    return storage.remove(row.id for row in rows)

@@ -233,7 +233,9 @@ class Executor:
         forward_pass = self._forward_pass(cache, request, sequence, plan)
         stats, began = self.collector.stats, time.perf_counter()
         if plan is None or not isinstance(forward_pass, RestoringForward):
+            end = self.store.pace.begin(self.attachment.model.device)
             output = self._run(cache, forward_pass, forward, request.kwargs)
+            end(sequence.identity.fingerprint, request.ids.numel())
             self._observe_costs(request, sequence, None, time.perf_counter() - began)
             return output, None
         before = stats.stall_seconds, stats.details.io_seconds, stats.bytes_read
@@ -484,6 +486,7 @@ class Executor:
             self.options.segments,
             layers=len(cache.layers),
             selects=any(source.selects for source in cache.kv_sources),
+            device=attachment.model.device,
         )
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:

@@ -14,7 +14,8 @@ import torch
 from ..errors import StoreError
 from ..restore.plan import Plan, RecomputePlan
 from ..stats import TIERS
-from .calibrations import CostFactors, PrefixCosts, cost_factors, keep_cost_factors
+from ..store import EXACT
+from .calibrations import CostFactors, PrefixCosts, cost_factors, keep_cost_factors, prefix_costs
 from .storage import Storage
 
 _STEP = 1.25
@@ -91,3 +92,12 @@ def renew_costs(storage: Storage, fingerprint: str, device: torch.device, observ
     if renewed and storage.disk.backend.writable:
         with suppress(StoreError, OSError):  # the next prompt shows the same
             keep_cost_factors(storage, fingerprint, device, CostFactors(**asdict(factors) | renewed))
+
+
+def seconds_to_compute(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
+    """Return the seconds to compute a prompt: by the calibrated costs, else by the observed pace, else None."""
+    costs = prefix_costs(storage, fingerprint, device, EXACT, tokens)
+    if costs is not None:
+        return float(costs.computing(tokens))
+    per_token = storage.pace.per_token(fingerprint)
+    return None if per_token is None else tokens * per_token

@@ -22,6 +22,7 @@ from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from ..store.shape import SegmentShape
 from .misses import has_passages, reason_of_miss
+from .observed import seconds_to_compute
 from .recorder import Recorder
 from .request import DecodingCheck, Request
 from .storage import Storage
@@ -53,6 +54,7 @@ class SequenceState:
         segments: Tokens at which passages may begin, or None for any.
         layers: Number of layers of the model.
         selects: Whether a cache layer can attend to a part of what is restored.
+        device: Device of the model.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class SequenceState:
         segments: tuple[int, ...] | None,
         layers: int,
         selects: bool,
+        device: torch.device,
     ) -> None:
         self.store, self.method, self.config = store, method, config
         self.identity, self.regime, self.recorder, self.check = identity, regime, recorder, check
@@ -75,6 +78,7 @@ class SequenceState:
         self.history = recorder.history
         """History of the tokens."""
         self._segments, self._layers, self._selects = segments, layers, selects
+        self._seconds_to_compute = partial(seconds_to_compute, store, identity.fingerprint, device)
         self.approximate = False
         """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
         self._new_ids: np.ndarray | None = None
@@ -108,7 +112,9 @@ class SequenceState:
                 request.must_compute,
                 method.positions_to_compute,
                 self._layers,
-                partial(self.store.match, usable=self._usable_hashes, asking=self.recorder),
+                partial(
+                    self.store.match, usable=self._usable_hashes, asking=self.recorder, seconds=self._seconds_to_compute
+                ),
                 find,
                 defer,
             )

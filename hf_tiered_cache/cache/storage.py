@@ -21,6 +21,7 @@ from ..errors import ConfigError, EvictedError, StoreClosedError
 from ..methods import Method
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
+from ..remote.tier import RemoteTier, Seconds
 from ..restore.hashes import PassageHasher, PrefixHasher
 from ..restore.plan import RowGroup
 from ..restore.planner import MatchedRun, longest_prefix
@@ -30,6 +31,7 @@ from ..store.cipher import Hidden
 from ..store.conversations import Conversations
 from ..store.disk import SegmentStore
 from ..store.documents import Documents
+from ..store.objects import ObjectBackend
 from ..store.records import Calibrations
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
@@ -39,6 +41,7 @@ from ..tiers.residency import Residency
 from ..tiers.scores import ScoreTable
 from .captured import SegmentTable
 from .fronts import Fronts
+from .pace import Pace
 from .rewriter import SegmentRewriter
 from .spot_check import SpotChecks
 
@@ -63,6 +66,8 @@ class Storage:
         queue_bytes: Maximum bytes of KV that wait to be written.
         queue_device_bytes: Maximum GPU memory that this KV keeps allocated.
         spot_checks: Fraction of what is restored that is computed again and compared.
+        remote: Place that several machines share, or None; closed with this object.
+        remote_write: Which segments are sent to it (see `WriteBack`).
 
     Raises:
         ConfigError: The stored segments are encrypted with another key.
@@ -80,7 +85,11 @@ class Storage:
         queue_bytes: int,
         queue_device_bytes: int,
         spot_checks: float = 0.0,
+        remote: ObjectBackend | None = None,
+        remote_write: str = "always",
     ) -> None:
+        self.remote: RemoteTier | None = None
+        self.pace = Pace()
         self.disk, self.place, self.residency = disk, disk.place, residency
         self.fronts = Fronts(residency)
         self.records = disk.backend.records
@@ -100,7 +109,9 @@ class Storage:
             self.rankings = KeptRankings(disk)
             self.rewriter = SegmentRewriter(disk, residency, self.rankings)
             self.passage_index = PassageIndex(disk.index)
-            close = partial(_close, self.rewriter, disk, residency, self.conversations)
+            if remote is not None:
+                self.remote = RemoteTier(remote, disk, remote_write, partial(_admit, residency))
+            close = partial(_close, self.rewriter, disk, residency, self.conversations, self.remote)
             seal = partial(_seal, self._recorders, self._lock)
             self.writer = Writer(disk, queue_bytes, queue_device_bytes, seal, close)
             self._close = weakref.finalize(self, self.writer.end)  # in any thread: the writer's thread does the rest
@@ -146,6 +157,7 @@ class Storage:
         *,
         usable: Callable[[SegmentShape], int] = attrgetter("whole_hashes"),
         asking: Recorder | None = None,
+        seconds: Seconds | None = None,
     ) -> list[tuple[MatchedRun, SegmentReader]]:
         """Return the longest stored prefix of a sequence: runs of segments, and the open segments.
 
@@ -158,6 +170,8 @@ class Storage:
             usable: Returns how many prefix hashes of a segment can be used; by default those that are stored
                 completely.
             asking: Recorder of the cache that does the lookup; its KV is not stored first.
+            seconds: Returns the time to compute a prompt, which bounds how long the remote is waited for. None: the
+                remote is not asked.
         """
         self.check_open()
         if start >= len(prefix_hashes):
@@ -165,6 +179,8 @@ class Storage:
         self.seal(prefix_hashes[0], asking)
         self.writer.wait_for(prefix_hashes[start:])
         rows, asked_again = self.disk.find(prefix_hashes), False
+        if self.remote is not None and seconds is not None and self.remote.bring(prefix_hashes, rows, start, seconds):
+            rows = self.disk.find(prefix_hashes)
         while True:
             runs = longest_prefix(prefix_hashes, rows, start)
             readers = [self.disk.found(run.row) for run in runs]
@@ -223,7 +239,8 @@ class Storage:
         """Queue a segment for writing, and cache its blocks in host memory."""
         if pending.on_device is not None:
             self.residency.prepare(pending.on_device.device)
-        written, refused = partial(_admit, pending, self.residency), partial(_refused, pending, self.residency)
+        written = partial(_admit, self.residency, pending.header.id)
+        refused = partial(_refused, pending, self.residency)
         self.writer.submit(replace(pending, written=written, refused=refused), wait)
 
     def blocks_of(self, reader: SegmentReader, block_group: int) -> torch.Tensor:
@@ -307,6 +324,17 @@ class Storage:
         self.rewriter.keep_importance()
         self.disk.sync()
         _keep_scores(self.disk, self.residency.scores)
+        if self.remote is not None:
+            self.remote.flush()
+
+    def remove(self, ids: Iterable[str]) -> int:
+        """Delete segments that the user no longer wants, also from the remote. See `SegmentStore.remove`."""
+        ids = list(ids)
+        rows = [] if self.remote is None else [row for i in ids if (row := self.disk.index.row(i)) is not None]
+        removed = self.disk.remove(ids)
+        if self.remote is not None:
+            self.remote.remove(rows)
+        return removed
 
     # --- lifetime
 
@@ -341,9 +369,9 @@ def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
         disk.index.keep_scores(changes)
 
 
-def _admit(pending: PendingSegment, residency: Residency, block_group: int, blocks: torch.Tensor, content: int) -> None:
-    """Put a KV cache group of a pending segment into memory, keyed by content: another file may be published first."""
-    residency.admit((pending.header.id, block_group, content), blocks)
+def _admit(residency: Residency, segment_id: str, block_group: int, blocks: torch.Tensor, content: int) -> None:
+    """Put a KV cache group of a new segment into memory, keyed by content: another file may be published first."""
+    residency.admit((segment_id, block_group, content), blocks)
 
 
 def _refused(pending: PendingSegment, residency: Residency) -> None:
@@ -368,9 +396,17 @@ def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
     return False not in [recorder.finish() for recorder in live_recorders]  # a list, so that no recorder is left out
 
 
-def _close(rewriter: SegmentRewriter, disk: SegmentStore, residency: Residency, conversations: Conversations) -> None:
+def _close(
+    rewriter: SegmentRewriter,
+    disk: SegmentStore,
+    residency: Residency,
+    conversations: Conversations,
+    remote: RemoteTier | None,
+) -> None:
     rewriter.close()
     rewriter.keep_importance()
+    if remote is not None:
+        remote.close()
     _keep_scores(disk, residency.scores)
     residency.clear()  # also if the store is collected: a GPU may be using its memory
     conversations.release_all()

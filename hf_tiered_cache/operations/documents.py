@@ -79,7 +79,7 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
     storage.flush()
     with storage.disk.backend.locked():
         records, rows = find_documents(storage, labels), segments_of_documents(storage, labels)
-        removed = storage.disk.remove(row.id for row in rows)  # before the records: the process may be killed here
+        removed = storage.remove(row.id for row in rows)  # before the records: the process may be killed here
         for record in records:
             storage.documents.delete(*record.key)
     return removed
@@ -120,7 +120,7 @@ def _delete_replaced(storage: Storage, records: Sequence[DocumentRecord]) -> int
     except (FormatError, OSError) as error:  # an unreadable record may name any passage
         storage.disk.warn("documents", f"replaced passages of documents could not be deleted yet: {error}")
         return 0
-    removed = storage.disk.remove(row.id for row in rows_of(storage, unshared_names))
+    removed = storage.remove(row.id for row in rows_of(storage, unshared_names))
     storage.documents.write([replace(record, leaving=()) for record in records], _no_reservation)
     return removed
 

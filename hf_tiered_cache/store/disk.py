@@ -241,6 +241,7 @@ class SegmentStore(Space):
             self._hidden.pop(header.id, None)
             with suppress(ValueError):
                 self._removed.remove(header.id)
+            self.tell_kept([header.id])
         self.index.touch([*ancestors, header.id])
         return True
 

@@ -106,6 +106,8 @@ class Space:
         self.readers: OpenSegments[SegmentReader] = OpenSegments()
         self.on_gone: list[Callable[[Collection[str]], None]] = []
         """Callbacks that receive the ids of deleted or replaced segments."""
+        self.on_kept: list[Callable[[Collection[str]], None]] = []
+        """Callbacks that receive the ids of segments that were stored or pinned."""
         self.index = Index(backend, faults)
         self.sidecars = Sidecars(backend, cipher, faults, self.reserved)
         self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
@@ -273,3 +275,10 @@ class Space:
             )
         for segment_id in ids:
             self.backend.pin(segment_id, pinned)
+        if pinned:
+            self.tell_kept(ids)
+
+    def tell_kept(self, ids: Collection[str]) -> None:
+        """Tell that segments were stored or pinned."""
+        for tell in self.on_kept:
+            tell(ids)

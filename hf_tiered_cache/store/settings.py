@@ -80,6 +80,8 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "verify": (_switch, "true or false"),
     "ttl": (_optional_number, "a number of seconds, or none"),
     "spot_checks": (_number, "a share, such as 0.01"),
+    "remote": (str, "an address, such as s3://bucket/prefix"),
+    "remote_write": (str, "always, pinned or never"),
 }
 """Arguments of `KVStore` that can be set from outside: a function that reads the value, and what the value is."""
 

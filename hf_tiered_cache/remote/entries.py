@@ -1,0 +1,121 @@
+"""Look-up entries of a remote: the beginning of each segment, under the first prefix hash of its chain.
+
+A prompt is looked up by asking for the entries of all its prefix hashes at once. An entry is a hint: the segment that
+it names is checked when it is read. Segments themselves are stored under their ids, as in a folder.
+
+There is one entry for each prefix hash. Of two segments that begin with the same tokens, that of more tokens is found.
+The tokens that it lacks are stored by the next machine that computes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..errors import FormatError
+from ..store import EXACT, HASH_BYTES, PASSAGE
+from ..store.catalogue import SegmentRow
+from ..store.format import HEADER_BYTES, SegmentHeader, decode_header
+from ..store.kinds import SEGMENT_MAGIC, FileKind
+from ..store.objects import ObjectBackend
+
+ENTRY = FileKind("prefixes", re.compile("[0-9a-f]{32}"), lambda _, beginning: beginning.startswith(SEGMENT_MAGIC))
+"""Kind of the look-up entries. Their names are prefix hashes."""
+_MOST_HASHES = 4096
+"""Maximum number of prefix hashes of an entry: the first 65,536 tokens of a segment are found."""
+ENTRY_BYTES = HEADER_BYTES + _MOST_HASHES * HASH_BYTES
+"""Maximum size of an entry."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A segment in a remote.
+
+    Args:
+        row: Catalogue row. Its chain has at most the first `_MOST_HASHES` prefix hashes.
+        num_hashes: Number of prefix hashes of the segment.
+    """
+
+    row: SegmentRow
+    num_hashes: int
+
+
+def is_found_by_prefix(provenance: str) -> bool:
+    """Return whether prompts look up KV of this provenance by their prefix hashes."""
+    return provenance.partition(" ")[0] == EXACT
+
+
+def is_shared(header: SegmentHeader) -> bool:
+    """Return whether other machines can use a segment: complete KV of a prompt, or a passage.
+
+    What a method has compacted belongs to a conversation of this store, and may lack tokens.
+    """
+    return header.provenance.partition(" ")[0] in (EXACT, PASSAGE)
+
+
+def encode_entry(beginning: bytes) -> bytes:
+    """Return the entry of a segment, given the beginning of its file up to the blocks."""
+    _, num_hashes = decode_header(beginning[:HEADER_BYTES])
+    return beginning[: HEADER_BYTES + min(num_hashes, _MOST_HASHES) * HASH_BYTES]
+
+
+def decode_entry(name: str, content: bytes) -> Entry | None:
+    """Decode the entry of a prefix hash. Returns None if it is damaged, or not of this library or version."""
+    with suppress(FormatError):
+        header, num_hashes = decode_header(content[:HEADER_BYTES])
+        chain = content[HEADER_BYTES:][: num_hashes * HASH_BYTES]
+        chain = chain[: len(chain) // HASH_BYTES * HASH_BYTES]
+        if chain[:HASH_BYTES].hex() == name and is_found_by_prefix(header.provenance):
+            return Entry(SegmentRow.of(header, chain, header.file_bytes), num_hashes)
+    return None
+
+
+def find_entries(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry]:
+    """Return the entries of prefix hashes that exist and have not expired. Raises OSError."""
+    paths = {_path(name): name for name in names}
+    contents = remote.get_beginnings(list(paths), ENTRY_BYTES)
+    entries = {paths[path]: decode_entry(paths[path], content) for path, content in contents.items()}
+    return {name: entry for name, entry in entries.items() if entry is not None and not entry.row.is_expired}
+
+
+def write_entry(remote: ObjectBackend, name: str, content: bytes) -> None:
+    """Write the entry of a prefix hash in place of the one that exists. Raises OSError."""
+    remote.records.put(ENTRY, name, content, replace=True)
+
+
+def delete_entry(remote: ObjectBackend, name: str, segment_id: str) -> None:
+    """Delete the entry of a prefix hash if it names this segment. Raises OSError."""
+    content = remote.get_beginnings([_path(name)], ENTRY_BYTES).get(_path(name))
+    entry = None if content is None else decode_entry(name, content)
+    if content is not None and (entry is None or entry.row.id == segment_id):
+        remote.records.delete(ENTRY, name)
+
+
+def sweep_entries(remote: ObjectBackend, present: Iterable[str], dry_run: bool = False) -> list[str]:
+    """Delete the entries whose segments are gone, and return their names.
+
+    Args:
+        remote: The remote.
+        present: Ids of the segments in it, listed before this call.
+        dry_run: Whether to delete nothing.
+
+    Raises:
+        OSError: The entries cannot be listed, read or deleted.
+    """
+    names, ids = remote.records.names(ENTRY), set(present)
+    contents = remote.get_beginnings([_path(name) for name in names], ENTRY_BYTES)
+    dangling = []
+    for name in names:
+        content = contents.get(_path(name))
+        entry = None if content is None else decode_entry(name, content)
+        if content is not None and (entry is None or entry.row.id not in ids):
+            dangling.append(name)
+            if not dry_run:
+                remote.records.delete(ENTRY, name)
+    return dangling
+
+
+def _path(name: str) -> str:
+    return f"{ENTRY.folder}/{name}"

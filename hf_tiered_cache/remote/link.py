@@ -1,0 +1,150 @@
+"""What a remote is expected to take, and whether it answers: measured costs, and a circuit breaker."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_WEIGHT = 0.5
+"""Weight of a new measurement in the mean."""
+_MEASURED_SECONDS = 60.0
+"""Seconds for which a measurement counts. Then the remote is tried again, whatever it took before."""
+_FAILURES = 3
+"""Consecutive failures that open the breaker."""
+_OPEN_SECONDS, _MOST_OPEN_SECONDS = 5.0, 60.0
+"""Seconds before an open breaker lets one call through, at first and at most."""
+
+
+class Estimate:
+    """Moving mean of a quantity, which is forgotten if it is not measured again."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._measured = float("-inf")
+
+    def add(self, value: float) -> None:
+        """Add a measurement."""
+        known, now = self.value is not None, time.monotonic()
+        self._mean = _WEIGHT * value + (1 - _WEIGHT) * self._mean if known else value
+        self._measured = now
+
+    @property
+    def value(self) -> float | None:
+        """Mean of the recent measurements; None if there are none."""
+        return self._mean if time.monotonic() - self._measured < _MEASURED_SECONDS else None
+
+
+class Link:
+    """Measured costs of a remote."""
+
+    def __init__(self) -> None:
+        self.look_up = Estimate()
+        """Seconds of a look-up."""
+        self.bandwidth = Estimate()
+        """Bytes per second of a segment that is fetched."""
+
+    def fetch_seconds(self, nbytes: int) -> float:
+        """Return the seconds to fetch as many bytes; 0 if nothing was measured, so that it is tried."""
+        bandwidth = self.bandwidth.value
+        return nbytes / bandwidth if bandwidth else 0.0
+
+
+class Breaker:
+    """Circuit breaker: after several failures, calls are refused for a while, and then one of them is a probe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._until = 0.0
+        self._seconds = _OPEN_SECONDS
+        self._probing = False
+
+    @property
+    def is_open(self) -> bool:
+        """True if calls are to be refused, except a probe."""
+        return self._failures >= _FAILURES
+
+    def wants_probe(self) -> bool:
+        """Return whether it is time for a probe. The caller then makes one call, and reports its result."""
+        with self._lock:
+            if not self.is_open or self._probing or time.monotonic() < self._until:
+                return False
+            self._probing = True
+            return True
+
+    def succeeded(self) -> None:
+        """Report a call that succeeded."""
+        with self._lock:
+            self._failures, self._seconds, self._probing = 0, _OPEN_SECONDS, False
+
+    def failed(self) -> None:
+        """Report a call that failed, or took too long."""
+        with self._lock:
+            was_probe, self._probing = self._probing, False
+            self._failures += 1
+            if self._failures >= _FAILURES:
+                if was_probe:
+                    self._seconds = min(2 * self._seconds, _MOST_OPEN_SECONDS)
+                self._until = time.monotonic() + self._seconds
+
+
+class Threads:
+    """Threads that run calls in the background. They end with the process, whatever they wait for.
+
+    Args:
+        count: Maximum number of threads.
+        name: Name of the threads.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, call: Callable[[], _T]) -> Future[_T]:
+        """Run a call, and return its future. It is cancelled if the threads were closed."""
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._closed:
+                future.cancel()
+                return future
+            self._queue.put((future, call))
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._count:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return future
+
+    def close(self, seconds: float) -> None:
+        """Drop the calls that have not begun, and wait up to `seconds` for the others."""
+        with self._lock:
+            self._closed = True
+            with suppress(queue.Empty):
+                while (item := self._queue.get_nowait()) is not None:
+                    item[0].cancel()
+            for _ in self._threads:
+                self._queue.put(None)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+            del item, future, call  # what they refer to
+            self._idle.release()

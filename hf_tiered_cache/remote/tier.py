@@ -1,0 +1,369 @@
+"""The remote tier: brings segments of a prompt from other machines to the local disk, before the prompt is matched.
+
+A segment that is fetched is published as one of the local store, with the same checks as any other. Everything else,
+such as quota, tiers and GPUDirect Storage, sees a local segment.
+
+A remote never fails a request, and delays it by no more than it can save: a prompt waits for the remote as long as
+computing the tokens takes, and for a look-up a fifth of that. What comes too late is there for the next prompt.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ..errors import FormatError, IntegrityError, NotOursError
+from ..restore.planner import MatchedRun, longest_prefix
+from ..stats import RemoteStats
+from ..store import HASH_BYTES
+from ..store.catalogue import SegmentRow
+from ..store.digest import Group, PackedBlocks
+from ..store.disk import SegmentStore, Written
+from ..store.geometry import HASH_TOKENS
+from ..store.objects import ObjectBackend
+from ..store.segment import SegmentReader
+from .entries import Entry, delete_entry, find_entries
+from .link import Breaker, Link, Threads
+from .write_back import WriteBack
+
+_LOOK_UP_SHARE = 0.2
+"""Share of the time to compute the missing tokens that a look-up may take."""
+_UNKNOWN_SECONDS = 5.0
+"""Seconds that computing is assumed to take before any prompt was computed here, or costs were calibrated."""
+_ABSENT_SECONDS, _PRESENT_SECONDS = 3.0, 60.0
+"""Seconds for which the result of a look-up counts, for a prefix hash that was not found, and for one that was."""
+_MOST_RESULTS = 1 << 16
+_HIDDEN_SECONDS = 60.0
+"""Seconds for which a segment that could not be fetched is not tried again."""
+_MOST_SECONDS = 600.0
+"""Maximum number of seconds that a prompt waits for the remote."""
+_LOOK_UPS, _FETCHES = 8, 4
+"""Numbers of look-ups and of segments that are fetched at a time."""
+_CLOSE_SECONDS = 5.0
+
+ABSENT = "not in the remote"
+SLOW_LOOK_UP = "a look-up takes longer than it can save"
+SLOW_FETCH = "fetching is slower than computing"
+LATE = "the remote did not answer in time"
+FAILED = "the remote failed"
+UNAVAILABLE = "the remote is not used for a while, after several failures"
+UNUSABLE = "the segment was damaged, gone, or could not be stored here"
+
+Seconds = Callable[[int], float | None]
+"""Function that returns the seconds to compute a prompt of so many tokens, or None if nothing is known."""
+
+
+class _FetchError(Exception):
+    """Failure to read a segment of the remote. It is no error of the local store that the segment is written to."""
+
+
+class RemoteTier:
+    """Tier of a store that several machines share.
+
+    Args:
+        remote: The place that they share; closed with this object.
+        disk: The local store.
+        write: Which segments are sent: "always", "pinned" or "never".
+        admit: Receives id, KV cache group, blocks and content hash of what is fetched, for the memory tiers.
+    """
+
+    def __init__(
+        self,
+        remote: ObjectBackend,
+        disk: SegmentStore,
+        write: str,
+        admit: Callable[[str, int, torch.Tensor, int], None],
+    ) -> None:
+        self.remote, self.place, self._disk, self._admit = remote, remote.place, disk, admit
+        self.link = Link()
+        self.look_up_breaker, self.fetch_breaker = (
+            Breaker(),
+            Breaker(),
+        )  # small objects may arrive while large ones hang
+        self._stats = RemoteStats()
+        self._lock = threading.Lock()
+        self._results: OrderedDict[str, tuple[float, Entry | None]] = OrderedDict()  # by name, with time of expiry
+        self._fetching: dict[str, Future[str]] = {}  # by segment id
+        self._hidden: dict[str, float] = {}
+        self._look_ups = Threads(_LOOK_UPS, "hf-tiered-look-up")
+        self._fetches = Threads(_FETCHES, "hf-tiered-fetch")
+        self._writes = WriteBack(remote, disk, write, self._count, lambda name: self._forget([name]))
+        disk.on_kept.append(self._writes.offer)
+
+    # --- before a prompt is matched
+
+    def bring(self, prefix_hashes: Sequence[bytes], rows: Sequence[SegmentRow], start: int, seconds: Seconds) -> bool:
+        """Fetch segments that continue what the local store has of a prompt.
+
+        Args:
+            prefix_hashes: Prefix hashes of the prompt.
+            rows: Local segments, as `SegmentStore.find` returns them.
+            start: Index of the first prefix hash that is to be matched.
+            seconds: Returns the time to compute a prompt.
+
+        Returns:
+            Whether the local store has more of the prompt now.
+        """
+        began, covered = time.monotonic(), _end(longest_prefix(prefix_hashes, rows, start), start)
+        if covered >= len(prefix_hashes) or not self._disk.backend.writable:
+            return False
+        reason = self._bring(prefix_hashes, rows, start, partial(_saved, seconds, covered), began)
+        self._count(lookups=1, hits=not reason, waiting_seconds=time.monotonic() - began)
+        if reason:
+            with self._lock:
+                self._stats.misses[reason] = self._stats.misses.get(reason, 0) + 1
+        return not reason
+
+    def _bring(
+        self,
+        prefix_hashes: Sequence[bytes],
+        rows: Sequence[SegmentRow],
+        start: int,
+        saved: Callable[[int], float],
+        began: float,
+    ) -> str:
+        """Fetch segments of a prompt, and return the reason if nothing was fetched, or an empty string.
+
+        Args:
+            prefix_hashes: See `bring`.
+            rows: See `bring`.
+            start: See `bring`.
+            saved: Returns the seconds that are saved if the first so many prefix hashes are stored.
+            began: Time at which the prompt began to wait.
+        """
+        entries = self._entries([prefix_hash.hex() for prefix_hash in prefix_hashes], saved(len(prefix_hashes)))
+        if isinstance(entries, str):
+            return entries
+        local, now = {row.id for row in rows}, time.monotonic()
+        others = [e.row for e in entries if e.row.id not in local and self._hidden.get(e.row.id, 0.0) <= now]
+        runs = longest_prefix(prefix_hashes, [*rows, *others], start)
+        if not {run.row.id for run in runs} - local:
+            return ABSENT
+        if self.fetch_breaker.is_open:
+            if self.fetch_breaker.wants_probe():
+                self._fetch(next(run.row for run in runs if run.row.id not in local))  # nothing waits for it
+            return UNAVAILABLE
+        waiting: list[tuple[SegmentRow, Future[str]]] = []
+        nbytes, stop = 0, 0
+        for run in runs:  # in order: a later one is of no use without those before it
+            if run.row.id not in local:
+                nbytes += run.row.nbytes
+                if self.link.fetch_seconds(nbytes) >= saved(run.stop):
+                    break
+                waiting.append((run.row, self._fetch(run.row)))
+                stop = run.stop
+        if not waiting:
+            return SLOW_FETCH
+        deadline = began + saved(stop)
+        for fetched, (row, future) in enumerate(waiting):
+            try:
+                if future.result(max(0.0, deadline - time.monotonic())):
+                    return "" if fetched else UNUSABLE
+            except (FutureTimeoutError, CancelledError):
+                self._hidden[row.id] = time.monotonic() + _HIDDEN_SECONDS  # nobody else waits for it
+                self._fail(self.fetch_breaker, "fetch", f"{row.nbytes} bytes did not arrive in time")
+                return "" if fetched else LATE
+        return ""
+
+    def _entries(self, names: list[str], saved: float) -> list[Entry] | str:
+        """Return the entries of prefix hashes, or the reason why they are not known in time."""
+        now = time.monotonic()
+        with self._lock:
+            results = {name: self._results[name] for name in names if name in self._results}
+        known = {name: entry for name, (expires, entry) in results.items() if expires > now}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            limit = _LOOK_UP_SHARE * saved
+            if self.look_up_breaker.is_open:
+                if self.look_up_breaker.wants_probe():
+                    self._look_ups.submit(partial(self._look_up, unknown))  # nothing waits for it
+                return UNAVAILABLE
+            if (self.link.look_up.value or 0.0) > limit:
+                return SLOW_LOOK_UP
+            future = self._look_ups.submit(partial(self._look_up, unknown))
+            try:
+                known |= future.result(limit)
+            except (FutureTimeoutError, CancelledError):
+                self._fail(self.look_up_breaker, "look-up", f"no answer within {limit:.3g} s")
+                return LATE
+            except OSError:
+                return FAILED
+        return [entry for name in names if (entry := known[name]) is not None]
+
+    def _look_up(self, names: list[str]) -> dict[str, Entry | None]:
+        """Ask the remote for entries, and note the results and how long it took. Raises OSError."""
+        began = time.monotonic()
+        try:
+            entries = find_entries(self.remote, names)
+        except OSError as error:
+            self._fail(self.look_up_breaker, "look-up", error)
+            raise
+        now = time.monotonic()
+        self.link.look_up.add(now - began)
+        self.look_up_breaker.succeeded()
+        results: dict[str, Entry | None] = {name: entries.get(name) for name in names}
+        with self._lock:
+            for name, entry in results.items():
+                self._results[name] = now + (_PRESENT_SECONDS if entry else _ABSENT_SECONDS), entry
+                self._results.move_to_end(name)
+            while len(self._results) > _MOST_RESULTS:
+                self._results.popitem(last=False)
+        return results
+
+    # --- fetching
+
+    def _fetch(self, row: SegmentRow) -> Future[str]:
+        """Fetch a segment in the background, once for all prompts that wait for it."""
+        with self._lock:
+            future = self._fetching.get(row.id)
+            if future is None:
+                future = self._fetching[row.id] = self._fetches.submit(partial(self.fetch, row.id, row.first.hex()))
+                future.add_done_callback(lambda _: self._fetching.pop(row.id, None))
+            return future
+
+    def fetch(self, segment_id: str, name: str = "") -> str:
+        """Publish a segment of the remote in the local store.
+
+        Args:
+            segment_id: Id of the segment.
+            name: Prefix hash of the entry that led to it, or "".
+
+        Returns:
+            The reason if it is not stored here now, or an empty string.
+        """
+        reason, attempts = "", 2  # it may be replaced during the first
+        while attempts:
+            attempts -= 1
+            try:
+                reason = "" if self._publish(segment_id, name) else "there is no room for it, or it cannot be written"
+                attempts = 0
+            except (FormatError, IntegrityError, OSError) as error:
+                reason = str(error)
+                if not attempts:
+                    self._judge(segment_id, name, error)
+        if reason:
+            self._hidden[segment_id] = time.monotonic() + _HIDDEN_SECONDS
+        return reason
+
+    def _publish(self, segment_id: str, name: str) -> bool:
+        """Read a segment of the remote, verify every block, and write it to the local store.
+
+        Raises:
+            FormatError, IntegrityError: The segment is damaged, or not the one that its entry promises.
+            OSError: It cannot be read.
+        """
+        began = time.monotonic()
+        reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
+        hashes = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
+        if name and hashes[0].hex() != name:
+            raise FormatError(f"segment {segment_id} does not begin with the tokens of its entry")
+        written: Written = lambda group, blocks, content: self._admit(segment_id, group, blocks, content)  # noqa: E731
+        try:
+            with self._writes.not_offered(segment_id):
+                is_stored = self._disk.publish(reader.header, hashes, _groups(reader), written=written)
+        except _FetchError as error:
+            assert isinstance(error.__cause__, IntegrityError | OSError)
+            raise error.__cause__ from None
+        took, nbytes = time.monotonic() - began, reader.header.file_bytes
+        self.link.bandwidth.add(nbytes / max(took, 1e-9))
+        self.fetch_breaker.succeeded()
+        self._count(segments_read=1, bytes_read=nbytes, read_seconds=took)
+        return is_stored
+
+    def _judge(self, segment_id: str, name: str, error: FormatError | IntegrityError | OSError) -> None:
+        """Handle a segment that could not be fetched: delete what is damaged or leads to nothing."""
+        self._forget([name])
+        is_damaged = isinstance(error, FormatError | IntegrityError) and not isinstance(error, NotOursError)
+        try:
+            if is_damaged:
+                self._count(damaged=1)
+                self._disk.warn("damaged remote", f"segment {segment_id} of {self.remote.place} is damaged: {error}")
+                self.remote.delete(segment_id)
+            if name and (is_damaged or isinstance(error, FileNotFoundError)):
+                delete_entry(self.remote, name, segment_id)
+        except OSError as failure:
+            self._fail(self.fetch_breaker, "deletion", failure)
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            self._fail(self.fetch_breaker, "fetch", error)
+
+    # --- removal, and the end
+
+    def remove(self, rows: Sequence[SegmentRow]) -> None:
+        """Delete segments that the user has deleted here from the remote, in the background."""
+        self._forget([row.first.hex() for row in rows])
+        self._writes.remove([(row.id, row.first.hex()) for row in rows])
+
+    def flush(self) -> None:
+        """Wait until the segments that wait to be sent are sent or dropped, while the remote makes progress."""
+        self._writes.flush()
+
+    def close(self) -> None:
+        """Send what waits to be sent, and release the threads."""
+        self._look_ups.close(0.0)
+        self._fetches.close(_CLOSE_SECONDS)
+        self._writes.close()
+        self.remote.close()
+
+    # --- figures
+
+    def stats(self) -> RemoteStats:
+        """Return the figures of the tier."""
+        with self._lock:
+            stats = replace(self._stats, misses=dict(self._stats.misses))
+        stats.queued_writes = self._writes.queued
+        return stats
+
+    def _count(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self._stats, name, getattr(self._stats, name) + amount)
+
+    def _fail(self, breaker: Breaker, what: str, error: object) -> None:
+        """Count a failure of the remote, and tell the breaker."""
+        breaker.failed()
+        self._count(errors=1)
+        self._disk.warn(f"remote {what}", f"a {what} of {self.remote.place} failed ({error}); prompts are computed")
+
+    def _forget(self, names: Sequence[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._results.pop(name, None)
+
+
+def _groups(reader: SegmentReader) -> Iterator[Group]:
+    """Yield the verified blocks of each KV cache group, while the next one is read. Raises _FetchError."""
+    count = len(reader.shape.block_groups)
+
+    def begin(group: int) -> tuple[torch.Tensor, Future[object]]:
+        blocks = reader.room_for(group)
+        return blocks, reader.read(group, [(0, blocks)])  # type: ignore[return-value]
+
+    try:
+        pending = begin(0) if count else None
+        for group in range(count):
+            assert pending is not None
+            blocks, future = pending
+            pending = begin(group + 1) if group + 1 < count else None
+            future.result()
+            sealed = reader.header.seal is not None
+            yield blocks if sealed else PackedBlocks(blocks, reader.digests[group]["lin64"].view("<i8"))
+    except (IntegrityError, OSError) as error:
+        raise _FetchError from error
+
+
+def _end(runs: Sequence[MatchedRun], start: int) -> int:
+    return runs[-1].stop if runs else start
+
+
+def _saved(seconds: Seconds, covered: int, num_hashes: int) -> float:
+    """Return the seconds to compute the tokens of the prefix hashes from `covered` to `num_hashes`."""
+    total, before = seconds(num_hashes * HASH_TOKENS), seconds(covered * HASH_TOKENS)
+    return _UNKNOWN_SECONDS if total is None or before is None else min(max(0.0, total - before), _MOST_SECONDS)

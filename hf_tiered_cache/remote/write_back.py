@@ -1,0 +1,258 @@
+"""Write-back: sends new segments to the remote, in the background and one at a time, from a bounded queue."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from ..errors import TieredCacheError
+from ..store import HASH_BYTES
+from ..store.backend import SegmentBackend
+from ..store.disk import SegmentStore
+from ..store.engines import ReadOp
+from ..store.format import HEADER_BYTES, decode_header
+from ..store.memory import aligned_bytes
+from ..store.objects import ObjectBackend
+from .entries import delete_entry, encode_entry, find_entries, is_found_by_prefix, is_shared, write_entry
+from .link import Breaker
+
+logger = logging.getLogger("hf_tiered_cache")
+
+WRITES = ("always", "pinned", "never")
+"""Which segments are sent: all, those that are pinned, or none."""
+_MOST_QUEUED = 4096
+"""Maximum number of segments that wait. They are on the disk, so only their ids wait."""
+_WINDOW_BYTES = 16 << 20
+_PATIENCE_SECONDS = 30.0
+"""Seconds that `flush` and `close` wait for a remote that makes no progress."""
+_POLL_SECONDS = 0.005
+_Work = Callable[[], object]
+
+
+class WriteBack:
+    """Thread that sends segments to a remote, and deletes them there.
+
+    Args:
+        remote: The remote.
+        disk: The local store.
+        write: One of `WRITES`.
+        count: Adds amounts to the figures of the tier (see `RemoteStats`).
+        sent: Receives the first prefix hash of what was sent.
+    """
+
+    def __init__(
+        self,
+        remote: ObjectBackend,
+        disk: SegmentStore,
+        write: str,
+        count: Callable[..., None],
+        sent: Callable[[str], None],
+    ) -> None:
+        self._remote, self._disk, self._write, self._count, self._sent = remote, disk, write, count, sent
+        self._breaker = Breaker()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._waiting: set[str] = set()
+        self._skipped: set[str] = set()
+        self._unfinished = 0  # number of queued and running works
+        self._steps = 0  # number of completed steps, by which waiting threads detect progress
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    @property
+    def queued(self) -> int:
+        """Number of segments that wait to be sent."""
+        return len(self._waiting)
+
+    @contextmanager
+    def not_offered(self, segment_id: str) -> Iterator[None]:
+        """Do not send a segment that is stored in the body: it comes from the remote."""
+        with self._lock:
+            self._skipped.add(segment_id)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._skipped.discard(segment_id)
+
+    def offer(self, ids: Collection[str]) -> None:
+        """Queue segments that were stored or pinned, unless they wait already. If the queue is full, count them."""
+        if self._write == "never":
+            return
+        for segment_id in ids:
+            with self._lock:
+                if segment_id in self._skipped or segment_id in self._waiting:
+                    continue
+                is_full = self._ended or len(self._waiting) >= _MOST_QUEUED
+                if not is_full:
+                    self._waiting.add(segment_id)
+            if is_full:
+                self._drop("the queue is full")
+            else:
+                self._put(lambda segment_id=segment_id: self._send(segment_id))  # type: ignore[misc]
+
+    def remove(self, segments: Sequence[tuple[str, str]]) -> None:
+        """Queue the deletion of segments, given their ids and first prefix hashes."""
+        for segment_id, name in segments:
+            with self._lock:
+                self._waiting.discard(segment_id)
+            self._put(lambda segment_id=segment_id, name=name: self._delete(segment_id, name))  # type: ignore[misc]
+
+    def flush(self) -> None:
+        """Wait until all that was queued is done, or nothing is done for `_PATIENCE_SECONDS`."""
+        seen, deadline = self._steps, time.monotonic() + _PATIENCE_SECONDS
+        while self._unfinished and self._thread is not threading.current_thread():
+            time.sleep(_POLL_SECONDS)
+            if self._steps != seen:
+                seen, deadline = self._steps, time.monotonic() + _PATIENCE_SECONDS
+            elif time.monotonic() >= deadline:
+                self._disk.warn("remote queue", f"{self._remote.place} does not answer; {self.queued} segments wait")
+                return
+
+    def close(self) -> None:
+        """Send what is queued, and end the thread."""
+        with self._lock:
+            self._ended = True
+        self.flush()
+        if self._unfinished:
+            self._count(dropped_writes=len(self._waiting))
+        self._queue.put(None)
+
+    def _put(self, work: _Work) -> None:
+        with self._lock:
+            self._unfinished += 1
+            self._queue.put(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hf-tiered-remote", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except (OSError, TieredCacheError, RuntimeError, MemoryError) as error:
+                if isinstance(error, OSError):
+                    self._breaker.failed()
+                self._count(errors=1)
+                self._drop(error)
+            except Exception:
+                logger.exception("a segment was not sent to %s", self._remote.place)
+                self._count(dropped_writes=1)
+            finally:
+                with self._lock:
+                    self._unfinished -= 1
+                    self._steps += 1
+
+    def _drop(self, why: object) -> None:
+        self._count(dropped_writes=1)
+        self._disk.warn("remote writes", f"a segment was not sent to {self._remote.place}: {why}")
+
+    # --- one segment
+
+    def _send(self, segment_id: str) -> None:
+        with self._lock:
+            if segment_id not in self._waiting:
+                return  # it was deleted meanwhile
+            self._waiting.discard(segment_id)
+        if self._breaker.is_open and not self._breaker.wants_probe():
+            return self._drop("it is not used for a while, after several failures")
+        if self._write == "pinned" and segment_id not in self._disk.backend.pinned():
+            return None
+        return self.send(segment_id)
+
+    def send(self, segment_id: str) -> None:
+        """Send a segment of the local store, and count it. Raises OSError, FormatError."""
+        began = time.monotonic()
+        try:
+            sent = send_segment(self._disk.backend, self._remote, segment_id, self._progress)
+        except FileNotFoundError:
+            return self._drop("it was evicted before it was sent")
+        self._breaker.succeeded()
+        if sent is None:
+            return None
+        if not sent.nbytes:
+            return self._count(duplicate_writes=1)
+        self._sent(sent.name)
+        return self._count(segments_written=1, bytes_written=sent.nbytes, write_seconds=time.monotonic() - began)
+
+    def _progress(self) -> None:
+        """Note progress, so that waiting threads continue to wait."""
+        self._steps += 1
+
+    def _delete(self, segment_id: str, name: str) -> None:
+        delete_entry(self._remote, name, segment_id)
+        self._remote.delete(segment_id)
+
+
+class Sent(NamedTuple):
+    """A segment that a remote has."""
+
+    name: str
+    """First prefix hash of its chain, if prompts find it by that, or an empty string."""
+    nbytes: int
+    """Number of bytes that were sent; 0 if the remote had it, or a longer one, already."""
+
+
+def send_segment(
+    local: SegmentBackend, remote: ObjectBackend, segment_id: str, progress: Callable[[], None] = lambda: None
+) -> Sent | None:
+    """Copy a segment to a remote, unless that has it, or more of the same prompt.
+
+    Args:
+        local: The local store.
+        remote: The remote.
+        segment_id: Id of the segment.
+        progress: Called after each part.
+
+    Returns:
+        None if it is not a segment that other stores can use.
+
+    Raises:
+        FormatError: The segment is damaged. OSError: it cannot be read or sent.
+    """
+    source = _Source(local, segment_id)
+    if not is_shared(source.header):
+        return None
+    name = source.chain[:HASH_BYTES].hex() if is_found_by_prefix(source.header.provenance) else ""
+    entry = find_entries(remote, [name]).get(name) if name else None
+    is_listed = entry is not None and entry.row.id == segment_id
+    if entry is not None and not is_listed and entry.num_hashes * HASH_BYTES >= len(source.chain):
+        return Sent(name, 0)
+    is_there = remote.find(segment_id) is not None
+    if not is_there:
+        with remote.write(segment_id, source.header.file_bytes) as upload, suppress(FileExistsError):
+            for offset, window in source.windows():
+                upload.write(window, offset)
+                progress()
+            upload.publish(replace=False)
+    if name and not is_listed:
+        write_entry(remote, name, encode_entry(source.beginning))
+    return Sent(name, 0 if is_there else source.header.file_bytes)
+
+
+class _Source:
+    """A segment of the local store, as it is sent: byte for byte.
+
+    Raises:
+        FormatError: it is damaged. OSError: it cannot be read.
+    """
+
+    def __init__(self, backend: SegmentBackend, segment_id: str) -> None:
+        self._backend = backend
+        _, self.beginning, self._file = backend.open(segment_id, lambda _, page: decode_header(page)[0].blocks.offset)
+        self.header, num_hashes = decode_header(self.beginning[:HEADER_BYTES])
+        self.chain = self.beginning[HEADER_BYTES:][: num_hashes * HASH_BYTES]
+
+    def windows(self) -> Iterator[tuple[int, memoryview]]:
+        """Yield all bytes with their offsets. Each window is valid until the next one is requested."""
+        yield 0, memoryview(self.beginning)
+        memory = aligned_bytes(min(_WINDOW_BYTES, self.header.blocks.nbytes))
+        for offset in range(self.header.blocks.offset, self.header.file_bytes, _WINDOW_BYTES):
+            window = memory[: min(_WINDOW_BYTES, self.header.file_bytes - offset)]
+            self._backend.read([ReadOp(self._file, offset, window)]).result()
+            yield offset, window.numpy().data.cast("B")

@@ -1,0 +1,110 @@
+"""What a remote is expected to take, and when it is left alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from hf_tiered_cache.remote import link
+from hf_tiered_cache.remote.link import Breaker, Estimate, Link, Threads
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands until it is set forward."""
+    now = [1000.0]
+    monkeypatch.setattr(link.time, "monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_an_estimate_follows_what_is_measured_and_is_forgotten(clock):
+    estimate = Estimate()
+    assert estimate.value is None
+    estimate.add(1.0)
+    assert estimate.value == 1.0
+    estimate.add(3.0)
+    assert estimate.value == 2.0
+    clock(link._MEASURED_SECONDS)
+    assert estimate.value is None
+    estimate.add(5.0)
+    assert estimate.value == 5.0  # not mixed with what was long ago
+
+
+def test_a_remote_of_unknown_bandwidth_is_tried():
+    measured = Link()
+    assert measured.fetch_seconds(1 << 40) == 0
+    measured.bandwidth.add(1000.0)
+    assert measured.fetch_seconds(2000) == 2.0
+
+
+def test_a_breaker_opens_after_failures_in_a_row(clock):
+    breaker = Breaker()
+    for _ in range(5):
+        breaker.failed()
+        breaker.failed()
+        breaker.succeeded()
+    assert not breaker.is_open
+    for _ in range(link._FAILURES):
+        assert not breaker.is_open
+        breaker.failed()
+    assert breaker.is_open
+
+
+def test_an_open_breaker_lets_one_probe_through_and_waits_longer_after_each(clock):
+    breaker, waits = Breaker(), []
+    for _ in range(link._FAILURES):
+        breaker.failed()
+    for _ in range(6):
+        waited = 0
+        while not breaker.wants_probe():
+            clock(1.0)
+            waited += 1
+        assert not breaker.wants_probe()  # one at a time
+        waits.append(waited)
+        breaker.failed()
+        assert breaker.is_open
+    assert waits == [5, 10, 20, 40, 60, 60]
+    clock(60)
+    assert breaker.wants_probe()
+    breaker.succeeded()
+    assert not breaker.is_open
+    for _ in range(link._FAILURES):
+        breaker.failed()
+    clock(link._OPEN_SECONDS)
+    assert breaker.wants_probe()  # the wait begins anew
+
+
+def test_threads_run_calls_at_the_same_time_up_to_their_number():
+    threads, gate, running = Threads(3, "test"), threading.Event(), []
+
+    def call():
+        running.append(threading.get_ident())
+        gate.wait(30)
+        return len(running)
+
+    futures = [threads.submit(call) for _ in range(5)]
+    while len(running) < 3:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert len(set(running)) == len(running) == 3
+    gate.set()
+    assert all(future.result(30) for future in futures)
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(lambda: 1 / 0).result(30)
+    assert len(threads._threads) == 3
+    threads.close(30)
+    assert threads.submit(call).cancelled()
+
+
+def test_closing_drops_what_has_not_begun_and_waits_for_nothing_that_hangs():
+    threads, gate = Threads(1, "test"), threading.Event()
+    hanging = threads.submit(lambda: gate.wait(60))
+    while not hanging.running():
+        time.sleep(0.001)
+    waiting = threads.submit(lambda: None)
+    threads.close(0.01)
+    assert waiting.cancelled()
+    assert not hanging.done()
+    gate.set()
