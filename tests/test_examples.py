@@ -334,6 +334,7 @@ GUIDES = (
     "long-contexts",
     "passages",
     "serving",
+    "remote",
     "tuning",
     "statistics",
 )
@@ -368,6 +369,8 @@ def test_the_readmes_code_runs(small_model):
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_the_code_of_a_page_runs_after_the_quick_start(small_model, page, caplog):
+    if page == "remote":
+        pytest.importorskip("obstore", reason="install obstore: pip install '.[remote]'")
     names: dict = {}
     exec(blocks_of("docs/quick-start.md")[0], names)
     assert names["cache"].stats.tokens_restored > 0

@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, config, listing, maintain, records, serve, timeline, top
+from . import calibrate, config, copying, listing, maintain, records, serve, timeline, top
 from . import serve as lm_eval
 
 app = typer.Typer(
@@ -43,7 +43,8 @@ def _top(
 ) -> None:
     """Inspect, check and clean up a KV store; serve and evaluate models with a store.
 
-    A store is the folder that was passed to KVStore(...) or TieredCache(model, ...):
+    A store is the folder that was passed to KVStore(...) or TieredCache(model, ...). For ls, stat, verify, gc, rm and
+    copy it can also be the address of a remote:
 
     \b
       hf-tiered-cache ls kv-store                 list the segments of each model
@@ -52,6 +53,7 @@ def _top(
       hf-tiered-cache verify kv-store             check every byte for damage
       hf-tiered-cache gc kv-store --quota 100GiB  delete unused files and make room
       hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
+      hf-tiered-cache copy kv-store s3://b/kv     copy segments to a remote, or back
       hf-tiered-cache conversations kv-store      list stored conversations by id
       hf-tiered-cache documents kv-store          list stored passages by label
       hf-tiered-cache timeline trace.json         draw where a request spent its time
@@ -85,6 +87,13 @@ _add(
     "kv-store 1f3a9c02 77d0e1b4",
     "kv-store --model Qwen/Qwen2.5-0.5B --dry-run",
     "kv-store --all --yes",
+)
+_add(
+    "copy",
+    copying.copy,
+    "kv-store s3://bucket/corpus",
+    "s3://bucket/corpus kv-worker",
+    "redis://host:6379/0 kv-worker 1f3a9c02 --key-file kv.key",
 )
 _add(
     "conversations",

@@ -6,10 +6,12 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StoreError
+from ..store.address import scheme_of
 from ..store.catalogue import Catalogue, SegmentRow
 from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR
 from ..store.root import StoreRoot
@@ -18,6 +20,7 @@ from .output import Refused
 
 if TYPE_CHECKING:
     from ..kvstore import KVStore
+    from ..store.segment import Head
 
 _SHORTEST = 8
 
@@ -98,17 +101,19 @@ class Contents:
         return list(dict.fromkeys(row.fingerprint for row in reversed(self.rows)))[::-1]
 
 
-def contents_of(path: Path) -> Contents:
-    """Return the contents of the store at `path`.
+def contents_of(store: Path | str) -> Contents:
+    """Return the contents of a store in a folder, or at the address of a remote.
 
-    They are read from the catalogue if it agrees with the files. Otherwise the store is opened, which reads file
-    headers.
+    They are read from the catalogue if it agrees with the files. Otherwise the store is opened, which reads the header
+    of every segment.
     """
-    with files_of(path) as files:
-        contents = _catalogued(files)
+    contents = None
+    if not scheme_of(store):
+        with files_of(Path(store)) as files:
+            contents = _catalogued(files)
     if contents is None:
-        with open_store(path) as store:
-            return contents_of_open(store)
+        with open_store(store) as opened:
+            return contents_of_open(opened)
     return contents
 
 
@@ -163,14 +168,43 @@ def files_of(path: Path) -> Iterator[StoreRoot]:
     raise Refused(f"there is no store at {path}")
 
 
-def open_store(path: Path, *, disk_quota: str | None = None, key_file: Path | None = None) -> KVStore:
-    """Open an existing store for maintenance. Commands that read no blocks need no key."""
+def open_store(
+    store: Path | str, *, disk_quota: str | None = None, key_file: Path | None = None, remote: str | None = None
+) -> KVStore:
+    """Open an existing store for maintenance. Commands that read no blocks need no key.
+
+    Args:
+        store: Folder, or address of a remote.
+        disk_quota: Quota of the store.
+        key_file: File with its key.
+        remote: Address of its remote. Nothing is sent there.
+    """
     from ..kvstore import KVStore
+    from ..store.backends import open_remote
     from ..store.cipher import read_key_file
 
-    with files_of(path):
-        pass
-    return KVStore(path, engine="posix", host_memory=0, disk_quota=disk_quota, key=read_key_file(key_file))
+    options: dict[str, Any] = {"host_memory": 0, "disk_quota": disk_quota, "key": read_key_file(key_file)}
+    if not scheme_of(store):
+        with files_of(Path(store)):
+            pass
+        return KVStore(store, engine="posix", remote=remote, remote_write="never", **options)
+    place = open_remote(str(store))
+    if not place.is_reachable():
+        place.close()
+        raise Refused(f"{place.place} cannot be reached")
+    return KVStore(backend=place, **options)
+
+
+def head_of(store: Path | str, segment_id: str) -> Head:
+    """Return what a segment's file holds before its blocks."""
+    from ..store.backends import open_remote
+    from ..store.folder import head_of_file
+    from ..store.segment import read_head
+
+    if not scheme_of(store):
+        return read_head(partial(head_of_file, Path(store) / SEGMENT.folder / f"{segment_id}{SEGMENT_SUFFIX}"))
+    with closing(open_remote(str(store))) as place:
+        return read_head(partial(place.head, segment_id))
 
 
 def unique_length(names: Iterable[str]) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,15 +10,15 @@ import typer
 from ..store import EXACT
 from ..store.catalogue import SegmentRow
 from ..units import format_bytes
-from .contents import Contents, contents_of, unique_length
-from .output import AsJson, StorePath, ago, count, date, facts, figures, print_json, printable
+from .contents import Contents, contents_of, head_of, unique_length
+from .output import AsJson, StoreAddress, ago, count, date, facts, figures, print_json, printable
 
 if TYPE_CHECKING:
     from ..store.geometry import BlockGroup, LayerKV
     from ..store.shape import SegmentShape
 
 
-def ls(store: StorePath, as_json: AsJson = False) -> None:
+def ls(store: StoreAddress, as_json: AsJson = False) -> None:
     """List the segments of a store, model by model.
 
     The most recently used segment comes last. A segment is a range of tokens with KV in one file: a prompt, or the
@@ -80,7 +78,7 @@ def _notes(description: dict[str, Any]) -> list[str]:
 
 
 def stat(
-    store: StorePath,
+    store: StoreAddress,
     segment: Annotated[
         str, typer.Argument(help="Id of a segment, or its first characters. Default: the whole store.")
     ] = "",
@@ -95,7 +93,7 @@ def stat(
         return _show_segment(store, contents, contents.row_of(segment), as_json)
     descriptions = [contents.describe(row) for row in contents.rows]
     summary = {
-        "path": str(store),
+        "path": store,
         "segments": len(descriptions),
         "tokens": sum(description["tokens"] for description in descriptions),
         "disk_bytes": sum(description["bytes"] + sum(description["sidecars"].values()) for description in descriptions),
@@ -123,13 +121,11 @@ def stat(
     table.show()
 
 
-def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: bool) -> None:
+def _show_segment(store: str, contents: Contents, row: SegmentRow, as_json: bool) -> None:
     from ..store.container import CIPHER
-    from ..store.folder import head_of_file
     from ..store.format import sections
-    from ..store.segment import read_head
 
-    header = read_head(partial(head_of_file, store / "segments" / f"{row.id}.kv")).header
+    header = head_of(store, row.id).header
     shape, description = header.shape, contents.describe(row)
     if as_json:
         block_groups = [

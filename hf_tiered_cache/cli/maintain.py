@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..store.catalogue import SegmentRow
 from ..units import format_bytes, parse_bytes
 from .contents import Contents, contents_of_open, open_store, unique_length
-from .output import AsJson, KeyFile, Refused, StorePath, confirm, count, figures, print_json, printable
+from .output import AsJson, KeyFile, Refused, StoreAddress, confirm, count, figures, print_json, printable
+
+if TYPE_CHECKING:
+    from ..store.backend import SegmentBackend
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing; only list what would be deleted.")]
 
 
 def verify(
-    store: StorePath,
+    store: StoreAddress,
     repair: Annotated[bool, typer.Option("--repair", help="Remove damaged files.")] = False,
     key_file: KeyFile = None,
     as_json: AsJson = False,
@@ -50,7 +53,7 @@ def verify(
 
 
 def gc(
-    store: StorePath,
+    store: StoreAddress,
     quota: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Also evict segments until the store fits, e.g. 100GiB.")
     ] = None,
@@ -63,8 +66,11 @@ def gc(
     without segments. With --quota, also evicts the least recently used segments until the store is well below the
     quota. Pinned segments are kept.
 
-    Files to be deleted are listed first. Files that this library did not write are listed, too, but not changed.
+    Files to be deleted are listed first. Files that this library did not write are listed, too, but not changed. In a
+    remote, which does not record uses, the oldest segments are evicted, and look-up entries without a segment deleted.
     """
+    from ..kvstore import storage_of
+
     if quota is not None:
         parse_bytes(quota, "--quota")
     with open_store(store, disk_quota=quota) as kv_store:
@@ -73,6 +79,7 @@ def gc(
             for path, reason in report.deleted.items():
                 print(f"{printable(path)}: {reason}", flush=True)
         report = report if dry_run else kv_store.gc()
+        _sweep_entries(storage_of(kv_store).disk.backend, dry_run)
     if as_json:
         return print_json(report.as_dict())
     _show_unknown(report.unknown)
@@ -86,7 +93,7 @@ def gc(
 
 
 def rm(
-    store: StorePath,
+    store: StoreAddress,
     segments: Annotated[list[str] | None, typer.Argument(help="Ids of segments, or their first characters.")] = None,
     model: Annotated[
         str | None,
@@ -126,10 +133,21 @@ def rm(
         if everything and rows and not (yes or dry_run) and not confirm(f"Delete all segments of {store} ({summary})?"):
             raise Refused("nothing was deleted")
         removed = 0 if dry_run else kv_store.remove([row.id for row in rows])
+        if removed:
+            _sweep_entries(storage_of(kv_store).disk.backend)
     if as_json:
         ids = {"ids": [row.id for row in rows], "continuing": [row.id for row in continuations]}
         return print_json({"removed": removed, "bytes": nbytes} | ids | {"dry_run": dry_run})
     print(f"{'would delete' if dry_run else 'deleted'} {summary}")
+
+
+def _sweep_entries(place: SegmentBackend, dry_run: bool = False) -> None:
+    """Delete the look-up entries of a remote whose segments are gone."""
+    from ..remote.entries import sweep_entries
+    from ..store.objects import ObjectBackend
+
+    if isinstance(place, ObjectBackend):
+        sweep_entries(place, place.names(), dry_run)
 
 
 def _show_unknown(paths: list[str]) -> None:

@@ -110,6 +110,10 @@ KeyFile = Annotated[
     ),
 ]
 StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.")]
+StoreAddress = Annotated[
+    str,
+    typer.Argument(metavar="STORE", help="Folder of the store, or the address of a remote, such as s3://bucket/kv."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document, for scripts.")]
 
 

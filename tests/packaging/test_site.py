@@ -18,7 +18,7 @@ import hf_tiered_cache.methods
 from hf_tiered_cache import RequestStats, StoreStats
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.errors import TieredCacheError
-from hf_tiered_cache.stats import RequestDetails
+from hf_tiered_cache.stats import RemoteStats, RequestDetails
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_every_command_is_described(site):
 
 def test_every_counter_is_described(site):
     html = (site / "statistics" / "index.html").read_text(encoding="utf-8")
-    names = {field.name for kind in (RequestStats, RequestDetails, StoreStats) for field in fields(kind)}
+    names = {field.name for kind in (RequestStats, RequestDetails, StoreStats, RemoteStats) for field in fields(kind)}
     assert not [name for name in sorted(names) if f"<code>{name}</code>" not in html]
 
 

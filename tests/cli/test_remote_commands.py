@@ -1,0 +1,137 @@
+"""Commands on remotes: list, check, clean up, and copy to and from a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import build, prompt
+from servers import place_of  # noqa: F401  # a fixture
+from typer.testing import CliRunner
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.cli import app, main
+from hf_tiered_cache.methods import Epic
+from hf_tiered_cache.remote.entries import ENTRY
+from hf_tiered_cache.store.backends import open_remote
+
+IDS = prompt(100)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture
+def corpus(model, tmp_path):
+    """Folder of a store with two prompts and a passage."""
+    with KVStore(tmp_path / "corpus") as store:
+        store.precompute(model, [IDS[0], IDS[0].flip(0)], progress=False, label="report")
+        store.precompute(model, [IDS[0, :48]], passages=True, method=Epic(), progress=False)
+    return tmp_path / "corpus"
+
+
+@pytest.fixture(params=["file", "redis", "s3"])
+def address(request, place_of):  # noqa: F811
+    return place_of(request.param)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(word) for word in arguments])
+
+
+def as_json(*arguments):
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+def test_a_corpus_is_copied_to_a_remote_and_to_a_worker(model, corpus, address, tmp_path):
+    sent = as_json("copy", corpus, address)
+    assert (sent["copied"], sent["present"], sent["failed"]) == (3, 0, {})
+    assert as_json("copy", corpus, address) == {"copied": 0, "bytes": 0, "present": 3, "failed": {}}
+    worker = tmp_path / "worker"
+    fetched = as_json("copy", address, worker)
+    assert (fetched["copied"], fetched["bytes"]) == (3, sent["bytes"])
+    assert as_json("copy", address, worker)["present"] == 3
+    with KVStore(worker) as store, torch.no_grad():
+        assert store.verify().ok
+        cache = TieredCache(model, store)
+        model(input_ids=IDS, past_key_values=cache, logits_to_keep=1)
+        assert cache.stats.tokens_restored == 96
+        passages = TieredCache(model, store, method=Epic(), record=False)
+        ids = torch.cat([prompt(20, seed=5), IDS[:, :48], prompt(20, seed=6)], dim=1)
+        model(input_ids=ids, past_key_values=passages, logits_to_keep=1)
+        assert passages.stats.tokens_restored > 0
+
+
+def test_a_remote_is_listed_checked_and_cleaned(corpus, address):
+    as_json("copy", corpus, address)
+    here, there = as_json("ls", corpus), as_json("ls", address)
+    assert sorted(row["id"] for row in there) == sorted(row["id"] for row in here)
+    assert {row["label"] for row in there} == {"report", ""}
+    assert as_json("stat", address)["segments"] == 3
+    segment = next(row for row in there if row["label"])
+    assert as_json("stat", address, segment["id"][:8])["tokens"] == 96
+    assert as_json("verify", address)["segments"] == 3
+    assert run("rm", address, segment["id"][:8]).exit_code == 0
+    remote = open_remote(address)
+    assert len(remote.records.names(ENTRY)) == 1
+    name = remote.records.names(ENTRY)[0]
+    (kept,) = [row["id"] for row in there if row["label"] and row["id"] != segment["id"]]
+    remote.delete(kept)  # the server has dropped it
+    assert run("gc", address, "--dry-run").exit_code == 0
+    assert remote.records.names(ENTRY) == [name]
+    assert run("gc", address).exit_code == 0
+    assert remote.records.names(ENTRY) == []
+    remote.close()
+
+
+def test_damage_in_a_remote_is_reported(corpus, place_of, tmp_path):  # noqa: F811
+    address = place_of("file")
+    as_json("copy", corpus, address)
+    path = sorted((Path(address.removeprefix("file://")) / "segments").iterdir())[0]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    done = run("verify", address)
+    assert done.exit_code == 1
+    assert path.stem in done.output
+    done = run("copy", address, tmp_path / "worker")
+    assert done.exit_code == 1
+    assert "fails its checksum" in done.stderr
+    assert not path.exists()  # so that it can be sent again
+    assert as_json("copy", corpus, address)["copied"] == 1
+
+
+def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):  # noqa: F811
+    address, key = place_of("file"), tmp_path / "kv.key"
+    key.write_bytes(bytes(32))
+    with KVStore(tmp_path / "a", key=bytes(32)) as store:
+        store.precompute(model, IDS[0], progress=False)
+    assert as_json("copy", tmp_path / "a", address)["copied"] == 1
+    done = run("copy", address, tmp_path / "b")
+    assert done.exit_code == 1
+    assert "opened without a key" in done.stderr
+    assert as_json("copy", address, tmp_path / "b", "--key-file", key)["copied"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["copy", "a", "b"], "needs a folder and the address"),
+        (["copy", "s3://a", "s3://b"], "needs a folder and the address"),
+        (["ls", "teleport://x"], "unknown backend"),
+        (["ls", "redis://127.0.0.1:1"], "cannot be reached"),
+    ],
+)
+def test_errors_say_what_is_wrong(arguments, message, monkeypatch, capsys):
+    pytest.importorskip("redis", reason="install redis-py: pip install '.[redis]'")
+    monkeypatch.setattr("sys.argv", ["hf-tiered-cache", *arguments])
+    with pytest.raises(SystemExit) as exit_status:
+        main()
+    assert exit_status.value.code == 2
+    assert message in capsys.readouterr().err
