@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..errors import ConfigError, EvictedError, StoreClosedError
+from ..errors import ConfigError, EvictedError, StoreClosedError, StoreError
 from ..methods import Method
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
@@ -358,6 +359,10 @@ class Storage:
         """Write all computed KV, and release files, threads and memory."""
         if self.usable:
             self.seal()
+            if self.remote is not None:  # here: closing waits only while the writer makes progress
+                with suppress(StoreError):
+                    self.writer.flush()
+                self.remote.flush()
             self._close()
             self.writer.close()
             self.residency.clear()

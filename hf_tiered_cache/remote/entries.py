@@ -85,12 +85,33 @@ def write_entry(remote: ObjectBackend, name: str, content: bytes) -> None:
     remote.records.put(ENTRY, name, content, replace=True)
 
 
-def delete_entry(remote: ObjectBackend, name: str, segment_id: str) -> None:
-    """Delete the entry of a prefix hash if it names this segment. Raises OSError."""
+def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes | None = None) -> str:
+    """Delete the entry of a prefix hash if it names a segment, or another one of the same tokens.
+
+    Args:
+        remote: The remote.
+        name: Name of the entry.
+        segment_id: Id of the segment.
+        chain: All prefix hashes of the segment, or None if no other segment counts: the one in the remote may have
+            another geometry.
+
+    Returns:
+        Id of the segment that the entry named, or an empty string if it was not deleted.
+
+    Raises:
+        OSError: It cannot be read or deleted.
+    """
     content = remote.get_beginnings([_path(name)], ENTRY_BYTES).get(_path(name))
-    entry = None if content is None else decode_entry(name, content)
-    if content is not None and (entry is None or entry.row.id == segment_id):
-        remote.records.delete(ENTRY, name)
+    if content is None:
+        return ""
+    entry = decode_entry(name, content)
+    is_named = entry is None or entry.row.id == segment_id
+    if entry is not None and chain is not None:
+        is_named |= entry.num_hashes * HASH_BYTES == len(chain) and chain.startswith(entry.row.chain)
+    if not is_named:
+        return ""
+    remote.records.delete(ENTRY, name)
+    return segment_id if entry is None else entry.row.id
 
 
 def sweep_entries(remote: ObjectBackend, present: Iterable[str], dry_run: bool = False) -> list[str]:

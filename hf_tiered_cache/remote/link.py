@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -47,12 +47,34 @@ class Link:
         self.look_up = Estimate()
         """Seconds of a look-up."""
         self.bandwidth = Estimate()
-        """Bytes per second of a segment that is fetched."""
+        """Bytes per second of all segments that are fetched at the same time."""
+        self._lock = threading.Lock()
+        self._fetches, self._nbytes, self._began = 0, 0, 0.0
 
     def fetch_seconds(self, nbytes: int) -> float:
         """Return the seconds to fetch as many bytes; 0 if nothing was measured, so that it is tried."""
         bandwidth = self.bandwidth.value
         return nbytes / bandwidth if bandwidth else 0.0
+
+    @contextmanager
+    def fetching(self) -> Iterator[Callable[[int], None]]:
+        """Measure a fetch, with those at the same time. Yields a function that takes the bytes of a segment."""
+        with self._lock:
+            if not self._fetches:
+                self._nbytes, self._began = 0, time.monotonic()
+            self._fetches += 1
+        try:
+            yield self._note
+        finally:
+            with self._lock:
+                self._fetches -= 1
+                took = time.monotonic() - self._began
+                if not self._fetches and self._nbytes and took > 0:
+                    self.bandwidth.add(self._nbytes / took)
+
+    def _note(self, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes += nbytes
 
 
 class Breaker:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -84,10 +84,8 @@ class RemoteTier:
     ) -> None:
         self.remote, self.place, self._disk, self._admit = remote, remote.place, disk, admit
         self.link = Link()
-        self.look_up_breaker, self.fetch_breaker = (
-            Breaker(),
-            Breaker(),
-        )  # small objects may arrive while large ones hang
+        self.look_up_breaker, self.fetch_breaker = Breaker(), Breaker()
+        """Two, since small objects may arrive while large ones hang."""
         self._stats = RemoteStats()
         self._lock = threading.Lock()
         self._results: OrderedDict[str, tuple[float, Entry | None]] = OrderedDict()  # by name, with time of expiry
@@ -115,7 +113,7 @@ class RemoteTier:
         began, covered = time.monotonic(), _end(longest_prefix(prefix_hashes, rows, start), start)
         if covered >= len(prefix_hashes) or not self._disk.backend.writable:
             return False
-        reason = self._bring(prefix_hashes, rows, start, partial(_saved, seconds, covered), began)
+        reason = self._bring(prefix_hashes, rows, start, partial(_saved, cache(seconds), covered), began)
         self._count(lookups=1, hits=not reason, waiting_seconds=time.monotonic() - began)
         if reason:
             with self._lock:
@@ -168,9 +166,13 @@ class RemoteTier:
                 if future.result(max(0.0, deadline - time.monotonic())):
                     return "" if fetched else UNUSABLE
             except (FutureTimeoutError, CancelledError):
-                self._hidden[row.id] = time.monotonic() + _HIDDEN_SECONDS  # nobody else waits for it
+                self._hide(row.id)  # nobody else waits for it
                 self._fail(self.fetch_breaker, "fetch", f"{row.nbytes} bytes did not arrive in time")
                 return "" if fetched else LATE
+            except Exception as error:  # whatever a client library raises
+                self._hide(row.id)
+                self._fail(self.fetch_breaker, "fetch", repr(error))
+                return "" if fetched else FAILED
         return ""
 
     def _entries(self, names: list[str], saved: float) -> list[Entry] | str:
@@ -194,7 +196,7 @@ class RemoteTier:
             except (FutureTimeoutError, CancelledError):
                 self._fail(self.look_up_breaker, "look-up", f"no answer within {limit:.3g} s")
                 return LATE
-            except OSError:
+            except Exception:  # whatever a client library raises; it is counted
                 return FAILED
         return [entry for name in names if (entry := known[name]) is not None]
 
@@ -203,7 +205,7 @@ class RemoteTier:
         began = time.monotonic()
         try:
             entries = find_entries(self.remote, names)
-        except OSError as error:
+        except Exception as error:
             self._fail(self.look_up_breaker, "look-up", error)
             raise
         now = time.monotonic()
@@ -250,8 +252,15 @@ class RemoteTier:
                 if not attempts:
                     self._judge(segment_id, name, error)
         if reason:
-            self._hidden[segment_id] = time.monotonic() + _HIDDEN_SECONDS
+            self._hide(segment_id)
         return reason
+
+    def _hide(self, segment_id: str) -> None:
+        """Do not fetch a segment for a while."""
+        now = time.monotonic()
+        with self._lock:
+            self._hidden = {name: until for name, until in self._hidden.items() if until > now}
+            self._hidden[segment_id] = now + _HIDDEN_SECONDS
 
     def _publish(self, segment_id: str, name: str) -> bool:
         """Read a segment of the remote, verify every block, and write it to the local store.
@@ -261,6 +270,14 @@ class RemoteTier:
             OSError: It cannot be read.
         """
         began = time.monotonic()
+        with self.link.fetching() as note_bytes:
+            reader, is_stored = self._read_into_store(segment_id, name)
+            note_bytes(reader.header.file_bytes)
+        self.fetch_breaker.succeeded()
+        self._count(segments_read=1, bytes_read=reader.header.file_bytes, read_seconds=time.monotonic() - began)
+        return is_stored
+
+    def _read_into_store(self, segment_id: str, name: str) -> tuple[SegmentReader, bool]:
         reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
         hashes = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
         if name and hashes[0].hex() != name:
@@ -272,11 +289,7 @@ class RemoteTier:
         except _FetchError as error:
             assert isinstance(error.__cause__, IntegrityError | OSError)
             raise error.__cause__ from None
-        took, nbytes = time.monotonic() - began, reader.header.file_bytes
-        self.link.bandwidth.add(nbytes / max(took, 1e-9))
-        self.fetch_breaker.succeeded()
-        self._count(segments_read=1, bytes_read=nbytes, read_seconds=took)
-        return is_stored
+        return reader, is_stored
 
     def _judge(self, segment_id: str, name: str, error: FormatError | IntegrityError | OSError) -> None:
         """Handle a segment that could not be fetched: delete what is damaged or leads to nothing."""
@@ -299,7 +312,7 @@ class RemoteTier:
     def remove(self, rows: Sequence[SegmentRow]) -> None:
         """Delete segments that the user has deleted here from the remote, in the background."""
         self._forget([row.first.hex() for row in rows])
-        self._writes.remove([(row.id, row.first.hex()) for row in rows])
+        self._writes.remove(rows)
 
     def flush(self) -> None:
         """Wait until the segments that wait to be sent are sent or dropped, while the remote makes progress."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import TieredCacheError
 from ..store import HASH_BYTES
 from ..store.backend import SegmentBackend
+from ..store.catalogue import SegmentRow
 from ..store.disk import SegmentStore
 from ..store.engines import ReadOp
 from ..store.format import HEADER_BYTES, decode_header
@@ -20,8 +21,6 @@ from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from .entries import delete_entry, encode_entry, find_entries, is_found_by_prefix, is_shared, write_entry
 from .link import Breaker
-
-logger = logging.getLogger("hf_tiered_cache")
 
 WRITES = ("always", "pinned", "never")
 """Which segments are sent: all, those that are pinned, or none."""
@@ -94,14 +93,14 @@ class WriteBack:
             if is_full:
                 self._drop("the queue is full")
             else:
-                self._put(lambda segment_id=segment_id: self._send(segment_id))  # type: ignore[misc]
+                self._put(partial(self._send, segment_id))
 
-    def remove(self, segments: Sequence[tuple[str, str]]) -> None:
-        """Queue the deletion of segments, given their ids and first prefix hashes."""
-        for segment_id, name in segments:
+    def remove(self, rows: Sequence[SegmentRow]) -> None:
+        """Queue the deletion of segments."""
+        for row in rows:
             with self._lock:
-                self._waiting.discard(segment_id)
-            self._put(lambda segment_id=segment_id, name=name: self._delete(segment_id, name))  # type: ignore[misc]
+                self._waiting.discard(row.id)
+            self._put(partial(self._delete, row))
 
     def flush(self) -> None:
         """Wait until all that was queued is done, or nothing is done for `_PATIENCE_SECONDS`."""
@@ -135,14 +134,11 @@ class WriteBack:
         while (work := self._queue.get()) is not None:
             try:
                 work()
-            except (OSError, TieredCacheError, RuntimeError, MemoryError) as error:
-                if isinstance(error, OSError):
+            except Exception as error:  # whatever a client library raises
+                if not isinstance(error, TieredCacheError):  # a damaged segment says nothing about the remote
                     self._breaker.failed()
-                self._count(errors=1)
+                    self._count(errors=1)
                 self._drop(error)
-            except Exception:
-                logger.exception("a segment was not sent to %s", self._remote.place)
-                self._count(dropped_writes=1)
             finally:
                 with self._lock:
                     self._unfinished -= 1
@@ -184,9 +180,10 @@ class WriteBack:
         """Note progress, so that waiting threads continue to wait."""
         self._steps += 1
 
-    def _delete(self, segment_id: str, name: str) -> None:
-        delete_entry(self._remote, name, segment_id)
-        self._remote.delete(segment_id)
+    def _delete(self, row: SegmentRow) -> None:
+        named = delete_entry(self._remote, row.first.hex(), row.id, row.chain)
+        for segment_id in {row.id, named} - {""}:
+            self._remote.delete(segment_id)
 
 
 class Sent(NamedTuple):

@@ -39,6 +39,22 @@ def test_a_remote_of_unknown_bandwidth_is_tried():
     assert measured.fetch_seconds(2000) == 2.0
 
 
+def test_fetches_at_the_same_time_share_a_bandwidth(clock):
+    measured = Link()
+    with measured.fetching() as first:
+        clock(1.0)
+        with measured.fetching() as second:
+            clock(1.0)
+            second(3000)
+        assert measured.bandwidth.value is None
+        first(1000)
+    assert measured.bandwidth.value == 2000.0
+    with pytest.raises(OSError), measured.fetching():  # what fails shows nothing
+        clock(1.0)
+        raise OSError
+    assert measured.bandwidth.value == 2000.0
+
+
 def test_a_breaker_opens_after_failures_in_a_row(clock):
     breaker = Breaker()
     for _ in range(5):

@@ -14,7 +14,7 @@ from faulty_remote import FaultyRemote
 from reference import kv_of, prefilled
 from servers import REMOTES, place_of  # noqa: F401  # a fixture
 
-from hf_tiered_cache import ConfigError, KVStore, TieredCache
+from hf_tiered_cache import ConfigError, Geometry, KVStore, TieredCache
 from hf_tiered_cache.cache.pace import Pace
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic, Krul
@@ -220,6 +220,17 @@ def test_clear_and_documents_are_deleted_everywhere(model, machine):
     assert len(remote.entries()) == 1  # passages are not found by prefix
     store.remove_document("a")
     store.flush()
+    assert len(remote.segments()) == 1
+    store.clear(disk=True)
+    store.flush()
+    assert remote.objects == {}
+
+
+def test_a_prompt_is_deleted_whatever_its_geometry_here(model, machine):
+    shared(model, machine("a")[0])
+    store, remote = machine("b")
+    answer(model, store)
+    assert store.relayout(Geometry(32, 2), progress=False) == 1
     assert len(remote.segments()) == 1
     store.clear(disk=True)
     store.flush()

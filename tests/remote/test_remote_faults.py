@@ -69,11 +69,12 @@ def share(model, store, *prompts):
 # --- failing calls
 
 
+@pytest.mark.parametrize("error", [OSError(5, "the network is down"), RuntimeError("a bug of the client")], ids=repr)
 @pytest.mark.parametrize("call", ["look_up", "find", "get"])
-def test_after_a_few_failures_a_remote_is_left_alone(model, machine, call, monkeypatch):
+def test_after_a_few_failures_a_remote_is_left_alone(model, machine, call, error):
     share(model, machine("a")[0], *PROMPTS)
     store, remote = machine("b")
-    remote.errors[call] = OSError(5, "the network is down")
+    remote.errors[call] = error
     for ids in PROMPTS[:3]:
         check(model, store, ids, restored=0)
     before = remote.calls.total()
