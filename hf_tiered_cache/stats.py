@@ -98,8 +98,10 @@ class RemoteStats:
     """Number of segments that the remote had already."""
     dropped_writes: int = 0
     """Number of segments that were not sent: full queue, evicted before, or a failing remote."""
+    failed_deletions: int = 0
+    """Number of segments that were deleted here and stay in the remote, because it failed."""
     damaged: int = 0
-    """Number of damaged segments that were found in the remote, and deleted."""
+    """Number of damaged segments that were found in the remote. They are deleted, unless nothing is sent to it."""
     errors: int = 0
     """Number of failed calls, and of look-ups that took too long."""
     queued_writes: int = 0

@@ -147,7 +147,7 @@ def _sweep_entries(place: SegmentBackend, dry_run: bool = False) -> None:
     from ..store.objects import ObjectBackend
 
     if isinstance(place, ObjectBackend):
-        sweep_entries(place, place.names(), dry_run)
+        sweep_entries(place, dry_run)
 
 
 def _show_unknown(paths: list[str]) -> None:

@@ -1,20 +1,22 @@
-"""Look-up entries of a remote: the beginning of each segment, under the first prefix hash of its chain.
+"""Look-up entries of a remote: the beginning of each segment, under some of its prefix hashes.
 
 A prompt is looked up by asking for the entries of all its prefix hashes at once. An entry is a hint: the segment that
 it names is checked when it is read. Segments themselves are stored under their ids, as in a folder.
 
-There is one entry for each prefix hash. Of two segments that begin with the same tokens, that of more tokens is found.
-The tokens that it lacks are stored by the next machine that computes them.
+A segment of n prefix hashes has entries under the first, second, fourth, eighth, ... and under the last one. Many
+segments share their first tokens, such as a system prompt, and under a hash that they share only the longest of them
+is found. Under its last hash each of them is found, and a prompt that diverges from a segment finds at least half of
+what they share.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..errors import FormatError
+from ..errors import FormatError, NotOursError
 from ..store import EXACT, HASH_BYTES, PASSAGE
 from ..store.catalogue import SegmentRow
 from ..store.format import HEADER_BYTES, SegmentHeader, decode_header
@@ -27,6 +29,8 @@ _MOST_HASHES = 4096
 """Maximum number of prefix hashes of an entry: the first 65,536 tokens of a segment are found."""
 ENTRY_BYTES = HEADER_BYTES + _MOST_HASHES * HASH_BYTES
 """Maximum size of an entry."""
+_SWEPT = 256
+"""Number of entries that are read at once by a sweep."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,38 @@ def encode_entry(beginning: bytes) -> bytes:
     return beginning[: HEADER_BYTES + min(num_hashes, _MOST_HASHES) * HASH_BYTES]
 
 
+def entry_names(chain: bytes) -> list[str]:
+    """Return the names of the entries of a segment, in the order of its tokens.
+
+    Args:
+        chain: All its prefix hashes, concatenated. Only the first `_MOST_HASHES` count.
+    """
+    count = min(len(chain) // HASH_BYTES, _MOST_HASHES)
+    counts = {1 << power for power in range(count.bit_length())} | {count}
+    return [chain[(number - 1) * HASH_BYTES : number * HASH_BYTES].hex() for number in sorted(counts)]
+
+
 def decode_entry(name: str, content: bytes) -> Entry | None:
     """Decode the entry of a prefix hash. Returns None if it is damaged, or not of this library or version."""
     with suppress(FormatError):
         header, num_hashes = decode_header(content[:HEADER_BYTES])
-        chain = content[HEADER_BYTES:][: num_hashes * HASH_BYTES]
+        chain = content[HEADER_BYTES:][: min(num_hashes, _MOST_HASHES) * HASH_BYTES]
         chain = chain[: len(chain) // HASH_BYTES * HASH_BYTES]
-        if chain[:HASH_BYTES].hex() == name and is_found_by_prefix(header.provenance):
+        hashes = {chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)}
+        if bytes.fromhex(name) in hashes and is_found_by_prefix(header.provenance):
             return Entry(SegmentRow.of(header, chain, header.file_bytes), num_hashes)
     return None
+
+
+def is_newer(content: bytes) -> bool:
+    """Return whether a newer version of this library wrote an entry, so that it is left alone."""
+    try:
+        decode_header(content[:HEADER_BYTES])
+    except NotOursError:
+        return True
+    except FormatError:
+        pass
+    return False
 
 
 def find_entries(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry]:
@@ -105,7 +132,7 @@ def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes
     if content is None:
         return ""
     entry = decode_entry(name, content)
-    is_named = entry is None or entry.row.id == segment_id
+    is_named = not is_newer(content) if entry is None else entry.row.id == segment_id
     if entry is not None and chain is not None:
         is_named |= entry.num_hashes * HASH_BYTES == len(chain) and chain.startswith(entry.row.chain)
     if not is_named:
@@ -114,27 +141,31 @@ def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes
     return segment_id if entry is None else entry.row.id
 
 
-def sweep_entries(remote: ObjectBackend, present: Iterable[str], dry_run: bool = False) -> list[str]:
+def sweep_entries(remote: ObjectBackend, dry_run: bool = False) -> list[str]:
     """Delete the entries whose segments are gone, and return their names.
 
     Args:
         remote: The remote.
-        present: Ids of the segments in it, listed before this call.
         dry_run: Whether to delete nothing.
 
     Raises:
         OSError: The entries cannot be listed, read or deleted.
     """
-    names, ids = remote.records.names(ENTRY), set(present)
-    contents = remote.get_beginnings([_path(name) for name in names], ENTRY_BYTES)
+    names = remote.records.names(ENTRY)
+    ids = set(remote.names())  # listed last: a segment is stored before its entries
     dangling = []
-    for name in names:
-        content = contents.get(_path(name))
-        entry = None if content is None else decode_entry(name, content)
-        if content is not None and (entry is None or entry.row.id not in ids):
-            dangling.append(name)
-            if not dry_run:
-                remote.records.delete(ENTRY, name)
+    for start in range(0, len(names), _SWEPT):
+        swept = names[start : start + _SWEPT]
+        contents = remote.get_beginnings([_path(name) for name in swept], ENTRY_BYTES)
+        for name in swept:
+            content = contents.get(_path(name))
+            if content is None or is_newer(content):
+                continue
+            entry = decode_entry(name, content)
+            if entry is None or entry.row.id not in ids:
+                dangling.append(name)
+                if not dry_run:
+                    remote.records.delete(ENTRY, name)
     return dangling
 
 

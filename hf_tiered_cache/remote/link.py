@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 _WEIGHT = 0.5
 """Weight of a new measurement in the mean."""
 _MEASURED_SECONDS = 60.0
-"""Seconds for which a measurement counts. Then the remote is tried again, whatever it took before."""
+"""Seconds after which a measurement is repeated, whatever it showed."""
 _FAILURES = 3
 """Consecutive failures that open the breaker."""
 _OPEN_SECONDS, _MOST_OPEN_SECONDS = 5.0, 60.0
@@ -22,30 +22,37 @@ _OPEN_SECONDS, _MOST_OPEN_SECONDS = 5.0, 60.0
 
 
 class Estimate:
-    """Moving mean of a quantity, which is forgotten if it is not measured again."""
+    """Moving mean of a quantity. It is kept, so that nobody waits for what was slow before."""
 
     def __init__(self) -> None:
-        self._mean = 0.0
-        self._measured = float("-inf")
+        self.value: float | None = None
+        """Mean of the latest measurements; None if there are none."""
+        self._measured = self._requested = float("-inf")
 
     def add(self, value: float) -> None:
-        """Add a measurement."""
-        known, now = self.value is not None, time.monotonic()
-        self._mean = _WEIGHT * value + (1 - _WEIGHT) * self._mean if known else value
-        self._measured = now
+        """Add a measurement. Measurements that are old do not count any more."""
+        mixed = self.value is not None and not self.is_old
+        self.value = _WEIGHT * value + (1 - _WEIGHT) * (self.value or 0.0) if mixed else value
+        self._measured = time.monotonic()
 
     @property
-    def value(self) -> float | None:
-        """Mean of the recent measurements; None if there are none."""
-        return self._mean if time.monotonic() - self._measured < _MEASURED_SECONDS else None
+    def is_old(self) -> bool:
+        """True if the last measurement was long ago."""
+        return time.monotonic() - self._measured >= _MEASURED_SECONDS
+
+    def wants_measurement(self) -> bool:
+        """Return whether the caller is to measure it again, in the background. Returns True once in a while."""
+        now = time.monotonic()
+        if not self.is_old or now - self._requested < _MEASURED_SECONDS:
+            return False
+        self._requested = now
+        return True
 
 
 class Link:
-    """Measured costs of a remote."""
+    """Measured bandwidth of a remote."""
 
     def __init__(self) -> None:
-        self.look_up = Estimate()
-        """Seconds of a look-up."""
         self.bandwidth = Estimate()
         """Bytes per second of all segments that are fetched at the same time."""
         self._lock = threading.Lock()
@@ -78,14 +85,13 @@ class Link:
 
 
 class Breaker:
-    """Circuit breaker: after several failures, calls are refused for a while, and then one of them is a probe."""
+    """Circuit breaker: after several failures, calls are refused, except one from time to time, which is a probe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failures = 0
         self._until = 0.0
         self._seconds = _OPEN_SECONDS
-        self._probing = False
 
     @property
     def is_open(self) -> bool:
@@ -93,26 +99,28 @@ class Breaker:
         return self._failures >= _FAILURES
 
     def wants_probe(self) -> bool:
-        """Return whether it is time for a probe. The caller then makes one call, and reports its result."""
+        """Return whether it is time for a probe, and begin to wait for the next one, longer each time.
+
+        A probe that is never reported, for example because its segment was evicted, does not keep the breaker open.
+        """
         with self._lock:
-            if not self.is_open or self._probing or time.monotonic() < self._until:
+            now = time.monotonic()
+            if not self.is_open or now < self._until:
                 return False
-            self._probing = True
+            self._seconds = min(2 * self._seconds, _MOST_OPEN_SECONDS)
+            self._until = now + self._seconds
             return True
 
     def succeeded(self) -> None:
-        """Report a call that succeeded."""
+        """Report that the remote has answered, whatever it said."""
         with self._lock:
-            self._failures, self._seconds, self._probing = 0, _OPEN_SECONDS, False
+            self._failures, self._seconds = 0, _OPEN_SECONDS
 
     def failed(self) -> None:
         """Report a call that failed, or took too long."""
         with self._lock:
-            was_probe, self._probing = self._probing, False
             self._failures += 1
-            if self._failures >= _FAILURES:
-                if was_probe:
-                    self._seconds = min(2 * self._seconds, _MOST_OPEN_SECONDS)
+            if self._failures == _FAILURES:
                 self._until = time.monotonic() + self._seconds
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -28,33 +27,32 @@ from ..store.catalogue import SegmentRow
 from ..store.digest import Group, PackedBlocks
 from ..store.disk import SegmentStore, Written
 from ..store.geometry import HASH_TOKENS
+from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader
-from .entries import Entry, delete_entry, find_entries
+from ..store.shape import SegmentShape
+from .beginning import beginning_of
+from .entries import Entry, delete_entry, entry_names
 from .link import Breaker, Link, Threads
+from .look_up import FAILED, LATE, UNAVAILABLE, LookUps
 from .write_back import WriteBack
 
 _LOOK_UP_SHARE = 0.2
 """Share of the time to compute the missing tokens that a look-up may take."""
 _UNKNOWN_SECONDS = 5.0
 """Seconds that computing is assumed to take before any prompt was computed here, or costs were calibrated."""
-_ABSENT_SECONDS, _PRESENT_SECONDS = 3.0, 60.0
-"""Seconds for which the result of a look-up counts, for a prefix hash that was not found, and for one that was."""
-_MOST_RESULTS = 1 << 16
+_PLANS = 3
+"""Number of attempts to find segments for a prompt: those that turn out to be gone are left out of the next one."""
 _HIDDEN_SECONDS = 60.0
 """Seconds for which a segment that could not be fetched is not tried again."""
 _MOST_SECONDS = 600.0
 """Maximum number of seconds that a prompt waits for the remote."""
-_LOOK_UPS, _FETCHES = 8, 4
-"""Numbers of look-ups and of segments that are fetched at a time."""
+_FETCHES = 4
+"""Number of segments that are fetched at a time."""
 _CLOSE_SECONDS = 5.0
 
 ABSENT = "not in the remote"
-SLOW_LOOK_UP = "a look-up takes longer than it can save"
 SLOW_FETCH = "fetching is slower than computing"
-LATE = "the remote did not answer in time"
-FAILED = "the remote failed"
-UNAVAILABLE = "the remote is not used for a while, after several failures"
 UNUSABLE = "the segment was damaged, gone, or could not be stored here"
 
 Seconds = Callable[[int], float | None]
@@ -84,16 +82,14 @@ class RemoteTier:
     ) -> None:
         self.remote, self.place, self._disk, self._admit = remote, remote.place, disk, admit
         self.link = Link()
-        self.look_up_breaker, self.fetch_breaker = Breaker(), Breaker()
-        """Two, since small objects may arrive while large ones hang."""
+        self.fetch_breaker = Breaker()  # not that of look-ups: small objects may arrive while large ones hang
         self._stats = RemoteStats()
         self._lock = threading.Lock()
-        self._results: OrderedDict[str, tuple[float, Entry | None]] = OrderedDict()  # by name, with time of expiry
-        self._fetching: dict[str, Future[str]] = {}  # by segment id
+        self._fetching: dict[tuple[str, int], Future[str]] = {}  # by segment id and number of prefix hashes
         self._hidden: dict[str, float] = {}
-        self._look_ups = Threads(_LOOK_UPS, "hf-tiered-look-up")
+        self.look_ups = LookUps(remote, partial(self._fail, "look-up"))
         self._fetches = Threads(_FETCHES, "hf-tiered-fetch")
-        self._writes = WriteBack(remote, disk, write, self._count, lambda name: self._forget([name]))
+        self._writes = WriteBack(remote, disk, write, self._count, self.look_ups.forget)
         disk.on_kept.append(self._writes.offer)
 
     # --- before a prompt is matched
@@ -137,9 +133,25 @@ class RemoteTier:
             saved: Returns the seconds that are saved if the first so many prefix hashes are stored.
             began: Time at which the prompt began to wait.
         """
-        entries = self._entries([prefix_hash.hex() for prefix_hash in prefix_hashes], saved(len(prefix_hashes)))
+        names = [prefix_hash.hex() for prefix_hash in prefix_hashes]
+        entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved(len(prefix_hashes)))
         if isinstance(entries, str):
             return entries
+        reasons = []
+        while not reasons or (reasons[-1] == UNUSABLE and len(reasons) < _PLANS):
+            reasons.append(self._fetch_runs(prefix_hashes, rows, entries, start, saved, began))
+        return reasons[-1] and reasons[0]
+
+    def _fetch_runs(
+        self,
+        prefix_hashes: Sequence[bytes],
+        rows: Sequence[SegmentRow],
+        entries: Sequence[Entry],
+        start: int,
+        saved: Callable[[int], float],
+        began: float,
+    ) -> str:
+        """Fetch the segments that continue a prompt furthest, and return the reason if none was, as `_bring` does."""
         local, now = {row.id for row in rows}, time.monotonic()
         others = [e.row for e in entries if e.row.id not in local and self._hidden.get(e.row.id, 0.0) <= now]
         runs = longest_prefix(prefix_hashes, [*rows, *others], start)
@@ -147,16 +159,18 @@ class RemoteTier:
             return ABSENT
         if self.fetch_breaker.is_open:
             if self.fetch_breaker.wants_probe():
-                self._fetch(next(run.row for run in runs if run.row.id not in local))  # nothing waits for it
+                self._fetch(next(run for run in runs if run.row.id not in local))  # nothing waits for it
             return UNAVAILABLE
         waiting: list[tuple[SegmentRow, Future[str]]] = []
         nbytes, stop = 0, 0
         for run in runs:  # in order: a later one is of no use without those before it
             if run.row.id not in local:
-                nbytes += run.row.nbytes
+                nbytes += run.row.nbytes * run.num_hashes // run.row.valid_hashes
                 if self.link.fetch_seconds(nbytes) >= saved(run.stop):
+                    if not waiting and self.link.bandwidth.wants_measurement():
+                        self._fetch(run)  # nothing waits for it
                     break
-                waiting.append((run.row, self._fetch(run.row)))
+                waiting.append((run.row, self._fetch(run)))
                 stop = run.stop
         if not waiting:
             return SLOW_FETCH
@@ -167,76 +181,34 @@ class RemoteTier:
                     return "" if fetched else UNUSABLE
             except (FutureTimeoutError, CancelledError):
                 self._hide(row.id)  # nobody else waits for it
-                self._fail(self.fetch_breaker, "fetch", f"{row.nbytes} bytes did not arrive in time")
+                self._fail("fetch", self.fetch_breaker, f"{row.nbytes} bytes did not arrive in time")
                 return "" if fetched else LATE
             except Exception as error:  # whatever a client library raises
                 self._hide(row.id)
-                self._fail(self.fetch_breaker, "fetch", repr(error))
+                self._fail("fetch", self.fetch_breaker, repr(error))
                 return "" if fetched else FAILED
         return ""
 
-    def _entries(self, names: list[str], saved: float) -> list[Entry] | str:
-        """Return the entries of prefix hashes, or the reason why they are not known in time."""
-        now = time.monotonic()
-        with self._lock:
-            results = {name: self._results[name] for name in names if name in self._results}
-        known = {name: entry for name, (expires, entry) in results.items() if expires > now}
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            limit = _LOOK_UP_SHARE * saved
-            if self.look_up_breaker.is_open:
-                if self.look_up_breaker.wants_probe():
-                    self._look_ups.submit(partial(self._look_up, unknown))  # nothing waits for it
-                return UNAVAILABLE
-            if (self.link.look_up.value or 0.0) > limit:
-                return SLOW_LOOK_UP
-            future = self._look_ups.submit(partial(self._look_up, unknown))
-            try:
-                known |= future.result(limit)
-            except (FutureTimeoutError, CancelledError):
-                self._fail(self.look_up_breaker, "look-up", f"no answer within {limit:.3g} s")
-                return LATE
-            except Exception:  # whatever a client library raises; it is counted
-                return FAILED
-        return [entry for name in names if (entry := known[name]) is not None]
-
-    def _look_up(self, names: list[str]) -> dict[str, Entry | None]:
-        """Ask the remote for entries, and note the results and how long it took. Raises OSError."""
-        began = time.monotonic()
-        try:
-            entries = find_entries(self.remote, names)
-        except Exception as error:
-            self._fail(self.look_up_breaker, "look-up", error)
-            raise
-        now = time.monotonic()
-        self.link.look_up.add(now - began)
-        self.look_up_breaker.succeeded()
-        results: dict[str, Entry | None] = {name: entries.get(name) for name in names}
-        with self._lock:
-            for name, entry in results.items():
-                self._results[name] = now + (_PRESENT_SECONDS if entry else _ABSENT_SECONDS), entry
-                self._results.move_to_end(name)
-            while len(self._results) > _MOST_RESULTS:
-                self._results.popitem(last=False)
-        return results
-
     # --- fetching
 
-    def _fetch(self, row: SegmentRow) -> Future[str]:
-        """Fetch a segment in the background, once for all prompts that wait for it."""
+    def _fetch(self, run: MatchedRun) -> Future[str]:
+        """Fetch the beginning of a segment in the background, once for all prompts that wait for it."""
+        row, key = run.row, (run.row.id, run.num_hashes)
         with self._lock:
-            future = self._fetching.get(row.id)
+            future = self._fetching.get(key)
             if future is None:
-                future = self._fetching[row.id] = self._fetches.submit(partial(self.fetch, row.id, row.first.hex()))
-                future.add_done_callback(lambda _: self._fetching.pop(row.id, None))
+                future = self._fetches.submit(partial(self.fetch, row.id, row, run.num_hashes))
+                self._fetching[key] = future
+                future.add_done_callback(lambda _: self._fetching.pop(key, None))
             return future
 
-    def fetch(self, segment_id: str, name: str = "") -> str:
-        """Publish a segment of the remote in the local store.
+    def fetch(self, segment_id: str, row: SegmentRow | None = None, num_hashes: int | None = None) -> str:
+        """Publish a segment of the remote, or the beginning of it, in the local store.
 
         Args:
             segment_id: Id of the segment.
-            name: Prefix hash of the entry that led to it, or "".
+            row: Row of the entry that led to it, or None.
+            num_hashes: Number of its prefix hashes that are needed; None for all.
 
         Returns:
             The reason if it is not stored here now, or an empty string.
@@ -245,12 +217,12 @@ class RemoteTier:
         while attempts:
             attempts -= 1
             try:
-                reason = "" if self._publish(segment_id, name) else "there is no room for it, or it cannot be written"
-                attempts = 0
+                is_stored = self._publish(segment_id, row, num_hashes)
+                reason, attempts = "" if is_stored else "there is no room for it, or it cannot be written", 0
             except (FormatError, IntegrityError, OSError) as error:
                 reason = str(error)
                 if not attempts:
-                    self._judge(segment_id, name, error)
+                    self._judge(segment_id, row, error)
         if reason:
             self._hide(segment_id)
         return reason
@@ -262,7 +234,7 @@ class RemoteTier:
             self._hidden = {name: until for name, until in self._hidden.items() if until > now}
             self._hidden[segment_id] = now + _HIDDEN_SECONDS
 
-    def _publish(self, segment_id: str, name: str) -> bool:
+    def _publish(self, segment_id: str, row: SegmentRow | None, num_hashes: int | None) -> bool:
         """Read a segment of the remote, verify every block, and write it to the local store.
 
         Raises:
@@ -271,47 +243,61 @@ class RemoteTier:
         """
         began = time.monotonic()
         with self.link.fetching() as note_bytes:
-            reader, is_stored = self._read_into_store(segment_id, name)
-            note_bytes(reader.header.file_bytes)
+            is_stored, nbytes = self._read_into_store(segment_id, row, num_hashes)
+            note_bytes(nbytes)
         self.fetch_breaker.succeeded()
-        self._count(segments_read=1, bytes_read=reader.header.file_bytes, read_seconds=time.monotonic() - began)
+        self._count(segments_read=1, bytes_read=nbytes, read_seconds=time.monotonic() - began)
         return is_stored
 
-    def _read_into_store(self, segment_id: str, name: str) -> tuple[SegmentReader, bool]:
+    def _read_into_store(self, segment_id: str, row: SegmentRow | None, num_hashes: int | None) -> tuple[bool, int]:
+        """Write a segment of the remote to the local store. Returns whether it is stored, and the bytes read."""
         reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
+        if row is not None and not reader.chain.startswith(row.chain):
+            raise FormatError(f"segment {segment_id} does not have the tokens of its entry")
         hashes = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
-        if name and hashes[0].hex() != name:
-            raise FormatError(f"segment {segment_id} does not begin with the tokens of its entry")
-        written: Written = lambda group, blocks, content: self._admit(segment_id, group, blocks, content)  # noqa: E731
+        header = beginning_of(reader.header, hashes, num_hashes or len(hashes))
+        hashes = hashes[: -(-header.shape.tokens // HASH_TOKENS)]
+        nbytes = header.file_bytes  # of the whole segment
+        if header is not reader.header:
+            nbytes = header.blocks.offset + header.shape.blocks_bytes
+        written: Written = lambda group, blocks, content: self._admit(header.id, group, blocks, content)  # noqa: E731
         try:
-            with self._writes.not_offered(segment_id):
-                is_stored = self._disk.publish(reader.header, hashes, _groups(reader), written=written)
+            with self._writes.not_offered(header.id):
+                is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=written)
         except _FetchError as error:
             assert isinstance(error.__cause__, IntegrityError | OSError)
             raise error.__cause__ from None
-        return reader, is_stored
+        return is_stored, nbytes
 
-    def _judge(self, segment_id: str, name: str, error: FormatError | IntegrityError | OSError) -> None:
+    def _judge(self, segment_id: str, row: SegmentRow | None, error: FormatError | IntegrityError | OSError) -> None:
         """Handle a segment that could not be fetched: delete what is damaged or leads to nothing."""
-        self._forget([name])
+        names = [] if row is None else entry_names(row.chain)
+        self.look_ups.forget(names)
+        is_answer = not isinstance(error, OSError) or isinstance(error, FileNotFoundError)
         is_damaged = isinstance(error, FormatError | IntegrityError) and not isinstance(error, NotOursError)
+        if is_damaged:
+            self._count(damaged=1)
+            self._disk.warn("damaged remote", f"segment {segment_id} of {self.place} is damaged: {error}")
+        if not is_answer:
+            self._fail("fetch", self.fetch_breaker, error)
+        else:
+            self.fetch_breaker.succeeded()  # the remote answers
+        if not self._writes.changes_remote:
+            return
         try:
             if is_damaged:
-                self._count(damaged=1)
-                self._disk.warn("damaged remote", f"segment {segment_id} of {self.remote.place} is damaged: {error}")
                 self.remote.delete(segment_id)
-            if name and (is_damaged or isinstance(error, FileNotFoundError)):
-                delete_entry(self.remote, name, segment_id)
+            if is_damaged or isinstance(error, FileNotFoundError):
+                for name in names:
+                    delete_entry(self.remote, name, segment_id)
         except OSError as failure:
-            self._fail(self.fetch_breaker, "deletion", failure)
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            self._fail(self.fetch_breaker, "fetch", error)
+            self._fail("deletion", self.fetch_breaker, failure)
 
     # --- removal, and the end
 
     def remove(self, rows: Sequence[SegmentRow]) -> None:
         """Delete segments that the user has deleted here from the remote, in the background."""
-        self._forget([row.first.hex() for row in rows])
+        self.look_ups.forget([name for row in rows for name in entry_names(row.chain)])
         self._writes.remove(rows)
 
     def flush(self) -> None:
@@ -320,7 +306,7 @@ class RemoteTier:
 
     def close(self) -> None:
         """Send what waits to be sent, and release the threads."""
-        self._look_ups.close(0.0)
+        self.look_ups.close()
         self._fetches.close(_CLOSE_SECONDS)
         self._writes.close()
         self.remote.close()
@@ -339,24 +325,25 @@ class RemoteTier:
             for name, amount in amounts.items():
                 setattr(self._stats, name, getattr(self._stats, name) + amount)
 
-    def _fail(self, breaker: Breaker, what: str, error: object) -> None:
+    def _fail(self, what: str, breaker: Breaker, error: object) -> None:
         """Count a failure of the remote, and tell the breaker."""
         breaker.failed()
         self._count(errors=1)
         self._disk.warn(f"remote {what}", f"a {what} of {self.remote.place} failed ({error}); prompts are computed")
 
-    def _forget(self, names: Sequence[str]) -> None:
-        with self._lock:
-            for name in names:
-                self._results.pop(name, None)
 
+def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
+    """Yield the first verified blocks of each KV cache group, while the next ones are read. Raises _FetchError.
 
-def _groups(reader: SegmentReader) -> Iterator[Group]:
-    """Yield the verified blocks of each KV cache group, while the next one is read. Raises _FetchError."""
-    count = len(reader.shape.block_groups)
+    Args:
+        reader: The segment.
+        shape: Its shape, or that of its beginning.
+    """
+    count = len(shape.block_groups)
 
     def begin(group: int) -> tuple[torch.Tensor, Future[object]]:
-        blocks = reader.room_for(group)
+        block_group = shape.block_groups[group]
+        blocks = aligned_bytes(shape.chunks_in(block_group) * block_group.block_bytes).view(-1, block_group.block_bytes)
         return blocks, reader.read(group, [(0, blocks)])  # type: ignore[return-value]
 
     try:
@@ -367,7 +354,8 @@ def _groups(reader: SegmentReader) -> Iterator[Group]:
             pending = begin(group + 1) if group + 1 < count else None
             future.result()
             sealed = reader.header.seal is not None
-            yield blocks if sealed else PackedBlocks(blocks, reader.digests[group]["lin64"].view("<i8"))
+            lin64 = reader.digests[group]["lin64"][: len(blocks)].view("<i8")
+            yield blocks if sealed else PackedBlocks(blocks, lin64)
     except (IntegrityError, OSError) as error:
         raise _FetchError from error
 

@@ -19,7 +19,16 @@ from ..store.engines import ReadOp
 from ..store.format import HEADER_BYTES, decode_header
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
-from .entries import delete_entry, encode_entry, find_entries, is_found_by_prefix, is_shared, write_entry
+from .entries import (
+    Entry,
+    delete_entry,
+    encode_entry,
+    entry_names,
+    find_entries,
+    is_found_by_prefix,
+    is_shared,
+    write_entry,
+)
 from .link import Breaker
 
 WRITES = ("always", "pinned", "never")
@@ -30,6 +39,7 @@ _WINDOW_BYTES = 16 << 20
 _PATIENCE_SECONDS = 30.0
 """Seconds that `flush` and `close` wait for a remote that makes no progress."""
 _POLL_SECONDS = 0.005
+_REFUSED = "it is not used for a while, after several failures"
 _Work = Callable[[], object]
 
 
@@ -41,7 +51,7 @@ class WriteBack:
         disk: The local store.
         write: One of `WRITES`.
         count: Adds amounts to the figures of the tier (see `RemoteStats`).
-        sent: Receives the first prefix hash of what was sent.
+        sent: Receives the names of the entries of what was sent.
     """
 
     def __init__(
@@ -50,7 +60,7 @@ class WriteBack:
         disk: SegmentStore,
         write: str,
         count: Callable[..., None],
-        sent: Callable[[str], None],
+        sent: Callable[[Sequence[str]], None],
     ) -> None:
         self._remote, self._disk, self._write, self._count, self._sent = remote, disk, write, count, sent
         self._breaker = Breaker()
@@ -62,6 +72,11 @@ class WriteBack:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ended = False
+
+    @property
+    def changes_remote(self) -> bool:
+        """False if this store only reads the remote, and leaves what is in it to others."""
+        return self._write != "never"
 
     @property
     def queued(self) -> int:
@@ -81,7 +96,7 @@ class WriteBack:
 
     def offer(self, ids: Collection[str]) -> None:
         """Queue segments that were stored or pinned, unless they wait already. If the queue is full, count them."""
-        if self._write == "never":
+        if not self.changes_remote:
             return
         for segment_id in ids:
             with self._lock:
@@ -96,8 +111,8 @@ class WriteBack:
                 self._put(partial(self._send, segment_id))
 
     def remove(self, rows: Sequence[SegmentRow]) -> None:
-        """Queue the deletion of segments."""
-        for row in rows:
+        """Queue the deletion of segments. A store that only reads the remote leaves them there."""
+        for row in rows if self.changes_remote else ():
             with self._lock:
                 self._waiting.discard(row.id)
             self._put(partial(self._delete, row))
@@ -150,15 +165,19 @@ class WriteBack:
 
     # --- one segment
 
+    @property
+    def _is_refused(self) -> bool:
+        return self._breaker.is_open and not self._breaker.wants_probe()
+
     def _send(self, segment_id: str) -> None:
         with self._lock:
             if segment_id not in self._waiting:
                 return  # it was deleted meanwhile
             self._waiting.discard(segment_id)
-        if self._breaker.is_open and not self._breaker.wants_probe():
-            return self._drop("it is not used for a while, after several failures")
         if self._write == "pinned" and segment_id not in self._disk.backend.pinned():
             return None
+        if self._is_refused:
+            return self._drop(_REFUSED)
         return self.send(segment_id)
 
     def send(self, segment_id: str) -> None:
@@ -167,13 +186,15 @@ class WriteBack:
         try:
             sent = send_segment(self._disk.backend, self._remote, segment_id, self._progress)
         except FileNotFoundError:
+            if self._disk.backend.find(segment_id) is not None:
+                raise  # something is missing in the remote, such as the whole bucket
             return self._drop("it was evicted before it was sent")
         self._breaker.succeeded()
         if sent is None:
             return None
         if not sent.nbytes:
             return self._count(duplicate_writes=1)
-        self._sent(sent.name)
+        self._sent(sent.names)
         return self._count(segments_written=1, bytes_written=sent.nbytes, write_seconds=time.monotonic() - began)
 
     def _progress(self) -> None:
@@ -181,24 +202,37 @@ class WriteBack:
         self._steps += 1
 
     def _delete(self, row: SegmentRow) -> None:
-        named = delete_entry(self._remote, row.first.hex(), row.id, row.chain)
-        for segment_id in {row.id, named} - {""}:
-            self._remote.delete(segment_id)
+        if self._is_refused:
+            return self._keep(_REFUSED)
+        try:
+            names = entry_names(row.chain) if is_found_by_prefix(row.provenance) else []
+            named = {delete_entry(self._remote, name, row.id, row.chain) for name in names}
+            for segment_id in {row.id, *named} - {""}:
+                self._remote.delete(segment_id)
+        except Exception as error:  # whatever a client library raises
+            self._breaker.failed()
+            self._count(errors=1)
+            return self._keep(error)
+        return self._breaker.succeeded()
+
+    def _keep(self, why: object) -> None:
+        self._count(failed_deletions=1)
+        self._disk.warn("remote deletions", f"a segment that was deleted here stays in {self._remote.place}: {why}")
 
 
 class Sent(NamedTuple):
     """A segment that a remote has."""
 
-    name: str
-    """First prefix hash of its chain, if prompts find it by that, or an empty string."""
+    names: Sequence[str]
+    """Names of its entries; none if prompts do not find it by its prefix hashes."""
     nbytes: int
-    """Number of bytes that were sent; 0 if the remote had it, or a longer one, already."""
+    """Number of bytes that were sent; 0 if the remote had all of its tokens already."""
 
 
 def send_segment(
     local: SegmentBackend, remote: ObjectBackend, segment_id: str, progress: Callable[[], None] = lambda: None
 ) -> Sent | None:
-    """Copy a segment to a remote, unless that has it, or more of the same prompt.
+    """Copy a segment to a remote, unless that has it, or all of its tokens.
 
     Args:
         local: The local store.
@@ -215,11 +249,13 @@ def send_segment(
     source = _Source(local, segment_id)
     if not is_shared(source.header):
         return None
-    name = source.chain[:HASH_BYTES].hex() if is_found_by_prefix(source.header.provenance) else ""
-    entry = find_entries(remote, [name]).get(name) if name else None
-    is_listed = entry is not None and entry.row.id == segment_id
-    if entry is not None and not is_listed and entry.num_hashes * HASH_BYTES >= len(source.chain):
-        return Sent(name, 0)
+    names = entry_names(source.chain) if is_found_by_prefix(source.header.provenance) else []
+    entries = find_entries(remote, names) if names else {}
+    longest = entries.get(names[-1]) if names else None
+    if longest is not None and longest.row.id != segment_id and _contains(longest, source):
+        if remote.find(longest.row.id) is not None:  # a server may have dropped it and kept the entry
+            return Sent(names, 0)
+        entries = {name: entry for name, entry in entries.items() if entry.row.id != longest.row.id}
     is_there = remote.find(segment_id) is not None
     if not is_there:
         with remote.write(segment_id, source.header.file_bytes) as upload, suppress(FileExistsError):
@@ -227,9 +263,18 @@ def send_segment(
                 upload.write(window, offset)
                 progress()
             upload.publish(replace=False)
-    if name and not is_listed:
-        write_entry(remote, name, encode_entry(source.beginning))
-    return Sent(name, 0 if is_there else source.header.file_bytes)
+    content = encode_entry(source.beginning)
+    for name in names:
+        if name not in entries or entries[name].num_hashes < source.num_hashes:
+            write_entry(remote, name, content)
+            progress()
+    return Sent(names, 0 if is_there else source.header.file_bytes)
+
+
+def _contains(entry: Entry, source: _Source) -> bool:
+    """Return whether the segment of an entry, found by the last prefix hash of another one, has all of its tokens."""
+    row, header = entry.row, source.header
+    return row.position <= header.position and row.position + row.tokens >= header.position + header.shape.tokens
 
 
 class _Source:
@@ -243,6 +288,7 @@ class _Source:
         self._backend = backend
         _, self.beginning, self._file = backend.open(segment_id, lambda _, page: decode_header(page)[0].blocks.offset)
         self.header, num_hashes = decode_header(self.beginning[:HEADER_BYTES])
+        self.num_hashes = num_hashes
         self.chain = self.beginning[HEADER_BYTES:][: num_hashes * HASH_BYTES]
 
     def windows(self) -> Iterator[tuple[int, memoryview]]:

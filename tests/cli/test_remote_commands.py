@@ -79,12 +79,12 @@ def test_a_remote_is_listed_checked_and_cleaned(corpus, address):
     assert as_json("verify", address)["segments"] == 3
     assert run("rm", address, segment["id"][:8]).exit_code == 0
     remote = open_remote(address)
-    assert len(remote.records.names(ENTRY)) == 1
-    name = remote.records.names(ENTRY)[0]
+    names = remote.records.names(ENTRY)
+    assert len(names) == 4  # those of the other prompt, at 1, 2, 4 and 6 prefix hashes
     (kept,) = [row["id"] for row in there if row["label"] and row["id"] != segment["id"]]
     remote.delete(kept)  # the server has dropped it
     assert run("gc", address, "--dry-run").exit_code == 0
-    assert remote.records.names(ENTRY) == [name]
+    assert remote.records.names(ENTRY) == names
     assert run("gc", address).exit_code == 0
     assert remote.records.names(ENTRY) == []
     remote.close()
@@ -103,7 +103,9 @@ def test_damage_in_a_remote_is_reported(corpus, place_of, tmp_path):  # noqa: F8
     done = run("copy", address, tmp_path / "worker")
     assert done.exit_code == 1
     assert "fails its checksum" in done.stderr
-    assert not path.exists()  # so that it can be sent again
+    assert path.exists()  # a copy from the remote only reads it
+    assert run("verify", address, "--repair").exit_code == 0
+    assert not path.exists()
     assert as_json("copy", corpus, address)["copied"] == 1
 
 

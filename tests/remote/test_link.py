@@ -19,17 +19,18 @@ def clock(monkeypatch):
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
-def test_an_estimate_follows_what_is_measured_and_is_forgotten(clock):
+def test_an_estimate_follows_what_is_measured_and_outlives_it(clock):
     estimate = Estimate()
     assert estimate.value is None
+    assert estimate.is_old
     estimate.add(1.0)
-    assert estimate.value == 1.0
+    assert (estimate.value, estimate.is_old) == (1.0, False)
     estimate.add(3.0)
     assert estimate.value == 2.0
     clock(link._MEASURED_SECONDS)
-    assert estimate.value is None
+    assert (estimate.value, estimate.is_old) == (2.0, True)  # nobody waits to find out again
     estimate.add(5.0)
-    assert estimate.value == 5.0  # not mixed with what was long ago
+    assert (estimate.value, estimate.is_old) == (5.0, False)  # not mixed with what was long ago
 
 
 def test_a_remote_of_unknown_bandwidth_is_tried():
@@ -90,6 +91,16 @@ def test_an_open_breaker_lets_one_probe_through_and_waits_longer_after_each(cloc
         breaker.failed()
     clock(link._OPEN_SECONDS)
     assert breaker.wants_probe()  # the wait begins anew
+
+
+def test_a_probe_that_is_never_reported_is_followed_by_another(clock):
+    breaker = Breaker()
+    for _ in range(link._FAILURES):
+        breaker.failed()
+    clock(link._OPEN_SECONDS)
+    assert breaker.wants_probe()
+    clock(link._MOST_OPEN_SECONDS)
+    assert breaker.wants_probe()
 
 
 def test_threads_run_calls_at_the_same_time_up_to_their_number():

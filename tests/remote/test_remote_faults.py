@@ -14,7 +14,8 @@ from servers import AWS, make_bucket, redis_server, s3_server
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.pace import Pace
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.remote import link, tier, write_back
+from hf_tiered_cache.remote import link, look_up, tier, write_back
+from hf_tiered_cache.remote.entries import sweep_entries
 from hf_tiered_cache.store.backends import open_remote
 
 IDS = prompt(200)
@@ -83,15 +84,15 @@ def test_after_a_few_failures_a_remote_is_left_alone(model, machine, call, error
     assert remote.calls.total() - before <= 3  # look-ups alone, if they answer
     stats = store.stats.remote
     assert (stats.hits, stats.lookups, stats.errors) == (0, 6, 3)
-    assert stats.misses[tier.UNAVAILABLE] == 3
+    assert stats.misses[look_up.UNAVAILABLE] == 3
     # and it is used again when a probe succeeds, which no request waits for
     remote.errors.clear()
     storage = storage_of(store).remote
-    for breaker in (storage.look_up_breaker, storage.fetch_breaker):
+    for breaker in (storage.look_ups.breaker, storage.fetch_breaker):
         breaker._until = 0.0
     check(model, store, PROMPTS[6])
     deadline = time.monotonic() + 30
-    while storage.look_up_breaker.is_open or storage.fetch_breaker.is_open:
+    while storage.look_ups.breaker.is_open or storage.fetch_breaker.is_open:
         assert time.monotonic() < deadline
         time.sleep(0.01)
         check(model, store, PROMPTS[6])
@@ -128,6 +129,7 @@ def test_a_queue_that_is_full_drops_and_counts(model, machine, monkeypatch):
     monkeypatch.setattr(remote, "put_object", lambda *a: (gate.wait(60), put(*a))[1])
     for ids in PROMPTS[:6]:
         model(input_ids=ids, past_key_values=TieredCache(model, store), logits_to_keep=1)
+        storage_of(store).seal()
         storage_of(store).writer.flush()
     assert store.stats.remote.queued_writes <= 2
     gate.set()
@@ -135,6 +137,90 @@ def test_a_queue_that_is_full_drops_and_counts(model, machine, monkeypatch):
     stats = store.stats.remote
     assert stats.dropped_writes >= 3
     assert stats.segments_written + stats.dropped_writes == 6
+
+
+def test_deletions_in_a_remote_that_fails_are_counted_and_end(model, machine):
+    store, remote = machine("a")
+    share(model, store, *PROMPTS)
+    remote.errors["look_up"] = remote.errors["find"] = OSError(5, "the network is down")
+    before = remote.calls.total()
+    store.clear(disk=True)
+    store.flush()
+    stats = store.stats.remote
+    assert (stats.failed_deletions, stats.errors) == (len(PROMPTS), link._FAILURES)
+    assert remote.calls.total() - before == link._FAILURES  # with a timeout each, closing would take minutes
+
+
+def test_writes_are_tried_again_after_a_probe_that_sent_nothing(model, machine):
+    store, remote = machine("a")
+    remote.errors["put"] = OSError(5, "the network is down")
+    share(model, store, *PROMPTS[:3])
+    writes = storage_of(store).remote._writes
+    assert writes._breaker.is_open
+    remote.errors.clear()
+    writes._breaker._until = 0.0
+    removed = [row.id for row in store.segments()][:1]
+    storage_of(store).disk.remove(removed)
+    writes.offer(removed)  # evicted before it is sent
+    store.flush()
+    writes._breaker._until = 0.0
+    share(model, store, PROMPTS[3])
+    assert store.stats.remote.segments_written == 1
+
+
+def test_a_missing_bucket_is_a_failure_not_an_eviction(model, machine, caplog):
+    store, remote = machine("a")
+    remote.errors["put"] = FileNotFoundError(2, "NoSuchBucket")
+    share(model, store)
+    assert store.stats.remote.errors == 1
+    assert "NoSuchBucket" in caplog.text
+    assert "evicted" not in caplog.text
+
+
+def test_a_missing_or_damaged_segment_is_an_answer(model, machine):
+    """A probe that finds nothing, or damage, shows that the remote is there."""
+    first, remote = machine("a")
+    share(model, first, *PROMPTS)
+    for name in remote.segments():
+        del remote.objects[name]
+    store, _ = machine("b")
+    breaker = storage_of(store).remote.fetch_breaker
+    for _ in range(link._FAILURES):
+        breaker.failed()
+    breaker._until = 0.0
+    check(model, store, PROMPTS[0], restored=0)
+    deadline = time.monotonic() + 30
+    while breaker.is_open:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_store_that_only_reads_deletes_nothing_in_the_remote(model, machine):
+    first, remote = machine("a")
+    share(model, first, *PROMPTS[:2])
+    before = set(remote.objects)
+    damaged = remote.segments()[0]
+    remote.change(damaged, flipped(-1))
+    store, _ = machine("b", remote_write="never")
+    assert sorted(check(model, store, ids) for ids in PROMPTS[:2]) == [0, 96]
+    assert store.stats.remote.damaged == 1
+    store.clear(disk=True)
+    store.flush()
+    assert set(remote.objects) == before
+
+
+def test_newer_segments_and_entries_are_left_alone(model, machine, monkeypatch):
+    first, remote = machine("a")
+    share(model, first)
+    before = dict(remote.objects)
+    monkeypatch.setattr("hf_tiered_cache.store.format.FORMAT_VERSION", 0)
+    store, _ = machine("b")
+    cache = TieredCache(model, store, record=False)
+    with torch.no_grad():
+        model(input_ids=IDS, past_key_values=cache, logits_to_keep=1)
+    assert cache.stats.tokens_restored == 0
+    assert sweep_entries(remote) == []
+    assert remote.objects == before
 
 
 # --- damaged and missing objects
@@ -222,15 +308,42 @@ def test_a_slow_look_up_is_waited_for_once(model, machine, pace):
     store, remote = machine("b")
     pace[0], remote.delay = 0.001, 0.5
     check(model, store, PROMPTS[0], restored=0)
-    while storage_of(store).remote.link.look_up.value is None:  # it ends, though nobody waits for it
+    while storage_of(store).remote.look_ups.seconds.value is None:  # it ends, though nobody waits for it
         time.sleep(0.01)
     calls = remote.calls.total()
     for ids in PROMPTS[1:]:
         check(model, store, ids, restored=0)
     assert remote.calls.total() == calls
     stats = store.stats.remote
-    assert stats.misses == {tier.LATE: 1, tier.SLOW_LOOK_UP: len(PROMPTS) - 1}
+    assert stats.misses == {look_up.LATE: 1, look_up.SLOW: len(PROMPTS) - 1}
     assert stats.waiting_seconds < 0.4
+
+
+def test_what_was_slow_is_measured_again_in_the_background(model, machine, pace, monkeypatch):
+    """A minute later nobody waits for what was slow the last time."""
+    share(model, machine("a")[0], *PROMPTS)
+    store, remote = machine("b")
+    tier_of_store = storage_of(store).remote
+    pace[0], remote.delay = 0.01, 0.3
+    tier_of_store.look_ups.seconds.add(0.3)
+    tier_of_store.look_ups.seconds._measured -= 1000
+    check(model, store, PROMPTS[0], restored=0)
+    check(model, store, PROMPTS[1], restored=0)
+    stats = store.stats.remote
+    assert (stats.misses, stats.errors) == ({look_up.SLOW: 2}, 0)
+    assert stats.waiting_seconds < 0.2
+    while tier_of_store.look_ups.seconds.is_old:
+        time.sleep(0.01)
+    assert remote.calls["look_up"] == 1
+    remote.delay, pace[0] = 0.0, 0.1
+    tier_of_store.look_ups.seconds.value = 0.0
+    tier_of_store.link.bandwidth.add(1e3)
+    tier_of_store.link.bandwidth._measured -= 1000
+    check(model, store, PROMPTS[1], restored=0)
+    assert store.stats.remote.misses[tier.SLOW_FETCH] == 1
+    while tier_of_store.link.bandwidth.is_old:
+        time.sleep(0.01)
+    check(model, store, PROMPTS[2], restored=96)
 
 
 def test_a_slow_link_is_not_used_for_what_is_computed_faster(model, machine, pace):
@@ -261,7 +374,7 @@ def test_a_fetch_that_hangs_is_left_after_the_time_that_computing_takes(model, m
         check(model, store, ids, restored=0)
     assert time.monotonic() - began < 30
     stats = store.stats.remote
-    assert stats.misses == {tier.LATE: link._FAILURES, tier.UNAVAILABLE: len(PROMPTS) - link._FAILURES}
+    assert stats.misses == {look_up.LATE: link._FAILURES, look_up.UNAVAILABLE: len(PROMPTS) - link._FAILURES}
     gate.set()  # what was late is brought for the next prompt
     deadline = time.monotonic() + 30
     while store.stats.segments < link._FAILURES:
@@ -299,8 +412,8 @@ def test_a_redis_server_that_is_killed_stopped_and_full(model, tmp_path, pace, m
             for seed in range(20, 26):
                 check(model, reader, prompt(390, seed=seed), restored=0)
             stats = reader.stats.remote
-            assert stats.misses[tier.LATE] == 3
-            assert stats.misses[tier.UNAVAILABLE] == 3
+            assert stats.misses[look_up.LATE] == 3
+            assert stats.misses[look_up.UNAVAILABLE] == 3
             assert stats.waiting_seconds < 3
             server.go_on()
             reader.close()
@@ -394,4 +507,5 @@ def test_an_s3_server_that_is_killed(model, tmp_path, pace, monkeypatch):
             for ids in PROMPTS[1:]:
                 check(model, reader, ids, restored=0)
             stats = reader.stats.remote
-            assert stats.misses == {tier.FAILED: link._FAILURES, tier.UNAVAILABLE: len(PROMPTS) - 1 - link._FAILURES}
+            refused = len(PROMPTS) - 1 - link._FAILURES
+            assert stats.misses == {look_up.FAILED: link._FAILURES, look_up.UNAVAILABLE: refused}
