@@ -16,6 +16,7 @@ import warnings
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from servers import place_of  # noqa: F401  # a fixture
 
 import eval.baselines  # noqa: F401  # registered, so that what is asked of every method is asked of them
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+from ..store.address import without_secrets
 from ..store.settings import FILE_NAME, FILE_VARIABLE, PREFIX, SETTINGS, read_settings
 from .output import AsJson, figures, print_json
 
@@ -28,6 +29,7 @@ def config(as_json: AsJson = False) -> None:
         name: (found[name].value, found[name].source) if name in found else (defaults[name].default, "default")
         for name in SETTINGS
     }
+    rows = {name: (_shown(value), source) for name, (value, source) in rows.items()}
     if as_json:
         return print_json({name: {"value": value, "source": source} for name, (value, source) in rows.items()})
     table = figures("setting", "value", "from", "variable")
@@ -36,3 +38,8 @@ def config(as_json: AsJson = False) -> None:
         table.add_row(name, text, source, PREFIX + name.upper())
     table.show()
     print(f"\nfile: {FILE_NAME} in the working directory, or the one that {FILE_VARIABLE} names")
+
+
+def _shown(value: object) -> object:
+    """Return a value without passwords, such as that of a remote."""
+    return without_secrets(value) if isinstance(value, str) else value

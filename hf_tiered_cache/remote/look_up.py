@@ -11,8 +11,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
 from ..store.objects import ObjectBackend
+from ..store.threads import DaemonPool
 from .entries import Entry, find_entries
-from .link import Breaker, Estimate, Threads
+from .link import Breaker, Estimate
 
 _ABSENT_SECONDS, _PRESENT_SECONDS = 3.0, 60.0
 """Seconds for which the result of a look-up counts, for a prefix hash that was not found, and for one that was."""
@@ -41,7 +42,7 @@ class LookUps:
         self._lock = threading.Lock()
         self._absent: OrderedDict[str, float] = OrderedDict()  # time of expiry by name
         self._present: OrderedDict[str, tuple[float, Entry]] = OrderedDict()
-        self._threads = Threads(_THREADS, "hf-tiered-look-up")
+        self._threads = DaemonPool(_THREADS, "hf-tiered-look-up")
 
     def find(self, names: Sequence[str], limit: float) -> list[Entry] | str:
         """Return the entries of prefix hashes, each once, or the reason why they are not known in time.

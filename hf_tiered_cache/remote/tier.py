@@ -31,9 +31,10 @@ from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
+from ..store.threads import DaemonPool
 from .beginning import beginning_of
 from .entries import Entry, delete_entry, entry_names
-from .link import Breaker, Link, Threads
+from .link import Breaker, Link
 from .look_up import FAILED, LATE, UNAVAILABLE, LookUps
 from .write_back import WriteBack
 
@@ -88,7 +89,7 @@ class RemoteTier:
         self._fetching: dict[tuple[str, int], Future[str]] = {}  # by segment id and number of prefix hashes
         self._hidden: dict[str, float] = {}
         self.look_ups = LookUps(remote, partial(self._fail, "look-up"))
-        self._fetches = Threads(_FETCHES, "hf-tiered-fetch")
+        self._fetches = DaemonPool(_FETCHES, "hf-tiered-fetch")
         self._writes = WriteBack(remote, disk, write, self._count, self.look_ups.forget)
         disk.on_kept.append(self._writes.offer)
 
@@ -137,7 +138,7 @@ class RemoteTier:
         entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved(len(prefix_hashes)))
         if isinstance(entries, str):
             return entries
-        reasons = []
+        reasons: list[str] = []
         while not reasons or (reasons[-1] == UNUSABLE and len(reasons) < _PLANS):
             reasons.append(self._fetch_runs(prefix_hashes, rows, entries, start, saved, began))
         return reasons[-1] and reasons[0]
@@ -197,7 +198,11 @@ class RemoteTier:
         with self._lock:
             future = self._fetching.get(key)
             if future is None:
-                future = self._fetches.submit(partial(self.fetch, row.id, row, run.num_hashes))
+                try:
+                    future = self._fetches.submit(self.fetch, row.id, row, run.num_hashes)
+                except RuntimeError:  # the store is being closed
+                    future = Future()
+                    future.cancel()
                 self._fetching[key] = future
                 future.add_done_callback(lambda _: self._fetching.pop(key, None))
             return future

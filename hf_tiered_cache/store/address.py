@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import ConfigError
 
@@ -30,3 +31,14 @@ def folder_of(store: str | os.PathLike[str]) -> Path | None:
     if scheme_of(store):
         return None
     return Path(store).expanduser().resolve()  # independent of later changes of the working directory
+
+
+def without_secrets(address: str) -> str:
+    """Return an address for messages: without user, password, and options, which can be a signature or a password."""
+    if not scheme_of(address):
+        return address
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return f"{scheme_of(address)}://..."
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import import_module
+from urllib.parse import urlsplit
 
 from ..errors import ConfigError, with_type
 from ..plugins import Registry
-from .address import folder_of, scheme_of
+from .address import folder_of, scheme_of, without_secrets
 from .backend import SegmentBackend
 from .engines import Engine, open_engine
 from .folder import FolderBackend
@@ -34,6 +35,7 @@ def _in_module(module: str, name: str) -> Opener:
 _BUILT_IN = {
     **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _in_module("object_store", "ObjectStoreBackend")),
     **dict.fromkeys(("redis", "rediss"), _in_module("redis", "RedisBackend")),
+    "mooncake": _in_module("mooncake", "MooncakeBackend"),
 }
 BACKENDS: Registry[Opener] = Registry(
     "backend", "hf_tiered_cache.backends", _BUILT_IN, lambda name, part: "" if callable(part) else "it cannot be called"
@@ -93,7 +95,11 @@ def open_remote(address: str | ObjectBackend) -> ObjectBackend:
 
 
 def _opener(address: str) -> Opener:
-    scheme = scheme_of(address)
+    scheme, shown = scheme_of(address), without_secrets(address)
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        raise ConfigError(f"{shown} is no address: {error}") from None
     if scheme not in BACKENDS:
-        raise ConfigError(f"unknown backend {scheme!r} in the address {address!r}; there are: {', '.join(BACKENDS)}")
+        raise ConfigError(f"unknown backend {scheme!r} in the address {shown!r}; there are: {', '.join(BACKENDS)}")
     return BACKENDS[scheme]

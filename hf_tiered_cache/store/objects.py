@@ -14,7 +14,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -30,9 +30,12 @@ from .format import HEADER_BYTES
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .records import Room
 from .root import StoreRoot
+from .threads import DaemonPool
 
 _LOCK_SECONDS = 30.0
 """Seconds to wait for the lock of the place."""
+_CLOSE_SECONDS = 5.0
+"""Seconds to wait for pending reads at the end: a server that does not answer keeps no process alive."""
 _ATTEMPTS = 100
 """Maximum number of attempts to read an object that is replaced between two reads each time."""
 _T = TypeVar("_T")
@@ -55,7 +58,7 @@ class ObjectBackend(ABC, SegmentBackend):
         self.catalogue: StoreRoot | None = None
         self.records = ObjectRecords(self)
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-read")
+        self._pool = DaemonPool(threads, "hf-tiered-read")
         self._lock = threading.Lock()
         self._uploads: set[ObjectUpload] = set()
 
@@ -107,8 +110,9 @@ class ObjectBackend(ABC, SegmentBackend):
                 return None if stored is None else self.get_object(name, stored.version, 0, min(nbytes, stored.size))
             return None
 
-        found = zip(names, self._pool.map(beginning, names), strict=True)
-        return {name: content for name, content in found if content is not None}
+        futures = {name: self._pool.submit(beginning, name) for name in names}
+        contents = {name: future.result() for name, future in futures.items()}
+        return {name: content for name, content in contents.items() if content is not None}
 
     @abstractmethod
     def put_object(self, name: str, content: bytes, replace: bool) -> None:
@@ -269,8 +273,8 @@ class ObjectBackend(ABC, SegmentBackend):
             self._lock.release()
 
     def close(self) -> None:
-        """Wait for pending reads, and release the threads."""
-        self._pool.shutdown(wait=True)
+        """Wait for pending reads, but not for those that hang, and release the threads."""
+        self._pool.close(_CLOSE_SECONDS)
 
 
 class ObjectFile(EngineFile):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from families import build, prompt
-from servers import place_of  # noqa: F401  # a fixture
 from typer.testing import CliRunner
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -34,8 +33,8 @@ def corpus(model, tmp_path):
     return tmp_path / "corpus"
 
 
-@pytest.fixture(params=["file", "redis", "s3"])
-def address(request, place_of):  # noqa: F811
+@pytest.fixture(params=["file", "redis", "s3", "mooncake"])
+def address(request, place_of):
     return place_of(request.param)
 
 
@@ -90,7 +89,7 @@ def test_a_remote_is_listed_checked_and_cleaned(corpus, address):
     remote.close()
 
 
-def test_damage_in_a_remote_is_reported(corpus, place_of, tmp_path):  # noqa: F811
+def test_damage_in_a_remote_is_reported(corpus, place_of, tmp_path):
     address = place_of("file")
     as_json("copy", corpus, address)
     path = sorted((Path(address.removeprefix("file://")) / "segments").iterdir())[0]
@@ -109,7 +108,7 @@ def test_damage_in_a_remote_is_reported(corpus, place_of, tmp_path):  # noqa: F8
     assert as_json("copy", corpus, address)["copied"] == 1
 
 
-def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):  # noqa: F811
+def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
     address, key = place_of("file"), tmp_path / "kv.key"
     key.write_bytes(bytes(32))
     with KVStore(tmp_path / "a", key=bytes(32)) as store:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 
 from hf_tiered_cache.remote import link
-from hf_tiered_cache.remote.link import Breaker, Estimate, Link, Threads
+from hf_tiered_cache.remote.link import Breaker, Estimate, Link
 
 
 @pytest.fixture
@@ -101,37 +98,3 @@ def test_a_probe_that_is_never_reported_is_followed_by_another(clock):
     assert breaker.wants_probe()
     clock(link._MOST_OPEN_SECONDS)
     assert breaker.wants_probe()
-
-
-def test_threads_run_calls_at_the_same_time_up_to_their_number():
-    threads, gate, running = Threads(3, "test"), threading.Event(), []
-
-    def call():
-        running.append(threading.get_ident())
-        gate.wait(30)
-        return len(running)
-
-    futures = [threads.submit(call) for _ in range(5)]
-    while len(running) < 3:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    assert len(set(running)) == len(running) == 3
-    gate.set()
-    assert all(future.result(30) for future in futures)
-    with pytest.raises(ZeroDivisionError):
-        threads.submit(lambda: 1 / 0).result(30)
-    assert len(threads._threads) == 3
-    threads.close(30)
-    assert threads.submit(call).cancelled()
-
-
-def test_closing_drops_what_has_not_begun_and_waits_for_nothing_that_hangs():
-    threads, gate = Threads(1, "test"), threading.Event()
-    hanging = threads.submit(lambda: gate.wait(60))
-    while not hanging.running():
-        time.sleep(0.001)
-    waiting = threads.submit(lambda: None)
-    threads.close(0.01)
-    assert waiting.cancelled()
-    assert not hanging.done()
-    gate.set()

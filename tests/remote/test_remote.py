@@ -12,10 +12,12 @@ import torch
 from families import build, prompt
 from faulty_remote import FaultyRemote
 from reference import kv_of, prefilled
-from servers import REMOTES, place_of  # noqa: F401  # a fixture
+from servers import REMOTES
+from typer.testing import CliRunner
 
 from hf_tiered_cache import ConfigError, Geometry, KVStore, TieredCache
 from hf_tiered_cache.cache.pace import Pace
+from hf_tiered_cache.cli import app
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic, Krul
 from hf_tiered_cache.remote import look_up, tier
@@ -93,7 +95,7 @@ def test_another_machine_restores_what_one_has_computed(model, machine, options)
 
 
 @pytest.mark.parametrize("kind", ["memory", *REMOTES])
-def test_stores_share_prompts_through_every_engine(model, tmp_path, place_of, kind):  # noqa: F811
+def test_stores_share_prompts_through_every_engine(model, tmp_path, place_of, kind):
     address = place_of(kind)
     with KVStore(tmp_path / "a", remote=address) as store:
         shared(model, store)
@@ -109,7 +111,7 @@ def test_stores_share_prompts_through_every_engine(model, tmp_path, place_of, ki
 
 
 @pytest.mark.parametrize("kind", REMOTES)
-def test_processes_share_prompts(tmp_path, place_of, kind):  # noqa: F811
+def test_processes_share_prompts(tmp_path, place_of, kind):
     address = place_of(kind)
     code = """
 import sys, torch
@@ -345,14 +347,47 @@ def test_settings_name_the_remote(model, tmp_path, monkeypatch):
 
 
 def test_clients_are_imported_when_they_are_used():
-    code = "import sys, hf_tiered_cache; print([m for m in ('obstore', 'redis') if m in sys.modules])"
+    code = "import sys, hf_tiered_cache; print([m for m in ('obstore', 'redis', 'mooncake') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(("address", "extra"), [("s3://bucket", "remote"), ("redis://host", "redis")])
+@pytest.mark.parametrize(
+    ("address", "extra"), [("s3://bucket", "remote"), ("redis://host", "redis"), ("mooncake://host", "mooncake")]
+)
 def test_a_missing_client_is_named(address, extra, tmp_path, monkeypatch):
-    for name in ("obstore", "redis"):
+    for name in ("obstore", "redis", "mooncake.store"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"hf-tiered-cache\[{extra}\]"):
         KVStore(tmp_path / "store", remote=address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "redis://user:hunter2@127.0.0.1:1/0",
+        "redis://127.0.0.1:1/0?password=hunter2",
+        "rediss://:hunter2@127.0.0.1:1",
+        "s3://key:hunter2@bucket/prefix",
+        "az://account/container?sig=hunter2",
+        "mooncake://user:hunter2@127.0.0.1:1",
+        "teleport://user:hunter2@host",
+        "redis://user:hunter2@host:port",
+        "redis://user:hunter2@[host",
+    ],
+)
+def test_passwords_are_shown_nowhere(model, tmp_path, address, caplog, capfd):
+    """In no message, log or file, though the remote cannot be reached."""
+    try:
+        store = KVStore(tmp_path / "store", remote=address)
+    except ConfigError as error:
+        said = repr(error) + str(error.__cause__)
+    else:
+        with store:
+            answer(model, store)
+            store.flush()
+            said = repr(store) + str(store.stats) + repr(store.stats.as_dict())
+    assert "hunter2" not in said + caplog.text + "".join(capfd.readouterr())
+    assert not any(b"hunter2" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    config = CliRunner().invoke(app, ["config"], env={"HF_TIERED_CACHE_REMOTE": address})
+    assert "hunter2" not in config.output

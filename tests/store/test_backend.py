@@ -9,7 +9,7 @@ import pytest
 import torch
 from memory_backend import MemoryBackend
 from segments import hashes, read_back, segment, store_over
-from servers import REMOTES, place_of  # noqa: F401  # a fixture
+from servers import REMOTES
 from threads import run_in_threads
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreClosedError
@@ -30,7 +30,7 @@ SIZE = len(DATA)
 
 
 @pytest.fixture(params=KINDS)
-def backend(request, tmp_path, place_of):  # noqa: F811
+def backend(request, tmp_path, place_of):
     if request.param == "memory":
         made: SegmentBackend = MemoryBackend()
     elif request.param == "folder":

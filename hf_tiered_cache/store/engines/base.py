@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ...errors import StoreClosedError
+from ..threads import DaemonPool
 
 MAX_CALL_BYTES = 1 << 20
 """Larger reads are split, adjacent smaller ones merged up to this: with 8 threads, 1 MiB saturates an NVMe disk."""
@@ -139,7 +140,7 @@ class Batch:
                 self.future.set_result(ReadReport(self._nbytes, time.perf_counter() - self._started))
 
 
-def in_threads(pool: ThreadPoolExecutor, workers: int, work: Callable[[], int]) -> Future[ReadReport]:
+def in_threads(pool: ThreadPoolExecutor | DaemonPool, workers: int, work: Callable[[], int]) -> Future[ReadReport]:
     """Run `work`, which returns the number of bytes read, in several threads of a pool, at least one.
 
     Raises:

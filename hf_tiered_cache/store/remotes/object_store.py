@@ -9,19 +9,21 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ...errors import ConfigError
+from ..address import without_secrets
 from ..files import Stored
 from ..objects import ObjectBackend
+from ..threads import DaemonPool
 
 _THREADS = 32
 """Requests in flight: an object store answers each slowly, and many at once."""
 _CLIENT = {"connect_timeout": "2s", "timeout": "30s"}
+"""The timeout is that of a request with all its bytes: a range of at most 1 MiB, or a part of an upload."""
 _RETRIES = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
 """Few: a request that waits longer computes instead."""
 _memories: dict[str, Any] = {}
@@ -51,9 +53,9 @@ class ObjectStoreBackend(ObjectBackend):
             ) from error
         self.client: Any = obstore
         self.store = _open(obstore, address)
-        super().__init__(address.rstrip("/"), threads=_THREADS)
+        super().__init__(without_secrets(address).rstrip("/"), threads=_THREADS)
         # its own threads: a look-up must not wait for the ranges of a large segment
-        self.lookups = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf-tiered-look")
+        self.lookups = DaemonPool(_THREADS, "hf-tiered-look")
 
     def find_object(self, name: str) -> Stored | None:
         with self._faults(name):
@@ -68,25 +70,33 @@ class ObjectStoreBackend(ObjectBackend):
         return {meta["path"].rpartition("/")[2]: _stored(meta) for meta in listing["objects"]}
 
     def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
-        options = {"if_match": version} if isinstance(version, str) else {}
-        return self._get(name, offset, nbytes, options)
+        return self._get(name, offset, nbytes, version)
 
     def get_beginnings(self, names: Sequence[str], nbytes: int) -> dict[str, bytes]:
         def beginning(name: str) -> bytes | None:
             try:
-                return self._get(name, 0, nbytes, {})
+                return self._get(name, 0, nbytes)
             except FileNotFoundError:
                 return None
 
-        found = [beginning(names[0])] if len(names) == 1 else list(self.lookups.map(beginning, names))
-        return {name: content for name, content in zip(names, found, strict=True) if content is not None}
+        if len(names) == 1:
+            contents = {names[0]: beginning(names[0])}
+        else:
+            futures = {name: self.lookups.submit(beginning, name) for name in names}
+            contents = {name: future.result() for name, future in futures.items()}
+        return {name: content for name, content in contents.items() if content is not None}
 
-    def _get(self, name: str, offset: int, nbytes: int, options: Mapping[str, Any]) -> bytes:
+    def _get(self, name: str, offset: int, nbytes: int, version: Any = None) -> bytes:
         if not nbytes:
             return b""
+        options: dict[str, Any] = {"range": (offset, offset + nbytes)}
+        if isinstance(version, str):
+            options["if_match"] = version
         with self._faults(name):
             try:
-                result = self.client.get(self.store, name, options={"range": (offset, offset + nbytes), **options})
+                result = self.client.get(self.store, name, options=options)
+                if version is not None and _stored(result.meta).version != version:  # some servers ignore `if_match`
+                    raise FileNotFoundError(errno.ENOENT, "it was replaced", name)
                 return bytes(result.bytes())
             except FileNotFoundError:
                 raise
@@ -98,6 +108,8 @@ class ObjectStoreBackend(ObjectBackend):
                 raise
 
     def put_object(self, name: str, content: bytes, replace: bool) -> None:
+        if not replace and self.find_object(name) is not None:  # some servers ignore the condition of `create`
+            raise FileExistsError(errno.EEXIST, "it exists", name)
         with self._faults(name):
             try:
                 self.client.put(self.store, name, content, mode="overwrite" if replace else "create")
@@ -116,7 +128,7 @@ class ObjectStoreBackend(ObjectBackend):
 
     def close(self) -> None:
         super().close()
-        self.lookups.shutdown(wait=True)
+        self.lookups.close(0.0)
 
     @contextmanager
     def _faults(self, name: str) -> Iterator[None]:
@@ -146,7 +158,8 @@ def _open(client: Any, address: str) -> Any:
     except (client.exceptions.BaseError, ValueError, OSError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{address} cannot be opened: {error}") from None
+        reason, shown = str(error).partition("\n")[0], without_secrets(address)
+        raise ConfigError(f"{shown} cannot be opened: {reason.replace(address, shown)}") from None
 
 
 def _client_options() -> dict[str, Any]:
@@ -156,5 +169,6 @@ def _client_options() -> dict[str, Any]:
 
 
 def _stored(meta: Mapping[str, Any]) -> Stored:
-    version = meta.get("e_tag") or (meta["last_modified"].timestamp(), meta["size"])
+    tag = meta.get("e_tag")
+    version = f'"{tag.strip(chr(34))}"' if tag else (meta["last_modified"].timestamp(), meta["size"])
     return Stored(version, meta["size"], meta["size"])
