@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 from faulty_remote import FaultyRemote
 from reference import kv_of, prefilled
+from shared_prompts import share
 
 from hf_tiered_cache import Geometry, KVStore, TieredCache
-from hf_tiered_cache.cache.pace import Pace
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.remote.beginning import beginning_of
 from hf_tiered_cache.remote.entries import entry_names, sweep_entries
@@ -18,16 +18,6 @@ from hf_tiered_cache.store import HASH_BYTES
 
 SYSTEM = prompt(80)
 DOCUMENTS = [torch.cat([SYSTEM, prompt(tokens, seed=20 + tokens)], dim=1) for tokens in (405, 205, 105)]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
-@pytest.fixture(autouse=True)
-def slow_model(monkeypatch):
-    monkeypatch.setattr(Pace, "per_token", lambda self, fingerprint: 10.0)
 
 
 @pytest.fixture
@@ -55,12 +45,6 @@ def restore(model, store, ids, **options):
         known = prefilled(model, [kv_of(model, ids)], restored)
         assert torch.equal(logits, model(input_ids=ids[:, restored:], past_key_values=known, logits_to_keep=1).logits)
     return restored
-
-
-def share(model, store, ids):
-    with torch.no_grad():
-        model(input_ids=ids, past_key_values=TieredCache(model, store), logits_to_keep=1)
-    store.flush()
 
 
 def stored_tokens(ids):

@@ -16,7 +16,6 @@ from servers import REMOTES
 from typer.testing import CliRunner
 
 from hf_tiered_cache import ConfigError, Geometry, KVStore, TieredCache
-from hf_tiered_cache.cache.pace import Pace
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic, Krul
@@ -25,17 +24,6 @@ from hf_tiered_cache.store.kinds import SEGMENT_SUFFIX
 
 IDS = prompt(200)
 PREFIX = IDS[:, :192]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
-@pytest.fixture(autouse=True)
-def slow_model(monkeypatch):
-    """Computing takes so long that the remote is always worth waiting for, also on a busy machine."""
-    monkeypatch.setattr(Pace, "per_token", lambda self, fingerprint: 10.0)
 
 
 @pytest.fixture
