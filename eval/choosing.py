@@ -188,7 +188,7 @@ def table(page: Path) -> str:
         way = ways[name]
         size = 100 * sum(way["file bytes a token"]) / sum(ways["full"]["file bytes a token"])
         same, divergence = fmean(way["top 1"]), fmean(way["KL"])
-        measured = _measured(f"99 tokens of {len(way['KL'])} chats", [_CONVERSATIONS.with_suffix(".md")], page)
+        measured = _measured(f"48 tokens of {len(way['KL'])} chats", [_CONVERSATIONS.with_suffix(".md")], page)
         figures = _STORED.format(size), f"{same:.0f}", _loss(divergence), measured
         lines.append(f"| {situation} | `{method}` | {' | '.join(figures)} |")
     return "\n".join(lines) + "\n"
