@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .methods import METHODS, Exact, Method
     from .operations.precompute import Lookup
     from .operations.prompt import Passage, Prompt, build_prompt
-    from .patches import attach, detach
+    from .patches.attach import attach, detach
     from .stats import PassageStats, RequestStats, StoreStats
     from .store.geometry import Geometry
     from .tiered_cache import TieredCache, TieredSession, tiered
@@ -84,9 +84,9 @@ _ELSEWHERE = {
     "StoreStats": "stats",
     "TieredCache": "tiered_cache",
     "TieredSession": "tiered_cache",
-    "attach": "patches",
+    "attach": "patches.attach",
     "build_prompt": "operations.prompt",
-    "detach": "patches",
+    "detach": "patches.attach",
     "tiered": "tiered_cache",
 }
 """Submodules of the public names; names not listed here are in `errors`. Each name is imported on first access, so

@@ -1,4 +1,7 @@
-"""`KVStore`, the store class that users create. The implementation is in `Storage`."""
+"""`KVStore`, the store class that users create. The implementation is in `Storage`.
+
+Operations that run a model are imported when they are called, because a store alone needs no transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -17,11 +20,7 @@ from .cache.conversation import remove_conversations
 from .cache.storage import DEFAULT_POLICY, Storage
 from .errors import ConfigError, unknown_name, with_type
 from .methods import Exact, Method, make_method
-from .operations.calibrate import calibrate, calibrate_prefix
-from .operations.documents import finish_documents, remove_documents
-from .operations.passages import BATCH_TOKENS, passages_method, precompute_passages, rank_stored
-from .operations.precompute import Lookup, PrecomputeReport, lookup, precompute, warm
-from .operations.quality import calibrate_quality
+from .operations.documents import BATCH_TOKENS, finish_documents, remove_documents
 from .remote.write_back import WRITES
 from .stats import Counters, StoreStats
 from .store import maintain
@@ -43,6 +42,9 @@ from .store.settings import configurable
 from .tiers import make_policy
 from .tiers.residency import Residency
 from .units import parse_bytes
+
+if TYPE_CHECKING:
+    from .operations.precompute import Lookup, PrecomputeReport
 
 
 class KVStore:
@@ -234,9 +236,13 @@ class KVStore:
         settings: dict[str, Any] = {"method": method, "progress": progress, "pin": pin, "label": label, "tag": tag}
         if passages:
             settings |= {"labels": labels, "batch_tokens": batch_tokens}
+            from .operations.passages import precompute_passages
+
             return precompute_passages(self._opened, model, input_ids, **settings)
         if labels is not None:
             raise ConfigError("labels apply to passages only; also pass passages=True")
+        from .operations.precompute import precompute
+
         return precompute(self._opened, model, input_ids, **settings)
 
     def rank(self, method: Method | str, *, ids: Iterable[str] | None = None, progress: bool = True) -> int:
@@ -256,6 +262,8 @@ class KVStore:
         Raises:
             ConfigError: the method uses no ranking, or its ranking needs the model and the passages.
         """
+        from .operations.passages import passages_method, rank_stored
+
         return rank_stored(self._opened, passages_method(method), ids, progress)
 
     def lookup(
@@ -269,6 +277,8 @@ class KVStore:
             method: method that would restore the prompt; None for exact reuse.
             tag: see `TieredCache`.
         """
+        from .operations.precompute import lookup
+
         return lookup(self._opened, model, input_ids, method, tag)
 
     def warm(
@@ -292,6 +302,8 @@ class KVStore:
         Returns:
             Result of `lookup` afterwards.
         """
+        from .operations.precompute import warm
+
         return warm(self._opened, model, input_ids, method, tag, progress)
 
     def clear(self, *, disk: bool = False) -> None:
@@ -315,6 +327,8 @@ class KVStore:
 
         `CacheTune(recompute="auto")` uses the result. Settings: see `hf_tiered_cache.operations.calibrate.calibrate`.
         """
+        from .operations.calibrate import calibrate
+
         return calibrate(self._opened, model, **settings)
 
     def calibrate_prefix(self, model: torch.nn.Module, **settings: Any) -> list[PrefixCosts]:
@@ -323,6 +337,8 @@ class KVStore:
         `Exact()` then chooses the share of a prefix to compute while the rest is loaded, up to all of it, that makes
         the prefix available soonest. For settings see `hf_tiered_cache.operations.calibrate.calibrate_prefix`.
         """
+        from .operations.calibrate import calibrate_prefix
+
         return calibrate_prefix(self._opened, model, **settings)
 
     def calibrate_quality(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> list[QualityFinding]:
@@ -332,6 +348,8 @@ class KVStore:
         stored in a temporary folder during the measurement, encrypted with a temporary key if this store is encrypted.
         For arguments see `hf_tiered_cache.operations.quality.calibrate_quality`.
         """
+        from .operations.quality import calibrate_quality
+
         return calibrate_quality(self._opened, self._scratch, model, input_ids, **settings)
 
     @contextmanager

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import patches, reasons
+from . import reasons
 from .batching.engine import persistent_manager_of
 from .batching.tiers import Engines, PagedTiers, check_method
 from .cache.conversation import Conversation
@@ -32,7 +32,7 @@ from .errors import StoreClosedError, TieredCacheError
 from .kvstore import KVStore, open_store, storage_of
 from .methods import BudgetMethod, ForConversation, Method, make_method
 from .operations.calibrate import calibrate_once
-from .patches.attach import attachment_of
+from .patches.attach import attach, attachment_of, detach
 from .stats import RequestStats, StatsCollector
 from .store.conversations import conversation_name
 
@@ -231,7 +231,7 @@ class TieredSession:
         self._account = StatsCollector()
         self._engines: list[weakref.ref[PagedTiers]] = []
         was_attached = attachment_of(model) is not None
-        self._attachment = patches.attach(model)
+        self._attachment = attach(model)
         if not was_attached:
             self._attachment.by_session = True
         try:
@@ -316,7 +316,7 @@ class TieredSession:
     def _leave(self) -> None:
         attachment = self._attachment
         if attachment.active and attachment.by_session and not attachment.sessions:  # the last session ends
-            patches.detach(attachment.model)
+            detach(attachment.model)
 
     def __enter__(self) -> TieredSession:
         return self

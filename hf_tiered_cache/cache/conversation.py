@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from .. import reasons
 from ..errors import ConfigError, ConversationInUseError, StoreClosedError, StoreError
-from ..identity import Identity, differing_facts
 from ..methods import Method, describe_method
 from ..store.catalogue import SegmentRow
 from ..store.conversations import ConversationRecord
-from .sequence import SequenceState
 from .storage import Storage
+
+if TYPE_CHECKING:
+    from ..identity import Identity
+    from .sequence import SequenceState
 
 
 class Conversation:
@@ -86,6 +89,8 @@ class Conversation:
         if record is None:
             return reasons.NOTHING
         if record.fingerprint != identity.fingerprint:
+            from ..identity import differing_facts  # a store alone needs no transformers
+
             return reasons.of_another_model(differing_facts(identity.facts, record.model))
         if record.provenance != method.provenance:
             return reasons.of_another_method(record.method)

@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, with_type
-from ..layers import DenseSource
 from ..restore.plan import BudgetPlan, Plan, SegmentSlice
 from ..store import EXACT
 from ..store.geometry import HASH_TOKENS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 0.1
@@ -159,6 +159,8 @@ def tolerance(model: PreTrainedModel) -> float:
 
 def held_from(layers: Sequence[Any]) -> int | None:
     """Return the first position that some layer holds; None if a layer holds neither all positions nor a window."""
+    from ..layers import DenseSource  # a store alone needs no transformers
+
     if not all(isinstance(layer, DenseSource) and layer.is_initialized and not layer.selects for layer in layers):
         return None
     return min(layer.columns - layer.held for layer in layers)

@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..errors import CacheMismatchError
 from ..layers import DenseSource, SelectedSource, kv_sources, sources_for
-from ..methods import Exact, Method
+from ..methods import BudgetMethod, Exact, Method
 from ..patches.attach import Attachment, ServedCache, attach, attachment_of, base_model
 from ..patches.attention import can_select
 from ..patches.scope import current
@@ -281,7 +281,8 @@ def prepare(model: nn.Module, method: Method) -> tuple[Attachment, list[Any]]:
     attachment = attachment_of(inner)
     if attachment is None or not attachment.causal:  # visits every module; later changes are detected
         check_causal(inner)
-    layers = sources_for(inner, method.source)
+    selects = isinstance(method, BudgetMethod) and method.selects
+    layers = sources_for(inner, SelectedSource if selects else DenseSource)
     check_suits(method, inner)
     attachment = attach(inner)
     attachment.causal = True

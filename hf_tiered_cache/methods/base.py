@@ -13,7 +13,6 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, with_type
-from ..layers import DenseSource
 from ..restore.plan import PlanContext, Positions
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance
@@ -88,10 +87,6 @@ class Method(ABC):
         By default, those of tokens that are complete in the segment.
         """
         return shape.whole_hashes
-
-    def source(self, layer: int) -> DenseSource:
-        """Return the cache layer that provides keys and values to a full-attention layer."""
-        return DenseSource(layer)
 
 
 def is_number(value: Any) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, with_type
-from ..layers import DenseSource, SelectedSource
 from ..restore.plan import PlanContext, Positions
 from ..selection.prompt import PREFETCHED
 from ..selection.selector import Selector
@@ -135,10 +134,6 @@ class BudgetMethod(Method):
     def usable_hashes(self, shape: SegmentShape) -> int:
         """See `Method`. Tokens are selected within one KV cache group, so not in segments with merged layers."""
         return 0 if shape.geometry.pairs and self.selects else shape.whole_hashes
-
-    def source(self, layer: int) -> DenseSource:
-        """See `Method`."""
-        return SelectedSource(layer) if self.selects else super().source(layer)
 
     # --- budget for a quality target
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError, with_type
-from ..layers import LayerTensors
 from ..restore.plan import SegmentSlice
 from .base import is_count
 from .passages import Passages, check_share, count_of
+
+if TYPE_CHECKING:
+    from ..layers import LayerTensors
 
 
 @dataclass(frozen=True, kw_only=True)

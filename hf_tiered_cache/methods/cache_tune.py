@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, with_type
-from ..layers import LayerTensors
 from ..passages.ranking import RANKED_IN_CONTEXT
 from ..passages.recompute import LOWEST
 from ..restore.plan import SegmentSlice
@@ -26,6 +25,8 @@ from .passages import Passages, check_share, count_of, importance_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from ..layers import LayerTensors
 
 logger = logging.getLogger("hf_tiered_cache")
 

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from ..errors import ConfigError, unknown_name, with_type
-from ..layers import LayerTensors
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
 from ..passages.recompute import ProbeAttention
@@ -24,7 +22,10 @@ from ..store.geometry import Geometry
 from .base import Method, is_count, is_number
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from typing_extensions import Self
+
+    from ..layers import LayerTensors
 
 _RANKED_BEHIND = 64
 

@@ -13,6 +13,9 @@ from ..store.catalogue import SegmentRow
 from ..store.documents import DocumentRecord, by_passage, changed
 from ..store.geometry import ALIGNMENT, aligned
 
+BATCH_TOKENS = 4096
+"""Maximum number of tokens computed in one pass, for passages of equal length."""
+
 
 class Entry(NamedTuple):
     """Label, and the passages to be stored under it."""

@@ -23,7 +23,7 @@ from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
-from .documents import Entry, enter_documents
+from .documents import BATCH_TOKENS, Entry, enter_documents
 from .passage_cache import PassageCache, batches, whole_tokens
 from .precompute import PrecomputeReport, as_prompts, bar_over
 
@@ -130,9 +130,6 @@ def _heads(shape: SegmentShape, layer: int, blocks: dict[int, torch.Tensor], ten
 
 
 logger = logging.getLogger("hf_tiered_cache")
-
-BATCH_TOKENS = 4096
-"""Maximum number of tokens computed in one pass, for passages of equal length."""
 
 
 @dataclass(eq=False)

@@ -9,10 +9,9 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-from transformers import PreTrainedConfig
 
 from ..restore.hashes import PassageHasher
 from ..restore.plan import SegmentSlice
@@ -22,6 +21,9 @@ from ..store.format import is_behind_text
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from .ranking import RankingScores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _MOST_PLACES = 32
 """Maximum number of occurrences examined per hash: many passages may share a heading and differ elsewhere."""

@@ -10,13 +10,12 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError
-from ..patches.lookahead import LookAhead, PredictedQuery
 from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import share_row
@@ -34,6 +33,9 @@ from .selector import SelectionInput, Selector, check_mass, check_selection
 from .selectors import TokenDecodeSelector
 from .streamed import WarmUp
 from .window import ByIndex, WindowDecodeSelector
+
+if TYPE_CHECKING:
+    from ..patches.lookahead import LookAhead, PredictedQuery
 
 Prefetched = Literal["period", "keys"]
 """Kinds of prefetched blocks.

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from hf_tiered_cache import ConfigError, TieredCache, attach, detach, reasons, tiered
-from hf_tiered_cache.patches import attachment_of
+from hf_tiered_cache.patches.attach import attachment_of
 from hf_tiered_cache.patches.scope import CACHE_ARGUMENTS
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}

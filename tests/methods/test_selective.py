@@ -15,7 +15,7 @@ from eval.baselines import H2O, AttentionStore, Recompute, TopTokens
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
 from hf_tiered_cache.methods import ContiguousKV, Exact, Impress, KVDrive, describe_method, make_method
-from hf_tiered_cache.patches import attachment_of
+from hf_tiered_cache.patches.attach import attachment_of
 from hf_tiered_cache.selection.selectors import ProbeHeads, TopChunks
 from hf_tiered_cache.store.geometry import Geometry, in_groups
 from hf_tiered_cache.units import format_bytes

@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_tiered_cache
 from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, UnsupportedModelError, attach, detach, tiered
-from hf_tiered_cache.patches import attachment_of, rotary
+from hf_tiered_cache.patches import rotary
+from hf_tiered_cache.patches.attach import attachment_of
 from hf_tiered_cache.patches.scope import CACHE_ARGUMENTS, current
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
