@@ -303,6 +303,10 @@ class TieredSession:
         """Sum over all requests so far. Prints as a table."""
         return self._account.stats
 
+    def count_into(self, total: StatsCollector | None) -> None:
+        """Count everything in `total`, too, from now on; None to stop."""
+        self._account.total = total
+
     def close(self) -> None:
         """End the session: the model works as before, and computed KV is still stored."""
         for reference in self._engines:

@@ -12,7 +12,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import uvicorn
 import uvicorn.config
@@ -32,11 +33,14 @@ from ..batching.tiers import check_method
 from ..errors import ConfigError
 from ..kvstore import KVStore
 from ..methods import Method
-from ..stats import RequestStats
+from ..stats import RequestStats, StatsCollector
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
 from .limits import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ImpatientProtocol, LimitedRequests, error_body
 from .serve_batched import BatchedGenerateManager, Batching, limit_request, request_stats
+
+if TYPE_CHECKING:
+    from .metrics import MetricsOf
 
 try:
     from transformers.cli.serving.systemone import SystemOneHandler
@@ -48,6 +52,7 @@ logger = logging.getLogger("hf_tiered_cache")
 _notices = Notices()
 
 NewCache = Callable[[PreTrainedModel], TieredCache]
+Counted = TypeVar("Counted", TieredCache, TieredSession)
 
 
 class TieredGenerateManager(GenerateManager):
@@ -231,6 +236,7 @@ def build_app(
     new_cache: NewCache,
     *,
     batching: Batching | None = None,
+    metrics: MetricsOf | None = None,
     enable_cors: bool = False,
     max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> FastAPI:
@@ -240,6 +246,7 @@ def build_app(
         models: Models to serve.
         new_cache: Function that creates the cache for a request to a model.
         batching: Session and configuration of continuous batching; None runs one request after the other.
+        metrics: Metrics that `/metrics` answers with; None for no such path.
         enable_cors: Whether browsers may send requests from any origin.
         max_request_bytes: Maximum size of a request body.
     """
@@ -257,6 +264,8 @@ def build_app(
     closed_paths = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads the model
     for error_type in (AttributeError, ImportError, LookupError, TypeError, ValueError):
         app.add_exception_handler(error_type, _answer_invalid_request)
+    if metrics is not None:
+        app.add_api_route("/metrics", metrics.answer, response_class=Response)
     app.add_middleware(LimitedRequests, max_bytes=max_request_bytes, closed_paths=closed_paths)
     return app
 
@@ -293,17 +302,24 @@ def serve(
         ConfigError: The address is not available, the model cannot be loaded, or it is not supported with this method.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # same shutdown as Ctrl-C, so that computed KV is stored
-    new_cache = partial(TieredCache, store=store, method=method)
+    requests = StatsCollector()
+    new_cache = partial(_counted, requests, partial(TieredCache, store=store, method=method))
     batches = None
     if batching is not None:
         check_method(method)
-        batches = Batching(partial(TieredSession, store=store, method=method), ContinuousBatchingConfig(**batching))
+        new_session = partial(_counted, requests, partial(TieredSession, store=store, method=method))
+        batches = Batching(new_session, ContinuousBatchingConfig(**batching))
     with suppress(KeyboardInterrupt), _listen(host, port) as listener:
         models = _load(model, **options)
         for loaded in models.loaded_models.values():
             new_cache(loaded.model)  # refuse unsupported models now
         app = build_app(
-            models, new_cache, batching=batches, enable_cors=enable_cors, max_request_bytes=max_request_bytes
+            models,
+            new_cache,
+            batching=batches,
+            metrics=_metrics_of(store, requests),
+            enable_cors=enable_cors,
+            max_request_bytes=max_request_bytes,
         )
         config = uvicorn.Config(
             app,
@@ -323,6 +339,23 @@ def serve(
             uvicorn.Server(config).run(sockets=[listener])
         finally:
             app.state.generation_state.shutdown()
+
+
+def _counted(total: StatsCollector, make: Callable[[PreTrainedModel], Counted], model: PreTrainedModel) -> Counted:
+    """Create a cache or session of a model, which also counts into `total`."""
+    counted = make(model)
+    counted.count_into(total)
+    return counted
+
+
+def _metrics_of(store: KVStore, requests: StatsCollector) -> MetricsOf | None:
+    """Return the metrics for `/metrics`, or None without the package for it."""
+    if find_spec("prometheus_client") is None:
+        logger.info("/metrics is not served; install prometheus-client")
+        return None
+    from .metrics import MetricsOf
+
+    return MetricsOf(store, requests)
 
 
 def _listen(host: str, port: int) -> socket.socket:

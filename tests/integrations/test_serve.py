@@ -23,6 +23,7 @@ from paged import finished, greedy, paging
 from transformers.utils.import_utils import is_serve_available
 
 from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
+from hf_tiered_cache.stats import StatsCollector
 
 if not is_serve_available():
     pytest.skip("the server needs the extra `serve`", allow_module_level=True)
@@ -285,7 +286,10 @@ class Client:
 def app(model, tmp_path_factory):
     models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
     with KVStore(tmp_path_factory.mktemp("kv") / "store") as store:
-        yield Client(server.build_app(models, partial(TieredCache, store=store), max_request_bytes=100_000), models)
+        requests = StatsCollector()
+        new_cache = partial(server._counted, requests, partial(TieredCache, store=store))
+        metrics = server._metrics_of(store, requests)
+        yield Client(server.build_app(models, new_cache, metrics=metrics, max_request_bytes=100_000), models)
 
 
 def good(app, **more):
@@ -293,6 +297,20 @@ def good(app, **more):
     status, text = app.chat({"prompt": SYSTEM, "max_tokens": 2, "temperature": 0} | more, "/v1/completions")
     assert status == 200, text
     return json.loads(text)
+
+
+def test_metrics_count_requests(app):
+    pytest.importorskip("prometheus_client")
+
+    def count():
+        status, text = app.ask("/metrics", method="GET")
+        assert status == 200
+        (line,) = [line for line in text.splitlines() if line.startswith("hf_tiered_cache_requests_requests_total")]
+        return float(line.split()[1])
+
+    before = count()
+    good(app)
+    assert count() == before + 1
 
 
 MESSAGES = [{"role": "user", "content": "who went in ?"}]
