@@ -8,9 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-
-from bench.lib import servers
-from bench.lib.servers import MissingServerError, Mooncake, Server, make_bucket, s3_environment
+import remote_servers as servers
+from remote_servers import MissingServerError, Mooncake, Server, make_bucket, s3_environment
 
 REMOTES = ["file", "redis", "s3", "mooncake"]
 """Kinds of remotes that processes share."""

@@ -238,7 +238,7 @@ def test_a_segment_of_a_model_on_a_gpu_is_kept_in_locked_memory(locked, tmp_path
     with KVStore(tmp_path, engine="posix") as store:
         storage = store._storage
         monkeypatch.setattr(storage.writer, "submit", lambda pending, wait: None)
-        storage.submit(PendingSegment(None, [], lambda: iter(()), on_device=KeptOnDevice(1, GPU)))
+        storage.submit(PendingSegment(SimpleNamespace(id="a"), [], lambda: iter(()), on_device=KeptOnDevice(1, GPU)))
         storage.residency.host.allocate(2 * HUGE)
     assert locked.gpus[:1] == [GPU]
 
