@@ -75,9 +75,9 @@ SLOWER = (
 OWN_CACHE = "generate() was called with another kind of cache, which is used unchanged"
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
-PAGES_NOT_SHARED = (
-    "continuous batching shares no pages between requests of this model (it has layers with a sliding window, or "
-    "allow_block_sharing is False), so nothing is restored or stored; call generate()"
+SHARED_LAYERS = (
+    "layers of this model use the keys and values of other layers, so continuous batching restores and stores nothing; "
+    "call generate()"
 )
 VARYING_ROPE = (
     "this model's RoPE frequencies depend on the longest prompt of a batch, so continuous batching restores and "

@@ -9,9 +9,10 @@
 | `inputs_and_outputs.prepare_batch_tensors` | which tokens of which requests are packed into a pass |
 | `scheduler.add_waiting_request` | arrival of a request |
 | `scheduler._get_waiting_candidates` | requests that may be scheduled; those that wait for a restore are left out |
+| `scheduler._infer_request_tokens` | admission of a request; asks for a prefix match if `cache.use_prefix_sharing` |
 | `cache.search_prefix_match` | prefix that the pages hold; extended by what the store holds |
 | `cache.update` | new KV of a layer; also writes restored KV into pages |
-| `cache.extend_read_and_write_indices` | rows of a request's tokens in the pages |
+| `cache.extend_read_and_write_indices` | rows of a request's tokens in the pages of each group of layers |
 | `model._cached_continuous_batching_manager` | manager that outlives a call of `generate_batch` |
 | allocation and hashes of pages | see `_AllocatorPages` (since 5.18) and `_ManagerPages` (before) |
 
@@ -25,31 +26,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from .. import reasons
+from .packed import Packed
 
 logger = logging.getLogger("hf_tiered_cache")
 
 PagedKV = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values by layer, `[1, heads, tokens, dim]` each, as the model passes them to the pages: keys are rotated."""
-
-
-class Packed(NamedTuple):
-    """Tokens of one request in a packed pass.
-
-    Args:
-        state: State of the request (transformers' `RequestState`).
-        first: Position of the first token.
-        num_tokens: Number of tokens. Requests follow each other in the pass without gaps.
-    """
-
-    state: Any
-    first: int
-    num_tokens: int
+"""Keys and values by layer, `[1, heads, tokens, dim]` each, as the model passes them to the pages: keys are rotated.
+All end at the same position; layers with a sliding window may begin later."""
 
 
 def id_of(state: Any) -> str:
@@ -105,27 +94,23 @@ class Engine:
         listener: Receives the events of every processor that the manager creates.
     """
 
+    pages: Pages
+    """Pages of the processor, from its creation on."""
+
     def __init__(self, manager: Any, listener: Listener) -> None:
         self.manager, self._listener = manager, listener
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str]] = []
         self._processor: Any = None
         self._failed = False
         self._rows: list[Packed] = []
-        self._write_pages: Callable[..., Any] = lambda *args: None  # the cache's own `update`
         self.is_fresh = getattr(manager, "batch_processor", None) is None
         """True if the pages hold nothing that was computed before this object was created."""
-        self.pages: Pages | None = None
-        """Pages of the processor; None before it is created."""
         self._replace(manager, "_create_batch_processor", self._create_processor)
 
     def detach(self) -> None:
         """Restore all replaced verbs."""
         while self._replaced:
-            owner, name, previous = self._replaced.pop()
-            if previous is None:
-                owner.__dict__.pop(name, None)
-            else:
-                owner.__dict__[name] = previous
+            delattr(*self._replaced.pop())
 
     def wake(self) -> None:
         """Let the engine schedule again if it waits for requests."""
@@ -147,20 +132,18 @@ class Engine:
         stream = None if self._processor is None else self._processor.inputs_and_outputs.compute_stream
         return nullcontext() if stream is None else torch.get_device_module(stream.device.type).stream(stream)
 
-    def write(self, request_id: str, first: int, kv: PagedKV) -> None:
-        """Write KV of the positions from `first` on into the pages of a request, before the next pass."""
-        assert self.pages is not None
-        cache, count = self._processor.cache, next(iter(kv.values()))[0].shape[2]
-        index: list[list[int]] = [[]]
-        cache.extend_read_and_write_indices(request_id, first, count, None, index)
+    def write(self, request_id: str, stop: int, kv: PagedKV) -> None:
+        """Write KV of the last positions before `stop` into the pages of a request, before the next pass."""
+        rows: dict[int, list[torch.Tensor]] = {}  # of each group of layers, by the number of positions
         with self.on_stream(), torch.no_grad():
-            write = torch.tensor(index[0], dtype=torch.int64, device=cache.device)
-            nothing = torch.empty(0, dtype=torch.int64, device=cache.device)
             for layer, (keys, values) in kv.items():
+                count = keys.shape[2]
+                if count not in rows:
+                    rows[count] = self.pages.rows(request_id, stop - count, count)
                 if keys.device.type != "cpu":
                     for tensor in (keys, values):
                         tensor.record_stream(torch.get_device_module(keys.device.type).current_stream())
-                self._write_pages(keys, values, layer, *self.pages.row_arguments(nothing, write))
+                self.pages.cache.update(keys, values, layer, *self.pages.row_arguments(rows[count]))
 
     # --- verbs
 
@@ -172,18 +155,13 @@ class Engine:
         if missing := missing_verbs(self.manager, processor):
             self._listener.refused(reasons.moved_verbs(missing))
             return processor
-        if not cache.use_prefix_sharing:
-            self._listener.refused(reasons.PAGES_NOT_SHARED)
-            self._replace(processor.scheduler, "add_waiting_request", self._arrive)
-            return processor
-        has_allocators = hasattr(cache, "cache_allocators")
-        self.pages = _AllocatorPages(cache) if has_allocators else _ManagerPages(cache)
-        self._write_pages = cache.update
+        self.pages = _AllocatorPages(cache) if hasattr(cache, "cache_allocators") else _ManagerPages(cache)
         self._replace(processor, "prepare_next_batch", self._prepare)
         self._replace(processor, "_generation_step", self._step)
         self._replace(processor.inputs_and_outputs, "prepare_batch_tensors", self._pack)
         self._replace(processor.scheduler, "add_waiting_request", self._arrive)
         self._replace(processor.scheduler, "_get_waiting_candidates", self._candidates)
+        self._replace(processor.scheduler, "_infer_request_tokens", self._admit)
         self._replace(cache, "search_prefix_match", self._match)
         self._replace(cache, "update", torch.compiler.disable(self._update))
         return processor
@@ -235,8 +213,16 @@ class Engine:
     def _candidates(self, original: Callable[[], list[Any]]) -> list[Any]:
         return [state for state in original() if self._tell(True, self._listener.may_be_scheduled, state)]
 
+    def _admit(self, original: Callable[..., list[int]], *args: Any) -> list[int]:
+        """Let the scheduler ask for a prefix match even if requests share no pages."""
+        self.pages.cache.use_prefix_sharing = True
+        try:
+            return original(*args)
+        finally:
+            self.pages.cache.use_prefix_sharing = self.pages.are_shared
+
     def _match(self, original: Callable[..., int], request_id: str, prompt_ids: list[int]) -> int:
-        tokens = original(request_id, prompt_ids)
+        tokens = original(request_id, prompt_ids) if self.pages.are_shared else 0
         state = self._processor.scheduler.waiting_requests.get(request_id)
         return tokens if state is None else int(self._tell(tokens, self._listener.matched, state, tokens))
 
@@ -253,116 +239,119 @@ class Engine:
         return original(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-        self._replaced.append((owner, name, owner.__dict__.get(name)))
-        owner.__dict__[name] = partial(replacement, original)
+        self._replaced.append((owner, name))
+        setattr(owner, name, partial(replacement, getattr(owner, name)))
 
 
 class Pages(ABC):
-    """Pages of an engine whose requests share prefixes: allocation, and the engine's own hashes.
+    """Pages of an engine: allocation, and the engine's own hashes.
 
     Args:
         cache: transformers' `PagedAttentionCache`.
+        groups: The cache's allocators, one for each group of layers. With a sliding window, pages hold the window only.
     """
 
-    block_tokens: int
-    """Number of tokens per page."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-
-    def blocks(self, tokens: int) -> int:
-        """Return the number of pages that hold `tokens` tokens."""
-        return -(-tokens // self.block_tokens)
-
-    @abstractmethod
-    def num_free(self) -> int:
-        """Return the number of pages that no request uses."""
+    def __init__(self, cache: Any, groups: Sequence[Any]) -> None:
+        self.cache, self._groups = cache, groups
+        self.are_shared = bool(cache.use_prefix_sharing)
+        """True if a request begins with the pages that hold its prefix. Sliding windows rule that out."""
 
     @abstractmethod
     def held(self, tokens: list[int]) -> int:
-        """Return how many leading tokens of a prompt are in shared pages."""
+        """Return how many leading tokens are in pages of some group that the engine may give to further requests."""
+
+    @abstractmethod
+    def has_room(self, tokens: int, held: int) -> bool:
+        """Return whether unused pages suffice for `tokens` tokens, of which shared pages hold the first `held`."""
 
     @abstractmethod
     def allocate(self, state: Any, held: int, stop: int) -> bool:
-        """Allocate pages for the tokens of a waiting request up to `stop`, of which its pages hold the first `held`.
-
-        Returns:
-            False, without a change, if there are too few.
-        """
+        """Allocate pages for a waiting request's tokens from `held` to `stop`, and return whether there were enough."""
 
     def free(self, request_id: str) -> None:
         """Return the pages of a request that has not begun."""
         self.cache.free_blocks(request_id)
 
     @abstractmethod
-    def share(self, state: Any, count: int) -> None:
-        """Give the next `count` complete pages of a request the engine's hashes, so that others can share them."""
+    def complete(self, state: Any, count: int) -> None:
+        """Hash the pages that the next `count` tokens of a waiting request complete, where the engine would."""
+
+    def rows(self, request_id: str, first: int, count: int) -> list[torch.Tensor]:
+        """Return the rows of some of a request's tokens in the pages of each group of layers, int64 `[count]` each."""
+        index: list[list[int]] = [[] for _ in self._groups]
+        self.cache.extend_read_and_write_indices(request_id, first, count, None, index)
+        return [torch.tensor(rows, dtype=torch.int64, device=self.cache.device) for rows in index]
 
     @abstractmethod
-    def row_arguments(self, read: torch.Tensor, write: torch.Tensor) -> tuple[Any, ...]:
-        """Return the arguments of the engine's own `update` that say which rows of the pages it reads and writes."""
+    def row_arguments(self, rows: list[torch.Tensor]) -> tuple[Any, ...]:
+        """Return the arguments with which the engine's own `update` writes these rows of the pages, and reads none."""
 
 
 class _AllocatorPages(Pages):
-    """Pages since transformers 5.18, from the allocator of the layers with full attention."""
+    """Pages since transformers 5.18, which allocators take from sectors."""
 
     def __init__(self, cache: Any) -> None:
-        super().__init__(cache)
-        ((self._name, self._allocator),) = cache.cache_allocators.items()
-        self.block_tokens = self._allocator.tokens_per_page
-
-    def num_free(self) -> int:
-        pool, allocator = self.cache.pool, self._allocator
-        unused = pool.count_free_blocks(allocator.index) + pool.num_free_sectors * allocator.blocks_per_sector
-        return int(unused + len(allocator.ledger.cached_blocks))
+        super().__init__(cache, list(cache.cache_allocators.values()))
 
     def held(self, tokens: list[int]) -> int:
-        return len(self._allocator.match_prefix_blocks(tokens)) * self.block_tokens
+        return max(len(group.match_prefix_blocks(tokens)) * int(group.tokens_per_page) for group in self._groups)
+
+    def has_room(self, tokens: int, held: int) -> bool:
+        pool, sectors = self.cache.pool, 0
+        for group in self._groups:
+            unused = pool.count_free_blocks(group.index) + len(group.ledger.cached_blocks)
+            missing = group.needs_new_blocks("", 0, tokens) - held // group.tokens_per_page - unused
+            sectors += max(0, -(-missing // group.blocks_per_sector))
+        return bool(sectors <= pool.num_free_sectors)
 
     def allocate(self, state: Any, held: int, stop: int) -> bool:
         count, allocate = stop - state.current_len(), self.cache.can_store_request_tokens
         return bool(allocate(state, count) or (self.cache.evict_cached_blocks() and allocate(state, count)))
 
-    def share(self, state: Any, count: int) -> None:
-        self.cache.mark_complete_blocks(state, {self._name: count})
+    def complete(self, state: Any, count: int) -> None:
+        if self.are_shared:
+            self.cache.mark_complete_blocks(state, self.cache.count_new_complete_blocks(state, count))
 
-    def row_arguments(self, read: torch.Tensor, write: torch.Tensor) -> tuple[Any, ...]:
-        kind = self._allocator.layer_type
-        lengths = {"cu_seq_lens_k": {kind: read}, "max_length_k": {kind: 0}}
-        return ({"read_index": [read], "write_index": [write], **lengths},)
+    def row_arguments(self, rows: list[torch.Tensor]) -> tuple[Any, ...]:
+        lengths = {group.layer_type: rows[0][:0] for group in self._groups}
+        index = {"read_index": [row[:0] for row in rows], "write_index": rows}
+        return ({**index, "cu_seq_lens_k": lengths, "max_length_k": dict.fromkeys(lengths, 0)},)
 
 
 class _ManagerPages(Pages):
-    """Pages before transformers 5.18, from one block manager."""
+    """Pages before transformers 5.18, which all groups take from one block manager."""
 
     def __init__(self, cache: Any) -> None:
-        super().__init__(cache)
-        self.block_tokens = cache.block_size
-
-    def num_free(self) -> int:
-        return int(self.cache.get_num_free_blocks())
+        super().__init__(cache, cache.group_cache_managers)
+        self._size = int(cache.block_size)
 
     def held(self, tokens: list[int]) -> int:
-        manager, size, parent = self.cache._block_manager, self.block_tokens, None
+        return max(self._hashed(group._index, tokens) for group in self._groups)
+
+    def _hashed(self, group: int, tokens: list[int]) -> int:
+        manager, size, parent = self.cache._block_manager, self._size, None
         for start in range(0, len(tokens) - size + 1, size):
-            parent = manager.compute_hash(parent, tokens[start : start + size], 0)
+            parent = manager.compute_hash(parent, tokens[start : start + size], group)
             if parent not in manager._hash_to_id:
                 return start
         return len(tokens) // size * size
 
+    def has_room(self, tokens: int, held: int) -> bool:
+        held_blocks, blocks = held // self._size, -(-tokens // self._size)
+        return bool(self.cache.will_allocation_be_successful(blocks - held_blocks, held_blocks))
+
     def allocate(self, state: Any, held: int, stop: int) -> bool:
-        held_blocks = held // self.block_tokens
-        allocated = self.cache.allocate_blocks(self.blocks(stop) - held_blocks, state.request_id, held_blocks)
-        if allocated is not None and stop % self.block_tokens:
+        held_blocks, blocks = held // self._size, -(-stop // self._size)
+        allocated = self.cache.allocate_blocks(blocks - held_blocks, state.request_id, held_blocks)
+        if allocated is not None and stop % self._size:
             state.allocated_blocks += 1  # the scheduler counts complete pages only
         return allocated is not None
 
-    def share(self, state: Any, count: int) -> None:
-        self.cache.mark_shareable_blocks_as_complete(state, count)
+    def complete(self, state: Any, count: int) -> None:
+        self.cache.mark_shareable_blocks_as_complete(state, count // self._size)
 
-    def row_arguments(self, read: torch.Tensor, write: torch.Tensor) -> tuple[Any, ...]:
-        return [read], [write]
+    def row_arguments(self, rows: list[torch.Tensor]) -> tuple[Any, ...]:
+        return [row[:0] for row in rows], rows
 
 
 _VERBS: dict[str, tuple[str, ...]] = {
@@ -378,14 +367,15 @@ _VERBS: dict[str, tuple[str, ...]] = {
     ),
     "processor.cache": (
         *("search_prefix_match", "update", "extend_read_and_write_indices", "use_prefix_sharing", "device"),
-        *("cache_allocators|_block_manager", "can_store_request_tokens|allocate_blocks", "free_blocks"),
-        *("mark_complete_blocks|mark_shareable_blocks_as_complete", "evict_cached_blocks|get_num_free_blocks"),
+        *("cache_allocators|group_cache_managers", "pool|_block_manager", "free_blocks"),
+        *("can_store_request_tokens|allocate_blocks", "evict_cached_blocks|will_allocation_be_successful"),
+        *("mark_complete_blocks|mark_shareable_blocks_as_complete", "count_new_complete_blocks|block_size"),
     ),
 }
 """Verbs by the path of their object from the manager; alternatives are names in different versions."""
 
-
-_STATE = ("request_id", "initial_tokens", "generated_tokens", "position_offset", "current_len", "allocated_blocks")
+_STATE = ("request_id", "initial_tokens", "generated_tokens", "position_offset", "current_len")
+_COUNTS = ("allocated_blocks",)
 _SCHEDULED = ("state", "query_length")
 
 
@@ -398,6 +388,6 @@ def missing_verbs(manager: Any, processor: Any) -> list[str]:
         lacks = [verb for verb in verbs if not any(hasattr(owner, name) for name in verb.split("|"))]
         missing += [f"{rest or part or 'manager'}.{verb.replace('|', ' or ')}" for verb in lacks]
     state = RequestState(request_id="", initial_tokens=[])
-    missing += [f"RequestState.{name}" for name in _STATE if not hasattr(state, name)]
+    missing += [f"RequestState.{name}" for name in (*_STATE, *_COUNTS) if not hasattr(state, name)]
     missing += [f"FutureRequestState.{name}" for name in _SCHEDULED if not hasattr(FutureRequestState, name)]
     return missing

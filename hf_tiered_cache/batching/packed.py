@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,20 @@ _JOINED_PASSES = 32
 
 _KEYS_AND_VALUES: tuple[Literal[1], Literal[2]] = (1, 2)
 """Indexes of the tensors in `CapturedLayer`."""
+
+
+class Packed(NamedTuple):
+    """Tokens of one request in a packed pass.
+
+    Args:
+        state: State of the request (transformers' `RequestState`).
+        first: Position of the first token.
+        num_tokens: Number of tokens. Requests follow each other in the pass without gaps.
+    """
+
+    state: Any
+    first: int
+    num_tokens: int
 
 
 class CapturedLayer(NamedTuple):
@@ -66,10 +80,11 @@ class PassCapture:
 
     Args:
         tables: RoPE tables of the model.
+        windows: Sliding window of each layer in tokens; 0 for full attention.
     """
 
-    def __init__(self, tables: TableCache) -> None:
-        self._tap = RotaryTap(tables)
+    def __init__(self, tables: TableCache, windows: Sequence[int]) -> None:
+        self._tap, self._windows = RotaryTap(tables), windows
         self._layers: dict[int, CapturedLayer] = {}
 
     def enclose(self, run: Callable[[], None]) -> None:
@@ -83,7 +98,8 @@ class PassCapture:
     def add(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Capture a layer of the running pass: rotated keys and values, `[1, heads, tokens, dim]` each."""
         pre_rope = self._tap.take(layer, keys, values)
-        self._layers[layer] = CapturedLayer(kind_of(pre_rope, keys, values, 0), pre_rope.keys, pre_rope.values)
+        kind = kind_of(pre_rope, keys, values, self._windows[layer])
+        self._layers[layer] = CapturedLayer(kind, pre_rope.keys, pre_rope.values)
 
     def kv(self, fingerprint: str, depth: int) -> PackedKV | None:
         """Return the KV, or None if the pass did not reach all `depth` layers."""

@@ -44,16 +44,19 @@ class EmptyCache:
 
 @dataclass(frozen=True)
 class Restored:
-    """Restored KV of a request, from position `first` to `stop` (exclusive)."""
+    """Restored KV of a request, from position `first` to `stop` (exclusive).
+
+    Layers with a sliding window have what the token at `stop` sees of it.
+    """
 
     first: int
     stop: int
     kv: PagedKV
 
-    def part(self, first: int, stop: int) -> PagedKV:
-        """Return the KV of some of the positions."""
-        inside = slice(first - self.first, stop - self.first)
-        return {layer: (keys[:, :, inside], values[:, :, inside]) for layer, (keys, values) in self.kv.items()}
+    def since(self, first: int) -> PagedKV:
+        """Return the KV of the positions from `first` on."""
+        last = slice(first - self.stop, None)
+        return {layer: (keys[:, :, last], values[:, :, last]) for layer, (keys, values) in self.kv.items()}
 
     @property
     def nbytes(self) -> int:

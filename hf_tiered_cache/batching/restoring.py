@@ -55,8 +55,12 @@ def observe_rotations(attachment: Attachment, fingerprint: str) -> LayerRotation
     if varying_rope(attachment.config) is not None:
         return reasons.VARYING_ROPE
     rotations = LayerRotations(attachment, fingerprint)
-    has_windows = any(kind.window for kind, _ in rotations.layers.values())
-    return reasons.PAGES_NOT_SHARED if has_windows or len(rotations.layers) != attachment.depth else rotations
+    return rotations if len(rotations.layers) == attachment.depth else reasons.SHARED_LAYERS
+
+
+def windows_of(attachment: Attachment) -> list[int]:
+    """Return the sliding window of each layer in tokens; 0 for full attention."""
+    return [source.window for source in sources_for(attachment.model, DenseSource)]
 
 
 class _ObservingCache(DynamicCache):
@@ -64,9 +68,7 @@ class _ObservingCache(DynamicCache):
 
     def __init__(self, attachment: Attachment, tap: RotaryTap) -> None:
         super().__init__(config=attachment.config)
-        self._tap = tap
-        sources = sources_for(attachment.model, DenseSource)
-        self._windows = {index: getattr(source, "window", 0) for index, source in enumerate(sources)}
+        self._tap, self._windows = tap, windows_of(attachment)
         self.observed: dict[int, tuple[LayerKV, PreRopeKV]] = {}
 
     def update(
@@ -100,13 +102,13 @@ def assemble(
         is_wanted: Returns whether the KV is still needed; asked before each layer.
 
     Returns:
-        The KV, or None if it is no longer needed.
+        The KV, or None if it is no longer needed. Layers with a sliding window begin where the suffix's view begins.
 
     Raises:
         RestoreError: A block could not be fetched or is damaged.
     """
     plan = _without_beginning(plan, first)
-    count, kv = (plan.suffix or 0) - first, {}
+    kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     fetcher = Fetcher(storage.residency, collector, attachment.devices.__getitem__, ahead_bytes)
     try:
         prefetch = Prefetch(plan, fetcher, ahead_bytes)
@@ -116,10 +118,12 @@ def assemble(
                 if not is_wanted():
                     return None
                 device, dtype = attachment.devices[layer], like.keys.dtype
+                begin = max(first, plan.first_position(kind.window))
+                count = max(0, (plan.suffix or 0) - begin)
                 keys = torch.empty(1, kind.key_heads, count, kind.key_dim, dtype=dtype, device=device)
                 values = torch.empty(1, kind.value_heads, count, kind.value_dim, dtype=dtype, device=device)
                 rotate_ = partial(rotations.tap.rotate_, like)
-                restore_layer(prefetch, plan, layer, kind, dtype, keys, values, first, rotate_)
+                restore_layer(prefetch, plan, layer, kind, dtype, keys, values, begin, rotate_)
                 kv[layer] = keys, values
         fetcher.confirm()
         for device in {keys.device for keys, _ in kv.values()}:

@@ -23,11 +23,11 @@ from ..methods import ForConversation, Method, PrefixMethod
 from ..patches.attach import Attachment
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
-from .engine import Engine, Packed, Pages, id_of, parent_id_of
+from .engine import Engine, Pages, id_of, parent_id_of
 from .lookups import Lookups
-from .packed import PackedKV, PassCapture, PassJoiner
+from .packed import Packed, PackedKV, PassCapture, PassJoiner
 from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
-from .restoring import LayerRotations, observe_rotations
+from .restoring import LayerRotations, observe_rotations, windows_of
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -72,7 +72,7 @@ class PagedTiers:
         self._leaving: list[BatchedRequest] = []  # gone, and their lookup has not ended
         self._leaders: dict[bytes, BatchedRequest] = {}
         self._collectors: dict[str, StatsCollector] = {}
-        self._joiner = PassJoiner()
+        self._joiner, self._windows = PassJoiner(), windows_of(attachment)
         self._identifier = self._new_executor(StatsCollector())
         self._capture: PassCapture | None = None  # of the running pass
         self._num_captured = 0
@@ -190,19 +190,17 @@ class PagedTiers:
             if not tokens and not self._has_room(request, tokens):
                 return tokens  # it waits for pages
             request.decided = True
-            restored = request.restored
-            stop = 0 if restored is None else min(restored.stop, len(request.prompt) - 1)
-            is_placeable = self._is_placeable(request, tokens) and self._has_room(request, tokens)
-            if restored is not None and restored.first <= tokens < stop and is_placeable:
-                try:
-                    placed = self._place(request, restored, tokens, stop)
-                finally:
-                    self._lookups.release(request)
-                return placed
-            self._lookups.release(request)
-            if self._changed and tokens:
+            if self._changed and self._pages.held(request.prompt):  # it gets pages of another state of the model
                 request.stop_recording()
-            return tokens
+                self._lookups.release(request)
+            restored = request.restored
+            if restored is None or not self._is_placeable(request, restored, tokens):
+                self._lookups.release(request)
+                return tokens
+            try:
+                return self._place(request, restored, tokens)
+            finally:
+                self._lookups.release(request)
 
     def between_steps(self) -> None:
         """See `Listener`."""
@@ -235,7 +233,7 @@ class PagedTiers:
             run()
             self._note(rows, None)
             return
-        capture = self._capture = PassCapture(self._attachment.tables_of(fingerprint))
+        capture = self._capture = PassCapture(self._attachment.tables_of(fingerprint), self._windows)
         try:
             capture.enclose(run)
         finally:
@@ -317,7 +315,6 @@ class PagedTiers:
     @property
     def _pages(self) -> Pages:
         assert self._engine is not None
-        assert self._engine.pages is not None
         return self._engine.pages
 
     def _new_executor(self, collector: StatsCollector) -> Executor:
@@ -331,8 +328,9 @@ class PagedTiers:
             follows: Whether it may wait for another request, which restores the same tokens.
             waits: Whether it may wait for its restore; otherwise only its computed KV is recorded.
         """
-        prompt, held = request.prompt, self._pages.held(request.prompt)
-        follows = follows or held > request.held
+        prompt, are_shared = request.prompt, self._pages.are_shared
+        held = self._pages.held(prompt) if are_shared else 0
+        follows = are_shared and (follows or held > request.held)
         request.held, request.deadline = held, time.monotonic() + PATIENCE_SECONDS
         waits = waits and self._options.restore and not self._lookups.are_hung
         if not waits or len(prompt) - 1 - held < HASH_TOKENS:
@@ -354,31 +352,28 @@ class PagedTiers:
 
     def _has_room(self, request: BatchedRequest, held: int) -> bool:
         """Return whether there are pages for the whole prompt, of which its pages hold the first `held` tokens."""
-        blocks = self._pages.blocks
-        return blocks(len(request.prompt) + 1) - blocks(held) <= self._pages.num_free()
+        return self._pages.has_room(len(request.prompt) + 1, held)
 
-    def _is_placeable(self, request: BatchedRequest, held: int) -> bool:
-        """Return whether restored KV was computed by the model of the next pass, like the pages before it."""
+    def _is_placeable(self, request: BatchedRequest, restored: Restored, held: int) -> bool:
+        """Return whether restored KV continues the pages, and was computed by the model of the next pass."""
         sequence = request.executor.sequence
         is_current = sequence is not None and sequence.identity.fingerprint == self._fingerprint
-        return is_current and not (self._changed and held)
+        return is_current and restored.first <= held < restored.stop and self._has_room(request, held)
 
-    def _place(self, request: BatchedRequest, restored: Restored, held: int, stop: int) -> int:
-        """Write restored KV from token `held` to `stop` into pages, and return the number of tokens that they hold."""
-        engine, pages, state = self._engine, self._pages, request.state
+    def _place(self, request: BatchedRequest, restored: Restored, held: int) -> int:
+        """Write restored KV from token `held` on into pages, and return the number of tokens that they hold."""
+        engine, pages, state, stop = self._engine, self._pages, request.state, restored.stop
         assert engine is not None
         if not pages.allocate(state, held, stop):
             return held
         try:
-            engine.write(request.id, held, restored.part(held, stop))
+            engine.write(request.id, stop, restored.since(held))
         except Exception as error:
             self._storage.disk.warn("pages", f"restored KV could not be written into pages: {error!r}")
             if not held:
                 pages.free(request.id)
             return held
-        whole = stop // pages.block_tokens - held // pages.block_tokens
-        if whole:
-            pages.share(state, whole)
+        pages.complete(state, stop - held)
         request.placed = True
         request.executor.collector.add(tokens_restored=stop - held, tokens_attended=stop - held, tokens_kept=held)
         return stop

@@ -209,14 +209,14 @@ def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch):
     monkeypatch.setattr(
         verbs.Engine,
         "write",
-        lambda self, request, first, kv: (written.update({first: kv}), write(self, request, first, kv)),
+        lambda self, request, stop, kv: (written.update({stop: kv}), write(self, request, stop, kv)),
     )
     with tiered(model, store):
         batched(model, ids.tolist())
-    assert list(written) == [0]
+    assert list(written) == [64]
     for layer, (keys, values) in enumerate(kv_of(model, ids)):
-        assert torch.equal(written[0][layer][0], keys[:, :, :64])
-        assert torch.equal(written[0][layer][1], values[:, :, :64])
+        assert torch.equal(written[64][layer][0], keys[:, :, :64])
+        assert torch.equal(written[64][layer][1], values[:, :, :64])
 
 
 def test_generate_gets_the_bits_that_the_engine_has_computed(model, store):
@@ -325,17 +325,6 @@ def _restored(model, root, ids):
 def test_other_methods_are_refused_with_advice(model, store, method):
     with tiered(model, store, method=method), pytest.raises(ConfigError, match=r"exact method, or call generate"):
         batched(model, [[5, 6, 7]])
-
-
-@pytest.mark.parametrize("family", ["gemma2", "mistral"])
-def test_sliding_windows_run_without_the_store_and_say_so(family, store, caplog):
-    model, ids = build(family), prompt(60)[0].tolist()
-    expected = alone(model, [ids])
-    with tiered(model, store) as session:
-        assert batched(model, [ids]) == expected
-        assert session.stats.reasons == {reasons.PAGES_NOT_SHARED: 1}
-        assert session.stats.requests == 1
-    assert caplog.text.count(reasons.PAGES_NOT_SHARED) == 1
 
 
 def test_frequencies_that_depend_on_a_batch_run_without_the_store(store):

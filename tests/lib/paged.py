@@ -87,12 +87,15 @@ def leaked(manager: Any) -> int:
     """The number of pages that some request holds, by the engine's own count; none may, when all have ended."""
     cache = manager.batch_processor.cache
     if hasattr(cache, "cache_allocators"):
-        (allocator,) = cache.cache_allocators.values()
-        free = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
-        free += cache.pool.num_free_sectors * allocator.blocks_per_sector
-        assert not allocator.block_table
-        return cache.num_sectors * allocator.blocks_per_sector - free
-    assert not cache.group_cache_managers[0].block_table
+        allocators, taken = cache.cache_allocators.values(), 0
+        assert not any(allocator.block_table for allocator in allocators)
+        cache.pool.try_to_free_sectors()
+        for allocator in allocators:  # sectors of its own consist of free blocks, and of blocks kept for others
+            kept = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
+            assert kept % allocator.blocks_per_sector == 0
+            taken += kept // allocator.blocks_per_sector
+        return cache.num_sectors - cache.pool.num_free_sectors - taken
+    assert not any(group.block_table for group in cache.group_cache_managers)
     return cache.num_blocks - cache.get_num_free_blocks()
 
 
