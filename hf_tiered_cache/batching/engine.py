@@ -56,6 +56,11 @@ def persistent_manager_of(model: Any) -> Any:
     return getattr(model, "_cached_continuous_batching_manager", None)
 
 
+def last_computed(state: Any) -> int:
+    """Return how many last tokens of a prompt must be computed. A request that is forked before its last needs two."""
+    return 2 if state.num_children else 1
+
+
 def tokens_of(state: Any) -> list[int]:
     """Return all tokens of a request that are known so far."""
     return [*state.initial_tokens, *state.generated_tokens]
@@ -375,7 +380,7 @@ _VERBS: dict[str, tuple[str, ...]] = {
 """Verbs by the path of their object from the manager; alternatives are names in different versions."""
 
 _STATE = ("request_id", "initial_tokens", "generated_tokens", "position_offset", "current_len")
-_COUNTS = ("allocated_blocks",)
+_COUNTS = ("allocated_blocks", "num_children")
 _SCHEDULED = ("state", "query_length")
 
 

@@ -17,7 +17,7 @@ from ..cache.executor import Executor
 from ..cache.request import Request
 from ..cache.sequence import SequenceState
 from ..layers import DenseSource
-from .engine import PagedKV, id_of, tokens_of
+from .engine import PagedKV, id_of, last_computed, tokens_of
 from .packed import PackedKV, Piece, gather
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -136,7 +136,7 @@ class BatchedRequest:
 
     def admit(self) -> None:
         """Identify the model, between two passes: parts of it change while a pass runs."""
-        arguments = {"input_ids": torch.tensor([self.prompt]), "logits_to_keep": 1}
+        arguments = {"input_ids": torch.tensor([self.prompt]), "logits_to_keep": last_computed(self.state)}
         self.admitted = self.executor.admit(self.cache, arguments)
 
     def fork(self, state: Any, executor: Executor) -> BatchedRequest:

@@ -108,6 +108,18 @@ def test_several_sequences_of_a_request(model, root, crowd):
             assert settled(manager) == 0
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_request_with_two_sequences_computes_two_tokens(family, root):
+    """The engine forks it before its last token, and needs a token to compute before that."""
+    model, ids = build(family), prompt(49, seed=49)[0].tolist()
+    expected = alone(model, [ids])
+    for restored in (0, 47):
+        with KVStore(root) as store, tiered(model, store) as session, running(model, TWO_SEQUENCES) as manager:
+            name = manager.add_request(ids, max_new_tokens=8, eos_token_id=-1)
+            assert finished(manager, [name, f"{name}__child#0"]) == expected * 2
+        assert session.stats.tokens_restored == restored
+
+
 def test_a_shared_prefix_is_stored_once(model, store):
     shared = prompt(160, seed=7)[0].tolist()
     with tiered(model, store):
