@@ -57,7 +57,7 @@ def test_24_requests_get_the_tokens_of_generate_cold_warm_and_after_a_restart(mo
     prompts, expected = crowd
     for _ in range(2):
         with KVStore(root) as store, tiered(model, store) as session:
-            with running(model) as manager:
+            with running(model, pages=256) as manager:
                 for _ in range(2):
                     assert arriving(manager, prompts) == expected
                     assert settled(manager) == 0
@@ -209,7 +209,7 @@ def test_full_attention_without_shared_pages_is_restored_too(root):
     prompts, expected = crowd_of(llama)
     for _ in range(2):
         with KVStore(root) as store, tiered(llama, store) as session:
-            assert batched(llama, prompts, allow_block_sharing=False) == expected
+            assert batched(llama, prompts, pages=256, allow_block_sharing=False) == expected
     assert session.stats.tokens_restored >= stored_share(prompts)
 
 
