@@ -659,7 +659,7 @@ def test_calibrate_says_when_memory_is_too_small(run, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20.00 GiB.")
 
     build("qwen2").save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("hf_tiered_cache.kvstore.calibrate", full)
+    monkeypatch.setattr("hf_tiered_cache.operations.calibrate.calibrate", full)
     status, _, err = run("calibrate", tmp_path / "store", "--model", tmp_path / "model")
     assert status == 2
     assert "use fewer --passages, fewer --tokens" in the_end_of(err)
