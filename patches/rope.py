@@ -301,14 +301,15 @@ class RotaryTap:
         table = call.table
         assert table is not None  # otherwise `take` did not remove the rotation
         key = (id(table), device)
-        if key not in self._at or self._at[key][0].shape[1] < stop:
+        tables = self._at.get(key)
+        if tables is None or tables[0].shape[1] < stop:
             table_device = table.call["position_ids"].device
             if table_device.type == "cpu":
                 cos, sin = self.table_cache.at(table, stop)
             else:  # a comparison would wait for the device
                 cos, sin = table.at(torch.arange(stop, device=table_device))
-            self._at[key] = on(device, cos), on(device, sin)
-        return self._at[key]
+            tables = self._at[key] = on(device, cos), on(device, sin)
+        return tables  # another thread may have exchanged them meanwhile for shorter ones
 
     def pick(self, tables: tuple[torch.Tensor, ...], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the rows of cos and sin tables that a layer's queries need, and record the tables they come from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,6 +16,8 @@ from ..patches.attach import Attachment
 from ..store.geometry import HASH_TOKENS
 from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
 from .restoring import LayerRotations, assemble
+
+logger = logging.getLogger("hf_tiered_cache")
 
 _THREADS = 4
 _MOST_RESTORED_BYTES = 1 << 30
@@ -87,6 +90,9 @@ class Lookups:
         except (TieredCacheError, OSError) as error:
             request.reason = request.reason or reasons.DAMAGED
             self._storage.disk.warn("lookup", f"prompts of continuous batching are computed without the store: {error}")
+            return
+        except Exception:
+            logger.exception("a prompt of continuous batching is computed, because its lookup has failed")
             return
         with self._room:
             request.restored = restored

@@ -9,12 +9,15 @@ import time
 from concurrent.futures import Future
 
 import pytest
+import torch
 from families import build, prompt
 from paged import alone, arriving, batched, finished, running, settled
 
 from hf_tiered_cache import KVStore, reasons, tiered
 from hf_tiered_cache.batching import lookups, requests, tiers
+from hf_tiered_cache.batching.restoring import LayerRotations
 from hf_tiered_cache.errors import EvictedError, RestoreError
+from hf_tiered_cache.patches.attach import attachment_of
 from hf_tiered_cache.store.engines.posix import PosixEngine
 
 OPTIONS = {"max_new_tokens": 8, "eos_token_id": -1}
@@ -183,6 +186,34 @@ def test_a_fault_of_this_library_does_not_stop_the_engine(stored, model, prompts
         assert arriving(manager, prompts) == expected
         assert settled(manager) == 0
     assert "goes on without the store" in caplog.text
+
+
+def test_a_fault_in_a_lookup_is_logged_and_its_prompt_is_computed(
+    stored, model, prompts, expected, monkeypatch, caplog
+):
+    monkeypatch.setattr(lookups, "assemble", lambda *args: 1 / 0)
+    with KVStore(stored) as store, tiered(model, store), running(model) as manager:
+        assert arriving(manager, prompts) == expected
+        assert settled(manager) == 0
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_threads_that_rotate_prompts_of_different_lengths_get_tables_that_are_long_enough(model, store):
+    """Another thread may exchange the tables at any moment for shorter ones."""
+
+    class Exchanged(dict):
+        def __setitem__(self, key, tables):
+            super().__setitem__(key, tuple(table[:, :16] for table in tables))
+
+    with tiered(model, store):
+        rotations = LayerRotations(attachment_of(model), "")
+    _, like = rotations.layers[0]
+    keys = torch.rand(1, like.keys.shape[1], 64, like.keys.shape[3])
+    rotated, raced = keys.clone(), keys.clone()
+    rotations.tap.rotate_(like, rotated, 0)
+    rotations.tap._at = Exchanged()
+    rotations.tap.rotate_(like, raced, 0)
+    assert torch.equal(raced, rotated)
 
 
 def test_kv_that_cannot_be_written_into_pages_is_computed(stored, model, prompts, expected, monkeypatch):
