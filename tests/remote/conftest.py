@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from families import build
+from faulty_remote import FaultyRemote
 
+from hf_tiered_cache import KVStore
 from hf_tiered_cache.cache.pace import Pace
 
 
@@ -19,3 +21,20 @@ def pace(monkeypatch):
     seconds = [10.0]
     monkeypatch.setattr(Pace, "per_token", lambda self, fingerprint: seconds[0])
     return seconds
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Function that opens a store in a folder of its own, as on another machine, and its connection to the remote."""
+    places, stores = {}, []
+
+    def open_store(name, place="shared", capacity=None, **options):
+        remote = FaultyRemote(places.setdefault(place, {}), capacity)
+        store = KVStore(tmp_path / name, remote=remote, **options)
+        stores.append((store, remote))
+        return store, remote
+
+    yield open_store
+    for store, remote in stores:
+        remote.errors, remote.delay = {}, 0.0
+        store.close()

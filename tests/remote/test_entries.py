@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from families import prompt
-from faulty_remote import FaultyRemote
 from reference import kv_of, prefilled
 from shared_prompts import share
 
-from hf_tiered_cache import Geometry, KVStore, TieredCache
+from hf_tiered_cache import Geometry, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.remote.beginning import beginning_of
 from hf_tiered_cache.remote.entries import entry_names, sweep_entries
@@ -18,21 +17,6 @@ from hf_tiered_cache.store import HASH_BYTES
 
 SYSTEM = prompt(80)
 DOCUMENTS = [torch.cat([SYSTEM, prompt(tokens, seed=20 + tokens)], dim=1) for tokens in (405, 205, 105)]
-
-
-@pytest.fixture
-def machine(tmp_path):
-    places, stores = {}, []
-
-    def open_store(name, place="shared", **options):
-        remote = FaultyRemote(places.setdefault(place, {}))
-        store = KVStore(tmp_path / name, remote=remote, **options)
-        stores.append(store)
-        return store, remote
-
-    yield open_store
-    for store in stores:
-        store.close()
 
 
 @torch.no_grad()

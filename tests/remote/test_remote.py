@@ -10,7 +10,6 @@ import processes
 import pytest
 import torch
 from families import build, prompt
-from faulty_remote import FaultyRemote
 from reference import kv_of, prefilled
 from servers import REMOTES
 from typer.testing import CliRunner
@@ -24,22 +23,6 @@ from hf_tiered_cache.store.kinds import SEGMENT_SUFFIX
 
 IDS = prompt(200)
 PREFIX = IDS[:, :192]
-
-
-@pytest.fixture
-def machine(tmp_path):
-    """Function that opens a store in a folder of its own, as on another machine, and its connection to the remote."""
-    places, stores = {}, []
-
-    def open_store(name, place="shared", capacity=None, **options):
-        remote = FaultyRemote(places.setdefault(place, {}), capacity)
-        store = KVStore(tmp_path / name, remote=remote, **options)
-        stores.append(store)
-        return store, remote
-
-    yield open_store
-    for store in stores:
-        store.close()
 
 
 @torch.no_grad()

@@ -7,30 +7,12 @@ import time
 
 import pytest
 import torch
-from faulty_remote import FaultyRemote
 from shared_prompts import IDS, PROMPTS, check, share
 
-from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache import TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.remote import link, look_up, tier, write_back
 from hf_tiered_cache.remote.entries import sweep_entries
-
-
-@pytest.fixture
-def machine(tmp_path):
-    places, stores = {}, []
-
-    def open_store(name, place="shared", capacity=None, **options):
-        remote = FaultyRemote(places.setdefault(place, {}), capacity)
-        store = KVStore(tmp_path / name, remote=remote, **options)
-        stores.append((store, remote))
-        return store, remote
-
-    yield open_store
-    for store, remote in stores:
-        remote.errors, remote.delay = {}, 0.0
-        store.close()
-
 
 # --- failing calls
 
