@@ -183,15 +183,17 @@ def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, 
     checked = attach(inner).extras.setdefault("calibrated", set())
     if storage.place in checked:
         return
-    checked.add(storage.place)
     provenance = Exact().coded(storage.codec).provenance
-    if prefix_costs(storage, Fingerprinter(inner)(), inner.device, provenance, _AUTO_TOKENS[0]) is not None:
-        return
-    limit = getattr(inner.config.get_text_config(decoder=True), "max_position_embeddings", _AUTO_TOKENS[-1])
-    lengths = [
-        max(HASH_TOKENS, min(tokens, (limit - _AUTO_SUFFIX) // HASH_TOKENS * HASH_TOKENS)) for tokens in _AUTO_TOKENS
-    ]
-    calibrate_prefix(storage, inner, tokens=lengths, suffix=_AUTO_SUFFIX, progress=progress)
+    if prefix_costs(storage, Fingerprinter(inner)(), inner.device, provenance, _AUTO_TOKENS[0]) is None:
+        calibrate_prefix(storage, inner, tokens=_auto_lengths(inner), suffix=_AUTO_SUFFIX, progress=progress)
+    checked.add(storage.place)
+
+
+def _auto_lengths(model: PreTrainedModel) -> list[int]:
+    """Return the lengths of the prefixes that a method measures by itself, within the model's positions."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", _AUTO_TOKENS[-1])
+    longest = max(HASH_TOKENS, (limit - _AUTO_SUFFIX) // HASH_TOKENS * HASH_TOKENS)
+    return [min(tokens, longest) for tokens in _AUTO_TOKENS]
 
 
 def _prefix_costs(
