@@ -1,4 +1,4 @@
-"""What a remote is expected to take, and whether it answers: measured costs, and a circuit breaker."""
+"""Condition of a remote: its measured bandwidth, and a circuit breaker for when it does not answer."""
 
 from __future__ import annotations
 
