@@ -2,6 +2,7 @@
 
     python bench/conversation.py                         # 8 layers of Qwen2.5-0.5B's shape, this machine's CPU
     python bench/conversation.py --rates 5,0 --conversations 3 --turns 3
+    python bench/conversation.py --model smollm2-135m --rates 5,20,200,0
     python bench/conversation.py --model eval/reference/long --opening 1024
     python bench/conversation.py --shape tiny --layers 4 --rates 2 --conversations 2 --turns 2 --opening 64 --answer 4
 
@@ -50,11 +51,12 @@ from lib.common import (
 from lib.pages import machine, machine_text, pyplot, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from lib.stored import payload_bytes, shapes_of
-from lib.workload import Prompts, RandomTokens, ReferenceLanguage, Turn, turns_of
+from lib.workload import REFERENCE, Prompts, RandomTokens, ReferenceLanguage, RunningText, Turn, turns_of
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
 from eval.baselines import H2O, MiniCache, PartialRecompute
+from eval.models import resolve
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import Exact, Krul, Method
 
@@ -129,11 +131,13 @@ class Bench:
         self.trace = turns_of(arguments.conversations, arguments.turns, lengths, arguments.think, arguments.seed)
         self.longest = max(turn.end for turn in self.trace)
         most, vocabulary = self.longest, self.model.config.vocab_size
-        prompts: Prompts = (
-            RandomTokens(vocabulary, arguments.conversations, most, 1)
-            if arguments.model is None
-            else ReferenceLanguage(arguments.model, arguments.conversations, most)
-        )
+        prompts: Prompts
+        if arguments.model is None:
+            prompts = RandomTokens(vocabulary, arguments.conversations, most, 1)
+        elif (folder := Path(resolve(str(arguments.model))).resolve()).parent == REFERENCE:
+            prompts = ReferenceLanguage(folder, arguments.conversations, most)
+        else:
+            prompts = RunningText(folder, arguments.conversations, most, 1)
         self.about = prompts.about
         self.texts = [ids.to(device) for ids in prompts.prefixes]
         config = self.model.config
@@ -431,7 +435,9 @@ def arguments_of() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add_model_arguments(parser, layers=8)
     parser.add_argument(
-        "--model", type=Path, help="folder of a trained model to use instead, such as eval/reference/long"
+        "--model",
+        type=Path,
+        help="trained model to use instead: name of eval.models, or folder",
     )
     add_rates(parser, [2, 5, 20, 0])
     parser.add_argument("--conversations", type=int, default=4, help="number of conversations")

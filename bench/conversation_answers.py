@@ -41,6 +41,7 @@ from lib.common import load, parser_of
 from lib.conversation_ways import NOISE, FixedPairs, Watching, Way, attended, forgetful, ways
 from lib.pages import machine, machine_text, pyplot, save, table
 from lib.stored import payload_bytes, shapes_of
+from lib.workload import REFERENCE
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
@@ -63,7 +64,6 @@ from hf_tiered_cache.conversations.sharing import (
 from hf_tiered_cache.methods import Method
 
 CPU = torch.device("cpu")
-REFERENCE = Path(__file__).resolve().parents[1] / "eval" / "reference"
 TURN_TOKENS = 128
 """Of running text, that stand for the new turn; of a chat, that its question has at most."""
 WITHIN = 0.99

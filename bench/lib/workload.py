@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+REFERENCE = Path(__file__).resolve().parents[2] / "eval" / "reference"
+"""Folder of the reference models."""
 CONTEXT = 512
 """Tokens that the reference model was trained on: a prefix and the question behind it fit in."""
 
@@ -80,6 +82,35 @@ class ReferenceLanguage:
     def suffix(self, prefix: int, random: np.random.Generator) -> np.ndarray:
         questions = self._questions[prefix]
         return np.array(questions[random.integers(len(questions))])
+
+
+class RunningText:
+    """Runs of the book that ships with the project, for pretrained models.
+
+    Args:
+        model: folder of a pretrained model, for its tokenizer.
+        count: number of prefixes; they overlap if the book is too short for all.
+        tokens: number of tokens of each prefix.
+        suffix: number of tokens of a suffix.
+    """
+
+    about = "A pretrained model. Texts are runs of a book."
+
+    def __init__(self, model: Path, count: int, tokens: int, suffix: int) -> None:
+        from transformers import AutoTokenizer
+
+        from eval.data import Data
+        from eval.tasks.ruler.haystack import sentences
+
+        tokenizer, text = AutoTokenizer.from_pretrained(model), " ".join(sentences(Data(None)))
+        self._text = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+        self._tokens = suffix
+        begins = np.linspace(0, len(self._text) - tokens, count).astype(int)
+        self.prefixes = [torch.tensor(self._text[begin : begin + tokens]) for begin in begins]
+
+    def suffix(self, prefix: int, random: np.random.Generator) -> np.ndarray:
+        begin = random.integers(len(self._text) - self._tokens)
+        return self._text[begin : begin + self._tokens]
 
 
 def requests(prompts: Prompts, count: int, seed: int = 1) -> Iterator[torch.Tensor]:
