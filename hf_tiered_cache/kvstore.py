@@ -24,7 +24,6 @@ from .operations.documents import BATCH_TOKENS, finish_documents, remove_documen
 from .remote.write_back import WRITES
 from .stats import Counters, StoreStats
 from .store import maintain
-from .store.address import folder_of
 from .store.backend import SegmentBackend
 from .store.backends import open_backend, open_remote
 from .store.catalogue import Catalogue, SegmentRow
@@ -38,7 +37,7 @@ from .store.folder import FolderBackend
 from .store.geometry import Geometry
 from .store.objects import ObjectBackend
 from .store.quota import Limits
-from .store.settings import configurable
+from .store.settings import configurable, folder_of
 from .tiers import make_policy
 from .tiers.residency import Residency
 from .units import parse_bytes

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StoreError
-from ..store.address import scheme_of
 from ..store.catalogue import Catalogue, SegmentRow
 from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR
 from ..store.root import StoreRoot
+from ..store.settings import scheme_of
 from ..store.tree import nbytes_of
 from .output import Refused
 

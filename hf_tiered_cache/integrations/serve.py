@@ -36,8 +36,17 @@ from ..methods import Method
 from ..stats import RequestStats, StatsCollector
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
-from .limits import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ImpatientProtocol, LimitedRequests, error_body
-from .serve_batched import BatchedGenerateManager, Batching, limit_request, request_stats
+from .serve_requests import (
+    MAX_CONNECTIONS,
+    MAX_REQUEST_BYTES,
+    BatchedGenerateManager,
+    Batching,
+    ImpatientProtocol,
+    LimitedRequests,
+    error_body,
+    limit_request,
+    request_stats,
+)
 
 if TYPE_CHECKING:
     from .metrics import MetricsOf

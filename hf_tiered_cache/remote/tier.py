@@ -24,7 +24,7 @@ from ..restore.planner import MatchedRun, longest_prefix
 from ..stats import RemoteStats
 from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
-from ..store.digest import Group, PackedBlocks
+from ..store.container import Group, PackedBlocks
 from ..store.disk import SegmentStore, Written
 from ..store.geometry import HASH_TOKENS
 from ..store.memory import aligned_bytes
@@ -32,10 +32,8 @@ from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..store.threads import DaemonPool
-from .beginning import beginning_of
-from .entries import Entry, delete_entry, entry_names
-from .link import Breaker, Link
-from .look_up import FAILED, LATE, UNAVAILABLE, LookUps
+from .entries import Entry, beginning_of, delete_entry, entry_names
+from .link import FAILED, LATE, UNAVAILABLE, Breaker, Link, LookUps
 from .write_back import WriteBack
 
 _LOOK_UP_SHARE = 0.2

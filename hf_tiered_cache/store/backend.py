@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from .engines import EngineFile, ReadOp, ReadReport
-from .files import Stored
 from .records import RecordFiles
+from .tree import Stored
 
 if TYPE_CHECKING:
     from .root import StoreRoot

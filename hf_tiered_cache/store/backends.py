@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 from ..errors import ConfigError, with_type
 from ..plugins import Registry
-from .address import folder_of, scheme_of, without_secrets
 from .backend import SegmentBackend
 from .engines import Engine, open_engine
 from .folder import FolderBackend
 from .objects import ObjectBackend
+from .settings import folder_of, scheme_of, without_secrets
 
 Opener = Callable[[str], SegmentBackend]
 """Function that opens the place at an address. Raises ConfigError or StoreError if there can be none."""

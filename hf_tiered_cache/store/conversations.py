@@ -23,8 +23,7 @@ from ..errors import ConfigError, ConversationInUseError, FormatError
 from .catalogue import SegmentRow
 from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of
 from .process import ownerships
-from .records import Record, RecordFiles, Records, check_name
-from .schema import seconds
+from .records import Record, RecordFiles, Records, check_name, seconds
 
 logger = logging.getLogger("hf_tiered_cache")
 

@@ -30,8 +30,7 @@ from ..stats import Counters
 from .backend import SegmentBackend, Upload
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
-from .container import write_blocks
-from .digest import Group, PackedBlocks, content_of
+from .container import Group, PackedBlocks, content_of, write_blocks
 from .faults import Faults, figure_of, is_of_the_process, out_of_descriptors
 from .format import SegmentHeader, encode_head, lay_out
 from .quota import Limits, Space

@@ -24,7 +24,6 @@ import torch
 from ..errors import StoreBusyError
 from .backend import HeadLength
 from .engines import Engine, EngineFile, ReadOp, ReadReport
-from .files import Stored, open_regular, read_all, write_all
 from .format import HEADER_BYTES
 from .kinds import (
     CALIBRATIONS,
@@ -45,7 +44,7 @@ from .kinds import (
 )
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
-from .tree import nbytes_of, stored_in
+from .tree import Stored, nbytes_of, open_regular, read_all, stored_in, write_all
 
 logger = logging.getLogger("hf_tiered_cache")
 

@@ -21,11 +21,10 @@ import numpy as np
 from ..errors import FormatError
 from . import EXACT, HASH_BYTES, PASSAGE, SCAN_BYTES
 from .codecs import RAW, codec_in, coded_provenance
-from .container import TAG_BYTES, Seal, check_head, finish_head, parse_prefix
-from .digest import DIGEST_DTYPE, Guard, xxh3
+from .container import DIGEST_DTYPE, TAG_BYTES, Guard, Seal, check_head, finish_head, parse_prefix, xxh3
 from .geometry import ALIGNMENT, BLOCK_ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
 from .kinds import SEGMENT_MAGIC
-from .schema import decoding, hexadecimal, seconds, text, whole
+from .records import decoding, hexadecimal, seconds, text, whole
 from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC

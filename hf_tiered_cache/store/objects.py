@@ -25,12 +25,12 @@ from ..errors import FormatError, StoreBusyError
 from .backend import HeadLength, SegmentBackend
 from .engines import EngineFile, ReadOp, ReadReport
 from .engines.base import Call, coalesce, in_threads
-from .files import Stored
 from .format import HEADER_BYTES
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .records import Room
 from .root import StoreRoot
 from .threads import DaemonPool
+from .tree import Stored
 
 _LOCK_SECONDS = 30.0
 """Seconds to wait for the lock of the place."""

@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from ..errors import FormatError
 from .claim import claim
-from .files import allocate, fsync, open_file, read_all, write_all
 from .kinds import LOCK, LOCK_SUFFIX, TEMPORARY, TEMPORARY_LOCK, FileKind
 from .records import Room
-from .tree import FolderTree
+from .tree import FolderTree, allocate, fsync, open_file, read_all, write_all
 
 _ATTEMPTS = 100
 _POLL_SECONDS = 0.005

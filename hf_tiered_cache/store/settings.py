@@ -1,17 +1,20 @@
-"""Settings of stores from environment variables and from a file, for programs whose code stays as it is.
+"""Settings of stores from environment variables and from a file, and names of stores. Imports nothing large.
 
-An argument in the code counts before the variable `HF_TIERED_CACHE_<NAME>`, and a variable before the file.
+An argument in the code counts before the variable `HF_TIERED_CACHE_<NAME>`, and a variable before the file. The name of
+a store is the path of a folder, or an address such as `s3://bucket/prefix`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import ConfigError, suggest, unknown_name
 from ..units import parse_bytes
@@ -145,3 +148,38 @@ def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenat
         call.value(**outside)
 
     return configured
+
+
+_ADDRESS = re.compile(r"([A-Za-z]\w*)://.*", re.DOTALL)
+
+
+def scheme_of(store: str | os.PathLike[str]) -> str:
+    """Return the scheme of an address, such as "s3", or an empty string for a path."""
+    match = _ADDRESS.fullmatch(store) if isinstance(store, str) else None
+    return match[1] if match else ""
+
+
+def folder_of(store: str | os.PathLike[str]) -> Path | None:
+    """Return the resolved path of a folder, or None for the address of another backend.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(store, str | os.PathLike):
+        raise ConfigError(f"a store is a folder or an address, as a str or Path, not {store!r}")
+    if not os.fspath(store):
+        raise ConfigError("the path of the store is empty; pass a folder, or '.' for the current folder")
+    if scheme_of(store):
+        return None
+    return Path(store).expanduser().resolve()  # independent of later changes of the working directory
+
+
+def without_secrets(address: str) -> str:
+    """Return an address for messages: without user, password, and options, which can be a signature or a password."""
+    if not scheme_of(address):
+        return address
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return f"{scheme_of(address)}://..."
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

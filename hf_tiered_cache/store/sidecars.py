@@ -25,16 +25,26 @@ import torch
 from ..errors import FormatError, IntegrityError, QuotaError, StoreBusyError
 from .backend import SegmentBackend, Upload
 from .cipher import Plain
-from .container import TAG_BYTES, Seal, check_head, check_not_sparse, check_tag, finish_head, parse_prefix, write_blocks
-from .digest import DIGEST_DTYPE, Guard
+from .container import (
+    DIGEST_DTYPE,
+    TAG_BYTES,
+    Guard,
+    Seal,
+    check_head,
+    check_not_sparse,
+    check_tag,
+    finish_head,
+    parse_prefix,
+    write_blocks,
+)
 from .engines import EngineFile, ReadOp
 from .faults import Faults, figure_of
-from .files import Stored
 from .geometry import ALIGNMENT, aligned
 from .kinds import SIDECAR_MAGIC
 from .memory import aligned_bytes
-from .schema import decoding
+from .records import decoding
 from .segment import SegmentReader
+from .tree import Stored
 
 MAGIC = SIDECAR_MAGIC
 FORMAT_VERSION = 1

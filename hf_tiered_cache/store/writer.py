@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ..errors import ModelChangedError, StoreBusyError, StoreClosedError
-from .digest import Group, PackedBlocks
+from .container import Group, PackedBlocks
 from .disk import SegmentStore, Written
 from .format import SegmentHeader
-from .interrupts import Latch
+from .threads import Latch
 
 logger = logging.getLogger("hf_tiered_cache")
 

@@ -31,8 +31,7 @@ from hf_tiered_cache.errors import ConfigError, FormatError, StoreError
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact, Impress
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.cipher import StoreCipher, cipher_of, read_key_file
-from hf_tiered_cache.store.container import TAG_BYTES
-from hf_tiered_cache.store.digest import xxh3
+from hf_tiered_cache.store.container import TAG_BYTES, xxh3
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.format import HASH_BYTES, HEADER_BYTES, MAGIC, PREFIX, decode_header
 from hf_tiered_cache.store.geometry import HASH_TOKENS

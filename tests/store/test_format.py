@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
-from hf_tiered_cache.store.digest import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
+from hf_tiered_cache.store.container import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
 from hf_tiered_cache.store.format import (
     FORMAT_VERSION,
     MAGIC,

@@ -22,7 +22,7 @@ from test_forged import ODD, places
 
 from hf_tiered_cache.store import maintain, sidecars
 from hf_tiered_cache.store.cipher import StoreCipher
-from hf_tiered_cache.store.digest import xxh3
+from hf_tiered_cache.store.container import xxh3
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.folder import FolderBackend
 from hf_tiered_cache.store.geometry import Geometry

@@ -18,8 +18,8 @@ from typing import ClassVar, cast
 import torch
 
 from ...errors import EngineUnavailableError
-from ..files import open_file
 from ..geometry import ALIGNMENT, BLOCK_ALIGNMENT, aligned
+from ..tree import open_file
 from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce, in_threads
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 from ...errors import ConfigError
 from ...units import parse_bytes
-from ..address import without_secrets
+from ..settings import without_secrets
 from .values import Range, ValueBackend
 
 _PORT, _METADATA_PORT, _ADMIN_PORT = 50051, 8080, 9003

@@ -15,10 +15,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ...errors import ConfigError
-from ..address import without_secrets
-from ..files import Stored
 from ..objects import ObjectBackend
+from ..settings import without_secrets
 from ..threads import DaemonPool
+from ..tree import Stored
 
 _THREADS = 32
 """Requests in flight: an object store answers each slowly, and many at once."""

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ...errors import ConfigError
-from ..address import without_secrets
+from ..settings import without_secrets
 from .values import Range, ValueBackend
 
 _UNFINISHED_SECONDS = 3600
