@@ -251,22 +251,15 @@ class Catalogue:
     # --- writing
 
     def add(
-        self, row: SegmentRow, model: Mapping[str, str] | None = None, publish: Callable[[], None] = lambda: None
+        self, rows: Sequence[tuple[SegmentRow, Mapping[str, str]]], publish: Callable[[], None] = lambda: None
     ) -> None:
-        """Add a segment and the description of the model that computed it.
+        """Add segments in one transaction, since every transaction adds to the log.
 
         Args:
-            row: row of the segment.
-            model: description of the model, or None to leave the stored one.
-            publish: gives the segment's file its name. Both happen, or neither: a file without a row would not be found
-                or counted.
+            rows: row of each segment, and the description of the model that computed it, or {} to leave the stored one.
+            publish: gives the segments' files their names. Both happen, or neither: a file without a row would not be
+                found or counted.
         """
-        self.add_all([(row, model)], publish)
-
-    def add_all(
-        self, rows: Sequence[tuple[SegmentRow, Mapping[str, str] | None]], publish: Callable[[], None] = lambda: None
-    ) -> None:
-        """Add several segments in one transaction, since every transaction adds to the log. See `add`."""
 
         def enter(db: sqlite3.Connection) -> None:
             with _transaction(db):

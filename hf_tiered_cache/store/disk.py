@@ -99,7 +99,7 @@ class SegmentStore(Space):
             except (FormatError, OSError, MemoryError) as error:
                 self.report(segment_id, error)
                 return None
-            self.readers.keep(reader)
+            self.readers.keep(segment_id, reader)
         return reader
 
     def found(self, row: SegmentRow) -> SegmentReader | None:
@@ -287,7 +287,7 @@ class SegmentStore(Space):
                 is_published = True
 
         def enter(catalogue: Catalogue) -> bool:
-            catalogue.add(row, header.model, publish)
+            catalogue.add([(row, header.model)], publish)
             return True
 
         is_listed = False

@@ -22,7 +22,7 @@ from stat import S_ISREG
 import torch
 
 from ..errors import StoreBusyError
-from .backend import HeadLength
+from .backend import HeadLength, SegmentBackend
 from .engines import Engine, EngineFile, ReadOp, ReadReport
 from .format import HEADER_BYTES
 from .kinds import (
@@ -60,7 +60,7 @@ _UNNAMED = (*FIXED_FILES.values(), CALIBRATIONS, TEMPORARY, TEMPORARY_LOCK, CONV
 """Kinds of files that take space and are neither segments nor sidecars."""
 
 
-class FolderBackend:
+class FolderBackend(SegmentBackend):
     """Implementation of `SegmentBackend` with a folder.
 
     Args:
@@ -81,20 +81,10 @@ class FolderBackend:
         self._lock = threading.RLock()  # guards `_unsynced`, the files to be made durable
         self._unsynced: dict[str, None] = {}
 
-    def path(self, segment_id: str) -> Path:
-        """Return the file of a segment or of a sidecar."""
-        return self.files.where(*file_of(segment_id))
-
-    def where(self, segment_id: str) -> str:
-        return str(self.path(segment_id))
-
     def is_reachable(self) -> bool:
         return self.files.is_reachable()
 
     # --- reading
-
-    def names(self) -> list[str]:
-        return [name.removesuffix(SEGMENT_SUFFIX) for name in self.files.names(SEGMENT)]
 
     def sidecars(self) -> dict[str, int]:
         nbytes_by_name = {}
@@ -104,12 +94,6 @@ class FolderBackend:
                 if stored is not None:  # otherwise deleted meanwhile
                     nbytes_by_name[name] = stored.nbytes
         return nbytes_by_name
-
-    def find(self, segment_id: str) -> Stored | None:
-        return self.files.stored(*file_of(segment_id))
-
-    def is_own(self, segment_id: str) -> bool:
-        return self.files.is_own(*file_of(segment_id))
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         def is_known(kind: FileKind, name: str) -> bool:
@@ -157,7 +141,7 @@ class FolderBackend:
     def delete(self, segment_id: str) -> bool:
         with self._lock:
             self._unsynced.pop(segment_id, None)
-        return self.files.delete(*file_of(segment_id))
+        return super().delete(segment_id)
 
     def sync(self) -> None:
         """See `SegmentBackend`. Syncs file data first, then folders."""
@@ -176,12 +160,6 @@ class FolderBackend:
                 # retrying any file of a folder also syncs the folder
                 self._unsynced = dict.fromkeys([*waiting[num_synced:], *kinds.values()]) | self._unsynced
             raise
-
-    def pin(self, segment_id: str, pinned: bool) -> None:
-        if pinned:
-            self.files.make_empty(PIN, segment_id)
-        else:
-            self.files.delete(PIN, segment_id)
 
     def pinned(self) -> set[str]:
         try:

@@ -172,7 +172,7 @@ class Index:
             rows = [row for row in batch.values() if row is not None]
 
             def enter(catalogue: Catalogue, rows: list[_Row] = rows) -> bool:
-                catalogue.add_all(rows)
+                catalogue.add(rows)
                 return True
 
             if rows and not self.ask(enter, False):

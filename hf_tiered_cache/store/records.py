@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from ..errors import ConfigError, FormatError, NewerFormatError
 from . import HASH_BYTES
 from .kinds import CALIBRATIONS, CALIBRATIONS_NAME, FileKind, encode_record, record_name
+from .tree import Stored
 
 _MOST_SECONDS = 1e12
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
@@ -108,6 +109,9 @@ class RecordFiles(Protocol):
     def names(self, kind: FileKind) -> list[str]:
         """Return the sorted names of all files of a kind. Raises OSError."""
 
+    def stored(self, kind: FileKind, name: str) -> Stored | None:
+        """Return the metadata of a file, or None if there is none. Raises OSError."""
+
     def version(self, kind: FileKind, name: str) -> Hashable:
         """Return an identifier that changes with the content of a file, or None if there is none. Raises OSError."""
 
@@ -119,6 +123,9 @@ class RecordFiles(Protocol):
 
     def write(self, kind: FileKind, name: str, content: bytes, room: Room | None = None) -> None:
         """Write or replace a file of the library atomically. Raises OSError; exceptions of `room` are passed on."""
+
+    def make_empty(self, kind: FileKind, name: str) -> None:
+        """Create an empty file, unless the library has already. Raises OSError."""
 
     def delete(self, kind: FileKind, name: str) -> bool:
         """Delete a file that the library wrote. Returns whether it existed. Raises OSError if it remains."""

@@ -781,7 +781,12 @@ def test_commands_that_store_take_the_key(run, tmp_path, model, key_file, monkey
 
     keys = set()
     add = Catalogue.add
-    monkeypatch.setattr(Catalogue, "add", lambda self, row, *more: (keys.add(row.key), add(self, row, *more))[1])
+
+    def noting(self, rows, *more):
+        keys.update(row.key for row, _ in rows)
+        add(self, rows, *more)
+
+    monkeypatch.setattr(Catalogue, "add", noting)
     asked = ("--passages", 2, "--tokens", 32, "--repeats", 1, "--json", "--key-file", key_file)
     status, _, err = run("calibrate", tmp_path / "calibrated", "--model", tmp_path / "model", *asked)
     assert status == 0, err

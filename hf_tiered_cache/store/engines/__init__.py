@@ -12,9 +12,13 @@ from functools import partial
 from ...errors import ConfigError, EngineUnavailableError, unknown_name
 from .base import Engine, EngineFile, ReadOp, ReadReport
 from .kvikio import KvikioEngine
-from .posix import PageCacheEngine, PosixEngine
+from .posix import PosixEngine
 
-ENGINES: dict[str, type[Engine]] = {"kvikio": KvikioEngine, "page_cache": PageCacheEngine, "posix": PosixEngine}
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "kvikio": KvikioEngine,
+    "page_cache": partial(PosixEngine, direct=False),
+    "posix": PosixEngine,
+}
 _AUTO: tuple[Callable[[], Engine], ...] = (partial(KvikioEngine, compat=False), PosixEngine)
 """Engines that `auto` tries, in this order."""
 
