@@ -171,13 +171,9 @@ def files_of(path: Path) -> Iterator[StoreRoot]:
 def open_store(
     store: Path | str, *, disk_quota: str | None = None, key_file: Path | None = None, remote: str | None = None
 ) -> KVStore:
-    """Open an existing store for maintenance. Commands that read no blocks need no key.
+    """Open an existing store, or the remote at an address, for maintenance. Nothing is sent to `remote`.
 
-    Args:
-        store: Folder, or address of a remote.
-        disk_quota: Quota of the store.
-        key_file: File with its key.
-        remote: Address of its remote. Nothing is sent there.
+    Commands that read no blocks need no key.
     """
     from ..kvstore import KVStore
     from ..store.backends import open_remote

@@ -157,23 +157,14 @@ request_stats: ContextVar[list[RequestStats]] = ContextVar("hf_tiered_cache_requ
 
 @dataclass(frozen=True)
 class Batching:
-    """Continuous batching of the server.
-
-    Args:
-        new_session: Function that opens a session of a model.
-        config: Configuration of the pages.
-    """
+    """Session of a model, and configuration of the pages, for continuous batching of the server."""
 
     new_session: Callable[[PreTrainedModel], TieredSession]
     config: ContinuousBatchingConfig
 
 
 class BatchedGenerateManager(CBGenerateManager):
-    """Generate manager that runs requests in continuous batches, with the store.
-
-    Args:
-        batching: Session and configuration.
-    """
+    """Generate manager that runs requests in continuous batches, with the store."""
 
     def __init__(self, batching: Batching) -> None:
         super().__init__(cb_config=batching.config)

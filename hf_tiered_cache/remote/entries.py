@@ -115,14 +115,9 @@ def write_entry(remote: ObjectBackend, name: str, content: bytes) -> None:
 
 
 def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes | None = None) -> str:
-    """Delete the entry of a prefix hash if it names a segment, or another one of the same tokens.
+    """Delete the entry of a prefix hash if it names a segment, or, given its `chain`, another one of the same tokens.
 
-    Args:
-        remote: The remote.
-        name: Name of the entry.
-        segment_id: Id of the segment.
-        chain: All prefix hashes of the segment, or None if no other segment counts: the one in the remote may have
-            another geometry.
+    The segment in the remote may have another geometry, and so another id.
 
     Returns:
         Id of the segment that the entry named, or an empty string if it was not deleted.
@@ -144,15 +139,7 @@ def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes
 
 
 def sweep_entries(remote: ObjectBackend, dry_run: bool = False) -> list[str]:
-    """Delete the entries whose segments are gone, and return their names.
-
-    Args:
-        remote: The remote.
-        dry_run: Whether to delete nothing.
-
-    Raises:
-        OSError: The entries cannot be listed, read or deleted.
-    """
+    """Delete the entries whose segments are gone, unless `dry_run`, and return their names. Raises OSError."""
     names = remote.records.names(ENTRY)
     ids = set(remote.names())  # listed last: a segment is stored before its entries
     dangling = []
@@ -180,16 +167,10 @@ _MOST_SHARE = 0.75
 
 
 def beginning_of(header: SegmentHeader, prefix_hashes: Sequence[bytes], num_hashes: int) -> SegmentHeader:
-    """Return the header of the first chunks of a segment, which cover so many prefix hashes.
+    """Return the header of the first chunks of a segment, which cover `num_hashes` of its prefix hashes.
 
-    Args:
-        header: Header of the segment.
-        prefix_hashes: All its prefix hashes.
-        num_hashes: Number of prefix hashes that are needed.
-
-    Returns:
-        Header of a segment of fewer tokens, with blocks that are the first ones of each KV cache group. The header
-        itself if most of the segment is needed, or if its tokens are not in order.
+    It is the header of a segment of fewer tokens, with blocks that are the first ones of each KV cache group. If most
+    of the segment is needed, or if its tokens are not in order, the header itself is returned.
     """
     shape = header.shape
     step = lcm(shape.geometry.chunk_tokens, HASH_TOKENS)

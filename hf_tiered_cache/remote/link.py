@@ -161,11 +161,9 @@ class LookUps:
         self._threads = DaemonPool(_THREADS, "hf-tiered-look-up")
 
     def find(self, names: Sequence[str], limit: float) -> list[Entry] | str:
-        """Return the entries of prefix hashes, each once, or the reason why they are not known in time.
+        """Return the entries of prefix hashes, each once, or the reason why they are not known within `limit` seconds.
 
-        Args:
-            names: Prefix hashes, in hexadecimal digits.
-            limit: Seconds to wait.
+        Prefix hashes are given in hexadecimal digits.
         """
         known, unknown = self._known(names)
         if unknown:

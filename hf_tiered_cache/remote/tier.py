@@ -125,12 +125,8 @@ class RemoteTier:
     ) -> str:
         """Fetch segments of a prompt, and return the reason if nothing was fetched, or an empty string.
 
-        Args:
-            prefix_hashes: See `bring`.
-            rows: See `bring`.
-            start: See `bring`.
-            saved: Returns the seconds that are saved if the first so many prefix hashes are stored.
-            began: Time at which the prompt began to wait.
+        The first arguments are those of `bring`. `saved` returns the seconds that are saved if the first so many prefix
+        hashes are stored. The prompt waits since `began`.
         """
         names = [prefix_hash.hex() for prefix_hash in prefix_hashes]
         entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved(len(prefix_hashes)))
@@ -336,11 +332,9 @@ class RemoteTier:
 
 
 def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
-    """Yield the first verified blocks of each KV cache group, while the next ones are read. Raises _FetchError.
+    """Yield the first verified blocks of each KV cache group of a shape, that of the segment or of its beginning.
 
-    Args:
-        reader: The segment.
-        shape: Its shape, or that of its beginning.
+    The next blocks are read meanwhile. Raises _FetchError.
     """
     count = len(shape.block_groups)
 

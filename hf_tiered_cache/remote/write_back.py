@@ -232,13 +232,7 @@ class Sent(NamedTuple):
 def send_segment(
     local: SegmentBackend, remote: ObjectBackend, segment_id: str, progress: Callable[[], None] = lambda: None
 ) -> Sent | None:
-    """Copy a segment to a remote, unless that has it, or all of its tokens.
-
-    Args:
-        local: The local store.
-        remote: The remote.
-        segment_id: Id of the segment.
-        progress: Called after each part.
+    """Copy a segment to a remote, unless that has it, or all of its tokens. `progress` is called after each part.
 
     Returns:
         None if it is not a segment that other stores can use.

@@ -182,14 +182,8 @@ class Seal:
 def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, newest: int) -> Sequence[int]:
     """Return the numbers of a prefix after the version: length of the JSON, others, and the checksum.
 
-    Args:
-        prefix: layout of the prefix.
-        head: beginning of the file.
-        magic: expected magic.
-        newest: newest format version that this process reads.
-
     Raises:
-        NewerFormatError: the file has a newer format version. FormatError: it is of another kind.
+        NewerFormatError: the format version is higher than `newest`. FormatError: the file has another magic.
     """
     if len(head) < prefix.size or head[: len(magic)] != magic:
         raise FormatError("it has another magic, or is too short")
@@ -200,14 +194,7 @@ def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, newest: int) 
 
 
 def finish_head(prefix: struct.Struct, head: bytearray, covered: int, guard: Guard) -> bytes:
-    """Write tag and checksum into a head that has zeros in their places.
-
-    Args:
-        prefix: layout of the prefix.
-        head: all data before the blocks.
-        covered: number of bytes that the checksum covers.
-        guard: guard of the blocks, which computes the tag.
-    """
+    """Write tag and checksum, of the first `covered` bytes, into a head that has zeros in their places."""
     tag = guard.tag(bytes(head))
     head[covered - len(tag) : covered] = tag
     head[prefix.size - 8 : prefix.size] = xxh3(bytes(head[:covered])).to_bytes(8, "little")

@@ -112,13 +112,9 @@ def end_of_chain(prefix_hashes: Sequence[bytes], provenance: str) -> bytes:
 
 
 def segment_id(parent: bytes, last: bytes, shape: SegmentShape, provenance: str) -> str:
-    """Return the id of a segment, a hash of its tokens, geometry, provenance and token tables.
+    """Return the id of a segment: a hash of its tokens, geometry, provenance and token tables.
 
-    Args:
-        parent: prefix hash before the first token.
-        last: hash of all prefix hashes (see `end_of_chain`).
-        shape: shape of the segment, with geometry and token tables.
-        provenance: provenance of the KV.
+    The tokens are given by the prefix hash before the first one, and by a hash of all prefix hashes (`end_of_chain`).
     """
     name = hashlib.blake2b(digest_size=HASH_BYTES)
     for item in (parent, last, repr(shape.geometry.to_json()).encode(), provenance.encode()):

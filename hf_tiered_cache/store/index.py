@@ -42,12 +42,7 @@ def _query(
 
 
 class Index:
-    """Index of the stored segments and their metadata.
-
-    Args:
-        backend: backend that stores the segments.
-        faults: counts and logs errors.
-    """
+    """Index of the stored segments and their metadata."""
 
     def __init__(self, backend: SegmentBackend, faults: Faults) -> None:
         self._backend, self._note = backend, faults.note
@@ -218,10 +213,6 @@ class Index:
 
         A damaged catalogue is rebuilt, and a replaced one is synchronized with the backend. Then `action` is run once
         more. SQLite errors are never raised. Calls made during a scan do not start another scan.
-
-        Args:
-            action: function of the catalogue.
-            default: result if `action` fails.
         """
         answer: _T | _Default = default
         for again in (True, False):

@@ -278,11 +278,7 @@ class ObjectUpload:
 
 
 class ObjectRecords:
-    """Implementation of `RecordFiles`. Only objects that the library wrote are replaced or deleted.
-
-    Args:
-        backend: place of the objects.
-    """
+    """Implementation of `RecordFiles`. Only objects that the library wrote are replaced or deleted."""
 
     def __init__(self, backend: ObjectBackend) -> None:
         self._backend = backend

@@ -195,12 +195,9 @@ class Space:
 
     @contextmanager
     def reserved(self, name: str, nbytes: int, spared: Collection[str] = ()) -> Iterator[Upload]:
-        """Reserve room, within the quota and on the backend, and yield the upload to write to.
+        """Reserve room for `nbytes`, within the quota and on the backend, and yield the upload to write to.
 
-        Args:
-            name: name to publish under.
-            nbytes: bytes to reserve.
-            spared: segments that are not evicted.
+        Segments in `spared` are not evicted for it.
         """
         with ExitStack() as stack:
             with self.backend.locked():

@@ -174,11 +174,7 @@ class Record:
 
 
 class Records(Generic[R]):
-    """Records of one kind. Subclasses set the class of the records.
-
-    Args:
-        files: files of the store.
-    """
+    """Records of one kind. Subclasses set the class of the records."""
 
     record: type[R]
 
@@ -197,11 +193,7 @@ class Records(Generic[R]):
         return None
 
     def read(self, *key: str) -> R | None:
-        """Return a record, or None if there is no readable one, or the file has the name of another one.
-
-        Args:
-            key: see `Record.key`.
-        """
+        """Return the record of a key, or None if there is no readable one, or the file has the name of another one."""
         return self._get(record_name(*key))
 
     def all(self) -> list[R]:
@@ -229,12 +221,7 @@ class Records(Generic[R]):
     def _sweep(self, is_needed: Callable[[R], bool], dry_run: bool = False) -> list[str]:
         """Delete the records that are damaged or not needed, except those of a newer format or not readable now.
 
-        Args:
-            is_needed: returns whether a record is still needed.
-            dry_run: whether to delete nothing.
-
-        Returns:
-            Paths of the deleted records, or with `dry_run` of those to be deleted.
+        Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
         """
         removed, kind = [], self.record.kind
         with suppress(OSError):
@@ -260,12 +247,9 @@ class Records(Generic[R]):
 
 
 def check_name(name: object, subject: str, most: int) -> None:
-    """Raise ConfigError unless a user-defined name is valid.
+    """Raise ConfigError unless a user-defined name has 1 to `most` characters of valid Unicode.
 
-    Args:
-        name: the name.
-        subject: what it is, for messages, such as "document's label".
-        most: maximum number of characters.
+    For messages, `subject` says what it is, such as "document's label".
     """
     if not isinstance(name, str) or not 0 < len(name) <= most:
         raise ConfigError(f"a {subject} must be a str of 1 to {most} characters, not {name!r:.80}")
@@ -276,11 +260,7 @@ def check_name(name: object, subject: str, most: int) -> None:
 
 
 class Calibrations:
-    """Records of a store's calibrations, all in one file. It is parsed again only when it was replaced.
-
-    Args:
-        files: small files of the store.
-    """
+    """Records of a store's calibrations, all in one file. It is parsed again only when it was replaced."""
 
     def __init__(self, files: RecordFiles) -> None:
         self._files = files

@@ -171,14 +171,7 @@ def _inside(piece: _Piece, tokens: np.ndarray) -> np.ndarray:
 
 
 class _Join:
-    """Builder of a new segment's KV cache groups from old segments.
-
-    Args:
-        pieces: pieces of the old segments.
-        shape: shape of the new segment.
-        blocks_of: function that returns the blocks of an old segment.
-        toward: interpolation weight for newly merged pairs.
-    """
+    """Builder of a new segment's KV cache groups from old segments. For arguments see `join_segments`."""
 
     def __init__(
         self, pieces: Sequence[_Piece], shape: SegmentShape, blocks_of: BlocksOf, toward: float = TOWARD

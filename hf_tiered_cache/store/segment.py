@@ -76,11 +76,7 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
 class SegmentReader:
     """Segment opened for reading. It stays readable even if another process deletes it.
 
-    Args:
-        backend: backend that stores the segment.
-        segment_id: id of the segment.
-        verify: whether to verify the checksums of blocks. Encrypted blocks are always verified.
-        cipher: cipher of the store.
+    Without `verify`, the checksums of blocks are not verified, unless they are encrypted.
 
     Raises:
         OtherKeyError: the segment is encrypted with another key, or only one of segment and store has a key.

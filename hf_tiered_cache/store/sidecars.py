@@ -185,14 +185,9 @@ class Sidecars:
     def kept(self, reader: SegmentReader, kind: str, facts: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
         """Return the arrays of one kind of a segment: dense CPU tensors, each with memory of its own.
 
-        Args:
-            reader: the segment. A sidecar that was made from other bytes under the same id is ignored.
-            kind: as passed to `keep`.
-            facts: as passed to `keep`.
-
         Returns:
-            Arrays by name. None if there is no sidecar or its facts differ; also None, and counted, if it is damaged,
-            encrypted with another key or unreadable.
+            Arrays by name. None if there is no sidecar, or it was made from other bytes or with other facts; also None,
+            and counted, if it is damaged, encrypted with another key or unreadable.
         """
         sidecar = self._read(reader, kind, _text(facts))
         return None if sidecar is None else sidecar.arrays

@@ -20,12 +20,7 @@ _T = TypeVar("_T")
 
 
 class DaemonPool:
-    """Pool of threads, like `ThreadPoolExecutor`, that ends with the process, whatever its threads wait for.
-
-    Args:
-        count: Maximum number of threads.
-        name: Name of the threads.
-    """
+    """Pool of threads, like `ThreadPoolExecutor`, that ends with the process, whatever its threads wait for."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name

@@ -52,15 +52,9 @@ def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = Non
 def open_regular(
     path: str | os.PathLike[str], flags: int = os.O_RDONLY, folder: int | None = None
 ) -> Iterator[tuple[int, os.stat_result]]:
-    """Open a regular file. Links are not followed. Pipes and devices are not opened: that may block or have effects.
+    """Open a regular file, with arguments as for `open_file`. Yields its descriptor and status.
 
-    Args:
-        path: as for `open_file`.
-        flags: as for `open_file`.
-        folder: as for `open_file`.
-
-    Yields:
-        Descriptor and status.
+    Links are not followed. Pipes and devices are not opened: that may block or have effects.
 
     Raises:
         FormatError: it is not a regular file. OSError: it cannot be opened.
@@ -129,11 +123,7 @@ class FolderTree:
 
     @property
     def root_descriptor(self) -> int:
-        """Descriptor of the folder.
-
-        Raises:
-            OSError: the folder is closed, or cannot be opened.
-        """
+        """Descriptor of the folder. Raises OSError if it is closed, or cannot be opened."""
         if not self._closing.alive:
             raise OSError(errno.EBADF, "the store is closed", str(self.path))
         if not self._descriptors:
@@ -194,12 +184,7 @@ class FolderTree:
         return self.path / kind.folder / name
 
     def names(self, kind: FileKind) -> list[str]:
-        """Return the sorted names of all files of a kind, regardless of their content.
-
-        Raises:
-            FileNotFoundError: the subfolder is missing.
-            OSError: the subfolder cannot be listed.
-        """
+        """Return the sorted names of all files of a kind, regardless of their content. Raises OSError."""
         return sorted(filter(kind.names.fullmatch, self.list_names(kind.folder)))
 
     def find(self, kind: FileKind, name: str) -> os.stat_result | None:
@@ -247,11 +232,7 @@ class FolderTree:
             return read_all(fd, min(status.st_size, kind.most_bytes), 0)
 
     def is_own(self, kind: FileKind, name: str) -> bool:
-        """Return whether a file exists and was written by the library.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return whether a file exists and was written by the library. Raises OSError if it cannot be read."""
         try:
             return kind.names.fullmatch(name) is not None and kind.is_own(name, self.read(kind, name))
         except (FormatError, FileNotFoundError):
@@ -279,11 +260,7 @@ class FolderTree:
         return sorted(unknown)
 
     def nbytes(self, *kinds: FileKind) -> int:
-        """Return the size on disk of all files of the given kinds in bytes.
-
-        Raises:
-            OSError: a folder cannot be listed.
-        """
+        """Return the size on disk of all files of the given kinds in bytes. Raises OSError."""
         total = 0
         for folder in {kind.folder for kind in kinds}:
             with suppress(FileNotFoundError):
