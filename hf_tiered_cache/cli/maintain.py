@@ -16,7 +16,6 @@ from .contents import Contents, contents_of_open, open_store, unique_length
 from .output import AsJson, KeyFile, Refused, StoreAddress, confirm, count, figures, print_json, printable
 
 if TYPE_CHECKING:
-    from ..kvstore import KVStore
     from ..store.backend import SegmentBackend
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing; only list what would be deleted.")]
@@ -236,7 +235,7 @@ def _fetch(source: str, target: str, names: list[str], key_file: Path | None) ->
     from ..kvstore import storage_of
 
     copied, present, failed = 0, 0, dict[str, str]()
-    with _opened(target, source, key_file) as store:
+    with open_store(target, key_file=key_file, remote=source, create=True) as store:
         storage = storage_of(store)
         tier = storage.remote
         assert tier is not None
@@ -250,15 +249,3 @@ def _fetch(source: str, target: str, names: list[str], key_file: Path | None) ->
                 copied += 1
         nbytes = store.stats.remote.bytes_read
     return copied, nbytes, present, failed
-
-
-def _opened(folder: str, remote: str, key_file: Path | None) -> KVStore:
-    """Open the folder of a store, a new one if there is none, with its remote."""
-    if Path(folder).is_dir() and any(Path(folder).iterdir()):
-        return open_store(folder, key_file=key_file, remote=remote)
-    from ..kvstore import KVStore
-    from ..store.cipher import read_key_file
-
-    return KVStore(
-        folder, engine="posix", host_memory=0, key=read_key_file(key_file), remote=remote, remote_write="never"
-    )

@@ -87,13 +87,7 @@ class FolderBackend(SegmentBackend):
     # --- reading
 
     def sidecars(self) -> dict[str, int]:
-        nbytes_by_name = {}
-        with suppress(FileNotFoundError):  # a read-only store of an older version
-            for name in self.files.names(SIDECAR):
-                stored = self.find(name)
-                if stored is not None:  # otherwise deleted meanwhile
-                    nbytes_by_name[name] = stored.nbytes
-        return nbytes_by_name
+        return self.files.sizes(SIDECAR)  # {} in a read-only store of an older version
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         def is_known(kind: FileKind, name: str) -> bool:
@@ -174,7 +168,7 @@ class FolderBackend(SegmentBackend):
     # --- space
 
     def usage(self) -> int:
-        return self.files.nbytes(*_UNNAMED)
+        return sum(sum(self.files.sizes(kind).values()) for kind in _UNNAMED)
 
     def free(self) -> int | None:
         return shutil.disk_usage(self.root).free

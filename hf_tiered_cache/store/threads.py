@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+_POLL_SECONDS = 0.005
 _T = TypeVar("_T")
 
 
@@ -67,6 +68,32 @@ class DaemonPool:
                     future.set_exception(error)
             del item, future, call  # what they refer to
             self._idle.release()
+
+
+class Progress:
+    """Steps of a worker, by which threads that wait for it see that it is not stuck."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def step(self) -> None:
+        """Record a step: waiting threads continue to wait."""
+        self._steps += 1
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `condition` holds, or no step is recorded for some seconds. Returns whether it holds.
+
+        Polls without a lock, since an interrupt could leave a lock acquired.
+        """
+        seen, deadline, nap = self._steps, time.monotonic() + seconds, 0.0002
+        while not condition():
+            time.sleep(nap)
+            nap = min(2 * nap, _POLL_SECONDS)
+            if self._steps != seen:
+                seen, deadline = self._steps, time.monotonic() + seconds
+            elif time.monotonic() >= deadline:
+                return condition()
+        return True
 
 
 class Latch:

@@ -259,16 +259,12 @@ class FolderTree:
                             unknown.append(os.path.join(folder, name))
         return sorted(unknown)
 
-    def nbytes(self, *kinds: FileKind) -> int:
-        """Return the size on disk of all files of the given kinds in bytes. Raises OSError."""
-        total = 0
-        for folder in {kind.folder for kind in kinds}:
-            with suppress(FileNotFoundError):
-                for name in self.list_names(folder):
-                    kind = kind_of(folder, name)
-                    if kind is not None and kind in kinds and (status := self.find(kind, name)) is not None:
-                        total += nbytes_of(status)
-        return total
+    def sizes(self, kind: FileKind) -> dict[str, int]:
+        """Return the bytes on disk of all files of a kind, by name; {} without the subfolder. Raises OSError."""
+        with suppress(FileNotFoundError):
+            statuses = {name: self.find(kind, name) for name in self.names(kind)}
+            return {name: nbytes_of(status) for name, status in statuses.items() if status is not None}
+        return {}
 
 
 def stored_in(status: os.stat_result) -> Stored:
