@@ -291,15 +291,7 @@ class KVStore:
     ) -> Lookup:
         """Load the stored KV of a prompt into memory, within the memory budgets, without computing anything.
 
-        Args:
-            model: see `lookup`.
-            input_ids: see `lookup`.
-            method: see `lookup`.
-            tag: see `lookup`.
-            progress: whether to show a progress bar.
-
-        Returns:
-            Result of `lookup` afterwards.
+        Arguments are those of `lookup`, and whether to show a progress bar. Returns the result of `lookup` afterwards.
         """
         from .operations.precompute import warm
 

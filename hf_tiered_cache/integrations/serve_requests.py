@@ -182,23 +182,19 @@ class BatchedGenerateManager(CBGenerateManager):
 
     def generate_streaming(
         self,
-        model: PreTrainedModel,
+        model: Any,
         processor: Any,
         inputs: dict[str, Any],
-        gen_config: GenerationConfig,
+        gen_config: Any,
         request_id: str,
-        response_parser: Any = None,
+        *args: Any,
+        **kw: Any,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         name = self._begin(model, inputs, gen_config, request_id)
-        return super().generate_streaming(model, processor, inputs, gen_config, name, response_parser)
+        return super().generate_streaming(model, processor, inputs, gen_config, name, *args, **kw)
 
     async def generate_non_streaming(
-        self,
-        model: PreTrainedModel,
-        processor: Any,
-        inputs: dict[str, Any],
-        gen_config: GenerationConfig,
-        request_id: str,
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
     ) -> Any:
         name = self._begin(model, inputs, gen_config, request_id)
         return await super().generate_non_streaming(model, processor, inputs, gen_config, name)
