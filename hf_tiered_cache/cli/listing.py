@@ -13,7 +13,7 @@ from ..store.catalogue import SegmentRow
 from ..store.settings import FILE_NAME, FILE_VARIABLE, PREFIX, SETTINGS, read_settings, without_secrets
 from ..units import format_bytes
 from .contents import Contents, contents_of, head_of, unique_length
-from .output import AsJson, StoreAddress, ago, count, date, facts, figures, print_json, printable
+from .output import AsJson, StoreAddress, Table, ago, count, date, facts, print_json, printable
 
 if TYPE_CHECKING:
     from ..store.geometry import BlockGroup, LayerKV
@@ -49,7 +49,7 @@ def _show_rows(contents: Contents, rows: list[SegmentRow], id_length: int) -> No
     }
     text_columns = {heading: texts for heading, texts in text_columns.items() if any(texts)}
     number_columns = ("tokens", "from", "size", "last used", "uses")
-    table = figures("segment", *number_columns, *text_columns, right=number_columns, fold=tuple(text_columns))
+    table = Table("segment", *number_columns, *text_columns, right=number_columns, fold=tuple(text_columns))
     for number, row in enumerate(rows):
         cells = (f"{row.tokens:,}", f"{row.position:,}", format_bytes(row.nbytes), ago(row.used), f"{row.uses:,}")
         table.add_row(row.id[:id_length], *cells, *(texts[number] for texts in text_columns.values()))
@@ -175,9 +175,7 @@ def _show_segment(store: str, contents: Contents, row: SegmentRow, as_json: bool
     table.add_row("layers", "; ".join(_layers(shape)))
     table.show()
     print()
-    groups_table = figures(
-        "group", "layers", "contents", "blocks", "block size", right=("group", "blocks", "block size")
-    )
+    groups_table = Table("group", "layers", "contents", "blocks", "block size", right=("group", "blocks", "block size"))
     for block_group in shape.block_groups:
         size = format_bytes(block_group.block_bytes)
         blocks = str(shape.chunks_in(block_group))
@@ -186,7 +184,7 @@ def _show_segment(store: str, contents: Contents, row: SegmentRow, as_json: bool
         )
     groups_table.show()
     print()
-    sections_table = figures("section", "offset", "size", right=("offset", "size"))
+    sections_table = Table("section", "offset", "size", right=("offset", "size"))
     for name, section in sections(header).items():
         sections_table.add_row(name, f"{section.offset:,}", format_bytes(section.nbytes))
     sections_table.show()
@@ -281,7 +279,7 @@ def config(as_json: AsJson = False) -> None:
     rows = {name: (_shown(value), source) for name, (value, source) in rows.items()}
     if as_json:
         return print_json({name: {"value": value, "source": source} for name, (value, source) in rows.items()})
-    table = figures("setting", "value", "from", "variable")
+    table = Table("setting", "value", "from", "variable")
     for name, (value, source) in rows.items():
         text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         table.add_row(name, text, source, PREFIX + name.upper())

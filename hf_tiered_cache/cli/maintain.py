@@ -13,7 +13,7 @@ from ..store.catalogue import SegmentRow
 from ..store.settings import scheme_of
 from ..units import format_bytes, parse_bytes
 from .contents import Contents, contents_of_open, open_store, unique_length
-from .output import AsJson, KeyFile, Refused, StoreAddress, confirm, count, figures, print_json, printable
+from .output import AsJson, KeyFile, Refused, StoreAddress, Table, confirm, count, print_json, printable
 
 if TYPE_CHECKING:
     from ..store.backend import SegmentBackend
@@ -164,7 +164,7 @@ def _show_unknown(paths: list[str]) -> None:
 def show_removed(contents: Contents, rows: list[SegmentRow]) -> None:
     """Print the segments that are deleted."""
     letters = unique_length(row.id for row in contents.rows)
-    table = figures("segment", "tokens", "size", "model", "label", right=("tokens", "size"), fold=("model", "label"))
+    table = Table("segment", "tokens", "size", "model", "label", right=("tokens", "size"), fold=("model", "label"))
     for row in rows:
         name = contents.models.get(row.fingerprint, {}).get("name") or row.fingerprint[:letters]
         size = format_bytes(row.nbytes)

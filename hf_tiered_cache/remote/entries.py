@@ -109,11 +109,6 @@ def find_entries(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry
     return {name: entry for name, entry in entries.items() if entry is not None and not entry.row.is_expired}
 
 
-def write_entry(remote: ObjectBackend, name: str, content: bytes) -> None:
-    """Write the entry of a prefix hash in place of the one that exists. Raises OSError."""
-    remote.records.put(ENTRY, name, content, replace=True)
-
-
 def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes | None = None) -> str:
     """Delete the entry of a prefix hash if it names a segment, or, given its `chain`, another one of the same tokens.
 

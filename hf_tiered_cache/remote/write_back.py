@@ -21,6 +21,7 @@ from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.threads import Progress
 from .entries import (
+    ENTRY,
     Entry,
     delete_entry,
     encode_entry,
@@ -28,7 +29,6 @@ from .entries import (
     find_entries,
     is_found_by_prefix,
     is_shared,
-    write_entry,
 )
 from .link import Breaker
 
@@ -252,7 +252,7 @@ def send_segment(
     content = encode_entry(source.beginning)
     for name in names:
         if name not in entries or entries[name].num_hashes < source.num_hashes:
-            write_entry(remote, name, content)
+            remote.records.write(ENTRY, name, content)
             progress()
     return Sent(names, 0 if is_there else source.header.file_bytes)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import HASH_BYTES
 from .database import Database
+from .process import release_database
 from .root import StoreRoot
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ class Catalogue:
     def close(self) -> None:
         if self._database is not None:
             database, self._database = self._database, None
-            database.release() if self.is_shared else database.close()
+            release_database(database) if self.is_shared else database.close()
 
 
 def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:

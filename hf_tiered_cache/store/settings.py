@@ -10,10 +10,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import ConfigError, suggest, unknown_name
@@ -33,14 +32,8 @@ OTHER_VARIABLES = (f"{PREFIX}KEY_FILE", f"{PREFIX}MODELS", FILE_VARIABLE)
 """Variables with this prefix that are no settings of a store."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Value of a setting.
-
-    Attributes:
-        value: Value that `KVStore` gets, as in its argument of the same name.
-        source: Where it comes from, such as "environment variable HF_TIERED_CACHE_ENGINE".
-    """
+class Setting(NamedTuple):
+    """Value of an argument of `KVStore`, and its source, such as "environment variable HF_TIERED_CACHE_ENGINE"."""
 
     value: Any
     source: str
@@ -53,10 +46,6 @@ def _size(text: str | int) -> str | int:
 
 def _optional_size(text: str | int) -> str | int | None:
     return None if text == "none" else _size(text)
-
-
-def _number(value: str | float) -> float:
-    return float(value)
 
 
 def _optional_number(value: str | float) -> float | None:
@@ -82,7 +71,7 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "codec": (str, "the name of a codec"),
     "verify": (_switch, "true or false"),
     "ttl": (_optional_number, "a number of seconds, or none"),
-    "spot_checks": (_number, "a share, such as 0.01"),
+    "spot_checks": (float, "a share, such as 0.01"),
     "remote": (str, "an address, such as s3://bucket/prefix"),
     "remote_write": (str, "always, pinned or never"),
 }
