@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from ..errors import FormatError, NotOursError
-from ..store import EXACT, HASH_BYTES, PASSAGE
+from ..store import EXACT, HASH_BYTES, PASSAGE, hashes_of
 from ..store.catalogue import SegmentRow
 from ..store.format import HEADER_BYTES, SegmentHeader, decode_header, end_of_chain, is_passage, segment_id
 from ..store.geometry import HASH_TOKENS
@@ -84,8 +84,7 @@ def decode_entry(name: str, content: bytes) -> Entry | None:
         header, num_hashes = decode_header(content[:HEADER_BYTES])
         chain = content[HEADER_BYTES:][: min(num_hashes, _MOST_HASHES) * HASH_BYTES]
         chain = chain[: len(chain) // HASH_BYTES * HASH_BYTES]
-        hashes = {chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)}
-        if bytes.fromhex(name) in hashes and is_found_by_prefix(header.provenance):
+        if bytes.fromhex(name) in hashes_of(chain) and is_found_by_prefix(header.provenance):
             return Entry(SegmentRow.of(header, chain, header.file_bytes), num_hashes)
     return None
 

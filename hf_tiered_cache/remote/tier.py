@@ -22,7 +22,7 @@ import torch
 from ..errors import FormatError, IntegrityError, NotOursError
 from ..restore.planner import MatchedRun, longest_prefix
 from ..stats import RemoteStats
-from ..store import HASH_BYTES
+from ..store import hashes_of
 from ..store.catalogue import SegmentRow
 from ..store.container import Group, PackedBlocks
 from ..store.disk import SegmentStore, Written
@@ -253,7 +253,7 @@ class RemoteTier:
         reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
         if row is not None and not reader.chain.startswith(row.chain):
             raise FormatError(f"segment {segment_id} does not have the tokens of its entry")
-        hashes = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
+        hashes = hashes_of(reader.chain)
         header = beginning_of(reader.header, hashes, num_hashes or len(hashes))
         hashes = hashes[: -(-header.shape.tokens // HASH_TOKENS)]
         nbytes = header.file_bytes  # of the whole segment

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import HASH_BYTES
+from . import HASH_BYTES, hashes_of
 from .database import Database
 from .process import release_database
 from .root import StoreRoot
@@ -124,7 +124,7 @@ class SegmentRow:
     @property
     def hashes(self) -> set[bytes]:
         """Set of all prefix hashes."""
-        return {self.chain[start : start + HASH_BYTES] for start in range(0, len(self.chain), HASH_BYTES)}
+        return set(hashes_of(self.chain))
 
     def values(self) -> tuple[Any, ...]:
         """Return the field values in the order of `_COLUMNS`, which is the order of the fields."""
