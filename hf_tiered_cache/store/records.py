@@ -148,7 +148,7 @@ R = TypeVar("R", bound="Record")
 
 @dataclass(frozen=True)
 class Record:
-    """Base class of records. The fields of the dataclass are the schema of the file (see `schema.checked`)."""
+    """Base class of records. The fields of the dataclass are the schema of the file (see `checked`)."""
 
     kind: ClassVar[FileKind]
     subject: ClassVar[str]

@@ -122,7 +122,7 @@ class Sidecars:
         backend: stores the sidecars.
         cipher: encrypts them, if the store has a key.
         faults: counts traffic, and counts and logs faults.
-        reserved: reserves a number of bytes for a name without evicting the given segments (`Publisher.reserved`).
+        reserved: reserves a number of bytes for a name without evicting the given segments (`Space.reserved`).
     """
 
     def __init__(

@@ -243,7 +243,7 @@ def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
         SegmentRow(f"{number} more", "a", "exact", b"1" * 16, 2, 32, 16, 4096, 1.5, None, 2.5, 3, b"1" * 32)
         for number in range(2000)
     ]
-    catalogue.add_all([(row, {"name": "a"}) for row in rows])
+    catalogue.add([(row, {"name": "a"}) for row in rows])
     assert steps() <= 2 * few
     catalogue.close()
 
