@@ -153,7 +153,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
     path.write_bytes(data)
     with pytest.raises((FormatError, IntegrityError)):
         reader = SegmentReader(store.backend, header.id, verify=True)
-        store.readers.keep(reader)
+        store.readers.keep(reader.id, reader)
         read_back(store, header.id)
 
 

@@ -47,6 +47,8 @@ class ReadReport(NamedTuple):
 class Engine(ABC):
     """Asynchronous reader of batches of byte ranges."""
 
+    name: str
+    """Name in `KVStore(engine=...)`."""
     reads_device: bool = False
     """True if `dest` may be device memory, filled without passing through the host."""
 
@@ -70,7 +72,7 @@ class Engine(ABC):
         """Wait for pending reads, and release the threads."""
 
     def describe(self) -> str:
-        return type(self).__name__
+        return self.name
 
 
 @dataclass

@@ -77,6 +77,8 @@ class KvikioEngine(Engine):
         compat: whether compat mode is acceptable. It is no faster than the posix engine.
     """
 
+    name = "kvikio"
+
     def __init__(self, threads: int = 8, compat: bool = True) -> None:
         self.reads_device = has_gpudirect()
         if not self.reads_device and not compat:  # checked first: it does not initialize CUDA

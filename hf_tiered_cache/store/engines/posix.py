@@ -68,8 +68,8 @@ class PosixEngine(Engine):
     def __init__(self, threads: int = 8, direct: bool = True) -> None:
         if not hasattr(os, "preadv"):
             raise EngineUnavailableError("the posix engine requires os.preadv, which this platform lacks")
-        self.threads = threads
-        self.direct = direct
+        self.name = "posix" if direct else "page_cache"
+        self.threads, self.direct = threads, direct
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-read")
 
     def open(self, path: str) -> PosixFile:
@@ -83,8 +83,8 @@ class PosixEngine(Engine):
 
     def describe(self) -> str:
         if not self.direct:
-            return f"page_cache ({self.threads} threads, one copy for all processes)"
-        return f"posix ({self.threads} threads, O_DIRECT where possible)"
+            return f"{self.name} ({self.threads} threads, one copy for all processes)"
+        return f"{self.name} ({self.threads} threads, O_DIRECT where possible)"
 
     def read(self, call: Call) -> int:
         """Run one vectored read in a worker's thread. Returns the number of bytes read."""
