@@ -406,9 +406,9 @@ def test_an_interrupt_leaves_no_transaction_open(tmp_path):
 def test_a_segment_whose_publication_is_interrupted_has_a_row_or_no_file(tmp_path, monkeypatch, when):
     store, add = open_store(tmp_path), Catalogue.add
 
-    def interrupted_add(self, row, model, publish):
+    def interrupted_add(self, rows, publish):
         if when == "after the row":
-            add(self, row, model, publish)
+            add(self, rows, publish)
         else:
             publish()
         raise Interrupt
