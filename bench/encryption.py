@@ -33,7 +33,7 @@ from tqdm.auto import tqdm
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.store.cipher import StoreCipher
-from hf_tiered_cache.store.digest import Checksums, Guard
+from hf_tiered_cache.store.container import Checksums, Guard
 from hf_tiered_cache.store.memory import aligned_bytes
 
 SUFFIX = 64

@@ -24,7 +24,6 @@ from .operations.documents import BATCH_TOKENS, finish_documents, remove_documen
 from .remote.write_back import WRITES
 from .stats import Counters, StoreStats
 from .store import maintain
-from .store.address import folder_of
 from .store.backend import SegmentBackend
 from .store.backends import open_backend, open_remote
 from .store.catalogue import Catalogue, SegmentRow
@@ -38,7 +37,7 @@ from .store.folder import FolderBackend
 from .store.geometry import Geometry
 from .store.objects import ObjectBackend
 from .store.quota import Limits
-from .store.settings import configurable
+from .store.settings import configurable, folder_of
 from .tiers import make_policy
 from .tiers.residency import Residency
 from .units import parse_bytes
@@ -292,15 +291,7 @@ class KVStore:
     ) -> Lookup:
         """Load the stored KV of a prompt into memory, within the memory budgets, without computing anything.
 
-        Args:
-            model: see `lookup`.
-            input_ids: see `lookup`.
-            method: see `lookup`.
-            tag: see `lookup`.
-            progress: whether to show a progress bar.
-
-        Returns:
-            Result of `lookup` afterwards.
+        Arguments are those of `lookup`, and whether to show a progress bar. Returns the result of `lookup` afterwards.
         """
         from .operations.precompute import warm
 

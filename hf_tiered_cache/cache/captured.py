@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..store.digest import Group
+from ..store.container import Group
 from ..store.geometry import BlockGroup, LayerKV, Part
 from ..store.shape import SegmentShape
 from ..tiers.device import CopyStream, Event, Staging

@@ -19,9 +19,8 @@ from ..restore.schedule import RATIOS, Load, Streams, best_ratio, recompute_leng
 from ..stats import TIERS
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance, make_codec
-from ..store.front import FrontReader
 from ..store.geometry import HASH_TOKENS
-from ..store.segment import SegmentReader
+from ..store.segment import FrontReader, SegmentReader
 from ..tiers.residency import Residency
 from .calibrations import PrefixCosts, cost_factors, prefix_costs
 from .sequence import SequenceState

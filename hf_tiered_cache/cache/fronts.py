@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from ..restore.plan import Plan, RecomputePlan
-from ..store.digest import Group
-from ..store.front import FrontReader, owners_of_front
+from ..store.container import Group
 from ..store.geometry import BlockGroup
 from ..store.relayout import BlocksOf, front_blocks, front_shape
-from ..store.segment import SegmentReader
+from ..store.segment import FrontReader, SegmentReader, owners_of_front
 from ..store.shape import SegmentShape
 from ..tiers.device import CopyStream, Event, copy_stream
 from ..tiers.residency import Residency

@@ -20,8 +20,8 @@ from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.format import SegmentHeader, end_of_chain, segment_id
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_groups
-from ..store.interrupts import Step
 from ..store.shape import SegmentShape, TokenTables
+from ..store.threads import Step
 from ..store.writer import KeptOnDevice, PendingSegment, Writer
 from ..tiers.device import CopyStream, Event, copy_stream
 from .captured import LayerBuffer, SegmentTable, cut_end, last_positions, packer, tokens_from

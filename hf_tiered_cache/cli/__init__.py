@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, config, copying, listing, maintain, records, serve, timeline, top
+from . import calibrate, listing, maintain, records, serve, timeline, top
 from . import serve as lm_eval
 
 app = typer.Typer(
@@ -90,7 +90,7 @@ _add(
 )
 _add(
     "copy",
-    copying.copy,
+    maintain.copy,
     "kv-store s3://bucket/corpus",
     "s3://bucket/corpus kv-worker",
     "redis://host:6379/0 kv-worker 1f3a9c02 --key-file kv.key",
@@ -117,7 +117,7 @@ _add(
     "kv-store --model ./my-model --dtype bfloat16 --passages 16 --tokens 1024",
     "kv-store --model ./my-model --prefix 512,4096",
 )
-_add("config", config.config, "", "--json")
+_add("config", listing.config, "", "--json")
 _add("timeline", timeline.timeline, "trace.json", "trace.json --plot request.png")
 _add(
     "serve",

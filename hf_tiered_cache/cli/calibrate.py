@@ -11,7 +11,7 @@ import typer
 
 from ..errors import TieredCacheError
 from ..units import parse_bytes
-from .output import AsJson, KeyFile, Refused, figures, plotting, print_json, read_text
+from .output import AsJson, KeyFile, Refused, Table, plotting, print_json, read_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -127,7 +127,7 @@ def calibrate(
         )
     if as_json:
         return print_json(calibration.as_dict())
-    table = figures("share recomputed", "time to first token", "", right=("share recomputed", "time to first token"))
+    table = Table("share recomputed", "time to first token", "", right=("share recomputed", "time to first token"))
     for ratio, seconds in sorted(calibration.seconds.items()):
         notes = {0.0: "full reuse", 1.0: "full recompute"}.get(ratio, "")
         table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f} ms", "selected" if ratio == calibration.ratio else notes)
@@ -174,7 +174,7 @@ def _show_losses(findings: list[QualityFinding], quality: float, as_json: bool) 
     if as_json:
         return print_json([finding.as_dict() | {"keeps": finding.keeps(quality)} for finding in findings])
     numbers = ("budget", "loss, nats", "same token", "KV loaded", "index", "first token")
-    table = figures("method", *numbers, f"within {quality:g}", right=numbers)
+    table = Table("method", *numbers, f"within {quality:g}", right=numbers)
     for finding in findings:
         cells = [
             f"{finding.agreement:.0%}",
@@ -221,7 +221,7 @@ def _show_prefixes(costs_by_length: list[PrefixCosts], as_json: bool) -> None:
         return print_json([costs.as_dict() for costs in costs_by_length])
     tiers = sorted({tier for costs in costs_by_length for tier in costs.restore})
     columns = ["computed", *(f"from {tier}" for tier in tiers)]
-    table = figures("prefix", *columns, "", right=("prefix", *columns))
+    table = Table("prefix", *columns, "", right=("prefix", *columns))
     for costs in costs_by_length:
         shares = {tier: costs.loading(tier) / max(costs.loading(tier) + costs.compute, 1e-12) for tier in tiers}
         parts = [f"{share:.0%} computed, the rest from {tier}" for tier, share in shares.items() if share > 0.05]

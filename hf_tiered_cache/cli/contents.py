@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StoreError
-from ..store.address import scheme_of
 from ..store.catalogue import Catalogue, SegmentRow
 from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR
 from ..store.root import StoreRoot
-from ..store.tree import nbytes_of
+from ..store.settings import scheme_of
 from .output import Refused
 
 if TYPE_CHECKING:
@@ -130,10 +129,9 @@ def contents_of_open(store: KVStore) -> Contents:
 def _sidecars(files: StoreRoot) -> dict[str, dict[str, int]]:
     sidecars: dict[str, dict[str, int]] = {}
     with suppress(OSError):
-        for name in files.names(SIDECAR):
+        for name, nbytes in files.sizes(SIDECAR).items():
             segment, _, kind = name.partition(".")
-            if (status := files.find(SIDECAR, name)) is not None:
-                sidecars.setdefault(segment, {})[kind] = nbytes_of(status)
+            sidecars.setdefault(segment, {})[kind] = nbytes
     return sidecars
 
 
@@ -169,15 +167,16 @@ def files_of(path: Path) -> Iterator[StoreRoot]:
 
 
 def open_store(
-    store: Path | str, *, disk_quota: str | None = None, key_file: Path | None = None, remote: str | None = None
+    store: Path | str,
+    *,
+    disk_quota: str | None = None,
+    key_file: Path | None = None,
+    remote: str | None = None,
+    create: bool = False,
 ) -> KVStore:
-    """Open an existing store for maintenance. Commands that read no blocks need no key.
+    """Open a store, or the remote at an address, for maintenance. Nothing is sent to `remote`.
 
-    Args:
-        store: Folder, or address of a remote.
-        disk_quota: Quota of the store.
-        key_file: File with its key.
-        remote: Address of its remote. Nothing is sent there.
+    Commands that read no blocks need no key. A folder that is no store is refused, unless `create`.
     """
     from ..kvstore import KVStore
     from ..store.backends import open_remote
@@ -185,8 +184,9 @@ def open_store(
 
     options: dict[str, Any] = {"host_memory": 0, "disk_quota": disk_quota, "key": read_key_file(key_file)}
     if not scheme_of(store):
-        with files_of(Path(store)):
-            pass
+        if not create:
+            with files_of(Path(store)):
+                pass
         return KVStore(store, engine="posix", remote=remote, remote_write="never", **options)
     place = open_remote(str(store))
     if not place.is_reachable():

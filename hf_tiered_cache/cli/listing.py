@@ -1,7 +1,8 @@
-"""Commands `ls` and `stat`: the contents of a store."""
+"""Commands `ls`, `stat` and `config`: the contents of a store, and the settings of stores."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,9 +10,10 @@ import typer
 
 from ..store import EXACT
 from ..store.catalogue import SegmentRow
+from ..store.settings import FILE_NAME, FILE_VARIABLE, PREFIX, SETTINGS, read_settings, without_secrets
 from ..units import format_bytes
 from .contents import Contents, contents_of, head_of, unique_length
-from .output import AsJson, StoreAddress, ago, count, date, facts, figures, print_json, printable
+from .output import AsJson, StoreAddress, Table, ago, count, date, facts, print_json, printable
 
 if TYPE_CHECKING:
     from ..store.geometry import BlockGroup, LayerKV
@@ -47,7 +49,7 @@ def _show_rows(contents: Contents, rows: list[SegmentRow], id_length: int) -> No
     }
     text_columns = {heading: texts for heading, texts in text_columns.items() if any(texts)}
     number_columns = ("tokens", "from", "size", "last used", "uses")
-    table = figures("segment", *number_columns, *text_columns, right=number_columns, fold=tuple(text_columns))
+    table = Table("segment", *number_columns, *text_columns, right=number_columns, fold=tuple(text_columns))
     for number, row in enumerate(rows):
         cells = (f"{row.tokens:,}", f"{row.position:,}", format_bytes(row.nbytes), ago(row.used), f"{row.uses:,}")
         table.add_row(row.id[:id_length], *cells, *(texts[number] for texts in text_columns.values()))
@@ -173,9 +175,7 @@ def _show_segment(store: str, contents: Contents, row: SegmentRow, as_json: bool
     table.add_row("layers", "; ".join(_layers(shape)))
     table.show()
     print()
-    groups_table = figures(
-        "group", "layers", "contents", "blocks", "block size", right=("group", "blocks", "block size")
-    )
+    groups_table = Table("group", "layers", "contents", "blocks", "block size", right=("group", "blocks", "block size"))
     for block_group in shape.block_groups:
         size = format_bytes(block_group.block_bytes)
         blocks = str(shape.chunks_in(block_group))
@@ -184,7 +184,7 @@ def _show_segment(store: str, contents: Contents, row: SegmentRow, as_json: bool
         )
     groups_table.show()
     print()
-    sections_table = figures("section", "offset", "size", right=("offset", "size"))
+    sections_table = Table("section", "offset", "size", right=("offset", "size"))
     for name, section in sections(header).items():
         sections_table.add_row(name, f"{section.offset:,}", format_bytes(section.nbytes))
     sections_table.show()
@@ -254,3 +254,39 @@ def _ranges(numbers: tuple[int, ...] | list[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def config(as_json: AsJson = False) -> None:
+    """Show the settings of stores, and where they come from.
+
+    Each setting is an argument of KVStore. It can be set by an environment variable, or by a line of the file that
+    HF_TIERED_CACHE_CONFIG names, by default hf_tiered_cache.toml in the working directory:
+
+    \b
+      export HF_TIERED_CACHE_HOST_MEMORY=8GiB
+      echo 'disk_quota = "100GiB"' >> hf_tiered_cache.toml
+
+    Arguments in the code count before variables, and variables before the file.
+    """  # noqa: D301
+    from ..kvstore import KVStore
+
+    defaults = inspect.signature(KVStore).parameters
+    found = read_settings()
+    rows = {
+        name: (found[name].value, found[name].source) if name in found else (defaults[name].default, "default")
+        for name in SETTINGS
+    }
+    rows = {name: (_shown(value), source) for name, (value, source) in rows.items()}
+    if as_json:
+        return print_json({name: {"value": value, "source": source} for name, (value, source) in rows.items()})
+    table = Table("setting", "value", "from", "variable")
+    for name, (value, source) in rows.items():
+        text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        table.add_row(name, text, source, PREFIX + name.upper())
+    table.show()
+    print(f"\nfile: {FILE_NAME} in the working directory, or the one that {FILE_VARIABLE} names")
+
+
+def _shown(value: object) -> object:
+    """Return a value without passwords, such as that of a remote."""
+    return without_secrets(value) if isinstance(value, str) else value

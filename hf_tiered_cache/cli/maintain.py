@@ -1,15 +1,19 @@
-"""Commands `verify`, `gc` and `rm`: maintenance of a store."""
+"""Commands `verify`, `gc`, `rm` and `copy`: maintenance of a store."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..store.catalogue import SegmentRow
+from ..store.settings import scheme_of
 from ..units import format_bytes, parse_bytes
 from .contents import Contents, contents_of_open, open_store, unique_length
-from .output import AsJson, KeyFile, Refused, StoreAddress, confirm, count, figures, print_json, printable
+from .output import AsJson, KeyFile, Refused, StoreAddress, Table, confirm, count, print_json, printable
 
 if TYPE_CHECKING:
     from ..store.backend import SegmentBackend
@@ -160,10 +164,88 @@ def _show_unknown(paths: list[str]) -> None:
 def show_removed(contents: Contents, rows: list[SegmentRow]) -> None:
     """Print the segments that are deleted."""
     letters = unique_length(row.id for row in contents.rows)
-    table = figures("segment", "tokens", "size", "model", "label", right=("tokens", "size"), fold=("model", "label"))
+    table = Table("segment", "tokens", "size", "model", "label", right=("tokens", "size"), fold=("model", "label"))
     for row in rows:
         name = contents.models.get(row.fingerprint, {}).get("name") or row.fingerprint[:letters]
         size = format_bytes(row.nbytes)
         table.add_row(row.id[:letters], f"{row.tokens:,}", size, printable(name), printable(row.label))
     if rows:
         table.show()
+
+
+def copy(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder of a store, or address of a remote.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The other: an address, or a folder.")],
+    segments: Annotated[
+        list[str] | None,
+        typer.Argument(help="Ids of segments of the folder, or their first characters; of a remote, whole ids."),
+    ] = None,
+    key_file: KeyFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy segments from a folder to a remote, or back.
+
+    What the target has is left out. Segments from a remote are verified, so the key is needed if they are encrypted.
+    Segments of compacted conversations are not copied: no other store can use them. The exit status is 1 if a segment
+    could not be copied.
+    """
+    to_remote = bool(scheme_of(target))
+    if to_remote == bool(scheme_of(source)):
+        raise Refused("copy needs a folder and the address of a remote, such as s3://bucket/prefix")
+    copied, nbytes, present, failed = (_send if to_remote else _fetch)(source, target, segments or [], key_file)
+    if as_json:
+        print_json({"copied": copied, "bytes": nbytes, "present": present, "failed": failed})
+    else:
+        print(f"copied {count(copied, 'segment')}, {format_bytes(nbytes)}; {present:,} were there already")
+        for segment, reason in failed.items():
+            print(f"  {segment}: {reason}", file=sys.stderr)
+    raise typer.Exit(1 if failed else 0)
+
+
+Copied = tuple[int, int, int, dict[str, str]]
+"""Numbers of segments copied, of their bytes, and of segments that were there; reasons by segment that failed."""
+
+
+def _send(source: str, target: str, names: list[str], key_file: Path | None) -> Copied:
+    from tqdm.auto import tqdm
+
+    from ..errors import FormatError
+    from ..kvstore import storage_of
+    from ..remote.write_back import send_segment
+    from ..store.backends import open_remote
+
+    copied, nbytes, present, failed = 0, 0, 0, dict[str, str]()
+    with open_store(source, key_file=key_file) as store, closing(open_remote(target)) as remote:
+        contents = contents_of_open(store)
+        rows = [contents.row_of(name) for name in names] or contents.rows
+        for row in tqdm(rows, unit="segment", disable=None):
+            try:
+                sent = send_segment(storage_of(store).disk.backend, remote, row.id)
+            except (OSError, FormatError) as error:
+                failed[row.id] = str(error)
+                continue
+            if sent is not None:
+                copied, nbytes, present = copied + bool(sent.nbytes), nbytes + sent.nbytes, present + (not sent.nbytes)
+    return copied, nbytes, present, failed
+
+
+def _fetch(source: str, target: str, names: list[str], key_file: Path | None) -> Copied:
+    from tqdm.auto import tqdm
+
+    from ..kvstore import storage_of
+
+    copied, present, failed = 0, 0, dict[str, str]()
+    with open_store(target, key_file=key_file, remote=source, create=True) as store:
+        storage = storage_of(store)
+        tier = storage.remote
+        assert tier is not None
+        local = {row.id for row in store.segments()}
+        for name in tqdm(names or sorted(tier.remote.names()), unit="segment", disable=None):
+            if name in local:
+                present += 1
+            elif reason := tier.fetch(name):
+                failed[name] = reason
+            else:
+                copied += 1
+        nbytes = store.stats.remote.bytes_read
+    return copied, nbytes, present, failed

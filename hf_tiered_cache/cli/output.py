@@ -32,13 +32,12 @@ class Table:
     """
 
     def __init__(
-        self, headings: Sequence[str], right: Collection[str] = (), fold: Collection[str] = (), has_heading: bool = True
+        self, *headings: str, right: Collection[str] = (), fold: Collection[str] = (), has_heading: bool = True
     ) -> None:
-        self._headings = tuple(headings)
         self._is_right = [heading in right for heading in headings]
         self._foldable = [column for column, heading in enumerate(headings) if heading in fold]
         self._has_heading = has_heading
-        self._rows: list[tuple[str, ...]] = [self._headings] if has_heading else []
+        self._rows: list[tuple[str, ...]] = [headings] if has_heading else []
 
     def add_row(self, *cells: str) -> None:
         """Add a row with one cell per column, each a single line of text."""
@@ -121,14 +120,9 @@ class Refused(TieredCacheError):
     """Error for a command line that asks for something that does not exist, or is unsafe."""
 
 
-def figures(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> Table:
-    """Return an empty table. Columns are never cut off; those of `fold` may continue on a second line."""
-    return Table(columns, right, fold)
-
-
 def facts() -> Table:
     """Return an empty table of names and values."""
-    return Table(("name", "fact"), fold=("fact",), has_heading=False)
+    return Table("name", "fact", fold=("fact",), has_heading=False)
 
 
 def print_json(document: Any) -> None:

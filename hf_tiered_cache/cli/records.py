@@ -20,12 +20,12 @@ from .output import (
     AsJson,
     Refused,
     StorePath,
+    Table,
     add_model,
     ago,
     count,
     date,
     facts,
-    figures,
     model_name,
     print_json,
     printable,
@@ -100,7 +100,7 @@ class _Kind:
             has_notes = any(row["notes"] for row in rows)
             columns = [name for name in rows[0] if name != "provenance" and (has_notes or name != "notes")]
             fold = {self.noun, "model", "method", "notes"}
-            table = figures(*columns, right=tuple(set(columns) - fold), fold=tuple(fold))
+            table = Table(*columns, right=tuple(set(columns) - fold), fold=tuple(fold))
             for row in rows:
                 table.add_row(*(row[name] for name in columns))
             table.show()
@@ -124,7 +124,7 @@ class _Kind:
         print()
         rows_by_id, id_length = {row.id: row for row in rows}, unique_length(row.id for row in rows)
         columns = tuple(self.segment(None))
-        segments = figures("segment", *columns, right=tuple(name for name in columns if name != "notes"))
+        segments = Table("segment", *columns, right=tuple(name for name in columns if name != "notes"))
         for name in info.segments:
             segments.add_row(name[:id_length], *self.segment(rows_by_id.get(name)).values())
         segments.show()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import Refused, figures, plotting
+from .output import Refused, Table, plotting
 
 TRACKS = ("model", "cache", "disk")
 _COLORS = {
@@ -133,7 +133,7 @@ def timeline(
     out = plot or trace.with_suffix(".png")
     sums = {title: one.sums() for title, one in chosen.items()}
     kinds = list(dict.fromkeys(kind for one in sums.values() for kind in one))
-    table = figures("pass", "ms", *kinds, right=("ms", *kinds))
+    table = Table("pass", "ms", *kinds, right=("ms", *kinds))
     for title, one in chosen.items():
         table.add_row(title, f"{one.milliseconds:.1f}", *(f"{sums[title].get(kind, 0.0):.1f}" for kind in kinds))
     table.show()

@@ -29,7 +29,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..store.digest import lin64, xxh3
+from ..store.container import lin64, xxh3
 
 
 def signature(tensor: torch.Tensor) -> str:

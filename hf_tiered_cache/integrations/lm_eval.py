@@ -164,10 +164,7 @@ def _common_prefix(a: Tokens, b: Tokens) -> Tokens:
 
 
 def run(arguments: list[str]) -> None:
-    """Run lm_eval's own command, with `hf-tiered` as the default model type.
-
-    Args:
-        arguments: Arguments of lm_eval's command line.
+    """Run lm_eval's own command with these arguments, and with `hf-tiered` as the default model type.
 
     Raises:
         ConfigError: A task is unknown, its data cannot be reached, or as in `HFTieredLM`.

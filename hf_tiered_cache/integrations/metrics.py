@@ -39,10 +39,6 @@ class MetricsOf(Collector):
 
     Metrics are named after the figures of docs/statistics.md: `hf_tiered_cache_store_segments`,
     `hf_tiered_cache_requests_tokens_restored_total`, `hf_tiered_cache_requests_tier_bytes_total{tier="host"}`.
-
-    Args:
-        store: The store.
-        requests: Sums over the requests.
     """
 
     def __init__(self, store: KVStore, requests: StatsCollector) -> None:

@@ -36,8 +36,17 @@ from ..methods import Method
 from ..stats import RequestStats, StatsCollector
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
-from .limits import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ImpatientProtocol, LimitedRequests, error_body
-from .serve_batched import BatchedGenerateManager, Batching, limit_request, request_stats
+from .serve_requests import (
+    MAX_CONNECTIONS,
+    MAX_REQUEST_BYTES,
+    BatchedGenerateManager,
+    Batching,
+    ImpatientProtocol,
+    LimitedRequests,
+    error_body,
+    limit_request,
+    request_stats,
+)
 
 if TYPE_CHECKING:
     from .metrics import MetricsOf
@@ -56,11 +65,7 @@ Counted = TypeVar("Counted", TieredCache, TieredSession)
 
 
 class TieredGenerateManager(GenerateManager):
-    """Generate manager that creates a `TieredCache` for each request.
-
-    Args:
-        new_cache: Function that creates the cache for a request to a model.
-    """
+    """Generate manager that creates a `TieredCache` for each request, by a function of the model."""
 
     def __init__(self, new_cache: NewCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -129,12 +134,7 @@ class TieredGenerationState(GenerationState):
 
 
 class TieredModelManager(ModelManager):
-    """Model manager of the server. If it serves a single model, it lists and loads only that, without the hub's cache.
-
-    Args:
-        model: Name of the single model, or None.
-        options: Arguments of `ModelManager`.
-    """
+    """Model manager of the server. With a single `model`, it lists and loads only that, without the hub's cache."""
 
     def __init__(self, model: str | None, **options: Any) -> None:
         self._single_model = model
@@ -171,11 +171,7 @@ class _Handler(Protocol):
 
 
 class ReportsCachedTokens:
-    """Handler that adds the number of prompt tokens that were not computed to `usage` in another handler's responses.
-
-    Args:
-        handler: Handler of the server.
-    """
+    """Handler that adds the number of prompt tokens that were not computed to `usage` in a handler's responses."""
 
     def __init__(self, handler: _Handler) -> None:
         self.handler = handler

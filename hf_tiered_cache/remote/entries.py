@@ -14,12 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
 from ..errors import FormatError, NotOursError
-from ..store import EXACT, HASH_BYTES, PASSAGE
+from ..store import EXACT, HASH_BYTES, PASSAGE, hashes_of
 from ..store.catalogue import SegmentRow
-from ..store.format import HEADER_BYTES, SegmentHeader, decode_header
+from ..store.format import HEADER_BYTES, SegmentHeader, decode_header, end_of_chain, is_passage, segment_id
+from ..store.geometry import HASH_TOKENS
 from ..store.kinds import SEGMENT_MAGIC, FileKind
 from ..store.objects import ObjectBackend
 
@@ -82,8 +84,7 @@ def decode_entry(name: str, content: bytes) -> Entry | None:
         header, num_hashes = decode_header(content[:HEADER_BYTES])
         chain = content[HEADER_BYTES:][: min(num_hashes, _MOST_HASHES) * HASH_BYTES]
         chain = chain[: len(chain) // HASH_BYTES * HASH_BYTES]
-        hashes = {chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)}
-        if bytes.fromhex(name) in hashes and is_found_by_prefix(header.provenance):
+        if bytes.fromhex(name) in hashes_of(chain) and is_found_by_prefix(header.provenance):
             return Entry(SegmentRow.of(header, chain, header.file_bytes), num_hashes)
     return None
 
@@ -107,20 +108,10 @@ def find_entries(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry
     return {name: entry for name, entry in entries.items() if entry is not None and not entry.row.is_expired}
 
 
-def write_entry(remote: ObjectBackend, name: str, content: bytes) -> None:
-    """Write the entry of a prefix hash in place of the one that exists. Raises OSError."""
-    remote.records.put(ENTRY, name, content, replace=True)
-
-
 def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes | None = None) -> str:
-    """Delete the entry of a prefix hash if it names a segment, or another one of the same tokens.
+    """Delete the entry of a prefix hash if it names a segment, or, given its `chain`, another one of the same tokens.
 
-    Args:
-        remote: The remote.
-        name: Name of the entry.
-        segment_id: Id of the segment.
-        chain: All prefix hashes of the segment, or None if no other segment counts: the one in the remote may have
-            another geometry.
+    The segment in the remote may have another geometry, and so another id.
 
     Returns:
         Id of the segment that the entry named, or an empty string if it was not deleted.
@@ -142,15 +133,7 @@ def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes
 
 
 def sweep_entries(remote: ObjectBackend, dry_run: bool = False) -> list[str]:
-    """Delete the entries whose segments are gone, and return their names.
-
-    Args:
-        remote: The remote.
-        dry_run: Whether to delete nothing.
-
-    Raises:
-        OSError: The entries cannot be listed, read or deleted.
-    """
+    """Delete the entries whose segments are gone, unless `dry_run`, and return their names. Raises OSError."""
     names = remote.records.names(ENTRY)
     ids = set(remote.names())  # listed last: a segment is stored before its entries
     dangling = []
@@ -171,3 +154,25 @@ def sweep_entries(remote: ObjectBackend, dry_run: bool = False) -> list[str]:
 
 def _path(name: str) -> str:
     return f"{ENTRY.folder}/{name}"
+
+
+_MOST_SHARE = 0.75
+"""Share of a segment above which it is fetched as a whole."""
+
+
+def beginning_of(header: SegmentHeader, prefix_hashes: Sequence[bytes], num_hashes: int) -> SegmentHeader:
+    """Return the header of the first chunks of a segment, which cover `num_hashes` of its prefix hashes.
+
+    It is the header of a segment of fewer tokens, with blocks that are the first ones of each KV cache group. If most
+    of the segment is needed, or if its tokens are not in order, the header itself is returned.
+    """
+    shape = header.shape
+    step = lcm(shape.geometry.chunk_tokens, HASH_TOKENS)
+    tokens = -(-num_hashes * HASH_TOKENS // step) * step
+    if tokens > _MOST_SHARE * shape.tokens or shape.tables is not None or shape.geometry.pairs:
+        return header
+    if is_passage(header.provenance):
+        return header
+    shape = replace(shape, tokens=tokens)
+    last = end_of_chain(prefix_hashes[: tokens // HASH_TOKENS], header.provenance)
+    return replace(header, id=segment_id(header.parent, last, shape, header.provenance), shape=shape)

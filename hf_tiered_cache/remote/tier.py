@@ -22,9 +22,9 @@ import torch
 from ..errors import FormatError, IntegrityError, NotOursError
 from ..restore.planner import MatchedRun, longest_prefix
 from ..stats import RemoteStats
-from ..store import HASH_BYTES
+from ..store import hashes_of
 from ..store.catalogue import SegmentRow
-from ..store.digest import Group, PackedBlocks
+from ..store.container import Group, PackedBlocks
 from ..store.disk import SegmentStore, Written
 from ..store.geometry import HASH_TOKENS
 from ..store.memory import aligned_bytes
@@ -32,10 +32,8 @@ from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..store.threads import DaemonPool
-from .beginning import beginning_of
-from .entries import Entry, delete_entry, entry_names
-from .link import Breaker, Link
-from .look_up import FAILED, LATE, UNAVAILABLE, LookUps
+from .entries import Entry, beginning_of, delete_entry, entry_names
+from .link import FAILED, LATE, UNAVAILABLE, Breaker, Link, LookUps
 from .write_back import WriteBack
 
 _LOOK_UP_SHARE = 0.2
@@ -127,12 +125,8 @@ class RemoteTier:
     ) -> str:
         """Fetch segments of a prompt, and return the reason if nothing was fetched, or an empty string.
 
-        Args:
-            prefix_hashes: See `bring`.
-            rows: See `bring`.
-            start: See `bring`.
-            saved: Returns the seconds that are saved if the first so many prefix hashes are stored.
-            began: Time at which the prompt began to wait.
+        The first arguments are those of `bring`. `saved` returns the seconds that are saved if the first so many prefix
+        hashes are stored. The prompt waits since `began`.
         """
         names = [prefix_hash.hex() for prefix_hash in prefix_hashes]
         entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved(len(prefix_hashes)))
@@ -259,7 +253,7 @@ class RemoteTier:
         reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
         if row is not None and not reader.chain.startswith(row.chain):
             raise FormatError(f"segment {segment_id} does not have the tokens of its entry")
-        hashes = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
+        hashes = hashes_of(reader.chain)
         header = beginning_of(reader.header, hashes, num_hashes or len(hashes))
         hashes = hashes[: -(-header.shape.tokens // HASH_TOKENS)]
         nbytes = header.file_bytes  # of the whole segment
@@ -338,11 +332,9 @@ class RemoteTier:
 
 
 def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
-    """Yield the first verified blocks of each KV cache group, while the next ones are read. Raises _FetchError.
+    """Yield the first verified blocks of each KV cache group of a shape, that of the segment or of its beginning.
 
-    Args:
-        reader: The segment.
-        shape: Its shape, or that of its beginning.
+    The next blocks are read meanwhile. Raises _FetchError.
     """
     count = len(shape.block_groups)
 

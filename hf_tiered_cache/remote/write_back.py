@@ -19,7 +19,9 @@ from ..store.engines import ReadOp
 from ..store.format import HEADER_BYTES, decode_header
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
+from ..store.threads import Progress
 from .entries import (
+    ENTRY,
     Entry,
     delete_entry,
     encode_entry,
@@ -27,7 +29,6 @@ from .entries import (
     find_entries,
     is_found_by_prefix,
     is_shared,
-    write_entry,
 )
 from .link import Breaker
 
@@ -38,7 +39,6 @@ _MOST_QUEUED = 4096
 _WINDOW_BYTES = 16 << 20
 _PATIENCE_SECONDS = 30.0
 """Seconds that `flush` and `close` wait for a remote that makes no progress."""
-_POLL_SECONDS = 0.005
 _REFUSED = "it is not used for a while, after several failures"
 _Work = Callable[[], object]
 
@@ -68,7 +68,7 @@ class WriteBack:
         self._waiting: set[str] = set()
         self._skipped: set[str] = set()
         self._unfinished = 0  # number of queued and running works
-        self._steps = 0  # number of completed steps, by which waiting threads detect progress
+        self._progress = Progress()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ended = False
@@ -119,14 +119,10 @@ class WriteBack:
 
     def flush(self) -> None:
         """Wait until all that was queued is done, or nothing is done for `_PATIENCE_SECONDS`."""
-        seen, deadline = self._steps, time.monotonic() + _PATIENCE_SECONDS
-        while self._unfinished and self._thread is not threading.current_thread():
-            time.sleep(_POLL_SECONDS)
-            if self._steps != seen:
-                seen, deadline = self._steps, time.monotonic() + _PATIENCE_SECONDS
-            elif time.monotonic() >= deadline:
-                self._disk.warn("remote queue", f"{self._remote.place} does not answer; {self.queued} segments wait")
-                return
+        if self._thread is threading.current_thread():
+            return
+        if not self._progress.wait(lambda: not self._unfinished, _PATIENCE_SECONDS):
+            self._disk.warn("remote queue", f"{self._remote.place} does not answer; {self.queued} segments wait")
 
     def close(self) -> None:
         """Send what is queued, and end the thread."""
@@ -157,7 +153,7 @@ class WriteBack:
             finally:
                 with self._lock:
                     self._unfinished -= 1
-                    self._steps += 1
+                self._progress.step()
 
     def _drop(self, why: object) -> None:
         self._count(dropped_writes=1)
@@ -184,7 +180,7 @@ class WriteBack:
         """Send a segment of the local store, and count it. Raises OSError, FormatError."""
         began = time.monotonic()
         try:
-            sent = send_segment(self._disk.backend, self._remote, segment_id, self._progress)
+            sent = send_segment(self._disk.backend, self._remote, segment_id, self._progress.step)
         except FileNotFoundError:
             if self._disk.backend.find(segment_id) is not None:
                 raise  # something is missing in the remote, such as the whole bucket
@@ -196,10 +192,6 @@ class WriteBack:
             return self._count(duplicate_writes=1)
         self._sent(sent.names)
         return self._count(segments_written=1, bytes_written=sent.nbytes, write_seconds=time.monotonic() - began)
-
-    def _progress(self) -> None:
-        """Note progress, so that waiting threads continue to wait."""
-        self._steps += 1
 
     def _delete(self, row: SegmentRow) -> None:
         if self._is_refused:
@@ -232,13 +224,7 @@ class Sent(NamedTuple):
 def send_segment(
     local: SegmentBackend, remote: ObjectBackend, segment_id: str, progress: Callable[[], None] = lambda: None
 ) -> Sent | None:
-    """Copy a segment to a remote, unless that has it, or all of its tokens.
-
-    Args:
-        local: The local store.
-        remote: The remote.
-        segment_id: Id of the segment.
-        progress: Called after each part.
+    """Copy a segment to a remote, unless that has it, or all of its tokens. `progress` is called after each part.
 
     Returns:
         None if it is not a segment that other stores can use.
@@ -266,7 +252,7 @@ def send_segment(
     content = encode_entry(source.beginning)
     for name in names:
         if name not in entries or entries[name].num_hashes < source.num_hashes:
-            write_entry(remote, name, content)
+            remote.records.write(ENTRY, name, content)
             progress()
     return Sent(names, 0 if is_there else source.header.file_bytes)
 

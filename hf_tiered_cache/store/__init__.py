@@ -8,3 +8,8 @@ PASSAGE = "passage"
 """Provenance of KV of a passage that was computed on its own."""
 KEY_FILE_VARIABLE = "HF_TIERED_CACHE_KEY_FILE"
 """Environment variable with the path of the store's key file, for programs that accept it on the command line."""
+
+
+def hashes_of(chain: bytes) -> list[bytes]:
+    """Return the prefix hashes that a chain concatenates."""
+    return [chain[start : start + HASH_BYTES] for start in range(0, len(chain), HASH_BYTES)]

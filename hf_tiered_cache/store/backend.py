@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from .engines import EngineFile, ReadOp, ReadReport
-from .files import Stored
+from .kinds import PIN, SEGMENT, SEGMENT_SUFFIX, file_of
 from .records import RecordFiles
+from .tree import Stored
 
 if TYPE_CHECKING:
     from .root import StoreRoot
@@ -59,6 +60,8 @@ class SegmentBackend(Protocol):
     Segments can have sidecars: arrays that belong to a segment (see `sidecars.py`). A sidecar's name is the segment's
     id, a dot and a kind. `names`, `pin` and `pinned` cover segments only, `sidecars` covers sidecars only, and all
     other methods cover both.
+
+    A subclass gets the methods that follow from `records`, if it keeps the files of segments there, too.
     """
 
     place: str
@@ -76,6 +79,7 @@ class SegmentBackend(Protocol):
 
     def where(self, segment_id: str) -> str:
         """Return the path or address of a segment, stored or not, for messages and tools."""
+        return str(self.records.where(*file_of(segment_id)))
 
     def is_reachable(self) -> bool:
         """Return whether the place exists, so that a name that is not found in it is gone."""
@@ -84,15 +88,18 @@ class SegmentBackend(Protocol):
 
     def names(self) -> list[str]:
         """Return the names of all segments. Raises OSError rather than returning an incomplete list."""
+        return [name.removesuffix(SEGMENT_SUFFIX) for name in self.records.names(SEGMENT)]
 
     def sidecars(self) -> dict[str, int]:
         """Return the names of all sidecars, and the bytes that each takes. Raises OSError, as `names` does."""
 
     def find(self, segment_id: str) -> Stored | None:
         """Return the metadata of what is stored under a name, or None. Opens nothing. Raises OSError."""
+        return self.records.stored(*file_of(segment_id))
 
     def is_own(self, segment_id: str) -> bool:
         """Return whether this library wrote what has this name. Raises OSError if that cannot be determined."""
+        return self.records.is_own(*file_of(segment_id))
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         """List files that the library did not write, by path within the place. They are never changed.
@@ -153,12 +160,17 @@ class SegmentBackend(Protocol):
 
     def delete(self, segment_id: str) -> bool:
         """Delete what the library wrote under this name. Returns whether it existed. Raises OSError if it remains."""
+        return self.records.delete(*file_of(segment_id))
 
     def sync(self) -> None:
         """Make everything published durable. Raises OSError; the next call retries what failed."""
 
     def pin(self, segment_id: str, pinned: bool) -> None:
         """Add or remove the pin of a segment. Pins outlive every catalogue. Raises OSError."""
+        if pinned:
+            self.records.make_empty(PIN, segment_id)
+        else:
+            self.records.delete(PIN, segment_id)
 
     def pinned(self) -> set[str]:
         """Return the pinned names. Raises OSError: if they cannot be listed, no segment may count as unpinned."""

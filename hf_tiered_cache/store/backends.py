@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 from ..errors import ConfigError, with_type
 from ..plugins import Registry
-from .address import folder_of, scheme_of, without_secrets
 from .backend import SegmentBackend
 from .engines import Engine, open_engine
 from .folder import FolderBackend
 from .objects import ObjectBackend
+from .settings import folder_of, scheme_of, without_secrets
 
 Opener = Callable[[str], SegmentBackend]
 """Function that opens the place at an address. Raises ConfigError or StoreError if there can be none."""
@@ -22,20 +22,26 @@ _MEMBERS = sorted(
 )
 
 
-def _in_module(module: str, name: str) -> Opener:
+def _in_module(module: str, name: str, package: str, advice: str) -> Opener:
     """Return an opener that imports the backend of a client library when an address names it."""
 
     def open_place(address: str) -> SegmentBackend:
-        opener: Opener = getattr(import_module(f".remotes.{module}", __package__), name)
+        try:
+            opener: Opener = getattr(import_module(f".remotes.{module}", __package__), name)
+        except ImportError as error:
+            scheme = scheme_of(address)
+            raise ConfigError(f"{scheme}:// requires the package {package} ({error}); pip install {advice}") from error
         return opener(address)
 
     return open_place
 
 
+_OBJECT_STORE = _in_module("object_store", "ObjectStoreBackend", "obstore", "'hf-tiered-cache[remote]'")
+_MOONCAKE = "'hf-tiered-cache[mooncake]', or mooncake-transfer-engine-non-cuda on machines without CUDA"
 _BUILT_IN = {
-    **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _in_module("object_store", "ObjectStoreBackend")),
-    **dict.fromkeys(("redis", "rediss"), _in_module("redis", "RedisBackend")),
-    "mooncake": _in_module("mooncake", "MooncakeBackend"),
+    **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _OBJECT_STORE),
+    **dict.fromkeys(("redis", "rediss"), _in_module("redis", "RedisBackend", "redis", "'hf-tiered-cache[redis]'")),
+    "mooncake": _in_module("mooncake", "MooncakeBackend", "mooncake-transfer-engine", _MOONCAKE),
 }
 BACKENDS: Registry[Opener] = Registry(
     "backend", "hf_tiered_cache.backends", _BUILT_IN, lambda name, part: "" if callable(part) else "it cannot be called"

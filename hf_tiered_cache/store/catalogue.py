@@ -14,8 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import HASH_BYTES
+from . import HASH_BYTES, hashes_of
 from .database import Database
+from .process import release_database
 from .root import StoreRoot
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class SegmentRow:
     @property
     def hashes(self) -> set[bytes]:
         """Set of all prefix hashes."""
-        return {self.chain[start : start + HASH_BYTES] for start in range(0, len(self.chain), HASH_BYTES)}
+        return set(hashes_of(self.chain))
 
     def values(self) -> tuple[Any, ...]:
         """Return the field values in the order of `_COLUMNS`, which is the order of the fields."""
@@ -251,22 +252,15 @@ class Catalogue:
     # --- writing
 
     def add(
-        self, row: SegmentRow, model: Mapping[str, str] | None = None, publish: Callable[[], None] = lambda: None
+        self, rows: Sequence[tuple[SegmentRow, Mapping[str, str]]], publish: Callable[[], None] = lambda: None
     ) -> None:
-        """Add a segment and the description of the model that computed it.
+        """Add segments in one transaction, since every transaction adds to the log.
 
         Args:
-            row: row of the segment.
-            model: description of the model, or None to leave the stored one.
-            publish: gives the segment's file its name. Both happen, or neither: a file without a row would not be found
-                or counted.
+            rows: row of each segment, and the description of the model that computed it, or {} to leave the stored one.
+            publish: gives the segments' files their names. Both happen, or neither: a file without a row would not be
+                found or counted.
         """
-        self.add_all([(row, model)], publish)
-
-    def add_all(
-        self, rows: Sequence[tuple[SegmentRow, Mapping[str, str] | None]], publish: Callable[[], None] = lambda: None
-    ) -> None:
-        """Add several segments in one transaction, since every transaction adds to the log. See `add`."""
 
         def enter(db: sqlite3.Connection) -> None:
             with _transaction(db):
@@ -322,7 +316,7 @@ class Catalogue:
     def close(self) -> None:
         if self._database is not None:
             database, self._database = self._database, None
-            database.release() if self.is_shared else database.close()
+            release_database(database) if self.is_shared else database.close()
 
 
 def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, OtherKeyError
-from .container import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Seal
-from .digest import DIGEST_DTYPE, Checksums, Guard, rows
+from .container import DIGEST_DTYPE, KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Checksums, Guard, Seal, rows
 
 KEY_BYTES = 32
 _NONCE_BYTES = 12

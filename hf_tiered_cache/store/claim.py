@@ -11,7 +11,6 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 
 from ..errors import FormatError, StoreError
-from .files import open_file, read_all, write_all
 from .kinds import (
     CATALOGUE,
     CATALOGUE_NAME,
@@ -27,7 +26,7 @@ from .kinds import (
     is_blank,
     json_object,
 )
-from .tree import FolderTree
+from .tree import FolderTree, open_file, read_all, write_all
 
 logger = logging.getLogger("hf_tiered_cache")
 

@@ -23,8 +23,7 @@ from ..errors import ConfigError, ConversationInUseError, FormatError
 from .catalogue import SegmentRow
 from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of
 from .process import ownerships
-from .records import Record, RecordFiles, Records, check_name
-from .schema import seconds
+from .records import Record, RecordFiles, Records, check_name, seconds
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -108,11 +107,7 @@ class ConversationInfo:
 
 
 class Conversations(Records[ConversationRecord]):
-    """Conversations of a store.
-
-    Args:
-        files: small files of the store.
-    """
+    """Conversations of a store."""
 
     record = ConversationRecord
 
@@ -143,23 +138,15 @@ class Conversations(Records[ConversationRecord]):
         return sorted(super().all(), key=lambda record: record.suspended)
 
     def listed(self, rows: Iterable[SegmentRow]) -> list[ConversationInfo]:
-        """Return the listing entries of all conversations, most recently used last.
-
-        Args:
-            rows: rows of all stored segments.
-        """
+        """Return the entries of all conversations, most recently used last, given the rows of all stored segments."""
         stored_rows = {row.id: row for row in rows}
         infos = [_describe(record, stored_rows, self.holder(record.id)) for record in self.all()]
         return sorted(infos, key=lambda info: info.used)
 
     def segments_of(self, ids: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:
-        """Return the segments that belong to these conversations and to no other one.
+        """Return those of all stored segments that belong to these conversations and to no other one.
 
         Segments that no record names are included: of an edited history, or of a process that was killed.
-
-        Args:
-            ids: ids of the conversations.
-            rows: rows of all stored segments.
 
         Raises:
             ConfigError: a conversation does not exist.
@@ -193,14 +180,9 @@ class Conversations(Records[ConversationRecord]):
                 self.delete(conversation_id)
 
     def sweep(self, stored_ids: Collection[str], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or have no segment left, and the locks of dead processes.
+        """Delete records that are damaged or have no stored segment left, and the locks of dead processes.
 
-        Args:
-            stored_ids: ids of all stored segments.
-            dry_run: whether to delete nothing.
-
-        Returns:
-            Paths of the deleted records, or with `dry_run` of those to be deleted. Conversations in use are kept.
+        Conversations in use are kept. Returns the paths of the deleted records, or with `dry_run` of those to delete.
         """
         removed = self._sweep(lambda record: any(segment in stored_ids for segment in record.segments), dry_run)
         if not dry_run:
@@ -268,10 +250,6 @@ class Ownership:
     Ownership lasts until `release`, until another object of this process takes it over, or until this object is garbage
     collected or the process ends. Only closing the file releases the lock: a forked child that closes its copy of the
     file does not release it.
-
-    Args:
-        conversation_id: id of the conversation.
-        files: small files of the store.
     """
 
     def __init__(self, conversation_id: str, files: RecordFiles) -> None:

@@ -17,7 +17,7 @@ from stat import S_ISREG
 from typing import Any, TypeVar
 
 from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX
-from .process import has_database, release_database, shared_database
+from .process import has_database, shared_database
 from .root import StoreRoot
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -94,11 +94,8 @@ class Database:
 
     @classmethod
     def shared(cls, files: StoreRoot, set_up: _SetUp) -> Database:
-        """Return the process's connection to the catalogue of a folder, to be given back with `release`."""
+        """Return the process's connection to the catalogue of a folder, to be given back with `release_database`."""
         return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), lambda: cls(files.again(), set_up))
-
-    def release(self) -> None:
-        release_database(self)
 
     def run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
         """Run `action`, and repeat it if the file was replaced meanwhile. The action must be repeatable.

@@ -30,8 +30,7 @@ from ..stats import Counters
 from .backend import SegmentBackend, Upload
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
-from .container import write_blocks
-from .digest import Group, PackedBlocks, content_of
+from .container import Group, PackedBlocks, content_of, write_blocks
 from .faults import Faults, figure_of, is_of_the_process, out_of_descriptors
 from .format import SegmentHeader, encode_head, lay_out
 from .quota import Limits, Space
@@ -100,7 +99,7 @@ class SegmentStore(Space):
             except (FormatError, OSError, MemoryError) as error:
                 self.report(segment_id, error)
                 return None
-            self.readers.keep(reader)
+            self.readers.keep(segment_id, reader)
         return reader
 
     def found(self, row: SegmentRow) -> SegmentReader | None:
@@ -288,7 +287,7 @@ class SegmentStore(Space):
                 is_published = True
 
         def enter(catalogue: Catalogue) -> bool:
-            catalogue.add(row, header.model, publish)
+            catalogue.add([(row, header.model)], publish)
             return True
 
         is_listed = False

@@ -104,11 +104,7 @@ class DocumentInfo:
 
 
 class Documents(Records[DocumentRecord]):
-    """Documents of a store. Whoever changes records holds the store's lock.
-
-    Args:
-        files: small files of the store.
-    """
+    """Documents of a store. Whoever changes records holds the store's lock."""
 
     record = DocumentRecord
 
@@ -117,21 +113,13 @@ class Documents(Records[DocumentRecord]):
         return sorted(super().all(), key=lambda record: record.key)
 
     def listed(self, rows: Iterable[SegmentRow]) -> list[DocumentInfo]:
-        """Return the listing entries of all documents, sorted by label.
-
-        Args:
-            rows: rows of all stored segments.
-        """
+        """Return the listing entries of all documents, sorted by label, given the rows of all stored segments."""
         stored_rows, records = by_passage(rows), self.all()
         named = Counter(name for record in records for name in set(record.passages))
         return [_describe(record, stored_rows, named) for record in records]
 
     def only_of(self, leaving: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
-        """Return the given passages that no record uses, except the records to be deleted.
-
-        Args:
-            leaving: records to be deleted.
-            names: names of passages.
+        """Return the given passages that no record uses, except the records to be deleted (`leaving`).
 
         Raises:
             NewerFormatError: there is a record that this version cannot read. OSError: one cannot be read now.
@@ -154,14 +142,9 @@ class Documents(Records[DocumentRecord]):
                 unused.difference_update(record.passages)
 
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or have no passage left.
+        """Delete records that are damaged or have no stored passage left.
 
-        Args:
-            rows: rows of all stored segments.
-            dry_run: whether to delete nothing.
-
-        Returns:
-            Paths of the deleted records, or with `dry_run` of those to be deleted.
+        Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
         """
         stored = by_passage(rows).keys()
         return self._sweep(lambda record: not stored.isdisjoint((*record.passages, *record.leaving)), dry_run)

@@ -60,11 +60,7 @@ class Notices:
 
 
 class Faults(Notices):
-    """Counter and logger of faults.
-
-    Args:
-        counters: statistics that count them.
-    """
+    """Counter and logger of faults."""
 
     def __init__(self, counters: Counters) -> None:
         super().__init__()

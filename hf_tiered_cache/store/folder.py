@@ -22,9 +22,8 @@ from stat import S_ISREG
 import torch
 
 from ..errors import StoreBusyError
-from .backend import HeadLength
+from .backend import HeadLength, SegmentBackend
 from .engines import Engine, EngineFile, ReadOp, ReadReport
-from .files import Stored, open_regular, read_all, write_all
 from .format import HEADER_BYTES
 from .kinds import (
     CALIBRATIONS,
@@ -45,7 +44,7 @@ from .kinds import (
 )
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
-from .tree import nbytes_of, stored_in
+from .tree import Stored, nbytes_of, open_regular, read_all, stored_in, write_all
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -61,7 +60,7 @@ _UNNAMED = (*FIXED_FILES.values(), CALIBRATIONS, TEMPORARY, TEMPORARY_LOCK, CONV
 """Kinds of files that take space and are neither segments nor sidecars."""
 
 
-class FolderBackend:
+class FolderBackend(SegmentBackend):
     """Implementation of `SegmentBackend` with a folder.
 
     Args:
@@ -82,35 +81,13 @@ class FolderBackend:
         self._lock = threading.RLock()  # guards `_unsynced`, the files to be made durable
         self._unsynced: dict[str, None] = {}
 
-    def path(self, segment_id: str) -> Path:
-        """Return the file of a segment or of a sidecar."""
-        return self.files.where(*file_of(segment_id))
-
-    def where(self, segment_id: str) -> str:
-        return str(self.path(segment_id))
-
     def is_reachable(self) -> bool:
         return self.files.is_reachable()
 
     # --- reading
 
-    def names(self) -> list[str]:
-        return [name.removesuffix(SEGMENT_SUFFIX) for name in self.files.names(SEGMENT)]
-
     def sidecars(self) -> dict[str, int]:
-        nbytes_by_name = {}
-        with suppress(FileNotFoundError):  # a read-only store of an older version
-            for name in self.files.names(SIDECAR):
-                stored = self.find(name)
-                if stored is not None:  # otherwise deleted meanwhile
-                    nbytes_by_name[name] = stored.nbytes
-        return nbytes_by_name
-
-    def find(self, segment_id: str) -> Stored | None:
-        return self.files.stored(*file_of(segment_id))
-
-    def is_own(self, segment_id: str) -> bool:
-        return self.files.is_own(*file_of(segment_id))
+        return self.files.sizes(SIDECAR)  # {} in a read-only store of an older version
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         def is_known(kind: FileKind, name: str) -> bool:
@@ -158,7 +135,7 @@ class FolderBackend:
     def delete(self, segment_id: str) -> bool:
         with self._lock:
             self._unsynced.pop(segment_id, None)
-        return self.files.delete(*file_of(segment_id))
+        return super().delete(segment_id)
 
     def sync(self) -> None:
         """See `SegmentBackend`. Syncs file data first, then folders."""
@@ -178,12 +155,6 @@ class FolderBackend:
                 self._unsynced = dict.fromkeys([*waiting[num_synced:], *kinds.values()]) | self._unsynced
             raise
 
-    def pin(self, segment_id: str, pinned: bool) -> None:
-        if pinned:
-            self.files.make_empty(PIN, segment_id)
-        else:
-            self.files.delete(PIN, segment_id)
-
     def pinned(self) -> set[str]:
         try:
             return {name for name in self.files.names(PIN) if self._is_pin(name)}
@@ -197,7 +168,7 @@ class FolderBackend:
     # --- space
 
     def usage(self) -> int:
-        return self.files.nbytes(*_UNNAMED)
+        return sum(sum(self.files.sizes(kind).values()) for kind in _UNNAMED)
 
     def free(self) -> int | None:
         return shutil.disk_usage(self.root).free

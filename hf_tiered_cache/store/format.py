@@ -21,11 +21,10 @@ import numpy as np
 from ..errors import FormatError
 from . import EXACT, HASH_BYTES, PASSAGE, SCAN_BYTES
 from .codecs import RAW, codec_in, coded_provenance
-from .container import TAG_BYTES, Seal, check_head, finish_head, parse_prefix
-from .digest import DIGEST_DTYPE, Guard, xxh3
+from .container import DIGEST_DTYPE, TAG_BYTES, Guard, Seal, check_head, finish_head, parse_prefix, xxh3
 from .geometry import ALIGNMENT, BLOCK_ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
 from .kinds import SEGMENT_MAGIC
-from .schema import decoding, hexadecimal, seconds, text, whole
+from .records import decoding, hexadecimal, seconds, text, whole
 from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC
@@ -113,13 +112,9 @@ def end_of_chain(prefix_hashes: Sequence[bytes], provenance: str) -> bytes:
 
 
 def segment_id(parent: bytes, last: bytes, shape: SegmentShape, provenance: str) -> str:
-    """Return the id of a segment, a hash of its tokens, geometry, provenance and token tables.
+    """Return the id of a segment: a hash of its tokens, geometry, provenance and token tables.
 
-    Args:
-        parent: prefix hash before the first token.
-        last: hash of all prefix hashes (see `end_of_chain`).
-        shape: shape of the segment, with geometry and token tables.
-        provenance: provenance of the KV.
+    The tokens are given by the prefix hash before the first one, and by a hash of all prefix hashes (`end_of_chain`).
     """
     name = hashlib.blake2b(digest_size=HASH_BYTES)
     for item in (parent, last, repr(shape.geometry.to_json()).encode(), provenance.encode()):

@@ -42,12 +42,7 @@ def _query(
 
 
 class Index:
-    """Index of the stored segments and their metadata.
-
-    Args:
-        backend: backend that stores the segments.
-        faults: counts and logs errors.
-    """
+    """Index of the stored segments and their metadata."""
 
     def __init__(self, backend: SegmentBackend, faults: Faults) -> None:
         self._backend, self._note = backend, faults.note
@@ -172,7 +167,7 @@ class Index:
             rows = [row for row in batch.values() if row is not None]
 
             def enter(catalogue: Catalogue, rows: list[_Row] = rows) -> bool:
-                catalogue.add_all(rows)
+                catalogue.add(rows)
                 return True
 
             if rows and not self.ask(enter, False):
@@ -218,10 +213,6 @@ class Index:
 
         A damaged catalogue is rebuilt, and a replaced one is synchronized with the backend. Then `action` is run once
         more. SQLite errors are never raised. Calls made during a scan do not start another scan.
-
-        Args:
-            action: function of the catalogue.
-            default: result if `action` fails.
         """
         answer: _T | _Default = default
         for again in (True, False):

@@ -185,9 +185,8 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
             freed = report.temporary_bytes + sum(sidecars.get(name, 0) for name in (*expired, *damaged))
             freed += sum(rows[name].nbytes if name in rows else store.nbytes_of(name) for name in (*expired, *damaged))
         else:
-            report.expired = store.remove(expired)
+            report.expired = store.remove(expired, "expired_segments")
             report.damaged = store.remove(damaged)
-            store.counters.add("expired_segments", report.expired)
             freed = 0
         over = 0 if store.limits.quota is None else store.limits.overflow(store.used_bytes() - freed)
         if over > 0:

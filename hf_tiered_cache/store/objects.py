@@ -25,12 +25,12 @@ from ..errors import FormatError, StoreBusyError
 from .backend import HeadLength, SegmentBackend
 from .engines import EngineFile, ReadOp, ReadReport
 from .engines.base import Call, coalesce, in_threads
-from .files import Stored
 from .format import HEADER_BYTES
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .records import Room
 from .root import StoreRoot
 from .threads import DaemonPool
+from .tree import Stored
 
 _LOCK_SECONDS = 30.0
 """Seconds to wait for the lock of the place."""
@@ -133,9 +133,6 @@ class ObjectBackend(ABC, SegmentBackend):
 
     # --- reading
 
-    def where(self, segment_id: str) -> str:
-        return f"{self.place}/{_object_name(*file_of(segment_id))}"
-
     def is_reachable(self) -> bool:
         try:
             self.list_objects("")
@@ -143,18 +140,9 @@ class ObjectBackend(ABC, SegmentBackend):
             return False
         return True
 
-    def names(self) -> list[str]:
-        return [name.removesuffix(SEGMENT_SUFFIX) for name in self.list_objects(SEGMENT.folder) if _is(SEGMENT, name)]
-
     def sidecars(self) -> dict[str, int]:
         objects = self.list_objects(SIDECAR.folder).items()
         return {name: stored.nbytes for name, stored in objects if _is(SIDECAR, name)}
-
-    def find(self, segment_id: str) -> Stored | None:
-        return self.find_object(_object_name(*file_of(segment_id)))
-
-    def is_own(self, segment_id: str) -> bool:
-        return self.records.is_own(*file_of(segment_id))
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         unknown = []
@@ -194,9 +182,7 @@ class ObjectBackend(ABC, SegmentBackend):
         return stored, head, ObjectFile(self.where(segment_id), name, stored.version)
 
     def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
-        calls = coalesce(ops)
-        queue = iter(calls)  # shared: next() on a list iterator is atomic, so fast workers take more
-        return in_threads(self._pool, min(self._threads, len(calls)), lambda: sum(map(self._read, queue)))
+        return in_threads(self._pool, self._threads, coalesce(ops), self._read)
 
     def _read(self, call: Call) -> int:
         file = call.file
@@ -234,17 +220,8 @@ class ObjectBackend(ABC, SegmentBackend):
         finally:
             self._uploads.discard(upload)
 
-    def delete(self, segment_id: str) -> bool:
-        return self.records.delete(*file_of(segment_id))
-
     def sync(self) -> None:
         pass  # `put_object` returns when an object is stored
-
-    def pin(self, segment_id: str, pinned: bool) -> None:
-        if pinned:
-            self.records.write(PIN, segment_id, b"")
-        else:
-            self.records.delete(PIN, segment_id)
 
     def pinned(self) -> set[str]:
         return {name for name, stored in self.list_objects(PIN.folder).items() if _is(PIN, name) and not stored.size}
@@ -301,11 +278,7 @@ class ObjectUpload:
 
 
 class ObjectRecords:
-    """Implementation of `RecordFiles`. Only objects that the library wrote are replaced or deleted.
-
-    Args:
-        backend: place of the objects.
-    """
+    """Implementation of `RecordFiles`. Only objects that the library wrote are replaced or deleted."""
 
     def __init__(self, backend: ObjectBackend) -> None:
         self._backend = backend
@@ -318,8 +291,11 @@ class ObjectRecords:
     def names(self, kind: FileKind) -> list[str]:
         return sorted(filter(kind.names.fullmatch, self._backend.list_objects(kind.folder)))
 
+    def stored(self, kind: FileKind, name: str) -> Stored | None:
+        return self._backend.find_object(_object_name(kind, name))
+
     def version(self, kind: FileKind, name: str) -> Hashable:
-        stored = self._backend.find_object(_object_name(kind, name))
+        stored = self.stored(kind, name)
         return None if stored is None else stored.version
 
     def read(self, kind: FileKind, name: str) -> bytes:
@@ -351,6 +327,9 @@ class ObjectRecords:
             message = f"{self.where(kind, name)} was not written by this library; move it elsewhere"
             raise FileExistsError(errno.EEXIST, message)
         self._backend.put_object(path, content, replace)
+
+    def make_empty(self, kind: FileKind, name: str) -> None:
+        self.write(kind, name, b"")
 
     def delete(self, kind: FileKind, name: str) -> bool:
         return self.is_own(kind, name) and self._backend.delete_object(_object_name(kind, name))

@@ -13,31 +13,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 _MOST_OPEN_SEGMENTS = 256
 
 
-class Shared(Protocol):
-    """Resource that several users of this process share."""
-
-    users: int
-    """Number of users."""
-
-    def close(self) -> None:
-        """Close the resource, after the last user has released it."""
-
-
-class OpenSegment(Protocol):
-    """Open segment; it is closed when its last reference is dropped."""
-
-    @property
-    def id(self) -> str:
-        """Id of the segment."""
-
-
-_Shared = TypeVar("_Shared", bound=Shared)
-_Segment = TypeVar("_Segment", bound=OpenSegment)
+_Database = TypeVar("_Database")
+_Segment = TypeVar("_Segment")
 
 
 class _Process:
@@ -63,15 +45,14 @@ def _process() -> _Process:
     return _ours
 
 
-def shared_database(path: Path, open_it: Callable[[], _Shared]) -> _Shared:
+def shared_database(path: Path, open_it: Callable[[], _Database]) -> _Database:
     """Return the shared database at a resolved path, opened on first use. Release it with `release_database`."""
     process = _process()
     with process.opening:
-        database: _Shared | None = process.databases.get(path)
-        if database is None:
-            database = process.databases[path] = open_it()
-        database.users += 1
-        return database
+        if path not in process.databases:
+            process.databases[path] = open_it()
+        process.databases[path].users += 1
+        return process.databases[path]
 
 
 def has_database(path: Path) -> bool:
@@ -79,7 +60,7 @@ def has_database(path: Path) -> bool:
     return path in _process().databases
 
 
-def release_database(database: Shared) -> None:
+def release_database(database: Any) -> None:
     """Release a shared database. The last user closes it."""
     process = _process()
     with process.opening:
@@ -99,7 +80,10 @@ def ownerships() -> Iterator[MutableMapping[Path | str, Any]]:
 
 
 class OpenSegments(Generic[_Segment]):
-    """Open segments of a store. Their number is limited per process, and the least recently used are closed first."""
+    """Open segments of a store. A segment is closed when its last reference is dropped.
+
+    Their number is limited per process, and the least recently used are dropped first.
+    """
 
     def __init__(self) -> None:
         self._store = object()
@@ -122,10 +106,10 @@ class OpenSegments(Generic[_Segment]):
                 process.segments.move_to_end((self._store, segment_id))
             return reader
 
-    def keep(self, reader: _Segment) -> None:
+    def keep(self, segment_id: str, reader: _Segment) -> None:
         process = _process()
         with process.lock:
-            process.segments[self._store, reader.id] = reader
+            process.segments[self._store, segment_id] = reader
         self.close_others(most_open_segments())
 
     def drop(self, segment_id: str) -> None:

@@ -172,10 +172,7 @@ class Space:
 
     def evict(self, segments: list[tuple[str, int]]) -> None:
         """Delete segments as returned by `victims`. Raises OSError if one could not be deleted."""
-        removed, failed = self._remove([segment_id for segment_id, _ in segments])
-        self.counters.add("evicted_segments", removed)
-        if failed is not None:
-            raise failed
+        self.remove([segment_id for segment_id, _ in segments], "evicted_segments")
 
     def clean_up(self, dry_run: bool = False) -> dict[str, int]:
         """Delete unfinished files of dead processes. The caller holds the backend's lock.
@@ -195,12 +192,9 @@ class Space:
 
     @contextmanager
     def reserved(self, name: str, nbytes: int, spared: Collection[str] = ()) -> Iterator[Upload]:
-        """Reserve room, within the quota and on the backend, and yield the upload to write to.
+        """Reserve room for `nbytes`, within the quota and on the backend, and yield the upload to write to.
 
-        Args:
-            name: name to publish under.
-            nbytes: bytes to reserve.
-            spared: segments that are not evicted.
+        Segments in `spared` are not evicted for it.
         """
         with ExitStack() as stack:
             with self.backend.locked():
@@ -210,23 +204,17 @@ class Space:
 
     # --- deletion
 
-    def remove(self, ids: Iterable[str]) -> int:
-        """Delete segments and their sidecars. Returns the number of deleted segments.
+    def remove(self, ids: Iterable[str], figure: str = "") -> int:
+        """Delete segments and their sidecars. Returns their number, which is also added to a figure of the statistics.
 
         Raises:
             StoreError: the store is not writable. OSError: a segment could not be deleted; the others were.
         """
         self.check_writable()
-        removed, failed = self._remove(list(ids))
-        if failed is not None:
-            raise failed
-        return removed
-
-    def _remove(self, ids: Collection[str]) -> tuple[int, OSError | None]:
-        removed_ids, removed, failed = [], 0, None
-        self._removed.extend(ids)
-        self.sidecars.remove(ids)  # first, so that no sidecar remains without its segment
-        for segment_id in ids:
+        names, removed_ids, removed, failed = list(ids), [], 0, None
+        self._removed.extend(names)
+        self.sidecars.remove(names)  # first, so that no sidecar remains without its segment
+        for segment_id in names:
             try:
                 removed += self.backend.delete(segment_id)
                 removed_ids.append(segment_id)
@@ -235,7 +223,11 @@ class Space:
                 failed = error
         self.let_go(removed_ids)
         self.index.remove(removed_ids)
-        return removed, failed
+        if figure:
+            self.counters.add(figure, removed)
+        if failed is not None:
+            raise failed
+        return removed
 
     def let_go(self, ids: Collection[str]) -> None:
         """Drop everything that this process holds of deleted or replaced segments."""

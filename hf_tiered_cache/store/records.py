@@ -1,20 +1,98 @@
 """Records of a store: small JSON files that belong to no segment, of conversations, documents and calibrations.
 
-They are kept by the store's backend, as everything else is. Losing a record costs no KV.
+They are kept by the store's backend, as everything else is. Losing a record costs no KV. The first functions check
+JSON: every value that is read from a file of a store passes one of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ..errors import ConfigError, FormatError, NewerFormatError
+from . import HASH_BYTES
 from .kinds import CALIBRATIONS, CALIBRATIONS_NAME, FileKind, encode_record, record_name
-from .schema import checked, decoding
+from .tree import Stored
+
+_MOST_SECONDS = 1e12
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""Exceptions raised when decoding invalid JSON."""
+_T = TypeVar("_T")
+
+
+@contextmanager
+def decoding(fault: str) -> Iterator[None]:
+    """Convert errors of the body, which decodes JSON, to FormatError.
+
+    Args:
+        fault: beginning of the error message, such as "the header cannot be read".
+    """
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise FormatError(f"{fault}: {error!r}") from error
+
+
+# --- values; each function returns the checked value, or raises FormatError
+
+
+def whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> int:
+    """Check an integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise FormatError(f"{value!r} is not an integer from {least} to {most}")
+    return value
+
+
+def seconds(value: Any) -> float:
+    """Check a time in Unix seconds."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_SECONDS:  # also NaN
+        raise FormatError(f"{value!r} is not a time")
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """Check a string."""
+    if not isinstance(value, str):
+        raise FormatError(f"{value!r} is not a string")
+    return value
+
+
+def hexadecimal(value: Any, nbytes: int = HASH_BYTES) -> str:
+    """Check a string of `2 * nbytes` hexadecimal digits."""
+    if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * nbytes}}}", value) is None:
+        raise FormatError(f"{value!r} is not a name of {2 * nbytes} hexadecimal digits")
+    return value
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "str": text,
+    "int": whole,
+    "float": seconds,
+    "tuple[str, ...]": lambda names: tuple(map(hexadecimal, names)),
+    "Mapping[str, str]": lambda texts: {text(name): text(value) for name, value in texts.items()},
+}
+"""Check of a dataclass field, by its type."""
+
+
+def checked(schema: type[_T], facts: dict[str, Any]) -> _T:
+    """Create a dataclass instance from JSON, with a check of each field that follows from its type.
+
+    Args:
+        schema: dataclass with fields of the types in `_CHECKS`.
+        facts: decoded JSON object. Its other keys are ignored.
+
+    Raises:
+        FormatError: a value has another type, or is out of bounds. KeyError: a field without a default value is
+            missing.
+    """
+    stored = [field for field in fields(schema) if field.name in facts or field.default is MISSING]  # type: ignore[arg-type]
+    return schema(**{field.name: _CHECKS[str(field.type)](facts[field.name]) for field in stored})
+
 
 FORMAT_VERSION = 1
 """Newest format of conversations and documents."""
@@ -31,6 +109,9 @@ class RecordFiles(Protocol):
     def names(self, kind: FileKind) -> list[str]:
         """Return the sorted names of all files of a kind. Raises OSError."""
 
+    def stored(self, kind: FileKind, name: str) -> Stored | None:
+        """Return the metadata of a file, or None if there is none. Raises OSError."""
+
     def version(self, kind: FileKind, name: str) -> Hashable:
         """Return an identifier that changes with the content of a file, or None if there is none. Raises OSError."""
 
@@ -42,6 +123,9 @@ class RecordFiles(Protocol):
 
     def write(self, kind: FileKind, name: str, content: bytes, room: Room | None = None) -> None:
         """Write or replace a file of the library atomically. Raises OSError; exceptions of `room` are passed on."""
+
+    def make_empty(self, kind: FileKind, name: str) -> None:
+        """Create an empty file, unless the library has already. Raises OSError."""
 
     def delete(self, kind: FileKind, name: str) -> bool:
         """Delete a file that the library wrote. Returns whether it existed. Raises OSError if it remains."""
@@ -64,7 +148,7 @@ R = TypeVar("R", bound="Record")
 
 @dataclass(frozen=True)
 class Record:
-    """Base class of records. The fields of the dataclass are the schema of the file (see `schema.checked`)."""
+    """Base class of records. The fields of the dataclass are the schema of the file (see `checked`)."""
 
     kind: ClassVar[FileKind]
     subject: ClassVar[str]
@@ -90,11 +174,7 @@ class Record:
 
 
 class Records(Generic[R]):
-    """Records of one kind. Subclasses set the class of the records.
-
-    Args:
-        files: files of the store.
-    """
+    """Records of one kind. Subclasses set the class of the records."""
 
     record: type[R]
 
@@ -113,11 +193,7 @@ class Records(Generic[R]):
         return None
 
     def read(self, *key: str) -> R | None:
-        """Return a record, or None if there is no readable one, or the file has the name of another one.
-
-        Args:
-            key: see `Record.key`.
-        """
+        """Return the record of a key, or None if there is no readable one, or the file has the name of another one."""
         return self._get(record_name(*key))
 
     def all(self) -> list[R]:
@@ -145,12 +221,7 @@ class Records(Generic[R]):
     def _sweep(self, is_needed: Callable[[R], bool], dry_run: bool = False) -> list[str]:
         """Delete the records that are damaged or not needed, except those of a newer format or not readable now.
 
-        Args:
-            is_needed: returns whether a record is still needed.
-            dry_run: whether to delete nothing.
-
-        Returns:
-            Paths of the deleted records, or with `dry_run` of those to be deleted.
+        Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
         """
         removed, kind = [], self.record.kind
         with suppress(OSError):
@@ -176,12 +247,9 @@ class Records(Generic[R]):
 
 
 def check_name(name: object, subject: str, most: int) -> None:
-    """Raise ConfigError unless a user-defined name is valid.
+    """Raise ConfigError unless a user-defined name has 1 to `most` characters of valid Unicode.
 
-    Args:
-        name: the name.
-        subject: what it is, for messages, such as "document's label".
-        most: maximum number of characters.
+    For messages, `subject` says what it is, such as "document's label".
     """
     if not isinstance(name, str) or not 0 < len(name) <= most:
         raise ConfigError(f"a {subject} must be a str of 1 to {most} characters, not {name!r:.80}")
@@ -192,11 +260,7 @@ def check_name(name: object, subject: str, most: int) -> None:
 
 
 class Calibrations:
-    """Records of a store's calibrations, all in one file. It is parsed again only when it was replaced.
-
-    Args:
-        files: small files of the store.
-    """
+    """Records of a store's calibrations, all in one file. It is parsed again only when it was replaced."""
 
     def __init__(self, files: RecordFiles) -> None:
         self._files = files

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import EvictedError
-from . import HASH_BYTES
+from . import hashes_of
 from .codecs import checked_decode, checked_encode
 from .codecs.pairs import TOWARD, angle, encode, retained
 from .disk import SegmentStore
@@ -142,9 +142,8 @@ def _chain(readers: Sequence[SegmentReader]) -> tuple[list[_Piece], list[bytes]]
         if number + 1 < len(readers):
             following = readers[number + 1].header
             stop = min(stop, following.position)
-        mine = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
         pieces.append(_Piece(reader, header.position - first.position, stop - header.position))
-        hashes += mine[: max(0, stop - header.position) // HASH_TOKENS]
+        hashes += hashes_of(reader.chain)[: max(0, stop - header.position) // HASH_TOKENS]
         if number + 1 < len(readers) and (stop != following.position or hashes[-1:] != [following.parent]):
             raise ValueError(f"segment {following.id} does not continue segment {header.id}")
     return pieces, hashes
@@ -171,14 +170,7 @@ def _inside(piece: _Piece, tokens: np.ndarray) -> np.ndarray:
 
 
 class _Join:
-    """Builder of a new segment's KV cache groups from old segments.
-
-    Args:
-        pieces: pieces of the old segments.
-        shape: shape of the new segment.
-        blocks_of: function that returns the blocks of an old segment.
-        toward: interpolation weight for newly merged pairs.
-    """
+    """Builder of a new segment's KV cache groups from old segments. For arguments see `join_segments`."""
 
     def __init__(
         self, pieces: Sequence[_Piece], shape: SegmentShape, blocks_of: BlocksOf, toward: float = TOWARD

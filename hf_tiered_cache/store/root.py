@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from ..errors import FormatError
 from .claim import claim
-from .files import allocate, fsync, open_file, read_all, write_all
 from .kinds import LOCK, LOCK_SUFFIX, TEMPORARY, TEMPORARY_LOCK, FileKind
 from .records import Room
-from .tree import FolderTree
+from .tree import FolderTree, allocate, fsync, open_file, read_all, write_all
 
 _ATTEMPTS = 100
 _POLL_SECONDS = 0.005
@@ -75,15 +74,9 @@ class StoreRoot(FolderTree):
 
     @contextmanager
     def temporary(self, nbytes: int) -> Iterator[Temporary]:
-        """Create a temporary file of the given size. It is deleted at the end, unless it was published.
+        """Create a temporary file of the given size. It is deleted at the end, unless it was published. Raises OSError.
 
-        The temporary file has a lock file, which is locked in the meantime. If the lock is free, its process has died.
-
-        Args:
-            nbytes: bytes to allocate on the disk.
-
-        Raises:
-            OSError: the file cannot be created, allocated or locked.
+        It has a lock file, which is locked in the meantime. If the lock is free, its process has died.
         """
         name = f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
         folder = self.folder_descriptor(TEMPORARY.folder, make=True)
@@ -101,14 +94,8 @@ class StoreRoot(FolderTree):
     def publish(self, temporary: str, kind: FileKind, name: str, replace: bool) -> None:
         """Give a temporary file its final name, atomically.
 
-        Args:
-            temporary: name of the temporary file.
-            kind: kind of the new file.
-            name: name of the new file.
-            replace: whether to replace an existing file of the store with this name.
-
         Raises:
-            FileExistsError: a file with this name exists, and is not to be replaced.
+            FileExistsError: a file with this name exists, and is not to be replaced, or was not written by the library.
             OSError: the file cannot be renamed; nothing has changed.
         """
         source, target = self.folder_descriptor(TEMPORARY.folder), self.folder_descriptor(kind.folder, make=True)
@@ -134,14 +121,7 @@ class StoreRoot(FolderTree):
     ) -> None:
         """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable.
 
-        Args:
-            kind: kind of the file.
-            name: name of the file.
-            content: content of the file.
-            room: context manager that reserves the given number of bytes until the file is allocated.
-
-        Raises:
-            OSError: the file cannot be written. Exceptions of `room` are passed on.
+        `room` reserves the given number of bytes until the file is allocated. Its exceptions are passed on.
         """
         with ExitStack() as stack:
             with ExitStack() as reserved:
@@ -167,18 +147,9 @@ class StoreRoot(FolderTree):
                 raise
 
     def delete(self, kind: FileKind, name: str, is_checked: bool = False) -> bool:
-        """Delete a file that the library wrote.
+        """Delete a file that the library wrote; `is_checked` says that this is known. Returns whether it existed.
 
-        Args:
-            kind: kind of the file.
-            name: name of the file.
-            is_checked: whether the caller has already checked that the library wrote it.
-
-        Returns:
-            True if a file was deleted.
-
-        Raises:
-            OSError: the file could not be deleted.
+        Raises OSError if it remains.
         """
         if not (is_checked or self.is_own(kind, name)):
             return False
@@ -189,15 +160,7 @@ class StoreRoot(FolderTree):
         return True
 
     def sync(self, kind: FileKind, name: str | None = None) -> None:
-        """Make a file's data durable.
-
-        Args:
-            kind: kind of the file.
-            name: name of the file. None: make the names of all files of this kind durable.
-
-        Raises:
-            OSError: the file or folder cannot be synchronized.
-        """
+        """Make a file's data durable, or without `name` the names of all files of this kind. Raises OSError."""
         if name is None:
             fsync(self.folder_descriptor(kind.folder))
         else:
@@ -209,11 +172,7 @@ class StoreRoot(FolderTree):
     def lock(self, kind: FileKind, name: str) -> FileIO | None:
         """Lock a file until it is closed. A missing file is created; existing content is not changed.
 
-        Returns:
-            The locked file, or None if another process or thread has the lock.
-
-        Raises:
-            OSError: it cannot be locked, or is not a regular file.
+        Returns None if another process or thread has the lock. Raises OSError if the file cannot be locked.
         """
         folder = self.folder_descriptor(kind.folder, make=True)
         for _ in range(_ATTEMPTS):
@@ -232,17 +191,7 @@ class StoreRoot(FolderTree):
 
     @contextmanager
     def locked(self, kind: FileKind, name: str, seconds: float) -> Iterator[None]:
-        """Hold a lock while the body runs.
-
-        Args:
-            kind: kind of the lock file.
-            name: name of the lock file.
-            seconds: maximum time to wait for the lock.
-
-        Raises:
-            TimeoutError: the lock was not free in time.
-            OSError: the file cannot be locked.
-        """
+        """Hold a lock while the body runs. Raises TimeoutError if it is not free within `seconds`, or OSError."""
         deadline = time.monotonic() + seconds
         while (file := self.lock(kind, name)) is None:
             if time.monotonic() >= deadline:

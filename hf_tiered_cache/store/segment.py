@@ -1,24 +1,25 @@
-"""Reader of a segment: its header, tables and file, and verified reads of its blocks."""
+"""Readers of a segment: its header, tables and file, verified reads of its blocks, and its first tokens in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..errors import FormatError, IntegrityError
+from ..errors import EvictedError, FormatError, IntegrityError
 from .backend import HeadLength, SegmentBackend
 from .cipher import Plain
-from .container import check_not_sparse, check_tag
-from .digest import Guard, content_of
+from .container import Guard, check_not_sparse, check_tag, content_of
 from .engines import EngineFile, ReadOp, ReadReport
-from .files import Stored
 from .format import HEADER_BYTES, PREFIX, SegmentHeader, decode_header, decode_tables
 from .geometry import HASH_TOKENS
 from .memory import aligned_bytes
+from .shape import SegmentShape
+from .tree import Stored
 
 _NO_KEY = Plain()
 BlockRun = tuple[int, torch.Tensor]
@@ -75,11 +76,7 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
 class SegmentReader:
     """Segment opened for reading. It stays readable even if another process deletes it.
 
-    Args:
-        backend: backend that stores the segment.
-        segment_id: id of the segment.
-        verify: whether to verify the checksums of blocks. Encrypted blocks are always verified.
-        cipher: cipher of the store.
+    Without `verify`, the checksums of blocks are not verified, unless they are encrypted.
 
     Raises:
         OtherKeyError: the segment is encrypted with another key, or only one of segment and store has a key.
@@ -212,3 +209,38 @@ def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Futur
     ops = [op for reader, block_group, runs in both for op in reader.ops(block_group, runs)]
     both[0][0].backend.read(ops).add_done_callback(check)
     return checked
+
+
+class FrontReader(SegmentReader):
+    """Reader of the tokens that a segment lacks, as far as memory holds them. No file contains them.
+
+    Args:
+        segment: the segment.
+        shape: shape of the tokens that it lacks, counted as in the segment.
+        held: tokens of each layer that are in memory, bool `[layers, tokens]`.
+    """
+
+    def __init__(self, segment: SegmentReader, shape: SegmentShape, held: np.ndarray) -> None:
+        self.id, self.shape, self.chain, self.backend = segment.id, shape, segment.chain, segment.backend
+        self.header = replace(segment.header, shape=shape)
+        self.owners = owners_of_front(segment, shape)
+        self.gone, self._guard, self._held = False, None, held
+
+    @property
+    def held(self) -> np.ndarray:
+        """See `SegmentReader`."""
+        return self._held
+
+    def caused(self, error: BaseException) -> bool:
+        """See `SegmentReader`."""
+        return isinstance(error, EvictedError) and error.segment == self.id
+
+    def ops(self, block_group: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
+        """Raise EvictedError: what is no longer in memory cannot be read."""
+        raise EvictedError(self.id)
+
+
+def owners_of_front(segment: SegmentReader, shape: SegmentShape) -> tuple[tuple[str, int, int], ...]:
+    """Return the keys in memory of the blocks that a segment lacks. They are forgotten with the segment."""
+    first = len(segment.owners)
+    return tuple((segment.id, first + group.index, segment.header.digests.digest) for group in shape.block_groups)

@@ -1,17 +1,19 @@
-"""Settings of stores from environment variables and from a file, for programs whose code stays as it is.
+"""Settings of stores from environment variables and from a file, and names of stores. Imports nothing large.
 
-An argument in the code counts before the variable `HF_TIERED_CACHE_<NAME>`, and a variable before the file.
+An argument in the code counts before the variable `HF_TIERED_CACHE_<NAME>`, and a variable before the file. The name of
+a store is the path of a folder, or an address such as `s3://bucket/prefix`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import ConfigError, suggest, unknown_name
 from ..units import parse_bytes
@@ -30,14 +32,8 @@ OTHER_VARIABLES = (f"{PREFIX}KEY_FILE", f"{PREFIX}MODELS", FILE_VARIABLE)
 """Variables with this prefix that are no settings of a store."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Value of a setting.
-
-    Attributes:
-        value: Value that `KVStore` gets, as in its argument of the same name.
-        source: Where it comes from, such as "environment variable HF_TIERED_CACHE_ENGINE".
-    """
+class Setting(NamedTuple):
+    """Value of an argument of `KVStore`, and its source, such as "environment variable HF_TIERED_CACHE_ENGINE"."""
 
     value: Any
     source: str
@@ -50,10 +46,6 @@ def _size(text: str | int) -> str | int:
 
 def _optional_size(text: str | int) -> str | int | None:
     return None if text == "none" else _size(text)
-
-
-def _number(value: str | float) -> float:
-    return float(value)
 
 
 def _optional_number(value: str | float) -> float | None:
@@ -79,7 +71,7 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "codec": (str, "the name of a codec"),
     "verify": (_switch, "true or false"),
     "ttl": (_optional_number, "a number of seconds, or none"),
-    "spot_checks": (_number, "a share, such as 0.01"),
+    "spot_checks": (float, "a share, such as 0.01"),
     "remote": (str, "an address, such as s3://bucket/prefix"),
     "remote_write": (str, "always, pinned or never"),
 }
@@ -145,3 +137,38 @@ def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenat
         call.value(**outside)
 
     return configured
+
+
+_ADDRESS = re.compile(r"([A-Za-z]\w*)://.*", re.DOTALL)
+
+
+def scheme_of(store: str | os.PathLike[str]) -> str:
+    """Return the scheme of an address, such as "s3", or an empty string for a path."""
+    match = _ADDRESS.fullmatch(store) if isinstance(store, str) else None
+    return match[1] if match else ""
+
+
+def folder_of(store: str | os.PathLike[str]) -> Path | None:
+    """Return the resolved path of a folder, or None for the address of another backend.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(store, str | os.PathLike):
+        raise ConfigError(f"a store is a folder or an address, as a str or Path, not {store!r}")
+    if not os.fspath(store):
+        raise ConfigError("the path of the store is empty; pass a folder, or '.' for the current folder")
+    if scheme_of(store):
+        return None
+    return Path(store).expanduser().resolve()  # independent of later changes of the working directory
+
+
+def without_secrets(address: str) -> str:
+    """Return an address for messages: without user, password, and options, which can be a signature or a password."""
+    if not scheme_of(address):
+        return address
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return f"{scheme_of(address)}://..."
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

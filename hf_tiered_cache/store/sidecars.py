@@ -25,16 +25,26 @@ import torch
 from ..errors import FormatError, IntegrityError, QuotaError, StoreBusyError
 from .backend import SegmentBackend, Upload
 from .cipher import Plain
-from .container import TAG_BYTES, Seal, check_head, check_not_sparse, check_tag, finish_head, parse_prefix, write_blocks
-from .digest import DIGEST_DTYPE, Guard
+from .container import (
+    DIGEST_DTYPE,
+    TAG_BYTES,
+    Guard,
+    Seal,
+    check_head,
+    check_not_sparse,
+    check_tag,
+    finish_head,
+    parse_prefix,
+    write_blocks,
+)
 from .engines import EngineFile, ReadOp
 from .faults import Faults, figure_of
-from .files import Stored
 from .geometry import ALIGNMENT, aligned
 from .kinds import SIDECAR_MAGIC
 from .memory import aligned_bytes
-from .schema import decoding
+from .records import decoding
 from .segment import SegmentReader
+from .tree import Stored
 
 MAGIC = SIDECAR_MAGIC
 FORMAT_VERSION = 1
@@ -112,7 +122,7 @@ class Sidecars:
         backend: stores the sidecars.
         cipher: encrypts them, if the store has a key.
         faults: counts traffic, and counts and logs faults.
-        reserved: reserves a number of bytes for a name without evicting the given segments (`Publisher.reserved`).
+        reserved: reserves a number of bytes for a name without evicting the given segments (`Space.reserved`).
     """
 
     def __init__(
@@ -175,14 +185,9 @@ class Sidecars:
     def kept(self, reader: SegmentReader, kind: str, facts: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
         """Return the arrays of one kind of a segment: dense CPU tensors, each with memory of its own.
 
-        Args:
-            reader: the segment. A sidecar that was made from other bytes under the same id is ignored.
-            kind: as passed to `keep`.
-            facts: as passed to `keep`.
-
         Returns:
-            Arrays by name. None if there is no sidecar or its facts differ; also None, and counted, if it is damaged,
-            encrypted with another key or unreadable.
+            Arrays by name. None if there is no sidecar, or it was made from other bytes or with other facts; also None,
+            and counted, if it is damaged, encrypted with another key or unreadable.
         """
         sidecar = self._read(reader, kind, _text(facts))
         return None if sidecar is None else sidecar.arrays

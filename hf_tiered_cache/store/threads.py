@@ -1,26 +1,27 @@
-"""Threads for calls that may hang, such as those of a network client. A hanging call keeps no process alive."""
+"""Threads for calls that may hang, and protection of state changes from Ctrl-C.
+
+Python may raise KeyboardInterrupt between any two instructions of the main thread.
+"""
 
 from __future__ import annotations
 
+import _thread
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+_POLL_SECONDS = 0.005
 _T = TypeVar("_T")
 
 
 class DaemonPool:
-    """Pool of threads, like `ThreadPoolExecutor`, that ends with the process, whatever its threads wait for.
-
-    Args:
-        count: Maximum number of threads.
-        name: Name of the threads.
-    """
+    """Pool of threads, like `ThreadPoolExecutor`, that ends with the process, whatever its threads wait for."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
@@ -67,3 +68,108 @@ class DaemonPool:
                     future.set_exception(error)
             del item, future, call  # what they refer to
             self._idle.release()
+
+
+class Progress:
+    """Steps of a worker, by which threads that wait for it see that it is not stuck."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def step(self) -> None:
+        """Record a step: waiting threads continue to wait."""
+        self._steps += 1
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `condition` holds, or no step is recorded for some seconds. Returns whether it holds.
+
+        Polls without a lock, since an interrupt could leave a lock acquired.
+        """
+        seen, deadline, nap = self._steps, time.monotonic() + seconds, 0.0002
+        while not condition():
+            time.sleep(nap)
+            nap = min(2 * nap, _POLL_SECONDS)
+            if self._steps != seen:
+                seen, deadline = self._steps, time.monotonic() + seconds
+            elif time.monotonic() >= deadline:
+                return condition()
+        return True
+
+
+class Latch:
+    """One-shot event that `open` sets, with an error if there was one.
+
+    `threading.Event` and `Future` acquire their lock in Python code. An interrupt at that point leaves the lock held
+    forever, and the thread that sets the event hangs. A plain lock is acquired and released in one step.
+    """
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self.error: BaseException | None = None
+        self.is_open = False
+
+    def open(self, error: BaseException | None = None) -> None:
+        """Release all waiting threads. Call this once, from one thread."""
+        self.error = error
+        self.is_open = True
+        self._gate.release()
+
+    def wait(self) -> None:
+        """Block until the latch is open, and raise its error, if any."""
+        with self._gate:
+            pass
+        if self.error is not None:
+            raise self.error
+
+
+Action = Callable[[], None]
+
+
+class Step:
+    """Repair guard: a context manager around a change of state.
+
+    If an error or interrupt leaves a change incomplete, the next entry calls `mend` first. The guard takes no lock: an
+    interrupt in these Python methods would leave the lock taken.
+    """
+
+    def __init__(self, mend: Action) -> None:
+        self._mend = weakref.WeakMethod(mend)
+        self.broken = False
+
+    def __enter__(self) -> None:
+        if self.broken and (mend := self._mend()) is not None:
+            mend()
+        self.broken = True
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self.broken = error is not None
+
+
+class Apart:
+    """Worker thread that runs short actions one after another; signals interrupt only the main thread.
+
+    The thread ends when this object is deleted.
+    """
+
+    def __init__(self) -> None:
+        self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        worker_ref = weakref.ref(self, partial(self._actions.put, None))  # C code only: signals cannot interrupt it
+        # not `Thread.start`: it waits in Python until the thread runs, and may hang the thread if interrupted
+        _thread.start_new_thread(_do_all, (self._actions, worker_ref))
+
+    def do(self, action: Action) -> None:
+        """Queue an action. This is atomic with respect to interrupts."""
+        self._actions.put(action)
+
+
+def _do_all(actions: queue.SimpleQueue[Action | None], gone: weakref.ref[Apart]) -> None:
+    """Run actions until the worker object is deleted.
+
+    Args:
+        actions: queue of actions; None ends the loop.
+        gone: weak reference that puts None into the queue. This argument keeps it alive.
+    """
+    while (action := actions.get()) is not None:
+        action()
+        action = None  # drop the reference while waiting

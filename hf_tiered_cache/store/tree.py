@@ -1,4 +1,4 @@
-"""Read access to the folder of a store and its subfolders through descriptors.
+"""File system calls, and read access to the folder of a store and its subfolders through descriptors.
 
 Every access is relative to a descriptor. Links are not followed. This module creates missing subfolders, but no files:
 `root.py` writes files.
@@ -10,16 +10,91 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
+from typing import NamedTuple
 
 from ..errors import FormatError
-from .files import Stored, open_regular, read_all
 from .kinds import CATALOGUE, CATALOGUE_NAME, DATABASE_FILES, FOLDERS, SEGMENT, FileKind, kind_of
 from .process import has_database
+
+
+class Stored(NamedTuple):
+    """Metadata of the bytes stored under a name."""
+
+    version: Hashable
+    """Identifier of the content. It changes when other bytes take the name."""
+    size: int
+    """Number of bytes."""
+    nbytes: int
+    """Space that they take, in bytes."""
+
+
+def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:
+    """Open a file, not a folder. New files get mode 0600. It is closed with its last reference at the latest.
+
+    This is one call of C code: a Ctrl-C between `os.open` and the use of its result would leak the descriptor.
+
+    Args:
+        path: absolute, or relative to `folder`.
+        flags: as for `os.open`.
+        folder: descriptor of a folder.
+    """
+    opening = os.open if folder is None else partial(os.open, dir_fd=folder)
+    return next(map(FileIO, map(opening, [path], [flags | os.O_CLOEXEC], [0o600])))
+
+
+@contextmanager
+def open_regular(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, folder: int | None = None
+) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a regular file, with arguments as for `open_file`. Yields its descriptor and status.
+
+    Links are not followed. Pipes and devices are not opened: that may block or have effects.
+
+    Raises:
+        FormatError: it is not a regular file. OSError: it cannot be opened.
+    """
+    if not S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
+        raise FormatError(f"{os.path.basename(path)} is not a regular file")
+    with open_file(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, folder) as file:
+        yield file.fileno(), os.fstat(file.fileno())
+
+
+def read_all(fd: int, nbytes: int, offset: int) -> bytes:
+    """Read `nbytes` at `offset`, in as many calls as needed. Returns fewer bytes only if the file ends."""
+    pieces = []
+    while nbytes and (piece := os.pread(fd, nbytes, offset)):
+        pieces.append(piece)
+        nbytes, offset = nbytes - len(piece), offset + len(piece)
+    return b"".join(pieces)
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`, in as many calls as needed."""
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Allocate disk space for a file, so that a full disk is detected before anything is written."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except (AttributeError, OSError) as error:  # no such call on this platform, or for this file system
+        if getattr(error, "errno", errno.ENOSYS) not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+        os.ftruncate(fd, nbytes)
+
+
+def fsync(fd: int, data_only: bool = False) -> None:
+    """Make an open file, or the names in an open folder, durable."""
+    (getattr(os, "fdatasync", os.fsync) if data_only else os.fsync)(fd)  # macOS has no fdatasync
+
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -48,11 +123,7 @@ class FolderTree:
 
     @property
     def root_descriptor(self) -> int:
-        """Descriptor of the folder.
-
-        Raises:
-            OSError: the folder is closed, or cannot be opened.
-        """
+        """Descriptor of the folder. Raises OSError if it is closed, or cannot be opened."""
         if not self._closing.alive:
             raise OSError(errno.EBADF, "the store is closed", str(self.path))
         if not self._descriptors:
@@ -113,12 +184,7 @@ class FolderTree:
         return self.path / kind.folder / name
 
     def names(self, kind: FileKind) -> list[str]:
-        """Return the sorted names of all files of a kind, regardless of their content.
-
-        Raises:
-            FileNotFoundError: the subfolder is missing.
-            OSError: the subfolder cannot be listed.
-        """
+        """Return the sorted names of all files of a kind, regardless of their content. Raises OSError."""
         return sorted(filter(kind.names.fullmatch, self.list_names(kind.folder)))
 
     def find(self, kind: FileKind, name: str) -> os.stat_result | None:
@@ -166,11 +232,7 @@ class FolderTree:
             return read_all(fd, min(status.st_size, kind.most_bytes), 0)
 
     def is_own(self, kind: FileKind, name: str) -> bool:
-        """Return whether a file exists and was written by the library.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return whether a file exists and was written by the library. Raises OSError if it cannot be read."""
         try:
             return kind.names.fullmatch(name) is not None and kind.is_own(name, self.read(kind, name))
         except (FormatError, FileNotFoundError):
@@ -197,20 +259,12 @@ class FolderTree:
                             unknown.append(os.path.join(folder, name))
         return sorted(unknown)
 
-    def nbytes(self, *kinds: FileKind) -> int:
-        """Return the size on disk of all files of the given kinds in bytes.
-
-        Raises:
-            OSError: a folder cannot be listed.
-        """
-        total = 0
-        for folder in {kind.folder for kind in kinds}:
-            with suppress(FileNotFoundError):
-                for name in self.list_names(folder):
-                    kind = kind_of(folder, name)
-                    if kind is not None and kind in kinds and (status := self.find(kind, name)) is not None:
-                        total += nbytes_of(status)
-        return total
+    def sizes(self, kind: FileKind) -> dict[str, int]:
+        """Return the bytes on disk of all files of a kind, by name; {} without the subfolder. Raises OSError."""
+        with suppress(FileNotFoundError):
+            statuses = {name: self.find(kind, name) for name in self.names(kind)}
+            return {name: nbytes_of(status) for name, status in statuses.items() if status is not None}
+        return {}
 
 
 def stored_in(status: os.stat_result) -> Stored:

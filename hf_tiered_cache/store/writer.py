@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ..errors import ModelChangedError, StoreBusyError, StoreClosedError
-from .digest import Group, PackedBlocks
+from .container import Group, PackedBlocks
 from .disk import SegmentStore, Written
 from .format import SegmentHeader
-from .interrupts import Latch
+from .threads import Latch, Progress
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -29,7 +29,6 @@ _PATIENCE_SECONDS = 10.0
 """Seconds that a request waits for a writer that makes no progress."""
 _MOST_PATIENCE_SECONDS = 60.0
 """Seconds that `flush` and `close` wait for a writer that makes no progress."""
-_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +110,7 @@ class Writer:
         self._pending: dict[bytes, PendingSegment] = {}
         self._closed = False
         self._ended = Latch()
-        self._steps = 0  # number of completed steps, by which waiting threads detect progress
+        self._progress = Progress()
         self._stuck = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="hf-tiered-writer", daemon=True)
@@ -190,7 +189,7 @@ class Writer:
                 with suppress(Exception):  # it fails again, and is counted, when it is written
                     pending.block_groups = partial(iter, _kept(pending.block_groups()))
                     self._leave_device(pending)
-                self._progress()
+                self._step()
 
     def _leave_device(self, pending: PendingSegment) -> None:
         """Stop counting the GPU memory of a segment."""
@@ -273,35 +272,18 @@ class Writer:
     def _wait(self, condition: Callable[[], bool], patience: float | None = None) -> bool:
         """Wait until `condition` holds, or the writer makes no progress for `patience` seconds.
 
-        After a timeout, requests do not wait until the writer makes progress again. Polls without a lock, since an
-        interrupt could leave a lock acquired.
-
-        Args:
-            condition: function that returns True when the wait is over.
-            patience: timeout in seconds. None: `_PATIENCE_SECONDS`, as for requests.
-
-        Returns:
-            Whether the condition holds.
+        Returns whether it holds. Requests wait for `_PATIENCE_SECONDS`, and after a timeout not until the writer makes
+        progress again.
         """
-        if os.getpid() != self._pid or self._is_here():
+        if os.getpid() != self._pid or self._is_here() or (self._stuck and patience is None):
             return condition()
-        if self._stuck and patience is None:
-            return condition()
-        seconds, nap = _PATIENCE_SECONDS if patience is None else patience, 0.0002
-        seen, deadline = self._steps, time.monotonic() + seconds
-        while not condition():
-            time.sleep(nap)
-            nap = min(2 * nap, _POLL_SECONDS)
-            if self._steps != seen:
-                seen, deadline = self._steps, time.monotonic() + seconds
-            elif time.monotonic() >= deadline:
-                self._stuck = True
-                return condition()
-        return True
+        holds = self._progress.wait(condition, _PATIENCE_SECONDS if patience is None else patience)
+        if not holds:
+            self._stuck = True
+        return holds
 
-    def _progress(self) -> None:
-        """Record progress of the writer, so that waiting threads continue to wait."""
-        self._steps += 1
+    def _step(self) -> None:
+        self._progress.step()
         self._stuck = False
 
     def _run(self) -> None:
@@ -333,7 +315,7 @@ class Writer:
             elif item() is False:  # another thread that runs it may be waiting for room
                 time.sleep(0.001)
                 self._queue.put(item)
-            self._progress()
+            self._step()
         except Exception:
             self._store.counters.add("dropped_writes")
             logger.exception("a segment was not stored")
@@ -360,7 +342,7 @@ class Writer:
     def _block_groups(self, pending: PendingSegment) -> Iterator[Group]:
         groups = pending.block_groups()
         while (blocks := next(groups, None)) is not None:
-            self._progress()
+            self._step()
             yield blocks
             if self._short or self.queued_device_bytes > self._most_on_devices:
                 if pending.on_device is not None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..store.digest import PackedBlocks, lin64
+from ..store.container import PackedBlocks, lin64
 from ..store.memory import aligned_bytes, page_locked
 from .policy import EvictionPolicy, Usage
 from .pool import DIRECT_SLAB_BYTES, LEAST_SLAB_BYTES, Tier

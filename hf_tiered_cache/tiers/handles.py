@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from ..errors import IntegrityError
-from ..store.digest import lin64
-from ..store.interrupts import Apart, Latch, Step
+from ..store.container import lin64
 from ..store.memory import to_device
 from ..store.segment import Asked, SegmentReader
+from ..store.threads import Apart, Latch, Step
 from .device import CopyStream, DeviceMemory, DoneEvent, Event
 from .pool import Tier, slab_slots
 from .scores import Owner

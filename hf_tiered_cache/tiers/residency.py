@@ -19,8 +19,8 @@ import torch
 
 from ..stats import StatsCollector
 from ..store.engines import ReadReport
-from ..store.interrupts import Apart, Step
 from ..store.segment import read_batch
+from ..store.threads import Apart, Step
 from . import make_policy
 from .device import STAGING_BYTES, DeviceMemory, DoneEvent, HostMemory, copy_stream, numbered
 from .handles import BlockHandle, BlockRequest, LateCheck, PendingFetch, Pin, Pins, SlabMaker

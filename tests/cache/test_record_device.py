@@ -18,7 +18,7 @@ from side_stream import Computed, SideStream
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache import recorder as record_module
 from hf_tiered_cache.store import disk as disk_module
-from hf_tiered_cache.store.digest import PackedBlocks, lin64
+from hf_tiered_cache.store.container import PackedBlocks, lin64
 from hf_tiered_cache.store.writer import KeptOnDevice, PendingSegment, Writer
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers.device import CopyStream

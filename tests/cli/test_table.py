@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 import pytest
 from rich.cells import cell_len
 
-from hf_tiered_cache.cli.output import facts, figures
+from hf_tiered_cache.cli.output import Table, facts
 
 
 class Terminal(io.StringIO):
@@ -34,7 +34,7 @@ def show(monkeypatch):
 
 
 def labelled(*labels):
-    table = figures("segment", "size", "label", right=("size",), fold=("label",))
+    table = Table("segment", "size", "label", right=("size",), fold=("label",))
     for number, label in enumerate(labels):
         table.add_row(f"{number:08}", str(10**number), label)
     return table

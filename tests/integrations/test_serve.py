@@ -30,7 +30,7 @@ if not is_serve_available():
 openai = pytest.importorskip("openai")
 
 uvicorn = pytest.importorskip("uvicorn")
-limits = pytest.importorskip("hf_tiered_cache.integrations.limits")
+limits = pytest.importorskip("hf_tiered_cache.integrations.serve_requests")
 server = pytest.importorskip("hf_tiered_cache.integrations.serve")
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from hf_tiered_cache import ConfigError, Geometry, KVStore, TieredCache
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Epic, Krul
-from hf_tiered_cache.remote import look_up, tier
+from hf_tiered_cache.remote import link, tier
 from hf_tiered_cache.store.kinds import SEGMENT_SUFFIX
 
 IDS = prompt(200)
@@ -155,7 +155,7 @@ def test_answers_are_remembered_for_seconds(model, machine, monkeypatch):
     assert remote.calls["look_up"] == 1
     shared(model, machine("a")[0])
     assert answer(model, second, record=False)[1] == 0
-    monkeypatch.setattr(look_up, "_ABSENT_SECONDS", 0.0)
+    monkeypatch.setattr(link, "_ABSENT_SECONDS", 0.0)
     third, remote = machine("c")
     answer(model, third, IDS.flip(1), record=False)
     answer(model, third, IDS.flip(1), record=False)
@@ -327,8 +327,9 @@ def test_clients_are_imported_when_they_are_used():
     ("address", "extra"), [("s3://bucket", "remote"), ("redis://host", "redis"), ("mooncake://host", "mooncake")]
 )
 def test_a_missing_client_is_named(address, extra, tmp_path, monkeypatch):
-    for name in ("obstore", "redis", "mooncake.store"):
+    for name, module in (("obstore", "object_store"), ("redis", "redis"), ("mooncake.store", "mooncake")):
         monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, f"hf_tiered_cache.store.remotes.{module}", raising=False)
     with pytest.raises(ConfigError, match=rf"hf-tiered-cache\[{extra}\]"):
         KVStore(tmp_path / "store", remote=address)
 

@@ -11,7 +11,7 @@ from shared_prompts import IDS, PROMPTS, check, share
 
 from hf_tiered_cache import TieredCache
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.remote import link, look_up, tier, write_back
+from hf_tiered_cache.remote import link, tier, write_back
 from hf_tiered_cache.remote.entries import sweep_entries
 
 # --- failing calls
@@ -31,7 +31,7 @@ def test_after_a_few_failures_a_remote_is_left_alone(model, machine, call, error
     assert remote.calls.total() - before <= 3  # look-ups alone, if they answer
     stats = store.stats.remote
     assert (stats.hits, stats.lookups, stats.errors) == (0, 6, 3)
-    assert stats.misses[look_up.UNAVAILABLE] == 3
+    assert stats.misses[link.UNAVAILABLE] == 3
     # and it is used again when a probe succeeds, which no request waits for
     remote.errors.clear()
     storage = storage_of(store).remote
@@ -262,7 +262,7 @@ def test_a_slow_look_up_is_waited_for_once(model, machine, pace):
         check(model, store, ids, restored=0)
     assert remote.calls.total() == calls
     stats = store.stats.remote
-    assert stats.misses == {look_up.LATE: 1, look_up.SLOW: len(PROMPTS) - 1}
+    assert stats.misses == {link.LATE: 1, link.SLOW: len(PROMPTS) - 1}
     assert stats.waiting_seconds < 0.4
 
 
@@ -277,7 +277,7 @@ def test_what_was_slow_is_measured_again_in_the_background(model, machine, pace,
     check(model, store, PROMPTS[0], restored=0)
     check(model, store, PROMPTS[1], restored=0)
     stats = store.stats.remote
-    assert (stats.misses, stats.errors) == ({look_up.SLOW: 2}, 0)
+    assert (stats.misses, stats.errors) == ({link.SLOW: 2}, 0)
     assert stats.waiting_seconds < 0.2
     while tier_of_store.look_ups.seconds.is_old:
         time.sleep(0.01)
@@ -321,7 +321,7 @@ def test_a_fetch_that_hangs_is_left_after_the_time_that_computing_takes(model, m
         check(model, store, ids, restored=0)
     assert time.monotonic() - began < 30
     stats = store.stats.remote
-    assert stats.misses == {look_up.LATE: link._FAILURES, look_up.UNAVAILABLE: len(PROMPTS) - link._FAILURES}
+    assert stats.misses == {link.LATE: link._FAILURES, link.UNAVAILABLE: len(PROMPTS) - link._FAILURES}
     gate.set()  # what was late is brought for the next prompt
     deadline = time.monotonic() + 30
     while store.stats.segments < link._FAILURES:

@@ -16,7 +16,7 @@ from servers import make_bucket, mooncake_server, redis_server, s3_environment, 
 from shared_prompts import PROMPTS, check, share
 
 from hf_tiered_cache import KVStore
-from hf_tiered_cache.remote import link, look_up
+from hf_tiered_cache.remote import link
 from hf_tiered_cache.store.backends import open_remote
 
 
@@ -41,8 +41,8 @@ def test_a_redis_server_that_is_killed_stopped_and_full(model, tmp_path, pace, m
             for seed in range(20, 26):
                 check(model, reader, prompt(390, seed=seed), restored=0)
             stats = reader.stats.remote
-            assert stats.misses[look_up.LATE] == 3
-            assert stats.misses[look_up.UNAVAILABLE] == 3
+            assert stats.misses[link.LATE] == 3
+            assert stats.misses[link.UNAVAILABLE] == 3
             assert stats.waiting_seconds < 3
             server.go_on()
             reader.close()
@@ -243,4 +243,4 @@ def test_an_s3_server_that_is_killed(model, tmp_path, pace, monkeypatch):
                 check(model, reader, ids, restored=0)
             stats = reader.stats.remote
             refused = len(PROMPTS) - 1 - link._FAILURES
-            assert stats.misses == {look_up.FAILED: link._FAILURES, look_up.UNAVAILABLE: refused}
+            assert stats.misses == {link.FAILED: link._FAILURES, link.UNAVAILABLE: refused}

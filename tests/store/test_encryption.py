@@ -31,8 +31,7 @@ from hf_tiered_cache.errors import ConfigError, FormatError, StoreError
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact, Impress
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.cipher import StoreCipher, cipher_of, read_key_file
-from hf_tiered_cache.store.container import TAG_BYTES
-from hf_tiered_cache.store.digest import xxh3
+from hf_tiered_cache.store.container import TAG_BYTES, xxh3
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.format import HASH_BYTES, HEADER_BYTES, MAGIC, PREFIX, decode_header
 from hf_tiered_cache.store.geometry import HASH_TOKENS
@@ -782,7 +781,12 @@ def test_commands_that_store_take_the_key(run, tmp_path, model, key_file, monkey
 
     keys = set()
     add = Catalogue.add
-    monkeypatch.setattr(Catalogue, "add", lambda self, row, *more: (keys.add(row.key), add(self, row, *more))[1])
+
+    def noting(self, rows, *more):
+        keys.update(row.key for row, _ in rows)
+        add(self, rows, *more)
+
+    monkeypatch.setattr(Catalogue, "add", noting)
     asked = ("--passages", 2, "--tokens", 32, "--repeats", 1, "--json", "--key-file", key_file)
     status, _, err = run("calibrate", tmp_path / "calibrated", "--model", tmp_path / "model", *asked)
     assert status == 0, err

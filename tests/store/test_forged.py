@@ -20,7 +20,7 @@ from segments import hashes, open_store, read_back, read_file, segment, without_
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
 from hf_tiered_cache.store import maintain
-from hf_tiered_cache.store.digest import xxh3
+from hf_tiered_cache.store.container import xxh3
 from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, PREFIX, decode_header, lay_out
 
 NAME = "0" * 32

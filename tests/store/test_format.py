@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
-from hf_tiered_cache.store.digest import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
+from hf_tiered_cache.store.container import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
 from hf_tiered_cache.store.format import (
     FORMAT_VERSION,
     MAGIC,
@@ -153,7 +153,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
     path.write_bytes(data)
     with pytest.raises((FormatError, IntegrityError)):
         reader = SegmentReader(store.backend, header.id, verify=True)
-        store.readers.keep(reader)
+        store.readers.keep(reader.id, reader)
         read_back(store, header.id)
 
 

@@ -31,8 +31,8 @@ from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines.posix import PosixFile
-from hf_tiered_cache.store.files import open_regular
-from hf_tiered_cache.store.interrupts import Apart
+from hf_tiered_cache.store.threads import Apart
+from hf_tiered_cache.store.tree import open_regular
 from hf_tiered_cache.tiers import residency as residency_module
 from hf_tiered_cache.tiers.device import CopyStream
 from hf_tiered_cache.tiers.handles import BlockRequest
@@ -406,9 +406,9 @@ def test_an_interrupt_leaves_no_transaction_open(tmp_path):
 def test_a_segment_whose_publication_is_interrupted_has_a_row_or_no_file(tmp_path, monkeypatch, when):
     store, add = open_store(tmp_path), Catalogue.add
 
-    def interrupted_add(self, row, model, publish):
+    def interrupted_add(self, rows, publish):
         if when == "after the row":
-            add(self, row, model, publish)
+            add(self, rows, publish)
         else:
             publish()
         raise Interrupt

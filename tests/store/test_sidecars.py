@@ -22,7 +22,7 @@ from test_forged import ODD, places
 
 from hf_tiered_cache.store import maintain, sidecars
 from hf_tiered_cache.store.cipher import StoreCipher
-from hf_tiered_cache.store.digest import xxh3
+from hf_tiered_cache.store.container import xxh3
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.folder import FolderBackend
 from hf_tiered_cache.store.geometry import Geometry
@@ -247,7 +247,7 @@ def test_orphans_are_swept_by_gc_and_where_room_is_wanted(tmp_path):
     assert gone.id in store.sidecars.sizes()
     assert maintain.gc(store).temporary_bytes == size
     assert list(store.sidecars.sizes()) == [reader.id]
-    store.backend.path(reader.id).unlink()
+    store.path(reader.id).unlink()
     tight = open_store(tmp_path, quota=store.used_bytes() + 1000)
     assert not tight.publish(*segment(hashes(9, "too large")))  # all the same
     assert tight.sidecars.sizes() == {}

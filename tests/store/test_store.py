@@ -193,7 +193,7 @@ def test_another_schema_is_replaced(tmp_path):
 def test_rows_survive_a_round_trip(tmp_path):
     catalogue = Catalogue(StoreRoot(tmp_path))
     row = SegmentRow("id", "fp", "exact", b"1" * 16, 2, 32, 16, 4096, 1.5, None, 2.5, 3, b"1" * 32)
-    catalogue.add(row)
+    catalogue.add([(row, {})])
     assert catalogue.get("id") == row
     catalogue.touch(["id"], now=9.0)
     assert (catalogue.get("id").used, catalogue.get("id").uses) == (9.0, 4)
@@ -208,7 +208,7 @@ def catalogue_of_kinds(path):
     for number in range(60):
         kind = "ab"[number % 2], ("exact", "int8", "behind")[number % 3], ("", "key")[number % 5 == 0 and number % 2]
         row = SegmentRow(str(number), *kind[:2], b"1" * 16, 2, 32, 16, 4096, 1.5, None, 2.5, 3, b"1" * 32, key=kind[2])
-        catalogue.add(row)
+        catalogue.add([(row, {})])
         kinds.add(kind)
     return catalogue, kinds
 
@@ -243,7 +243,7 @@ def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
         SegmentRow(f"{number} more", "a", "exact", b"1" * 16, 2, 32, 16, 4096, 1.5, None, 2.5, 3, b"1" * 32)
         for number in range(2000)
     ]
-    catalogue.add_all([(row, {"name": "a"}) for row in rows])
+    catalogue.add([(row, {"name": "a"}) for row in rows])
     assert steps() <= 2 * few
     catalogue.close()
 

@@ -1,4 +1,4 @@
-"""Codecs that encode the tensors of a block. Each codec is one module and one entry of `CODECS`."""
+"""Codecs that encode the tensors of a block. Each codec is one class and one entry of `CODECS`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 
 from ...errors import ConfigError, unknown_name, with_type
 from ...plugins import Registry
-from .base import Codec, Field, Raw, checked_decode, checked_encode
+from .base import Codec, Field, Fp8, Int8, Raw, checked_decode, checked_encode
 from .pairs import Direction
-from .scaled import Fp8, Int8
 
 
 def _fault(name: str, part: object) -> str:

@@ -12,11 +12,13 @@ from functools import partial
 from ...errors import ConfigError, EngineUnavailableError, unknown_name
 from .base import Engine, EngineFile, ReadOp, ReadReport
 from .kvikio import KvikioEngine
-from .posix import PageCacheEngine, PosixEngine
+from .posix import PosixEngine
 
-ENGINES: dict[str, type[Engine]] = {"kvikio": KvikioEngine, "page_cache": PageCacheEngine, "posix": PosixEngine}
-_AUTO: tuple[Callable[[], Engine], ...] = (partial(KvikioEngine, compat=False), PosixEngine)
-"""Engines that `auto` tries, in this order."""
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "kvikio": KvikioEngine,
+    "page_cache": partial(PosixEngine, direct=False),
+    "posix": PosixEngine,
+}
 
 __all__ = ["ENGINES", "Engine", "EngineFile", "ReadOp", "ReadReport", "open_engine"]
 
@@ -32,6 +34,7 @@ def open_engine(name: str | Engine = "auto") -> Engine:
         ConfigError: there is no such engine.
         EngineUnavailableError: the requested engine does not work on this machine.
     """
+    engine: Engine
     if isinstance(name, Engine):
         engine = name
     elif name != "auto":
@@ -39,15 +42,10 @@ def open_engine(name: str | Engine = "auto") -> Engine:
             raise ConfigError(unknown_name("engine", name, ["auto", *ENGINES]))
         engine = ENGINES[name]()
     else:
-        engine = _first_that_works()
-    logger.info("I/O engine: %s", engine.describe())
-    return engine
-
-
-def _first_that_works() -> Engine:
-    for engine in _AUTO:
         try:
-            return engine()
+            engine = KvikioEngine(compat=False)
         except EngineUnavailableError as error:
             logger.debug("I/O engine: %s", error)
-    raise EngineUnavailableError("no I/O engine works on this machine")
+            engine = PosixEngine()
+    logger.info("I/O engine: %s", engine.describe())
+    return engine

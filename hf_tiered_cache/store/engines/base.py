@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ MAX_CALL_BYTES = 1 << 20
 MAX_IOVECS = 1024
 READ_THROUGH_BYTES = 16 << 10
 """Gaps up to this are read and discarded: one call costs more than 16 KiB of transfer. They count as read."""
+_Read = TypeVar("_Read")
 
 
 class EngineFile:
@@ -46,7 +47,8 @@ class ReadReport(NamedTuple):
 class Engine(ABC):
     """Asynchronous reader of batches of byte ranges."""
 
-    name: ClassVar[str]
+    name: str
+    """Name in `KVStore(engine=...)`."""
     reads_device: bool = False
     """True if `dest` may be device memory, filled without passing through the host."""
 
@@ -140,16 +142,20 @@ class Batch:
                 self.future.set_result(ReadReport(self._nbytes, time.perf_counter() - self._started))
 
 
-def in_threads(pool: ThreadPoolExecutor | DaemonPool, workers: int, work: Callable[[], int]) -> Future[ReadReport]:
-    """Run `work`, which returns the number of bytes read, in several threads of a pool, at least one.
+def in_threads(
+    pool: ThreadPoolExecutor | DaemonPool, threads: int, reads: Sequence[_Read], run: Callable[[_Read], int]
+) -> Future[ReadReport]:
+    """Run reads in up to `threads` threads of a pool. `run` runs one, and returns the number of bytes read.
 
     Raises:
         StoreClosedError: the pool was shut down with the store before any thread began.
     """
-    batch = Batch(max(1, workers))
-    for number in range(max(1, workers)):
+    queue = iter(reads)  # shared: next() on a list iterator is atomic, so fast workers take more
+    workers = max(1, min(threads, len(reads)))
+    batch = Batch(workers)
+    for number in range(workers):
         try:
-            pool.submit(batch.run, work)
+            pool.submit(batch.run, lambda: sum(map(run, queue)))
         except RuntimeError as error:
             if not number:
                 raise StoreClosedError("the store was closed during this operation; open it again") from error

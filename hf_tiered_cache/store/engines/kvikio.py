@@ -31,7 +31,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -77,7 +77,7 @@ class KvikioEngine(Engine):
         compat: whether compat mode is acceptable. It is no faster than the posix engine.
     """
 
-    name: ClassVar[str] = "kvikio"
+    name = "kvikio"
 
     def __init__(self, threads: int = 8, compat: bool = True) -> None:
         self.reads_device = has_gpudirect()
@@ -107,9 +107,7 @@ class KvikioEngine(Engine):
 
     def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
         self._deregister_gone()
-        tasks = [task for op in ops for task in _tasks_of(op)]
-        queue = iter(tasks)  # shared: see PosixEngine
-        return in_threads(self._pool, min(self.threads, len(tasks)), lambda: sum(map(self._read, queue)))
+        return in_threads(self._pool, self.threads, [task for op in ops for task in _tasks_of(op)], self._read)
 
     def _read(self, task: ReadOp) -> int:
         """Run one task in a thread of the pool, until nothing writes to its destination any more."""

@@ -11,15 +11,15 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 
 from ...errors import EngineUnavailableError
-from ..files import open_file
 from ..geometry import ALIGNMENT, BLOCK_ALIGNMENT, aligned
+from ..tree import open_file
 from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce, in_threads
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -60,46 +60,39 @@ class PosixEngine(Engine):
 
     Args:
         threads: number of workers, each with one read in flight.
-        direct: whether to request O_DIRECT.
+        direct: whether to request O_DIRECT. If not, the kernel caches what was read, outside of the store's budgets:
+            with `KVStore(engine="page_cache", host_memory=0)` no process keeps its own copy. Each request then copies
+            its blocks out of the page cache and compares their checksums.
     """
-
-    name: ClassVar[str] = "posix"
 
     def __init__(self, threads: int = 8, direct: bool = True) -> None:
         if not hasattr(os, "preadv"):
             raise EngineUnavailableError("the posix engine requires os.preadv, which this platform lacks")
-        self.threads = threads
-        self.direct = direct
+        self.name = "posix" if direct else "page_cache"
+        self.threads, self.direct = threads, direct
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-read")
 
     def open(self, path: str) -> PosixFile:
         return PosixFile(path, self.direct)
 
     def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
-        calls = coalesce(ops)
-        queue = iter(calls)  # shared: next() on a list iterator is atomic, so fast workers take more
-        return in_threads(self._pool, min(self.threads, len(calls)), lambda: self._drain(queue))
+        return in_threads(self._pool, self.threads, coalesce(ops), self.read)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
     def describe(self) -> str:
-        return f"posix ({self.threads} threads, {'O_DIRECT where possible' if self.direct else 'buffered'})"
-
-    def _drain(self, queue: Iterator[Call]) -> int:
-        return sum(self.read(call) for call in queue)
+        if not self.direct:
+            return f"{self.name} ({self.threads} threads, one copy for all processes)"
+        return f"{self.name} ({self.threads} threads, O_DIRECT where possible)"
 
     def read(self, call: Call) -> int:
         """Run one vectored read in a worker's thread. Returns the number of bytes read."""
-        return _read(call)
-
-
-def _read(call: Call) -> int:
-    try:
-        return _read_all(call)
-    except OSError as error:
-        error.filename = call.file.path  # a batch may read from many files
-        raise
+        try:
+            return _read_all(call)
+        except OSError as error:
+            error.filename = call.file.path  # a batch may read from many files
+            raise
 
 
 def _read_all(call: Call) -> int:
@@ -161,22 +154,3 @@ def _read_pages(call: Call) -> int:
 def _gap_memory() -> memoryview:
     """Return page-aligned memory for discarded bytes (O_DIRECT needs aligned destinations)."""
     return memoryview(mmap.mmap(-1, READ_THROUGH_BYTES))
-
-
-class PageCacheEngine(PosixEngine):
-    """`PosixEngine` without O_DIRECT: the kernel caches what was read, outside of the store's budgets.
-
-    With `KVStore(engine="page_cache", host_memory=0)` no process keeps its own copy. Each request then copies its
-    blocks out of the page cache and compares their checksums.
-
-    Args:
-        threads: number of workers, each with one read in flight.
-    """
-
-    name: ClassVar[str] = "page_cache"
-
-    def __init__(self, threads: int = 8) -> None:
-        super().__init__(threads, direct=False)
-
-    def describe(self) -> str:
-        return f"page_cache ({self.threads} threads, one copy for all processes)"

@@ -14,9 +14,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from urllib.request import urlopen
 
+from mooncake.store import MooncakeDistributedStore
+
 from ...errors import ConfigError
 from ...units import parse_bytes
-from ..address import without_secrets
+from ..settings import without_secrets
 from .values import Range, ValueBackend
 
 _PORT, _METADATA_PORT, _ADMIN_PORT = 50051, 8080, 9003
@@ -39,20 +41,12 @@ class MooncakeBackend(ValueBackend):
             "?admin=port" names the port of the master's web pages, by which keys are listed: 9003 if it is omitted.
 
     Raises:
-        ConfigError: The package is not installed or cannot be imported, the address is not valid, or the master does
-            not answer.
+        ConfigError: The address is not valid, or the master does not answer.
     """
 
     first_bytes = 128 << 10  # values are read as a whole, also for the beginning of a segment
 
     def __init__(self, address: str) -> None:
-        try:
-            from mooncake.store import MooncakeDistributedStore
-        except ImportError as error:
-            raise ConfigError(
-                f"mooncake:// requires the package mooncake-transfer-engine ({error}); pip install "
-                "'hf-tiered-cache[mooncake]', or mooncake-transfer-engine-non-cuda on machines without CUDA"
-            ) from error
         place = without_secrets(address).rstrip("/")
         try:
             parts = urlsplit(address)

@@ -14,11 +14,13 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import obstore
+
 from ...errors import ConfigError
-from ..address import without_secrets
-from ..files import Stored
 from ..objects import ObjectBackend
+from ..settings import without_secrets
 from ..threads import DaemonPool
+from ..tree import Stored
 
 _THREADS = 32
 """Requests in flight: an object store answers each slowly, and many at once."""
@@ -40,17 +42,10 @@ class ObjectStoreBackend(ObjectBackend):
             "memory://name" for objects in the memory of this process.
 
     Raises:
-        ConfigError: obstore is not installed, or the address or the environment is not valid.
+        ConfigError: the address or the environment is not valid.
     """
 
     def __init__(self, address: str) -> None:
-        try:
-            import obstore
-        except ImportError as error:
-            raise ConfigError(
-                f"{urlsplit(address).scheme}:// requires the package obstore ({error}); "
-                "pip install 'hf-tiered-cache[remote]'"
-            ) from error
         self.client: Any = obstore
         self.store = _open(obstore, address)
         super().__init__(without_secrets(address).rstrip("/"), threads=_THREADS)

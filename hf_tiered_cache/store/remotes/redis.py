@@ -9,8 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
 from ...errors import ConfigError
-from ..address import without_secrets
+from ..settings import without_secrets
 from .values import Range, ValueBackend
 
 _UNFINISHED_SECONDS = 3600
@@ -32,19 +36,11 @@ class RedisBackend(ValueBackend):
             or are taken from the variables REDIS_USERNAME and REDIS_PASSWORD. They are not shown.
 
     Raises:
-        ConfigError: redis-py is not installed, or the address is not valid.
+        ConfigError: the address is not valid.
     """
 
     def __init__(self, address: str) -> None:
         parts = urlsplit(address)
-        try:
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.retry import Retry
-        except ImportError as error:
-            raise ConfigError(
-                f"{parts.scheme}:// requires the package redis ({error}); pip install 'hf-tiered-cache[redis]'"
-            ) from error
         database, _, prefix = parts.path.strip("/").partition("/")
         place = without_secrets(address).rstrip("/")
         self.faults = redis.exceptions

@@ -14,8 +14,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ..files import Stored
 from ..objects import ObjectBackend
+from ..tree import Stored
 
 HEAD = struct.Struct("<8s16sQ")  # magic, version, bytes of the object
 _MAGIC = b"HFTCRD\r\n"
