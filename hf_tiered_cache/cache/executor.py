@@ -29,7 +29,7 @@ from .conversation import Conversation
 from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
 from .fronts import ComputedFront
-from .observed import ObservedCosts, renew_costs
+from .observed import ObservedCosts, Pace, renew_costs, seconds_to_compute
 from .prefill import in_pieces
 from .recorder import Names, Recorder
 from .refine import RefiningForward
@@ -98,6 +98,7 @@ class Executor:
         self._front: ComputedFront | None = None  # that of the last pass, until it is committed
         self._finish: Callable[[], None] = lambda: None
         self._placeholders = placeholder_tokens(attachment.model.config)
+        self._pace: Pace = attachment.extras.setdefault("pace", Pace())
 
     # --- one pass
 
@@ -233,7 +234,7 @@ class Executor:
         forward_pass = self._forward_pass(cache, request, sequence, plan)
         stats, began = self.collector.stats, time.perf_counter()
         if plan is None or not isinstance(forward_pass, RestoringForward):
-            end = self.store.pace.begin(self.attachment.model.device)
+            end = self._pace.begin(self.attachment.model.device)
             output = self._run(cache, forward_pass, forward, request.kwargs)
             end(sequence.identity.fingerprint, request.ids.numel())
             self._observe_costs(request, sequence, None, time.perf_counter() - began)
@@ -486,7 +487,7 @@ class Executor:
             self.options.segments,
             layers=len(cache.layers),
             selects=any(source.selects for source in cache.kv_sources),
-            device=attachment.model.device,
+            seconds_to_compute=partial(seconds_to_compute, store, self._pace, fingerprint, attachment.model.device),
         )
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:

@@ -16,13 +16,13 @@ from ..methods import BudgetMethod, Method, Passages
 from ..passages.finder import PassageFinder
 from ..passages.report import PassageReport
 from ..patches.rope import TableCache
+from ..remote.tier import Seconds
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.planner import make_plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from ..store.shape import SegmentShape
 from .misses import has_passages, reason_of_miss
-from .observed import seconds_to_compute
 from .recorder import Recorder
 from .request import DecodingCheck, Request
 from .storage import Storage
@@ -54,7 +54,7 @@ class SequenceState:
         segments: Tokens at which passages may begin, or None for any.
         layers: Number of layers of the model.
         selects: Whether a cache layer can attend to a part of what is restored.
-        device: Device of the model.
+        seconds_to_compute: Returns the seconds to compute a number of tokens, or None if they are not known.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SequenceState:
         segments: tuple[int, ...] | None,
         layers: int,
         selects: bool,
-        device: torch.device,
+        seconds_to_compute: Seconds,
     ) -> None:
         self.store, self.method, self.config = store, method, config
         self.identity, self.regime, self.recorder, self.check = identity, regime, recorder, check
@@ -78,7 +78,7 @@ class SequenceState:
         self.history = recorder.history
         """History of the tokens."""
         self._segments, self._layers, self._selects = segments, layers, selects
-        self._seconds_to_compute = partial(seconds_to_compute, store, identity.fingerprint, device)
+        self._seconds_to_compute = seconds_to_compute
         self.approximate = False
         """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
         self._new_ids: np.ndarray | None = None

@@ -42,7 +42,6 @@ from ..tiers.residency import Residency
 from ..tiers.scores import ScoreTable
 from .captured import SegmentTable
 from .fronts import Fronts
-from .pace import Pace
 from .rewriter import SegmentRewriter
 from .spot_check import SpotChecks
 
@@ -90,7 +89,6 @@ class Storage:
         remote_write: str = "always",
     ) -> None:
         self.remote: RemoteTier | None = None
-        self.pace = Pace()
         self.disk, self.place, self.residency = disk, disk.place, residency
         self.fronts = Fronts(residency)
         self.records = disk.backend.records
