@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
-from ..layers import LayeredCache, LayerTensors
+from ..layers import LayeredCache
 from ..methods import BudgetMethod, Method
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries, without_first
@@ -158,7 +158,7 @@ class ForwardPass(Scope):
 
 
 class RestoringForward(ForwardPass):
-    """Forward pass that follows a plan (see `RestoringPass`).
+    """Forward pass that follows a plan (see `layers.dense`).
 
     Args:
         cache, attachment, collector, tables, recorder, first: see `ForwardPass`.
@@ -347,7 +347,7 @@ class RestoringForward(ForwardPass):
             self._recompute_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, positions]
         return self._recompute_masks[key][None, None, :length, :length]
 
-    # --- called by sources (see `RestoringPass`)
+    # --- called by sources (see `layers.dense`)
 
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         computed = self.plan.computed[layer]
@@ -358,18 +358,3 @@ class RestoringForward(ForwardPass):
 
     def cannot_select(self) -> UnsupportedModelError:
         return cannot_select(self.method, self.attachment.model)
-
-    def take_filled(self, layer: int) -> dict[str, Any] | None:
-        return None
-
-    def is_previewing(self, layer: int) -> bool:
-        return False
-
-    def keep_filled(self, layer: int, filled: dict[str, Any]) -> None:
-        raise TypeError("only a deferred plan previews layers")
-
-    def compares(self, layer: int) -> bool:
-        return False
-
-    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
-        raise TypeError("only a deferred plan compares stored and computed KV")
