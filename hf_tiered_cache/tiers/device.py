@@ -15,9 +15,8 @@ import torch
 
 from ..store.digest import PackedBlocks, lin64
 from ..store.memory import aligned_bytes, page_locked
-from .policy import EvictionPolicy, Usage
 from .pool import DIRECT_SLAB_BYTES, LEAST_SLAB_BYTES, Tier
-from .scores import Owner, ScoreTable
+from .scores import EvictionPolicy, Owner, ScoreTable, Usage
 from .slabs import Blocks, overlaps
 
 STAGING_BYTES = 128 << 20

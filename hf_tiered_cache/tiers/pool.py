@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from ..store.geometry import ALIGNMENT
-from .policy import EvictionPolicy, Usage
-from .scores import Owner, ScoreTable
+from .scores import EvictionPolicy, Owner, ScoreTable, Usage
 from .slabs import FREE, GONE, NO_MEMORY, ORPHANED, RESERVED, Blocks, SlabStock, SlotPool
 
 logger = logging.getLogger("hf_tiered_cache")
