@@ -30,7 +30,7 @@ from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_
 from .forward_pass import ForwardPass, RestoringForward
 from .fronts import ComputedFront
 from .observed import ObservedCosts, Pace, renew_costs, seconds_to_compute
-from .prefill import in_pieces
+from .prefill import can_be_cut, in_pieces, store_piece
 from .recorder import Names, Recorder
 from .refine import RefiningForward
 from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
@@ -139,7 +139,7 @@ class Executor:
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans = self._why_not_looked_for(request, sequence), REPLANS
-        if not reason and sequence.can_be_cut(request):
+        if not reason and can_be_cut(sequence, request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
             plan = None if reason or not replans else self._plan(request, sequence)
@@ -178,7 +178,7 @@ class Executor:
         stored_in_pieces: dict[int, int] = {}
         for rows in rows_of.values():
             row_request = request.of_row(rows[0])
-            if not sequence.can_be_cut(row_request):
+            if not can_be_cut(sequence, row_request):
                 continue
             check = DecodingCheck()
             recorder = self.new_recorder(sequence.identity, sequence.regime, row_request.pads, check)
@@ -213,7 +213,7 @@ class Executor:
             self.store.disk.report(error.segment, error.__cause__ or error)
             plan = self._plan(piece, sequence)
             return max(0, min(0 if plan is None else plan.suffix or 0, stored - HASH_TOKENS))
-        sequence.store_piece(piece, plan, self.collector)
+        store_piece(sequence, piece, plan, self.collector)
         for source in cache.kv_sources:
             source.reset()
         return before
