@@ -323,7 +323,7 @@ class RestoringForward(ForwardPass):
     def _record(self, recorder: Recorder, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `ForwardPass`. Only the positions after the restored ones are new to the store."""
         if self.front is not None:
-            self.front.capture(layer, keys, values)
+            self.front.capture(layer, kind, keys, values)
         if self.plan.suffix is None:
             recorded = self.plan.num_positions - self.plan.restored_until
             keys, values = keys[:, :, -recorded:], values[:, :, -recorded:]

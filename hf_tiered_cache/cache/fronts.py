@@ -11,13 +11,12 @@ import torch
 from ..restore.plan import Plan, RecomputePlan
 from ..store.digest import Group
 from ..store.front import FrontReader, owners_of_front
-from ..store.geometry import BlockGroup
+from ..store.geometry import BlockGroup, LayerKV
 from ..store.relayout import BlocksOf, front_blocks, front_shape
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
-from ..tiers.device import CopyStream, Event, copy_stream
 from ..tiers.residency import Residency
-from .captured import Sources, packer
+from .captured import CapturedKV
 
 _CPU = torch.device("cpu")
 
@@ -32,21 +31,17 @@ class ComputedFront:
 
     def __init__(self, plan: RecomputePlan, shapes: Mapping[str, SegmentShape]) -> None:
         self._plan, self._shapes = plan, shapes
-        self._layers: Sources = {}
-        self._streams: dict[torch.device, CopyStream] = {}
-        self._computed: list[Event] = []
+        self._captured = CapturedKV()
 
-    def capture(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def capture(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Capture a layer's computed keys and values, unrotated, `[batch, heads, n, dim]` each."""
         length = self._plan.recompute_lengths[layer]
-        self._layers[layer] = [keys[:, :, :length]], [values[:, :, :length]]
+        self._captured.add(layer, kind, keys[:, :, :length], values[:, :, :length])
 
     def end(self) -> int:
         """End the capture after the pass. Returns the size in bytes of what is captured."""
-        tensors = [tensor for pair in self._layers.values() for parts in pair for tensor in parts]
-        self._streams = {device: copy_stream(device) for device in {tensor.device for tensor in tensors}}
-        self._computed = [stream.computed() for stream in self._streams.values()]
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        self._captured.note_work()
+        return self._captured.nbytes
 
     def packed(self) -> Iterator[tuple[SegmentReader, SegmentShape, list[BlockGroup], Iterator[Group]]]:
         """Yield each segment, the shape of its front, the groups whose tokens are all computed, and their blocks.
@@ -59,12 +54,11 @@ class ComputedFront:
                 if shape is None or isinstance(piece.reader, FrontReader):
                     continue
                 groups = [group for group in shape.block_groups if self._has_all(shape, group, start)]
-                blocks = packer(shape, self._layers, rows.rows[0], start, self._streams, self._computed, groups)
-                yield piece.reader, shape, groups, blocks()
+                yield piece.reader, shape, groups, self._captured.packer(shape, rows.rows[0], start, groups)()
 
     def _has_all(self, shape: SegmentShape, group: BlockGroup, start: int) -> bool:
         tokens = shape.tokens_by_slot(group)
-        lengths = [self._plan.recompute_lengths[layer] for layer in group.layers if layer in self._layers]
+        lengths = [self._plan.recompute_lengths[layer] for layer in group.layers if layer in self._captured]
         return len(tokens) > 0 and len(lengths) == len(group.layers) and start + int(tokens.max()) < min(lengths)
 
 
