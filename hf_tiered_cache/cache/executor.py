@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import reasons
+from ..conversations.distances import AttentionDistances
 from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError
 from ..identity import Fingerprinter, Identity, rope_regime
 from ..layers import LayeredCache
@@ -20,7 +21,6 @@ from ..methods import BudgetMethod, ForConversation, Method, Passages, PrefixMet
 from ..patches.attach import Attachment
 from ..patches.scope import leave
 from ..restore.hashes import History
-from ..restore.observe import CacheObserver
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
@@ -87,7 +87,7 @@ class Executor:
         """True if a prompt begins with the next pass, or its first pass is not reported yet."""
         self.forward_pass: ForwardPass | None = None
         """Pass that is running, or None."""
-        self.observer: CacheObserver | None = None
+        self.observer: AttentionDistances | None = None
         """Observer of the queries of supported passes, if the method has one."""
         if isinstance(method, ForConversation):
             self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)

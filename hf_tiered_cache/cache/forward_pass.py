@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..conversations.distances import AttentionDistances, ComputedPositions, SampledPass
 from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
 from ..layers import LayeredCache
 from ..methods import BudgetMethod, Method
@@ -21,7 +22,6 @@ from ..patches.lookahead import LookAhead
 from ..patches.rope import PreRopeKV, RotaryTap, TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
 from ..restore.fetch import Fetcher
-from ..restore.observe import CacheObserver, ComputedPositions, PassObserver
 from ..restore.plan import BudgetPlan, Plan, RecomputePlan
 from ..restore.prefetch import Prefetch
 from ..selection.decode import DecodeSelection, DecodeSelector
@@ -59,7 +59,7 @@ class ForwardPass(Scope):
         first: first position of the sequence that is computed.
     """
 
-    observer: PassObserver | None
+    observer: SampledPass | None
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ForwardPass(Scope):
                 if self.assemble_seconds:
                     self.collector.add(assemble_seconds=self.assemble_seconds)
 
-    def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
+    def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
         """Let an observer see the queries of the pass.
 
         Args:
@@ -275,7 +275,7 @@ class RestoringForward(ForwardPass):
         selection.look_ahead = LookAhead(self, modules, layers, selector.ahead, first)
         stack.enter_context(selection.look_ahead.watching())
 
-    def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
+    def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
         """See `ForwardPass`. No observer is attached if rows compute different positions."""
         if all(positions.ndim == 1 for positions in self.plan.computed):
             super().watch(observer, stop, pads)

@@ -18,7 +18,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .. import reasons
 from ..conversations.acceptance import REPLAYED_TOKENS
-from ..conversations.distances import AttentionDistances
 from ..errors import StoreClosedError, StoreError, TieredCacheError
 from ..layers import DenseSource, LayeredCache, LayerTensors
 from ..methods import ForConversation, IdleConversation, MergeDecision, PrefixMethod
@@ -141,7 +140,7 @@ def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:
 def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentReader], tokens: int) -> IdleConversation:
     """Return the input of `ForConversation.compact` for these segments."""
     storage, observer, method = executor.store, executor.observer, sequence.method
-    attention = observer.result() if isinstance(observer, AttentionDistances) else None
+    attention = None if observer is None else observer.result()
     noted: list[np.ndarray] = []
     if attention is not None and not attention.missing:
         noted = note_initial_recent(storage, sequence.identity.fingerprint, attention.initial_recent)
