@@ -260,14 +260,9 @@ class Executor:
         if not learns or request.base or device.type != "cpu":
             return
         tokens = request.num_positions if plan is None else plan.restored_until
-        costs = costs_of(sequence, self.attachment, tokens)
-        if costs is None:
-            return
-        if plan is None:
-            observed = ObservedCosts.of_computed(tokens, costs, seconds)
-        else:
-            observed = ObservedCosts.of(plan, costs, seconds, *counted)
-        self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, observed))
+        if (costs := costs_of(sequence, self.attachment, tokens)) is not None:
+            observed = ObservedCosts.of(plan, tokens, costs, seconds, *counted)
+            self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, observed))
 
     def _forward_pass(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None

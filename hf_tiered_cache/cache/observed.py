@@ -91,27 +91,32 @@ class ObservedCosts:
     load: float | None = None
 
     @classmethod
-    def of_computed(cls, tokens: int, costs: PrefixCosts, seconds: float) -> ObservedCosts:
-        """Compare the computation of a whole prompt with its prediction. Short prompts show only fixed costs."""
-        return cls(seconds / float(costs.computing(tokens)) if tokens >= _LEAST_TOKENS else None)
-
-    @classmethod
     def of(
-        cls, plan: Plan, costs: PrefixCosts, seconds: float, waiting: float, reading: float, nbytes: float
+        cls,
+        plan: Plan | None,
+        tokens: int,
+        costs: PrefixCosts,
+        seconds: float,
+        waiting: float = 0.0,
+        reading: float = 0.0,
+        nbytes: float = 0.0,
     ) -> ObservedCosts:
         """Compare a pass with its prediction.
 
         Args:
-            plan: Plan that the pass followed.
-            costs: Costs for its prefix.
+            plan: Plan that the pass followed; None if it computed the whole prompt.
+            tokens: Length of the restored prefix, or of the whole prompt.
+            costs: Costs for so many tokens.
             seconds: Duration of the pass.
             waiting: Seconds of it in which the model waited for KV.
             reading: Seconds in which the disk was read.
             nbytes: Number of bytes that were read.
         """
+        if plan is None:  # short prompts show only fixed costs
+            return cls(seconds / float(costs.computing(tokens)) if tokens >= _LEAST_TOKENS else None)
         compute = load = None
         if isinstance(plan, RecomputePlan):
-            lengths, tokens = np.array(plan.recompute_lengths), plan.restored_until
+            lengths = np.array(plan.recompute_lengths)
             recomputing = float(costs.computing(lengths).mean())
             suffix = max(costs.overhead, float(costs.computing(plan.num_positions - tokens)))
             predicted = recomputing + suffix + costs.placing(TIERS[-1]) * (tokens - float(lengths.mean()))
