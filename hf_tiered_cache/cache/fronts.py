@@ -8,13 +8,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ..errors import EvictedError
 from ..restore.plan import Plan, RecomputePlan
+from ..stats import StatsCollector
 from ..store.digest import Group
 from ..store.front import FrontReader, owners_of_front
 from ..store.geometry import BlockGroup, LayerKV
-from ..store.relayout import BlocksOf, front_blocks, front_shape
+from ..store.relayout import front_blocks, front_shape
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
+from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from .captured import CapturedKV
 
@@ -74,17 +77,23 @@ class Fronts:
         self.segments: set[str] = set()  # the shapes of many conversations would take memory
         """Ids of the segments with such tokens."""
 
-    def keep(self, segment: SegmentReader, replaced: Sequence[SegmentReader], blocks_of: BlocksOf) -> None:
-        """Keep the tokens in memory that a new segment lacks, if they fit besides the segment.
+    def keep(self, segment: SegmentReader, replaced: Sequence[SegmentReader]) -> None:
+        """Keep the tokens in memory that a new segment lacks, as far as they are there and fit besides the segment.
 
         Args:
             segment: The new segment.
             replaced: The segments it was made of, in order.
-            blocks_of: Function that returns the blocks of a segment, and raises EvictedError if they are not in memory.
         """
         shape = self._shape_of(segment)
         if shape is None:
             return
+
+        def blocks_of(reader: SegmentReader, block_group: int) -> torch.Tensor:
+            blocks, missing = blocks_in_memory(self._residency, reader, block_group)
+            if len(missing):
+                raise EvictedError(reader.id)
+            return blocks
+
         owners = owners_of_front(segment, shape)
         self.segments.add(segment.id)
         fronts = [self.of(reader, None) for reader in replaced]
@@ -166,3 +175,24 @@ class Fronts:
             added = tuple(replace(piece, reader=front) for piece, front in fronts if front is not None)
             groups.append(replace(group, pieces=(*group.pieces, *added)))
         return replace(plan, groups=tuple(groups))
+
+
+def blocks_in_memory(residency: Residency, reader: SegmentReader, block_group: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Return room for all blocks of a KV cache group, filled from host memory, and the chunks that are not there.
+
+    Returns:
+        uint8 `[chunks, block_bytes]`, and int64, ascending.
+    """
+    blocks = reader.room_for(block_group)
+    missing = np.arange(len(blocks))
+    on_host = residency.find(reader.owners[block_group], missing, _CPU)["host"]
+    if len(on_host):
+        handle = residency.fetch([BlockRequest(reader, block_group, on_host)], _CPU, StatsCollector(), ahead=True)
+        try:
+            handle.wait()
+            for first, memory in handle.fetched[0].arrived.runs():
+                blocks[first : first + len(memory)] = memory
+        finally:
+            handle.release()
+        missing = np.setdiff1d(missing, handle.fetched[0].chunks, assume_unique=True)
+    return blocks, missing

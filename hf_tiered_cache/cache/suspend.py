@@ -124,7 +124,7 @@ def _keep_front(storage: Storage, row: SegmentRow, readers: Sequence[SegmentRead
     if segment is None:
         return
     try:
-        storage.keep_front(segment, [reader for reader in readers if reader.header.position >= row.position])
+        storage.fronts.keep(segment, [reader for reader in readers if reader.header.position >= row.position])
     except (RuntimeError, OSError, TieredCacheError) as error:  # no memory: the next turn computes these tokens
         logger.debug("the first tokens of segment %s are not kept in memory: %r", row.id, error)
 
