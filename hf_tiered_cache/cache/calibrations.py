@@ -160,11 +160,6 @@ class QualityFinding:
 def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> float | None:
     """Return the lowest measured budget at which a method keeps its quality target on this model; 1 if none does.
 
-    Args:
-        storage: storage that holds the measurements.
-        fingerprint: fingerprint of the model.
-        method: method with a quality target.
-
     Returns:
         Budget, or None with a one-time warning if nothing was measured.
     """
@@ -282,7 +277,7 @@ def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, fl
     for length, costs in measured.items():
         for tier, cost in costs.items():
             values.setdefault(tier, {})[length] = cost
-    return {tier: cost for tier, known in values.items() if (cost := _between(tokens, known)) is not None}
+    return {tier: value for tier, known in values.items() if (value := _between(tokens, known)) is not None}
 
 
 def _growth(measured: list[PrefixCosts]) -> float:

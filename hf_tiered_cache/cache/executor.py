@@ -346,11 +346,7 @@ class Executor:
         return fronts.added_to(plan, self.attachment.devices)
 
     def look_up(self, cache: LayeredCache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
-        """Return what an empty cache would restore of a prompt.
-
-        Args:
-            cache: Empty cache.
-            input_ids: int `[1, tokens]`.
+        """Return what an empty cache would restore of a prompt, int `[1, tokens]`.
 
         Returns:
             The plan and an empty string, or None and the reason why nothing would be restored.

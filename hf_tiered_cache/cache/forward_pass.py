@@ -97,13 +97,7 @@ class ForwardPass(Scope):
                     self.collector.add(assemble_seconds=self.assemble_seconds)
 
     def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
-        """Let an observer see the queries of the pass.
-
-        Args:
-            observer: observer of the cache.
-            stop: end (exclusive) of the positions of the pass.
-            pads: number of left-padding positions of each row.
-        """
+        """Let an observer see the queries of the pass, which ends before position `stop`."""
         self.observer = observer.begin(self.kv_sources, self._computed_positions(stop, pads))
 
     def _computed_positions(self, stop: int, pads: Sequence[int]) -> ComputedPositions:

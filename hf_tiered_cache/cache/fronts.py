@@ -78,12 +78,7 @@ class Fronts:
         """Ids of the segments with such tokens."""
 
     def keep(self, segment: SegmentReader, replaced: Sequence[SegmentReader]) -> None:
-        """Keep the tokens in memory that a new segment lacks, as far as they are there and fit besides the segment.
-
-        Args:
-            segment: The new segment.
-            replaced: The segments it was made of, in order.
-        """
+        """Keep the tokens in memory that a new segment lacks, as far as they are there and fit besides the segment."""
         shape = self._shape_of(segment)
         if shape is None:
             return
@@ -115,12 +110,7 @@ class Fronts:
         return ComputedFront(plan, shapes) if shapes else None
 
     def put(self, front: ComputedFront, confirmed: Callable[[], bool]) -> None:
-        """Keep the tokens in memory that a pass has computed.
-
-        Args:
-            front: The tokens.
-            confirmed: Function that returns whether the KV may be stored.
-        """
+        """Keep the tokens in memory that a pass has computed, if `confirmed` returns that they may be stored."""
         if not confirmed():
             return
         for reader, shape, groups, packed in front.packed():
@@ -146,9 +136,7 @@ class Fronts:
     def of(self, segment: SegmentReader, devices: Sequence[torch.device] | None) -> FrontReader | None:
         """Return a reader of the tokens that a segment lacks, or None if memory holds none of them.
 
-        Args:
-            segment: The segment.
-            devices: Device of each layer; None for the CPU.
+        `devices` are those of the layers; None for the CPU.
         """
         if segment.id not in self.segments:
             return None

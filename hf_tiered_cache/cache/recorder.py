@@ -55,11 +55,7 @@ class Names:
 
 
 class Confirmation:
-    """Check whether KV may be stored, which remembers a denial.
-
-    Args:
-        ask: Returns the answer.
-    """
+    """Check whether KV may be stored, which remembers a denial."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask = ask
@@ -323,12 +319,7 @@ class Recorder:
         return self._ancestors[row]
 
     def fork(self, collector: StatsCollector, check: DecodingCheck) -> Recorder:
-        """Return a recorder that continues independently; what is captured so far is sealed or shared.
-
-        Args:
-            collector: Statistics of the other cache.
-            check: Decoding check of the other cache.
-        """
+        """Return a recorder that continues independently; what is captured so far is sealed or shared."""
         with self._lock:
             self.seal()
             twin = copy.copy(self)

@@ -60,10 +60,6 @@ class Suspended:
 def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
-    Args:
-        executor: executor of the cache.
-        cache: the cache, which still holds its KV.
-
     Raises:
         StoreClosedError: the store was closed.
     """

@@ -85,9 +85,6 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
     A pass that restores begins with `begin_pass`. Every pass calls `append`, from the cache's `update`, and `attend`,
     from the registered attention function. `end_pass` ends a pass that restores.
-
-    Args:
-        index: Layer index.
     """
 
     is_sliding = False

@@ -147,11 +147,7 @@ class HostMemory:
 
 
 class Staging:
-    """Host memory for one KV cache group, page-locked if CUDA is available and the group is not too large.
-
-    Args:
-        nbytes: bytes of the largest KV cache group.
-    """
+    """Host memory for one KV cache group, page-locked if CUDA is available and the group is not too large."""
 
     def __init__(self, nbytes: int) -> None:
         pin = torch.cuda.is_available() and nbytes <= _MOST_PINNED_BYTES

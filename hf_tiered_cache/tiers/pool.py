@@ -242,11 +242,7 @@ class Tier:
                     self._give_back(pool, index)
 
     def mend(self, pinned_slots: Iterable[tuple[SlotPool, np.ndarray]]) -> None:
-        """Rebuild all tables after an interrupted change, from the slots of complete blocks and the pinned slots.
-
-        Args:
-            pinned_slots: the pinned slots with their pools.
-        """
+        """Rebuild all tables after an interrupted change, from the slots of complete blocks and the pinned slots."""
         self.allocated = 0
         for pool in self._pools.values():
             pool.pins[:] = 0

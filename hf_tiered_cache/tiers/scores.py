@@ -134,9 +134,6 @@ class ScoreTable:
     """Importance I and accesses F of each chunk (ContiguousKV, Section 4.4), by segment and KV cache group.
 
     Scores survive eviction, so a reloaded block keeps its history.
-
-    Args:
-        learn: computes the new importance, see `EvictionPolicy.learn`.
     """
 
     def __init__(self, learn: Callable[..., np.ndarray]) -> None:
