@@ -16,7 +16,7 @@ from ..tiers.device import CopyStream, Event, Staging, copy_stream
 
 
 @dataclass
-class _Layer:
+class LayerCapture:
     """KV of one layer, as lists of `[batch, heads, tokens, dim]` tensors, consecutive in tokens."""
 
     kind: LayerKV
@@ -35,16 +35,12 @@ class CapturedKV:
     """
 
     def __init__(self) -> None:
-        self._layers: dict[int, _Layer] = {}
+        self.layers: dict[int, LayerCapture] = {}
         self._reordered: list[tuple[int, torch.Tensor]] = []  # selected rows, and number of passes captured before
         self._streams: dict[torch.device, CopyStream] = {}
+        self.on_gpu = False
+        """True if work on the tensors is asynchronous, so that `note_work` and `await_work` have an effect."""
         self._computed: dict[CopyStream, Event] = {}  # events after all work on the tensors of a GPU
-
-    def __contains__(self, layer: int) -> bool:
-        return layer in self._layers
-
-    def __bool__(self) -> bool:
-        return bool(self._layers)
 
     def add(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Append a layer's keys and values, `[batch, heads, n, dim]` each; `end_pass` ends the pass.
@@ -54,10 +50,11 @@ class CapturedKV:
         Returns:
             False if they are not captured, because the layer's layout has changed: a segment has one layout per layer.
         """
-        if (captured := self._layers.get(layer)) is None:
-            captured = self._layers[layer] = _Layer(kind)
+        if (captured := self.layers.get(layer)) is None:
+            captured = self.layers[layer] = LayerCapture(kind)
             if keys.device not in self._streams:
-                self._streams[keys.device] = copy_stream(keys.device)
+                stream = self._streams[keys.device] = copy_stream(keys.device)
+                self.on_gpu |= not stream.on_host
         if captured.kind != kind or keys.dtype != values.dtype:
             return False
         for tensors, tensor in ((captured.keys, keys), (captured.values, values)):
@@ -93,7 +90,7 @@ class CapturedKV:
 
     def select(self, rows: torch.Tensor) -> None:
         """Replace row i by the former row `rows[i]`, when `apply_row_order` is called: beam search does so often."""
-        if self._layers:
+        if self.layers:
             self._reordered.append((len(next(self._tensors())), rows))
 
     def apply_row_order(self) -> None:
@@ -113,22 +110,22 @@ class CapturedKV:
 
     def clear(self) -> None:
         """Discard everything."""
-        self._layers.clear()
+        self.layers.clear()
         self._reordered.clear()
 
     def fork(self) -> CapturedKV:
         """Return an independent copy that shares the tensors."""
         twin = CapturedKV()
-        twin._layers = {i: _Layer(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
+        twin.layers = {i: LayerCapture(c.kind, list(c.keys), list(c.values)) for i, c in self.layers.items()}
         twin._reordered = list(self._reordered)
-        twin._streams, twin._computed = dict(self._streams), dict(self._computed)
+        twin._streams, twin._computed, twin.on_gpu = dict(self._streams), dict(self._computed), self.on_gpu
         return twin
 
     @property
     def layout(self) -> KVLayout:
         """Layout of the layers."""
-        kinds = tuple(self._layers[i].kind if i in self._layers else None for i in range(max(self._layers) + 1))
-        return KVLayout(kinds, next(iter(self._layers.values())).keys[0].dtype)
+        kinds = tuple(self.layers[i].kind if i in self.layers else None for i in range(max(self.layers) + 1))
+        return KVLayout(kinds, next(iter(self.layers.values())).keys[0].dtype)
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +144,7 @@ class CapturedKV:
         Yields:
             `[heads, count, dim]` each.
         """
-        for captured in self._layers.values():
+        for captured in self.layers.values():
             keys, values = (
                 _tokens_from(tensors, row, slice(None), start, count) for tensors in (captured.keys, captured.values)
             )
@@ -175,7 +172,7 @@ class CapturedKV:
             staging: Staging | None = None
             for block_group in shape.block_groups if groups is None else groups:
                 first = block_group.parts[0]
-                device = captured._layers[first.layer].part(first)[0].device
+                device = captured.layers[first.layer].part(first)[0].device
                 stream = captured._streams[device]
                 device = torch.device("cpu") if stream.on_host else device
                 with stream.copying():
@@ -183,7 +180,7 @@ class CapturedKV:
                     blocks = torch.zeros(size, dtype=torch.uint8, device=device)
                     for part in block_group.parts:
                         heads = slice(part.first_head, part.first_head + part.heads)
-                        tensors = captured._layers[part.layer].part(part)
+                        tensors = captured.layers[part.layer].part(part)
                         tokens = _tokens_from(tensors, row, heads, start, shape.tokens)
                         shape.pack(blocks, block_group, part, tokens.to(device))
                 if stream.on_host:
@@ -197,7 +194,7 @@ class CapturedKV:
         return block_groups
 
     def _tensors(self) -> Iterator[list[torch.Tensor]]:
-        for captured in self._layers.values():
+        for captured in self.layers.values():
             yield captured.keys
             yield captured.values
 

@@ -139,7 +139,7 @@ class Executor:
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans = self._why_not_looked_for(request, sequence), REPLANS
-        if not reason and can_be_cut(sequence, request):
+        if not reason and isinstance(sequence.method, BudgetMethod) and can_be_cut(sequence, request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
             plan = None if reason or not replans else self._plan(request, sequence)

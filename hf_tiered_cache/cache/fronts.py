@@ -61,7 +61,7 @@ class ComputedFront:
 
     def _has_all(self, shape: SegmentShape, group: BlockGroup, start: int) -> bool:
         tokens = shape.tokens_by_slot(group)
-        lengths = [self._plan.recompute_lengths[layer] for layer in group.layers if layer in self._captured]
+        lengths = [self._plan.recompute_lengths[layer] for layer in group.layers if layer in self._captured.layers]
         return len(tokens) > 0 and len(lengths) == len(group.layers) and start + int(tokens.max()) < min(lengths)
 
 

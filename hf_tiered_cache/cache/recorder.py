@@ -151,7 +151,8 @@ class Recorder:
         if not self.enabled:
             return
         with self._lock:
-            self.captured.await_work()
+            if self.captured.on_gpu:
+                self.captured.await_work()
             if first != self._first + self._count:
                 self.seal()
             with self._step:
@@ -181,9 +182,10 @@ class Recorder:
             self._revocable = revocable
             if self._capturing:
                 self._count += computed
-                self.captured.note_work()
+                if self.captured.on_gpu:
+                    self.captured.note_work()
             else:
-                if self.captured or self._count:
+                if self.captured.layers or self._count:
                     self._clear()
                 self._first = self.history.num_positions
             self._in_pass = self._capturing = False
@@ -272,7 +274,7 @@ class Recorder:
         """Return segments of what is captured and not stored, and mark it as sealed."""
         if self._is_collected:
             self._in_pass, self._revocable = False, 0
-        if self._in_pass or not self._count or not self.captured:
+        if self._in_pass or not self._count or not self.captured.layers:
             return []
         if self._check.odd():
             self._drop_odd()

@@ -163,8 +163,10 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         plan = restoring.plan
         first = max(0, plan.first_position(self.window)) if self.window else 0
         refining = cast(RefiningPass, restoring) if isinstance(plan, PassagesPlan) else None
-        filled = None if refining is None else refining.take_filled(self.index)
-        before = vars(self).copy() if refining is not None and refining.is_previewing(self.index) else None
+        compares, filled, before = False, None, None
+        if refining is not None:
+            compares, filled = refining.compares(self.index), refining.take_filled(self.index)
+            before = vars(self).copy() if refining.is_previewing(self.index) else None
         if filled is None:
             self._announced()
             keys, values = self.extend(key_states, value_states, plan.num_positions, first)
@@ -185,7 +187,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 target[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
-        if refining is not None and refining.compares(self.index):
+        if refining is not None and compares:
             stored = picked(keys, columns, 2), picked(values, columns, 2)
             refining.compare(self.index, stored, (key_states, value_states))
         for target, computed in ((keys, key_states), (values, value_states)):
