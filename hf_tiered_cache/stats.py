@@ -47,6 +47,43 @@ def render_html(table: Table) -> str:
     return f"<table>{title}{head}{body}</table>"
 
 
+def _listing(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and values."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _printed(name: str, value: object) -> str:
+    """Return the value of a figure for printing; floats are seconds."""
+    if isinstance(value, dict):
+        return ", ".join(f"{reason}: {count}" for reason, count in value.items()) or "none"
+    if isinstance(value, float):
+        return _ms(value)
+    if isinstance(value, int) and ("bytes" in name or name == "brought_identifying"):
+        return format_bytes(value)
+    return str(value)
+
+
+class _Printable(ABC):
+    """Figures that print as tables."""
+
+    @abstractmethod
+    def _tables(self) -> list[Table]:
+        """Return the figures as tables to print."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(render, self._tables()))
+
+    def _repr_html_(self) -> str:
+        return "".join(map(render_html, self._tables()))
+
+
 @dataclass
 class TierStats:
     """Traffic of one request with one tier."""
@@ -133,7 +170,7 @@ class PassageStats:
         return self.tokens - self.tokens_found
 
 
-class _Figures(ABC, Generic[Tier]):
+class _Figures(_Printable, Generic[Tier]):
     """Figures of requests or of a store, with a table of the tiers."""
 
     tiers: dict[str, Tier]
@@ -150,19 +187,9 @@ class _Figures(ABC, Generic[Tier]):
     def disk(self) -> Tier:
         return self.tiers["disk"]
 
-    @abstractmethod
-    def _tables(self) -> list[Table]:
-        """Return the figures as tables to print."""
-
-    def __str__(self) -> str:
-        return "\n".join(map(render, self._tables()))
-
-    def _repr_html_(self) -> str:
-        return "".join(map(render_html, self._tables()))
-
 
 @dataclass
-class RequestDetails:
+class RequestDetails(_Printable):
     """Counters of one request, or sums over several, that explain its `RequestStats`. All times are in seconds."""
 
     tokens_kept: int = 0
@@ -205,26 +232,9 @@ class RequestDetails:
     recomputed: int = 0
     """Number of times that a restore failed midway and the prompt was planned again."""
 
-    def __str__(self) -> str:
-        return render(self._table())
-
-    def _repr_html_(self) -> str:
-        return render_html(self._table())
-
-    def _table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(title="Details", title_justify="left", show_header=False)
-        table.add_column()
-        table.add_column(justify="right")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name.endswith("_seconds"):
-                table.add_row(f.name.removesuffix("_seconds").replace("_", " "), _ms(value))
-            else:
-                is_size = "bytes" in f.name or f.name == "brought_identifying"
-                table.add_row(f.name.replace("_", " "), format_bytes(value) if is_size else str(value))
-        return table
+    def _tables(self) -> list[Table]:
+        names = {f.name: f.name.removesuffix("_seconds").replace("_", " ") for f in fields(self)}
+        return [_listing("Details", [(label, _printed(name, getattr(self, name))) for name, label in names.items()])]
 
 
 @dataclass
@@ -288,9 +298,6 @@ class RequestStats(_Figures[TierStats]):
     def _tables(self) -> list[Table]:
         from rich.table import Table
 
-        summary = Table(title="TieredCache", title_justify="left", show_header=False)
-        summary.add_column(justify="left")
-        summary.add_column(justify="right")
         rows: list[tuple[object, ...]] = [
             ("requests", self.requests),
             ("tokens restored / computed / stored", self.tokens_restored, self.tokens_computed, self.tokens_stored),
@@ -314,16 +321,14 @@ class RequestStats(_Figures[TierStats]):
                 rows.append((label, f"{passage.tokens_found} of {passage.tokens} tokens: {passage.reason}"))
             if len(incomplete) > _MOST_PASSAGES:
                 rows.append(("other passages not found completely", len(incomplete) - _MOST_PASSAGES))
-        for name, *values in rows:
-            summary.add_row(str(name), " / ".join(map(str, values)))
         for reason, count in self.reasons.items():
-            summary.add_row("reason" if self.requests < 2 else f"reason, {count} of {self.requests} requests", reason)
+            rows.append(("reason" if self.requests < 2 else f"reason, {count} of {self.requests} requests", reason))
         tiers = Table()
         for heading in ("tier", "blocks", "bytes", "hits", "misses"):
             tiers.add_column(heading, justify="left" if heading == "tier" else "right")
         for name, tier in self.tiers.items():
             tiers.add_row(name, str(tier.blocks), format_bytes(tier.bytes), str(tier.hits), str(tier.misses))
-        return [summary, tiers]
+        return [_listing("TieredCache", [(str(name), " / ".join(map(str, values))) for name, *values in rows]), tiers]
 
 
 _DETAILS = frozenset(f.name for f in fields(RequestDetails))
@@ -333,15 +338,6 @@ def _by_tier(stats: RequestStats | StoreStats) -> dict[str, Any]:
     figures = asdict(stats)
     tiers = figures.pop("tiers")
     return figures | tiers
-
-
-def _figure(name: str, value: object) -> str:
-    """Return a figure of a remote for printing."""
-    if isinstance(value, dict):
-        return ", ".join(f"{reason}: {count}" for reason, count in value.items()) or "none"
-    if isinstance(value, float):
-        return _ms(value)
-    return format_bytes(value) if isinstance(value, int) and "bytes" in name else str(value)
 
 
 def _ms(seconds: float) -> str:
@@ -508,23 +504,19 @@ class StoreStats(_Figures[TierUse]):
         return _by_tier(self)
 
     def _tables(self) -> list[Table]:
-        from rich.table import Table
-
-        table = Table(title="KVStore", title_justify="left", show_header=False)
-        table.add_column()
-        table.add_column(justify="right")
+        rows = []
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in ("tiers", "index"):
                 for name, use in self.tiers.items() if f.name == "tiers" else [(f.name, value)]:
                     budget = "no limit" if use.budget is None else format_bytes(use.budget)
-                    table.add_row(f"{name}, used / budget", f"{format_bytes(use.bytes)} / {budget}")
+                    rows.append((f"{name}, used / budget", f"{format_bytes(use.bytes)} / {budget}"))
             elif isinstance(value, RemoteStats):
-                for name, figure in vars(value).items() if value != RemoteStats() else ():
-                    table.add_row(f"remote {name.replace('_', ' ')}", _figure(name, figure))
+                figures = vars(value).items() if value != RemoteStats() else ()
+                rows += [(f"remote {name.replace('_', ' ')}", _printed(name, figure)) for name, figure in figures]
             else:
-                table.add_row(f.name.replace("_", " "), format_bytes(value) if "bytes" in f.name else str(value))
-        return [table]
+                rows.append((f.name.replace("_", " "), _printed(f.name, value)))
+        return [_listing("KVStore", rows)]
 
 
 class Counters:

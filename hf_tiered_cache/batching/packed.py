@@ -47,12 +47,7 @@ class CapturedLayer(NamedTuple):
 
 
 class PackedKV:
-    """Unrotated KV of the tokens of one pass, or of several joined ones.
-
-    Args:
-        fingerprint: Fingerprint of the model that computed it.
-        layers: Its layers.
-    """
+    """Unrotated KV of the tokens of one pass, or of several joined ones."""
 
     def __init__(self, fingerprint: str, layers: dict[int, CapturedLayer]) -> None:
         self.fingerprint, self.layers = fingerprint, layers

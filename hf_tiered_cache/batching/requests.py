@@ -27,11 +27,7 @@ PATIENCE_SECONDS = 10.0
 
 
 class EmptyCache:
-    """Cache that holds nothing, for lookups.
-
-    Args:
-        layers: Number of layers of the model.
-    """
+    """Cache that holds nothing, for lookups."""
 
     def __init__(self, layers: int) -> None:
         self.kv_sources: list[DenseSource] = []

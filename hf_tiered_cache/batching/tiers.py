@@ -24,10 +24,9 @@ from ..patches.attach import Attachment
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .engine import Engine, Pages, id_of, parent_id_of
-from .lookups import Lookups
+from .lookups import LayerRotations, Lookups, observe_rotations, windows_of
 from .packed import Packed, PackedKV, PassCapture, PassJoiner
 from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
-from .restoring import LayerRotations, observe_rotations, windows_of
 
 logger = logging.getLogger("hf_tiered_cache")
 

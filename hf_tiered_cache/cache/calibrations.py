@@ -91,17 +91,8 @@ class PrefixCosts:
             return self.load[tier]
         return self.restore.get(tier, 0.0) - (self.placing(tier) if tier != TIERS[-1] else 0.0)
 
-    def with_bytes(self, share: float) -> PrefixCosts:
-        """Return the costs for KV that takes `share` of the bytes on disk."""
-        disk = TIERS[-1]
-        if disk not in self.restore:
-            return self
-        load = self.loading(disk)
-        restore = self.restore[disk] - (1 - share) * load
-        return replace(self, restore=self.restore | {disk: restore}, load=self.load | {disk: share * load})
-
     def scaled(self, factors: CostFactors) -> PrefixCosts:
-        """Return the costs with their observed factors."""
+        """Return the costs times observed factors, or for KV of another number of bytes on disk."""
         disk, scaled = TIERS[-1], factors.compute
         costs = replace(
             self, compute=scaled * self.compute, growth=scaled * self.growth, overhead=scaled * self.overhead
@@ -168,11 +159,6 @@ class QualityFinding:
 
 def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> float | None:
     """Return the lowest measured budget at which a method keeps its quality target on this model; 1 if none does.
-
-    Args:
-        storage: storage that holds the measurements.
-        fingerprint: fingerprint of the model.
-        method: method with a quality target.
 
     Returns:
         Budget, or None with a one-time warning if nothing was measured.
@@ -269,18 +255,13 @@ def prefix_costs(
         return None
     try:
         measured = [PrefixCosts(**record) for record in records]
-        compute = _between(tokens, {measurement.tokens: measurement.compute for measurement in measured})
         restore, load = (
-            _by_tier(
-                tokens,
-                {measurement.tokens: costs for measurement, costs in zip(measured, by_tier, strict=True)},
-            )
-            for by_tier in (
-                [measurement.restore for measurement in measured],
-                [measurement.load for measurement in measured],
-            )
+            _by_tier(tokens, {costs.tokens: getattr(costs, name) for costs in measured}) for name in ("restore", "load")
         )
-        overhead = _between(tokens, {measurement.tokens: measurement.overhead for measurement in measured})
+        compute, overhead = (
+            _between(tokens, {costs.tokens: getattr(costs, name) for costs in measured})
+            for name in ("compute", "overhead")
+        )
         growth = _growth(measured)
     except (TypeError, AttributeError, ValueError):  # damaged
         return None
@@ -292,12 +273,11 @@ def prefix_costs(
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:
     """Return each tier's value for a length, interpolated between the lengths at which it is known."""
-    interpolated = {}
-    for tier in {tier for costs in measured.values() for tier in costs}:
-        cost = _between(tokens, {length: costs[tier] for length, costs in measured.items() if tier in costs})
-        if cost is not None:
-            interpolated[tier] = cost
-    return interpolated
+    values: dict[str, dict[int, float]] = {}
+    for length, costs in measured.items():
+        for tier, cost in costs.items():
+            values.setdefault(tier, {})[length] = cost
+    return {tier: value for tier, known in values.items() if (value := _between(tokens, known)) is not None}
 
 
 def _growth(measured: list[PrefixCosts]) -> float:

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 class Conversation:
     """Conversation of a cache. Creating it takes the conversation over from an older cache of this process.
 
-    Args:
-        storage: storage that holds the conversation.
-        conversation_id: id of the conversation.
-
     Raises:
         ConfigError: the id is invalid.
         ConversationInUseError: another process uses the conversation.
@@ -101,13 +97,6 @@ class Conversation:
         self, sequence: SequenceState, rows: list[SegmentRow], tokens: int, merging: str = "", refused_tokens: int = 0
     ) -> str:
         """Save the conversation's record. Without stored tokens or new prompts, the record is left unchanged.
-
-        Args:
-            sequence: state of the cache's tokens.
-            rows: segments that hold the tokens, in order.
-            tokens: number of tokens stored.
-            merging: see `ConversationRecord`.
-            refused_tokens: see `ConversationRecord`.
 
         Returns:
             Reason why the record was not saved, or "".

@@ -22,7 +22,7 @@ from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import FrontReader, SegmentReader
 from ..tiers.residency import Residency
-from .calibrations import PrefixCosts, cost_factors, prefix_costs
+from .calibrations import CostFactors, PrefixCosts, cost_factors, prefix_costs
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
@@ -82,7 +82,7 @@ def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> Pr
     costs = of_codec(coded_provenance(EXACT, codec))
     if costs is None and codec != RAW and (costs := of_codec(EXACT)) is not None:
         coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
-        costs = costs.with_bytes(coded_bytes / (model.dtype.itemsize * _DIM))
+        costs = costs.scaled(CostFactors(load=coded_bytes / (model.dtype.itemsize * _DIM)))
     if costs is None:
         return None
     return costs.scaled(cost_factors(sequence.store, sequence.identity.fingerprint, model.device))

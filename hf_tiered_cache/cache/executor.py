@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import reasons
+from ..conversations.distances import AttentionDistances
 from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError
 from ..identity import Fingerprinter, Identity, rope_regime
 from ..layers import LayeredCache
@@ -20,7 +21,6 @@ from ..methods import BudgetMethod, ForConversation, Method, Passages, PrefixMet
 from ..patches.attach import Attachment
 from ..patches.scope import leave
 from ..restore.hashes import History
-from ..restore.observe import CacheObserver
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
@@ -29,8 +29,8 @@ from .conversation import Conversation
 from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
 from .fronts import ComputedFront
-from .observed import ObservedCosts, renew_costs
-from .prefill import in_pieces
+from .observed import ObservedCosts, Pace, renew_costs, seconds_to_compute
+from .prefill import can_be_cut, in_pieces, store_piece
 from .recorder import Names, Recorder
 from .refine import RefiningForward
 from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
@@ -87,7 +87,7 @@ class Executor:
         """True if a prompt begins with the next pass, or its first pass is not reported yet."""
         self.forward_pass: ForwardPass | None = None
         """Pass that is running, or None."""
-        self.observer: CacheObserver | None = None
+        self.observer: AttentionDistances | None = None
         """Observer of the queries of supported passes, if the method has one."""
         if isinstance(method, ForConversation):
             self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
@@ -98,6 +98,7 @@ class Executor:
         self._front: ComputedFront | None = None  # that of the last pass, until it is committed
         self._finish: Callable[[], None] = lambda: None
         self._placeholders = placeholder_tokens(attachment.model.config)
+        self._pace: Pace = attachment.extras.setdefault("pace", Pace())
 
     # --- one pass
 
@@ -138,7 +139,7 @@ class Executor:
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans = self._why_not_looked_for(request, sequence), REPLANS
-        if not reason and sequence.can_be_cut(request):
+        if not reason and isinstance(sequence.method, BudgetMethod) and can_be_cut(sequence, request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
             plan = None if reason or not replans else self._plan(request, sequence)
@@ -177,7 +178,7 @@ class Executor:
         stored_in_pieces: dict[int, int] = {}
         for rows in rows_of.values():
             row_request = request.of_row(rows[0])
-            if not sequence.can_be_cut(row_request):
+            if not can_be_cut(sequence, row_request):
                 continue
             check = DecodingCheck()
             recorder = self.new_recorder(sequence.identity, sequence.regime, row_request.pads, check)
@@ -212,7 +213,7 @@ class Executor:
             self.store.disk.report(error.segment, error.__cause__ or error)
             plan = self._plan(piece, sequence)
             return max(0, min(0 if plan is None else plan.suffix or 0, stored - HASH_TOKENS))
-        sequence.store_piece(piece, plan, self.collector)
+        store_piece(sequence, piece, plan, self.collector)
         for source in cache.kv_sources:
             source.reset()
         return before
@@ -233,7 +234,7 @@ class Executor:
         forward_pass = self._forward_pass(cache, request, sequence, plan)
         stats, began = self.collector.stats, time.perf_counter()
         if plan is None or not isinstance(forward_pass, RestoringForward):
-            end = self.store.pace.begin(self.attachment.model.device)
+            end = self._pace.begin(self.attachment.model.device)
             output = self._run(cache, forward_pass, forward, request.kwargs)
             end(sequence.identity.fingerprint, request.ids.numel())
             self._observe_costs(request, sequence, None, time.perf_counter() - began)
@@ -259,14 +260,9 @@ class Executor:
         if not learns or request.base or device.type != "cpu":
             return
         tokens = request.num_positions if plan is None else plan.restored_until
-        costs = costs_of(sequence, self.attachment, tokens)
-        if costs is None:
-            return
-        if plan is None:
-            observed = ObservedCosts.of_computed(tokens, costs, seconds)
-        else:
-            observed = ObservedCosts.of(plan, costs, seconds, *counted)
-        self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, observed))
+        if (costs := costs_of(sequence, self.attachment, tokens)) is not None:
+            observed = ObservedCosts.of(plan, tokens, costs, seconds, *counted)
+            self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, observed))
 
     def _forward_pass(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None
@@ -350,11 +346,7 @@ class Executor:
         return fronts.added_to(plan, self.attachment.devices)
 
     def look_up(self, cache: LayeredCache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
-        """Return what an empty cache would restore of a prompt.
-
-        Args:
-            cache: Empty cache.
-            input_ids: int `[1, tokens]`.
+        """Return what an empty cache would restore of a prompt, int `[1, tokens]`.
 
         Returns:
             The plan and an empty string, or None and the reason why nothing would be restored.
@@ -486,7 +478,7 @@ class Executor:
             self.options.segments,
             layers=len(cache.layers),
             selects=any(source.selects for source in cache.kv_sources),
-            device=attachment.model.device,
+            seconds_to_compute=partial(seconds_to_compute, store, self._pace, fingerprint, attachment.model.device),
         )
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..conversations.distances import AttentionDistances, ComputedPositions, SampledPass
 from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
-from ..layers import LayeredCache, LayerTensors
+from ..layers import LayeredCache
 from ..methods import BudgetMethod, Method
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries, without_first
@@ -21,7 +22,6 @@ from ..patches.lookahead import LookAhead
 from ..patches.rope import PreRopeKV, RotaryTap, TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
 from ..restore.fetch import Fetcher
-from ..restore.observe import CacheObserver, ComputedPositions, PassObserver
 from ..restore.plan import BudgetPlan, Plan, RecomputePlan
 from ..restore.prefetch import Prefetch
 from ..selection.decode import DecodeSelection, DecodeSelector
@@ -59,7 +59,7 @@ class ForwardPass(Scope):
         first: first position of the sequence that is computed.
     """
 
-    observer: PassObserver | None
+    observer: SampledPass | None
 
     def __init__(
         self,
@@ -96,14 +96,8 @@ class ForwardPass(Scope):
                 if self.assemble_seconds:
                     self.collector.add(assemble_seconds=self.assemble_seconds)
 
-    def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
-        """Let an observer see the queries of the pass.
-
-        Args:
-            observer: observer of the cache.
-            stop: end (exclusive) of the positions of the pass.
-            pads: number of left-padding positions of each row.
-        """
+    def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
+        """Let an observer see the queries of the pass, which ends before position `stop`."""
         self.observer = observer.begin(self.kv_sources, self._computed_positions(stop, pads))
 
     def _computed_positions(self, stop: int, pads: Sequence[int]) -> ComputedPositions:
@@ -158,7 +152,7 @@ class ForwardPass(Scope):
 
 
 class RestoringForward(ForwardPass):
-    """Forward pass that follows a plan (see `RestoringPass`).
+    """Forward pass that follows a plan (see `layers.dense`).
 
     Args:
         cache, attachment, collector, tables, recorder, first: see `ForwardPass`.
@@ -275,7 +269,7 @@ class RestoringForward(ForwardPass):
         selection.look_ahead = LookAhead(self, modules, layers, selector.ahead, first)
         stack.enter_context(selection.look_ahead.watching())
 
-    def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
+    def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
         """See `ForwardPass`. No observer is attached if rows compute different positions."""
         if all(positions.ndim == 1 for positions in self.plan.computed):
             super().watch(observer, stop, pads)
@@ -323,7 +317,7 @@ class RestoringForward(ForwardPass):
     def _record(self, recorder: Recorder, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `ForwardPass`. Only the positions after the restored ones are new to the store."""
         if self.front is not None:
-            self.front.capture(layer, keys, values)
+            self.front.capture(layer, kind, keys, values)
         if self.plan.suffix is None:
             recorded = self.plan.num_positions - self.plan.restored_until
             keys, values = keys[:, :, -recorded:], values[:, :, -recorded:]
@@ -347,7 +341,7 @@ class RestoringForward(ForwardPass):
             self._recompute_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, positions]
         return self._recompute_masks[key][None, None, :length, :length]
 
-    # --- called by sources (see `RestoringPass`)
+    # --- called by sources (see `layers.dense`)
 
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         computed = self.plan.computed[layer]
@@ -358,18 +352,3 @@ class RestoringForward(ForwardPass):
 
     def cannot_select(self) -> UnsupportedModelError:
         return cannot_select(self.method, self.attachment.model)
-
-    def take_filled(self, layer: int) -> dict[str, Any] | None:
-        return None
-
-    def is_previewing(self, layer: int) -> bool:
-        return False
-
-    def keep_filled(self, layer: int, filled: dict[str, Any]) -> None:
-        raise TypeError("only a deferred plan previews layers")
-
-    def compares(self, layer: int) -> bool:
-        return False
-
-    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
-        raise TypeError("only a deferred plan compares stored and computed KV")

@@ -8,15 +8,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ..errors import EvictedError
 from ..restore.plan import Plan, RecomputePlan
+from ..stats import StatsCollector
 from ..store.container import Group
-from ..store.geometry import BlockGroup
-from ..store.relayout import BlocksOf, front_blocks, front_shape
+from ..store.geometry import BlockGroup, LayerKV
+from ..store.relayout import front_blocks, front_shape
 from ..store.segment import FrontReader, SegmentReader, owners_of_front
 from ..store.shape import SegmentShape
-from ..tiers.device import CopyStream, Event, copy_stream
+from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
-from .captured import Sources, packer
+from .captured import CapturedKV
 
 _CPU = torch.device("cpu")
 
@@ -31,21 +33,17 @@ class ComputedFront:
 
     def __init__(self, plan: RecomputePlan, shapes: Mapping[str, SegmentShape]) -> None:
         self._plan, self._shapes = plan, shapes
-        self._layers: Sources = {}
-        self._streams: dict[torch.device, CopyStream] = {}
-        self._computed: list[Event] = []
+        self._captured = CapturedKV()
 
-    def capture(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def capture(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Capture a layer's computed keys and values, unrotated, `[batch, heads, n, dim]` each."""
         length = self._plan.recompute_lengths[layer]
-        self._layers[layer] = [keys[:, :, :length]], [values[:, :, :length]]
+        self._captured.add(layer, kind, keys[:, :, :length], values[:, :, :length])
 
     def end(self) -> int:
         """End the capture after the pass. Returns the size in bytes of what is captured."""
-        tensors = [tensor for pair in self._layers.values() for parts in pair for tensor in parts]
-        self._streams = {device: copy_stream(device) for device in {tensor.device for tensor in tensors}}
-        self._computed = [stream.computed() for stream in self._streams.values()]
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        self._captured.note_work()
+        return self._captured.nbytes
 
     def packed(self) -> Iterator[tuple[SegmentReader, SegmentShape, list[BlockGroup], Iterator[Group]]]:
         """Yield each segment, the shape of its front, the groups whose tokens are all computed, and their blocks.
@@ -58,12 +56,11 @@ class ComputedFront:
                 if shape is None or isinstance(piece.reader, FrontReader):
                     continue
                 groups = [group for group in shape.block_groups if self._has_all(shape, group, start)]
-                blocks = packer(shape, self._layers, rows.rows[0], start, self._streams, self._computed, groups)
-                yield piece.reader, shape, groups, blocks()
+                yield piece.reader, shape, groups, self._captured.packer(shape, rows.rows[0], start, groups)()
 
     def _has_all(self, shape: SegmentShape, group: BlockGroup, start: int) -> bool:
         tokens = shape.tokens_by_slot(group)
-        lengths = [self._plan.recompute_lengths[layer] for layer in group.layers if layer in self._layers]
+        lengths = [self._plan.recompute_lengths[layer] for layer in group.layers if layer in self._captured.layers]
         return len(tokens) > 0 and len(lengths) == len(group.layers) and start + int(tokens.max()) < min(lengths)
 
 
@@ -79,17 +76,18 @@ class Fronts:
         self.segments: set[str] = set()  # the shapes of many conversations would take memory
         """Ids of the segments with such tokens."""
 
-    def keep(self, segment: SegmentReader, replaced: Sequence[SegmentReader], blocks_of: BlocksOf) -> None:
-        """Keep the tokens in memory that a new segment lacks, if they fit besides the segment.
-
-        Args:
-            segment: The new segment.
-            replaced: The segments it was made of, in order.
-            blocks_of: Function that returns the blocks of a segment, and raises EvictedError if they are not in memory.
-        """
+    def keep(self, segment: SegmentReader, replaced: Sequence[SegmentReader]) -> None:
+        """Keep the tokens in memory that a new segment lacks, as far as they are there and fit besides the segment."""
         shape = self._shape_of(segment)
         if shape is None:
             return
+
+        def blocks_of(reader: SegmentReader, block_group: int) -> torch.Tensor:
+            blocks, missing = blocks_in_memory(self._residency, reader, block_group)
+            if len(missing):
+                raise EvictedError(reader.id)
+            return blocks
+
         owners = owners_of_front(segment, shape)
         self.segments.add(segment.id)
         fronts = [self.of(reader, None) for reader in replaced]
@@ -111,12 +109,7 @@ class Fronts:
         return ComputedFront(plan, shapes) if shapes else None
 
     def put(self, front: ComputedFront, confirmed: Callable[[], bool]) -> None:
-        """Keep the tokens in memory that a pass has computed.
-
-        Args:
-            front: The tokens.
-            confirmed: Function that returns whether the KV may be stored.
-        """
+        """Keep the tokens in memory that a pass has computed, if `confirmed` returns that they may be stored."""
         if not confirmed():
             return
         for reader, shape, groups, packed in front.packed():
@@ -142,9 +135,7 @@ class Fronts:
     def of(self, segment: SegmentReader, devices: Sequence[torch.device] | None) -> FrontReader | None:
         """Return a reader of the tokens that a segment lacks, or None if memory holds none of them.
 
-        Args:
-            segment: The segment.
-            devices: Device of each layer; None for the CPU.
+        `devices` are those of the layers; None for the CPU.
         """
         if segment.id not in self.segments:
             return None
@@ -171,3 +162,24 @@ class Fronts:
             added = tuple(replace(piece, reader=front) for piece, front in fronts if front is not None)
             groups.append(replace(group, pieces=(*group.pieces, *added)))
         return replace(plan, groups=tuple(groups))
+
+
+def blocks_in_memory(residency: Residency, reader: SegmentReader, block_group: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Return room for all blocks of a KV cache group, filled from host memory, and the chunks that are not there.
+
+    Returns:
+        uint8 `[chunks, block_bytes]`, and int64, ascending.
+    """
+    blocks = reader.room_for(block_group)
+    missing = np.arange(len(blocks))
+    on_host = residency.find(reader.owners[block_group], missing, _CPU)["host"]
+    if len(on_host):
+        handle = residency.fetch([BlockRequest(reader, block_group, on_host)], _CPU, StatsCollector(), ahead=True)
+        try:
+            handle.wait()
+            for first, memory in handle.fetched[0].arrived.runs():
+                blocks[first : first + len(memory)] = memory
+        finally:
+            handle.release()
+        missing = np.setdiff1d(missing, handle.fetched[0].chunks, assume_unique=True)
+    return blocks, missing

@@ -1,10 +1,13 @@
-"""Correction of calibrated costs by the times of conversations that return.
+"""Observed times of passes: how long a prompt takes to compute, and corrections of calibrated costs.
 
 A calibration measures an idle machine once. Computing took 1.7 times as long in a run of conversations.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -26,9 +29,53 @@ _MOST = 8.0
 """Maximum factor, and the inverse of the minimum."""
 _LEAST_READ = 1 << 20
 """Number of bytes read below which the latency of single reads may dominate."""
+_LEAST_TOKENS, _LEAST_PACE_TOKENS = 128, 64
+"""Number of computed tokens below which the fixed costs of a pass may dominate, for corrections and for `Pace`."""
 
-_LEAST_TOKENS = 128
-"""Number of computed tokens below which the fixed costs of a pass may dominate."""
+
+class Pace:
+    """Seconds per token of passes that compute everything, by fingerprint. Reading them never waits for a device."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._running: list[tuple[str, int, Callable[[], float | None]]] = []  # its time is None until a pass has ended
+
+    def begin(self, device: torch.device) -> Callable[[str, int], None]:
+        """Begin to measure a pass. The result is called when it has been started, with fingerprint and tokens."""
+        if device.type == "cuda":
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            stream = torch.cuda.current_stream(device)
+            begun.record(stream)
+
+            def end(fingerprint: str, tokens: int) -> None:
+                ended.record(stream)
+                self._add(fingerprint, tokens, lambda: begun.elapsed_time(ended) / 1e3 if ended.query() else None)
+
+        else:
+            began = time.perf_counter()
+
+            def end(fingerprint: str, tokens: int) -> None:
+                took = time.perf_counter() - began
+                self._add(fingerprint, tokens, lambda: took)
+
+        return end
+
+    def per_token(self, fingerprint: str) -> float | None:
+        """Return the seconds to compute a token, or None if no long pass of the model has ended yet."""
+        with self._lock:
+            for number in reversed(range(len(self._running))):
+                name, tokens, elapsed = self._running[number]
+                if (seconds := elapsed()) is not None:
+                    del self._running[number]
+                    mean = self._seconds.get(name, seconds / tokens)
+                    self._seconds[name] = (seconds / tokens + mean) / 2
+            return self._seconds.get(fingerprint)
+
+    def _add(self, fingerprint: str, tokens: int, elapsed: Callable[[], float | None]) -> None:
+        if tokens >= _LEAST_PACE_TOKENS:
+            with self._lock:
+                self._running = [*self._running[-15:], (fingerprint, tokens, elapsed)]
 
 
 @dataclass(frozen=True)
@@ -44,27 +91,32 @@ class ObservedCosts:
     load: float | None = None
 
     @classmethod
-    def of_computed(cls, tokens: int, costs: PrefixCosts, seconds: float) -> ObservedCosts:
-        """Compare the computation of a whole prompt with its prediction. Short prompts show only fixed costs."""
-        return cls(seconds / float(costs.computing(tokens)) if tokens >= _LEAST_TOKENS else None)
-
-    @classmethod
     def of(
-        cls, plan: Plan, costs: PrefixCosts, seconds: float, waiting: float, reading: float, nbytes: float
+        cls,
+        plan: Plan | None,
+        tokens: int,
+        costs: PrefixCosts,
+        seconds: float,
+        waiting: float = 0.0,
+        reading: float = 0.0,
+        nbytes: float = 0.0,
     ) -> ObservedCosts:
         """Compare a pass with its prediction.
 
         Args:
-            plan: Plan that the pass followed.
-            costs: Costs for its prefix.
+            plan: Plan that the pass followed; None if it computed the whole prompt.
+            tokens: Length of the restored prefix, or of the whole prompt.
+            costs: Costs for so many tokens.
             seconds: Duration of the pass.
             waiting: Seconds of it in which the model waited for KV.
             reading: Seconds in which the disk was read.
             nbytes: Number of bytes that were read.
         """
+        if plan is None:  # short prompts show only fixed costs
+            return cls(seconds / float(costs.computing(tokens)) if tokens >= _LEAST_TOKENS else None)
         compute = load = None
         if isinstance(plan, RecomputePlan):
-            lengths, tokens = np.array(plan.recompute_lengths), plan.restored_until
+            lengths = np.array(plan.recompute_lengths)
             recomputing = float(costs.computing(lengths).mean())
             suffix = max(costs.overhead, float(costs.computing(plan.num_positions - tokens)))
             predicted = recomputing + suffix + costs.placing(TIERS[-1]) * (tokens - float(lengths.mean()))
@@ -94,10 +146,12 @@ def renew_costs(storage: Storage, fingerprint: str, device: torch.device, observ
             keep_cost_factors(storage, fingerprint, device, CostFactors(**asdict(factors) | renewed))
 
 
-def seconds_to_compute(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
+def seconds_to_compute(
+    storage: Storage, pace: Pace, fingerprint: str, device: torch.device, tokens: int
+) -> float | None:
     """Return the seconds to compute a prompt: by the calibrated costs, else by the observed pace, else None."""
     costs = prefix_costs(storage, fingerprint, device, EXACT, tokens)
     if costs is not None:
         return float(costs.computing(tokens))
-    per_token = storage.pace.per_token(fingerprint)
+    per_token = pace.per_token(fingerprint)
     return None if per_token is None else tokens * per_token

@@ -10,13 +10,33 @@ from collections.abc import Callable
 
 from tqdm.auto import tqdm
 
+from ..identity import rope_regime
 from ..methods import BudgetMethod
+from ..restore.plan import Plan
+from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .request import Request
 from .sequence import SequenceState
 
 _TRIES = 2
 """Number of times that prefill goes back because stored pieces have disappeared; then the rest is computed at once."""
+
+
+def can_be_cut(sequence: SequenceState, request: Request) -> bool:
+    """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
+    method = sequence.method
+    if not isinstance(method, BudgetMethod):
+        return False
+    step = method.prefill_tokens
+    return (
+        0 < step < request.num_positions - min(request.pads)
+        and method.selects
+        and sequence.num_positions == 0
+        and sequence.recorder.enabled
+        and request.text == request.num_positions
+        and request.must_compute <= step // 2
+        and rope_regime(sequence.config, step) == sequence.regime
+    )
 
 
 def in_pieces(
@@ -50,3 +70,14 @@ def in_pieces(
                 stored = stop
             bar.update(stored - bar.n)
         bar.update(end - bar.n)
+
+
+def store_piece(sequence: SequenceState, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
+    """Store a computed piece of a longer prompt, a single row, and remove it from the history."""
+    rows, num_positions = piece.ids.shape
+    computed = rows * num_positions - sum(piece.pads) - (plan.restored_tokens if plan is not None else 0)
+    collector.add(tokens_computed=computed)
+    sequence.stored_in_pieces[0] = sequence.stored_in_pieces.get(0, 0) + computed
+    sequence.recorder.end(piece.ids, num_positions if plan is None else len(plan.computed[0]))
+    sequence.recorder.seal()
+    sequence.recorder.crop(num_positions)

@@ -19,12 +19,11 @@ from ..restore.hashes import History
 from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.format import SegmentHeader, end_of_chain, segment_id
-from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_groups
+from ..store.geometry import HASH_TOKENS, Geometry, LayerKV, block_groups
 from ..store.shape import SegmentShape, TokenTables
 from ..store.threads import Step
 from ..store.writer import KeptOnDevice, PendingSegment, Writer
-from ..tiers.device import CopyStream, Event, copy_stream
-from .captured import LayerBuffer, SegmentTable, cut_end, last_positions, packer, tokens_from
+from .captured import CapturedKV, SegmentTable
 from .request import DecodingCheck
 
 Rank = Callable[[int, Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray]
@@ -56,11 +55,7 @@ class Names:
 
 
 class Confirmation:
-    """Check whether KV may be stored, which remembers a denial.
-
-    Args:
-        ask: Returns the answer.
-    """
+    """Check whether KV may be stored, which remembers a denial."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask = ask
@@ -133,8 +128,7 @@ class Recorder:
         self._ttl = ttl
         self._lock = threading.RLock()
         self._step = Step(self._mend)
-        self._layers: dict[int, LayerBuffer] = {}
-        self._reordered: list[tuple[int, torch.Tensor]] = []  # selected rows, and number of passes captured before
+        self.captured = CapturedKV()
         self._first = 0  # position of the first captured token
         self._count = 0  # number of captured positions
         self._revocable = 0  # number of positions at the end that the next crop may remove
@@ -146,8 +140,6 @@ class Recorder:
         self._capturing = False
         self._in_pass = False
         self._is_collected = False  # whether the cache was garbage collected
-        self._streams: dict[torch.device, CopyStream] = {}
-        self._computed: dict[torch.device, Event] = {}  # events after all work on the captured tensors
 
     # --- during a pass
 
@@ -159,7 +151,8 @@ class Recorder:
         if not self.enabled:
             return
         with self._lock:
-            self._await_computed()
+            if self.captured.on_gpu:
+                self.captured.await_work()
             if first != self._first + self._count:
                 self.seal()
             with self._step:
@@ -170,15 +163,8 @@ class Recorder:
 
     def capture(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Capture a layer's computed keys and values, unrotated, `[batch, heads, n, dim]` each."""
-        if not self._capturing:
-            return
-        buffer = self._layers.get(layer)
-        if buffer is None:
-            buffer = self._layers[layer] = LayerBuffer(kind, keys.device)
-        if buffer.kind != kind or keys.dtype != values.dtype:  # a segment has one layout per layer
-            self._capturing = False
-            return
-        buffer.append(keys, values)
+        if self._capturing:
+            self._capturing = self.captured.add(layer, kind, keys, values)
 
     def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> int:
         """Finish a pass, and append its tokens to the history.
@@ -196,9 +182,10 @@ class Recorder:
             self._revocable = revocable
             if self._capturing:
                 self._count += computed
-                self._record_events()
+                if self.captured.on_gpu:
+                    self.captured.note_work()
             else:
-                if self._layers or self._count:
+                if self.captured.layers or self._count:
                     self._clear()
                 self._first = self.history.num_positions
             self._in_pass = self._capturing = False
@@ -207,8 +194,7 @@ class Recorder:
     def abandon(self) -> None:
         """Discard what a failed pass has captured."""
         with self._lock, self._step:
-            for tensors in self._tensors():
-                cut_end(tensors, sum(t.shape[2] for t in tensors) - self._count)
+            self.captured.cut_to(self._count)
             self._in_pass = self._capturing = False
 
     # --- what generate() does to a cache
@@ -217,11 +203,10 @@ class Recorder:
         """Remove the last `count` positions."""
         with self._lock, self._step:
             self.history.crop(count)
-            self._apply_row_order()
-            captured = min(count, self._count)
-            for tensors in self._tensors():
-                cut_end(tensors, captured)
-            self._count -= captured
+            self.captured.apply_row_order()
+            num_captured = min(count, self._count)
+            self.captured.cut(num_captured)
+            self._count -= num_captured
             self._first = min(self._first, self.history.num_positions)
             self._revocable = 0
             for row, pad in enumerate(self.history.pads):
@@ -230,15 +215,11 @@ class Recorder:
                 self._stored[row] = min(self._stored[row], num_hashes)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Reorder the rows: row i becomes the former row `rows[i]`.
-
-        Beam search does this at every token, so the captured tensors are reordered later.
-        """
+        """Reorder the rows: row i becomes the former row `rows[i]`."""
         with self._lock, self._step:
             order = rows.tolist()
             self.history.select(order)
-            if self._layers:
-                self._reordered.append((len(next(self._tensors())), rows))
+            self.captured.select(rows)
             self._excluded = {row for row, source in enumerate(order) if source in self._excluded}
             self._sealed = [self._sealed[row] for row in order]
             self._stored = [self._stored[row] for row in order]
@@ -293,17 +274,17 @@ class Recorder:
         """Return segments of what is captured and not stored, and mark it as sealed."""
         if self._is_collected:
             self._in_pass, self._revocable = False, 0
-        if self._in_pass or not self._count or not self._layers:
+        if self._in_pass or not self._count or not self.captured.layers:
             return []
         if self._check.odd():
             self._drop_odd()
             return []
-        self._await_computed()
-        self._apply_row_order()
-        layout = self._layout()
+        self.captured.await_work()
+        self.captured.apply_row_order()
+        self.captured.note_work()
         end = self._first + self._count - self._revocable
         pending_segments: list[PendingSegment] = []
-        on_device = self._device_memory()
+        on_device = self.captured.on_device()
         table = self.shared_segments or SegmentTable()  # rows may share a prefix
         for row, pad in enumerate(self.history.pads):
             prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
@@ -317,7 +298,7 @@ class Recorder:
             self._sealed[row] = first
             if first >= len(prefix_hashes) or first * HASH_TOKENS < self._first - pad:
                 continue  # nothing new, or unreachable because of a gap before it
-            pending = self._pending_segment(row, first, prefix_hashes, layout, on_device, table)
+            pending = self._pending_segment(row, first, prefix_hashes, on_device, table)
             pending_segments.append(pending)
             table.add(pending.prefix_hashes, pending.header.id)
             self._ancestors[row] = (*self._ancestors[row], pending.header.id)
@@ -325,7 +306,7 @@ class Recorder:
         numbered = enumerate(zip(self.history.pads, self._sealed, strict=True))
         starts = [pad + n * HASH_TOKENS for row, (pad, n) in numbered if row not in self._excluded]
         self._keep_from(min((start for start in starts if start >= self._first), default=self.history.num_positions))
-        self._record_events()
+        self.captured.note_work()
         return pending_segments
 
     def _drop_odd(self) -> None:
@@ -340,12 +321,7 @@ class Recorder:
         return self._ancestors[row]
 
     def fork(self, collector: StatsCollector, check: DecodingCheck) -> Recorder:
-        """Return a recorder that continues independently; what is captured so far is sealed or shared.
-
-        Args:
-            collector: Statistics of the other cache.
-            check: Decoding check of the other cache.
-        """
+        """Return a recorder that continues independently; what is captured so far is sealed or shared."""
         with self._lock:
             self.seal()
             twin = copy.copy(self)
@@ -353,13 +329,9 @@ class Recorder:
             twin._lock, twin._is_collected = threading.RLock(), False
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
-            twin._reordered, twin._excluded = list(self._reordered), set(self._excluded)
-            twin._layers = {
-                i: LayerBuffer(c.kind, c.device, list(c.keys), list(c.values)) for i, c in self._layers.items()
-            }
+            twin.captured, twin._excluded = self.captured.fork(), set(self._excluded)
             twin._sealed, twin._stored = list(self._sealed), list(self._stored)
             twin._ancestors = list(self._ancestors)
-            twin._streams, twin._computed = dict(self._streams), dict(self._computed)
             return twin
 
     def leave_to(self, writer: Writer) -> None:
@@ -387,58 +359,11 @@ class Recorder:
             self._lock.release()
         return True
 
-    def _record_events(self) -> None:
-        """Record events on this thread's streams: other passes and seals may run in threads with other streams."""
-        for device in {buffer.device for buffer in self._layers.values()}:
-            if device not in self._streams:
-                self._streams[device] = copy_stream(device)
-            self._computed[device] = self._streams[device].computed()
-
-    def _await_computed(self) -> None:
-        """Order later work on this thread's streams after all threads' work on the captured tensors."""
-        for device, event in self._computed.items():
-            self._streams[device].await_copies(event)
-
-    def _apply_row_order(self) -> None:
-        """Apply pending row selections to the captured tensors."""
-        if not self._reordered:
-            return
-        for tensors in self._tensors():
-            order: torch.Tensor | None = None
-            later = list(self._reordered)
-            for index in range(len(tensors) - 1, -1, -1):
-                while later and later[-1][0] > index:
-                    rows = later.pop()[1]
-                    order = rows if order is None else rows[order.to(rows.device)]
-                if order is not None:
-                    tensors[index] = tensors[index].index_select(0, order.to(tensors[index].device))
-        self._reordered.clear()
-
-    def _tensors(self) -> Iterator[list[torch.Tensor]]:
-        for buffer in self._layers.values():
-            yield buffer.keys
-            yield buffer.values
-
-    def _device_memory(self) -> KeptOnDevice | None:
-        """Return the device memory that the captured tensors keep allocated, or None."""
-        storages = (t.untyped_storage() for tensors in self._tensors() for t in tensors if not self._on_host(t.device))
-        nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        return KeptOnDevice(nbytes, next(d for d in self._streams if not self._on_host(d))) if nbytes else None
-
-    def _on_host(self, device: torch.device) -> bool:
-        return self._streams[device].on_host
-
-    def _layout(self) -> KVLayout:
-        last = max(self._layers)
-        kinds = tuple(self._layers[i].kind if i in self._layers else None for i in range(last + 1))
-        return KVLayout(kinds, next(iter(self._layers.values())).keys[0].dtype)
-
     def _pending_segment(
         self,
         row: int,
         first: int,
         prefix_hashes: list[bytes],
-        layout: KVLayout,
         on_device: KeptOnDevice | None,
         table: SegmentTable,
     ) -> PendingSegment:
@@ -446,8 +371,7 @@ class Recorder:
         parent = prefix_hashes[first - 1] if first else self.history.hasher.root
         tokens = len(new_hashes) * HASH_TOKENS
         start = first * HASH_TOKENS + self.history.pads[row] - self._first
-        sources = {i: (list(buffer.keys), list(buffer.values)) for i, buffer in self._layers.items()}
-        shape = SegmentShape(layout, self.geometry, tokens, self._tables(row, start, tokens, layout))
+        shape = SegmentShape(self.captured.layout, self.geometry, tokens, self._tables(row, start, tokens))
         now = time.time()
         ids = self.history.ids()[row, self.history.pads[row] + first * HASH_TOKENS :][:tokens]
         header = SegmentHeader(
@@ -463,38 +387,29 @@ class Recorder:
             label=self._names.of_row(row),
             scan_hashes=self.history.hasher.scan_hashes(ids),
         )
-        self._record_events()
-        block_groups = packer(shape, sources, row, start, dict(self._streams), list(self._computed.values()))
         confirmed = Confirmation(partial(self._weights_held, time.monotonic()))
         refused = partial(_refused, self.collector, tokens, confirmed, table, header.id)
         return PendingSegment(
-            header, new_hashes, block_groups, self._ancestors[row], refused, on_device=on_device, confirmed=confirmed
+            header,
+            new_hashes,
+            self.captured.packer(shape, row, start),
+            self._ancestors[row],
+            refused,
+            on_device=on_device,
+            confirmed=confirmed,
         )
 
-    def _tables(self, row: int, start: int, tokens: int, layout: KVLayout) -> TokenTables | None:
+    def _tables(self, row: int, start: int, tokens: int) -> TokenTables | None:
         if self.rank is None:
             return None
-        importance = self.rank(row, self._pairs(row, start, tokens))
-        return TokenTables.by_importance(importance[None, None], block_groups(layout, self.geometry))
-
-    def _pairs(self, row: int, start: int, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each layer's captured keys and values of a row, `[heads, tokens, dim]` each, on the CPU.
-
-        The tokens start at captured position `start`.
-        """
-        all_heads = slice(None)
-        for buffer in self._layers.values():
-            keys, values = (
-                tokens_from(tensors, row, all_heads, start, tokens) for tensors in (buffer.keys, buffer.values)
-            )
-            yield keys.cpu(), values.cpu()
+        importance = self.rank(row, self.captured.pairs(row, start, tokens))
+        return TokenTables.by_importance(importance[None, None], block_groups(self.captured.layout, self.geometry))
 
     def _keep_from(self, position: int) -> None:
         """Keep only the captured positions from `position` on, and release the memory of the others."""
         end = self._first + self._count
         keep = max(0, end - position)
-        for tensors in self._tensors():
-            tensors[:] = [last_positions(tensors, keep)] if keep else []
+        self.captured.keep_last(keep)
         self._first, self._count = end - keep, keep
 
     def _mend(self) -> None:
@@ -504,7 +419,6 @@ class Recorder:
         self._in_pass = self._capturing = False
 
     def _clear(self) -> None:
-        self._layers.clear()
-        self._reordered.clear()
+        self.captured.clear()
         self._excluded.clear()
         self._count = 0

@@ -93,7 +93,7 @@ class RefiningForward(RestoringForward):
         if not self._to_compare:
             self._attention = None
 
-    # --- called by sources (see `RestoringPass`)
+    # --- called by sources (see `RefiningPass`)
 
     def compares(self, layer: int) -> bool:
         return layer in self._to_compare

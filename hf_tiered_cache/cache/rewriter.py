@@ -39,10 +39,6 @@ class Handover:
     """Migration from a segment to its replacement: indexes, number of cached chunks, and scores of all chunks.
 
     Create it before the old segment is deleted.
-
-    Args:
-        residency: the tiers.
-        old: the segment that is replaced.
     """
 
     def __init__(self, residency: Residency, old: SegmentReader) -> None:
@@ -101,11 +97,6 @@ class SegmentRewriter:
     """Worker that replaces segments by others with the same content, one at a time.
 
     Requests that read the old segment can read it to the end.
-
-    Args:
-        disk: Store of the segments.
-        residency: Memory tiers.
-        rankings: Rankings of the tokens of passages.
     """
 
     def __init__(self, disk: SegmentStore, residency: Residency, rankings: KeptRankings) -> None:

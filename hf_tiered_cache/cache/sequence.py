@@ -11,24 +11,28 @@ from transformers import PreTrainedConfig
 
 from .. import reasons
 from ..errors import StoreClosedError
-from ..identity import Identity, rope_regime
+from ..identity import Identity, differing_facts, rope_regime
 from ..methods import BudgetMethod, Method, Passages
-from ..passages.finder import PassageFinder
+from ..passages.finder import PassageFinder, find_passages
 from ..passages.report import PassageReport
 from ..patches.rope import TableCache
+from ..remote.tier import Seconds
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.planner import make_plan
 from ..stats import StatsCollector
+from ..store import EXACT
+from ..store.codecs import codec_in, coded_provenance
+from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.shape import SegmentShape
-from .misses import has_passages, reason_of_miss
-from .observed import seconds_to_compute
 from .recorder import Recorder
 from .request import DecodingCheck, Request
 from .storage import Storage
 
 logger = logging.getLogger("hf_tiered_cache")
 
+_MOST_MODELS = 64
+"""Maximum number of other models that a prompt without a match is looked up for, to explain the miss."""
 _STORE_AT = 64
 _STORE_GENERATED_AT = 512
 _STORE_PROMPT_AT = 4096
@@ -54,7 +58,7 @@ class SequenceState:
         segments: Tokens at which passages may begin, or None for any.
         layers: Number of layers of the model.
         selects: Whether a cache layer can attend to a part of what is restored.
-        device: Device of the model.
+        seconds_to_compute: Returns the seconds to compute a number of tokens, or None if they are not known.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class SequenceState:
         segments: tuple[int, ...] | None,
         layers: int,
         selects: bool,
-        device: torch.device,
+        seconds_to_compute: Seconds,
     ) -> None:
         self.store, self.method, self.config = store, method, config
         self.identity, self.regime, self.recorder, self.check = identity, regime, recorder, check
@@ -78,7 +82,7 @@ class SequenceState:
         self.history = recorder.history
         """History of the tokens."""
         self._segments, self._layers, self._selects = segments, layers, selects
-        self._seconds_to_compute = partial(seconds_to_compute, store, identity.fingerprint, device)
+        self._seconds_to_compute = seconds_to_compute
         self.approximate = False
         """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
         self._new_ids: np.ndarray | None = None
@@ -141,22 +145,6 @@ class SequenceState:
             streamed.append(budgets[-1] < tokens and (in_pieces or method.streams(computes)))
         return plan if tuple(budgets) == plan.prefixes else plan.within_budget(budgets, streamed)
 
-    def can_be_cut(self, request: Request) -> bool:
-        """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
-        method = self.method
-        if not isinstance(method, BudgetMethod):
-            return False
-        step = method.prefill_tokens
-        return (
-            0 < step < request.num_positions - min(request.pads)
-            and method.selects
-            and self.num_positions == 0
-            and self.recorder.enabled
-            and request.text == request.num_positions
-            and request.must_compute <= step // 2
-            and rope_regime(self.config, step) == self.regime
-        )
-
     @cached_property
     def _finder(self) -> PassageFinder:
         """Finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
@@ -184,11 +172,56 @@ class SequenceState:
             return ""
         if self._unusable_reason:
             return self._unusable_reason
-        method = self.method
-        passages = (method.passages, method.sink_token(self.config)) if isinstance(method, Passages) else None
-        tokens = request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()
-        identity, codec = self.identity, method.geometry.codec
-        return reason_of_miss(self.store, tokens, identity.fingerprint, identity.facts, self.regime, passages, codec)
+        if len(tokens := request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()) < HASH_TOKENS:
+            return reasons.SHORT
+        return (
+            self._stored_otherwise(tokens)
+            or self._other_keys()
+            or (reasons.NO_PASSAGES if self._has_passages() else reasons.NOTHING)
+        )
+
+    def _stored_otherwise(self, tokens: np.ndarray) -> str:
+        """Return where else a row's `tokens`, int64 `[n]`, are stored: for another model, codec or lead; or ""."""
+        catalogue, method, fingerprint = self.store.disk.index, self.method, self.identity.fingerprint
+        own_codec, models = method.geometry.codec, catalogue.models()
+        for other_model in [name for name in models if name != fingerprint][:_MOST_MODELS]:
+            if self._begins(tokens, other_model, own_codec):
+                differing = differing_facts(self.identity.facts, models[other_model])
+                parts = " and ".join(differing) or "facts that the store does not record"
+                return f"these tokens are stored for another state of the model, which differs in {parts}"
+        provenances = catalogue.provenances(fingerprint)
+        for codec in sorted({codec_in(provenance) for provenance in provenances} - {own_codec}):
+            if self._begins(tokens, fingerprint, codec):
+                return reasons.other_codec(codec)
+        if not isinstance(method, Passages):
+            return ""
+        for provenance in filter(is_passage, provenances):
+            sink, codec = method.sink_token(self.config), codec_in(provenance)
+            hasher = self.store.passage_hasher(fingerprint, provenance, sink, self.regime)
+            if provenance != method.passages and find_passages(tokens, hasher, self.store.find_parts):
+                return reasons.OTHER_LEAD if codec == codec_in(method.passages) else reasons.other_codec(codec)
+        return ""
+
+    def _begins(self, tokens: np.ndarray, fingerprint: str, codec: str) -> bool:
+        """Return whether a stored prefix with this model and codec begins with the same tokens."""
+        hasher = self.store.hasher(fingerprint, coded_provenance(EXACT, codec), self.regime)
+        return bool(self.store.disk.find(hasher.hashes(tokens[:HASH_TOKENS])))
+
+    def _other_keys(self) -> str:
+        """Return the reason if all KV of the model is stored with other encryption keys, or an empty string.
+
+        Prefix hashes depend on the key, so the KV cannot be found without it.
+        """
+        disk = self.store.disk
+        keys, own_key = disk.index.keys(self.identity.fingerprint), disk.cipher.key_id
+        if not keys or own_key in keys:
+            return ""
+        return reasons.NO_KEY if not own_key else reasons.OTHER_KEY if keys - {""} else reasons.NOT_ENCRYPTED
+
+    def _has_passages(self) -> bool:
+        """Return whether the method reuses passages, and some of the model are stored under its provenance."""
+        method, provenances = self.method, self.store.disk.index.provenances
+        return isinstance(method, Passages) and method.passages in provenances(self.identity.fingerprint)
 
     def why_otherwise(self, plan: Plan) -> str:
         """Return the reason why a plan computes other tokens than the method would select, or an empty string."""
@@ -264,8 +297,6 @@ class SequenceState:
 
     def _report_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
         """Report what became of the passages so far."""
-        method = self.method
-        assert isinstance(method, Passages)
         ids, finder = self.history.ids(), self._finder
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
@@ -276,26 +307,16 @@ class SequenceState:
         if is_joined:
             self.miss_reason = reasons.JOINED
         elif plan is not None and not plan.base and not any(passage.tokens_found for passage in passages):
-            self.miss_reason = self._why_a_prefix_alone(plan, rows, finder, method.passages)
+            self.miss_reason = self._why_a_prefix_alone(plan, rows)
 
-    def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray], finder: PassageFinder, provenance: str) -> str:
+    def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray]) -> str:
         """Return the reason why only a prefix of the prompt is restored although passages are stored.
 
         The reason is an empty string if all is restored, or if the prefix contains passages.
         """
-        stored = partial(has_passages, self.store, self.identity.fingerprint, provenance)
-        restores_all = plan.num_positions - plan.restored_until < HASH_TOKENS
-        return "" if restores_all or not stored() or any(finder(row, 0) for row in rows) else reasons.NO_PASSAGES
-
-    def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
-        """Store a computed piece of a longer prompt, a single row, and remove it from the history."""
-        rows, num_positions = piece.ids.shape
-        computed = rows * num_positions - sum(piece.pads) - (plan.restored_tokens if plan is not None else 0)
-        collector.add(tokens_computed=computed)
-        self.stored_in_pieces[0] = self.stored_in_pieces.get(0, 0) + computed
-        self.recorder.end(piece.ids, num_positions if plan is None else len(plan.computed[0]))
-        self.recorder.seal()
-        self.recorder.crop(num_positions)
+        if plan.num_positions - plan.restored_until < HASH_TOKENS or not self._has_passages():
+            return ""
+        return "" if any(self._finder(row, 0) for row in rows) else reasons.NO_PASSAGES
 
     def of_row(self, recorder: Recorder, check: DecodingCheck) -> SequenceState:
         """Return the state of an empty cache with the same settings, for a row alone."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..errors import ConfigError, EvictedError, StoreClosedError, StoreError
+from ..errors import ConfigError, StoreClosedError, StoreError
 from ..methods import Method
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
@@ -26,7 +26,6 @@ from ..remote.tier import RemoteTier, Seconds
 from ..restore.hashes import PassageHasher, PrefixHasher
 from ..restore.plan import RowGroup
 from ..restore.planner import MatchedRun, longest_prefix
-from ..stats import StatsCollector
 from ..store.catalogue import SegmentRow
 from ..store.cipher import Hidden
 from ..store.conversations import Conversations
@@ -37,12 +36,10 @@ from ..store.records import Calibrations
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..store.writer import PendingSegment, Writer
-from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from ..tiers.scores import ScoreTable
 from .captured import SegmentTable
-from .fronts import Fronts
-from .pace import Pace
+from .fronts import Fronts, blocks_in_memory
 from .rewriter import SegmentRewriter
 from .spot_check import SpotChecks
 
@@ -90,7 +87,6 @@ class Storage:
         remote_write: str = "always",
     ) -> None:
         self.remote: RemoteTier | None = None
-        self.pace = Pace()
         self.disk, self.place, self.residency = disk, disk.place, residency
         self.fronts = Fronts(residency)
         self.records = disk.backend.records
@@ -253,49 +249,11 @@ class Storage:
         Raises:
             IntegrityError, OSError: A block cannot be read.
         """
-        blocks, missing = self._in_memory(reader, block_group)
+        blocks, missing = blocks_in_memory(self.residency, reader, block_group)
         if len(missing):
             runs = np.split(missing, np.flatnonzero(np.diff(missing) != 1) + 1)
             reader.read(block_group, [(int(run[0]), blocks[run[0] : run[-1] + 1]) for run in runs]).result()
         return blocks
-
-    def keep_front(self, segment: SegmentReader, replaced: Sequence[SegmentReader]) -> None:
-        """Keep the tokens in memory that a new segment lacks, as far as they are in memory.
-
-        Args:
-            segment: The new segment.
-            replaced: The segments it was made of, in order.
-        """
-
-        def blocks_of(reader: SegmentReader, block_group: int) -> torch.Tensor:
-            blocks, missing = self._in_memory(reader, block_group)
-            if len(missing):
-                raise EvictedError(reader.id)
-            return blocks
-
-        self.fronts.keep(segment, replaced, blocks_of)
-
-    def _in_memory(self, reader: SegmentReader, block_group: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Return room for all blocks of a KV cache group, filled from host memory, and the chunks that are not there.
-
-        Returns:
-            uint8 `[chunks, block_bytes]`, and int64, ascending.
-        """
-        blocks, cpu = reader.room_for(block_group), torch.device("cpu")
-        missing = np.arange(len(blocks))
-        on_host = self.residency.find(reader.owners[block_group], missing, cpu)["host"]
-        if len(on_host):
-            lease = self.residency.fetch(
-                [BlockRequest(reader, block_group, on_host)], cpu, StatsCollector(), ahead=True
-            )
-            try:
-                lease.wait()
-                for first, memory in lease.fetched[0].arrived.runs():
-                    blocks[first : first + len(memory)] = memory
-            finally:
-                lease.release()
-            missing = np.setdiff1d(missing, lease.fetched[0].chunks, assume_unique=True)
-        return blocks, missing
 
     def register(self, recorder: Recorder) -> None:
         """Let `flush`, `close` and the lookups of other caches seal what this recorder has captured."""

@@ -1,20 +1,25 @@
-"""Suspending a conversation: all its KV is stored, compacted by its method, and recorded."""
+"""Suspending a conversation: all its KV is stored, compacted by its method, and recorded.
+
+A replay of the conversation's last tokens shows what merged layers would cost (see `conversations.acceptance`).
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
 
 from .. import reasons
-from ..conversations.distances import AttentionDistances
+from ..conversations.acceptance import REPLAYED_TOKENS
 from ..errors import StoreClosedError, StoreError, TieredCacheError
-from ..layers import LayeredCache
+from ..layers import DenseSource, LayeredCache, LayerTensors
 from ..methods import ForConversation, IdleConversation, MergeDecision, PrefixMethod
 from ..patches.attach import cache_argument
 from ..store.catalogue import SegmentRow
@@ -23,7 +28,6 @@ from ..store.segment import SegmentReader
 from .calibrations import note_initial_recent
 from .cost_model import costs_of, idle_recompute_ratio
 from .executor import Executor
-from .replay import CacheReplay
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
@@ -55,10 +59,6 @@ class Suspended:
 
 def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
-
-    Args:
-        executor: executor of the cache.
-        cache: the cache, which still holds its KV.
 
     Raises:
         StoreClosedError: the store was closed.
@@ -120,7 +120,7 @@ def _keep_front(storage: Storage, row: SegmentRow, readers: Sequence[SegmentRead
     if segment is None:
         return
     try:
-        storage.keep_front(segment, [reader for reader in readers if reader.header.position >= row.position])
+        storage.fronts.keep(segment, [reader for reader in readers if reader.header.position >= row.position])
     except (RuntimeError, OSError, TieredCacheError) as error:  # no memory: the next turn computes these tokens
         logger.debug("the first tokens of segment %s are not kept in memory: %r", row.id, error)
 
@@ -136,7 +136,7 @@ def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:
 def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentReader], tokens: int) -> IdleConversation:
     """Return the input of `ForConversation.compact` for these segments."""
     storage, observer, method = executor.store, executor.observer, sequence.method
-    attention = observer.result() if isinstance(observer, AttentionDistances) else None
+    attention = None if observer is None else observer.result()
     noted: list[np.ndarray] = []
     if attention is not None and not attention.missing:
         noted = note_initial_recent(storage, sequence.identity.fingerprint, attention.initial_recent)
@@ -189,3 +189,96 @@ def _why_left(executor: Executor, sequence: SequenceState) -> str:
     if sequence.recorder.enabled:
         return reasons.NO_ROOM
     return reasons.APPROXIMATE if sequence.approximate else executor.collector.stats.reason or reasons.NO_ROOM
+
+
+class CacheReplay:
+    """Replay of the last tokens of one sequence.
+
+    Args:
+        run: Function that runs the model on token ids, int `[1, n]`, and a cache, and returns logits
+            `[1, n, vocabulary]`.
+        layers: Cache layers of all layers of the model, which hold the whole sequence or a window of it.
+        ids: Tokens of the sequence, int `[1, tokens]`.
+        count: Number of tokens to replay.
+
+    Raises:
+        ValueError: A layer does not hold the KV before the replayed tokens.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[torch.Tensor, Cache], torch.Tensor],
+        layers: Sequence[Any],
+        ids: torch.Tensor,
+        count: int = REPLAYED_TOKENS,
+    ) -> None:
+        self._run, self._ids, self._layers = run, ids[:, -count:], list[_FixedLayer]()
+        for layer in layers:
+            if not isinstance(layer, DenseSource) or layer.selects or layer.columns != ids.shape[1]:
+                raise ValueError("a layer does not hold the KV of the conversation")
+            if layer.held <= count or layer.keys is None or layer.values is None:
+                raise ValueError(f"a layer holds only the last {layer.held} tokens")
+            held = slice(0, layer.held - count)
+            keys, values = (tensor[:1, :, held] for tensor in (layer.keys, layer.values))
+            self._layers.append(_FixedLayer(keys, values, layer.columns - layer.held, layer.is_sliding))
+        self._expected: torch.Tensor | None = None
+
+    def kv(self, layer: int) -> LayerTensors:
+        """Return the rotated keys and values of a layer before the replayed tokens, `[1, heads, n, dim]`."""
+        fixed = self._layers[layer]
+        return fixed.fixed_keys, fixed.fixed_values
+
+    def loss(self, changed: Mapping[int, LayerTensors]) -> float:
+        """Return the mean KL divergence from the unchanged KV's predictions, in nats; NaN if any is not finite.
+
+        Args:
+            changed: Keys and values of changed layers, in the form of `kv`.
+        """
+        if self._expected is None:
+            self._expected = self._log_probs({})
+        log_probs = self._log_probs(changed)
+        divergence = (self._expected.exp() * (self._expected - log_probs)).sum(-1)  # [tokens]
+        return float(divergence.mean())
+
+    @torch.no_grad()
+    def _log_probs(self, changed: Mapping[int, LayerTensors]) -> torch.Tensor:
+        """Return the predictions over changed KV, float32 `[tokens, vocabulary]`."""
+        layers: list[Any] = [
+            _FixedLayer(*changed[index], layer.first, layer.is_sliding) if index in changed else layer
+            for index, layer in enumerate(self._layers)
+        ]
+        return self._run(self._ids, Cache(layers=layers))[0].float().log_softmax(-1)
+
+
+class _FixedLayer(CacheLayerMixin):
+    """Cache layer whose KV never grows: a pass sees it, followed by the pass's own KV.
+
+    Args:
+        keys: Rotated keys, `[1, heads, n, dim]`.
+        values: Values, likewise.
+        first: Position of the first of them.
+        is_sliding: Whether the layer has sliding window attention.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, first: int, is_sliding: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fixed_keys, self.fixed_values = keys, values
+        self.first, self.is_sliding, self.is_initialized = first, is_sliding, True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the layer is initialized."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = torch.cat([self.fixed_keys, key_states], dim=2)
+        return keys, torch.cat([self.fixed_values, value_states], dim=2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.fixed_keys.shape[2] + query_length, self.first
+
+    def get_seq_length(self) -> int:
+        return self.first + self.fixed_keys.shape[2]
+
+    def get_max_length(self) -> int:
+        return -1

@@ -74,15 +74,7 @@ class Timeline:
         return f'"pid": {os.getpid()}, "tid": {track}'
 
     def add(self, name: str, track: str, began: float, ended: float, **details: Any) -> None:
-        """Add an event.
-
-        Args:
-            name: Name of the event.
-            track: Track, of `TRACKS`.
-            began: Begin, by `time.perf_counter`.
-            ended: End.
-            details: Values shown with the event.
-        """
+        """Add an event to a track, one of `TRACKS`. Times are those of `time.perf_counter`."""
         microseconds = f'"ts": {began * 1e6:.1f}, "dur": {(ended - began) * 1e6:.1f}'
         event = f'{{"name": {json.dumps(name)}, "ph": "X", {microseconds}, {self._ids(TRACKS[track])}'
         with self._lock:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from ..restore.observe import ComputedPositions, KeysOfLayer, Later
 from ..store.memory import to_device
 from ..tiers.device import DoneEvent, Event, copy_stream
 from .attention_sums import QueryRows, SampledWindow, SampledWindows, attention_sums, reordered
@@ -32,9 +32,50 @@ logger = logging.getLogger("hf_tiered_cache")
 _ROWS_AT_ONCE = 8
 """Attention rows of a prompt per sampled window."""
 
+Later = Callable[[Callable[[], object]], object]
+"""Function that runs a callable in another thread, after the requests."""
+
+
+class KeysOfLayer(Protocol):
+    """Keys of one layer, as held by its cache layer."""
+
+    index: int
+    window: int
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Rotated keys, `[batch, kv_heads, held, dim]`; None if the layer holds none."""
+
+    @property
+    def columns(self) -> int:
+        """Number of positions of the sequence so far, held or not."""
+
+    @property
+    def held(self) -> int:
+        """Number of positions that are held."""
+
+
+@dataclass(frozen=True, eq=False)
+class ComputedPositions:
+    """Positions of a sequence that a pass computes.
+
+    Args:
+        first, stop: Half-open range that the pass adds; every layer computes all of it if `of_layer` is None.
+        pads: Number of left padding positions of each batch row.
+        of_layer: Returns the positions that a layer computes, int64 `[n]`, ascending; no layer computes more than the
+            layer before. None if all layers compute the range.
+        fewest: Positions that every layer computes, int64 `[n]`, ascending. None if all layers compute the range.
+    """
+
+    first: int
+    stop: int
+    pads: Sequence[int]
+    of_layer: Callable[[int], np.ndarray] | None = None
+    fewest: np.ndarray | None = None
+
 
 class AttentionDistances:
-    """Distances between the attention of layers, sampled over all passes of a cache (see `CacheObserver`).
+    """Distances between the attention of layers, sampled over all passes of a cache, for its lifetime.
 
     Args:
         layers: Layers with full attention to compare; None for all.
@@ -63,10 +104,15 @@ class AttentionDistances:
         self._windows = SampledWindows()
         self._pending: list[_PendingQueries] = []
 
-    # --- passes (see `CacheObserver`)
+    # --- passes
 
-    def begin(self, sources: Sequence[KeysOfLayer], computed: ComputedPositions) -> _SampledPass | None:
-        """See `CacheObserver`."""
+    def begin(self, sources: Sequence[KeysOfLayer], computed: ComputedPositions) -> SampledPass | None:
+        """Begin a pass. Return its observer, or None to observe nothing of it, at no cost to the pass.
+
+        Args:
+            sources: Keys of the cache's layers.
+            computed: Positions that the pass computes.
+        """
         stride, positions = self._sampled(computed)
         if self._missing or not len(positions):
             return None
@@ -74,28 +120,28 @@ class AttentionDistances:
             counted_stop = max([self._windows.stop, *(pending.stop for pending in self._pending)])
         positions = positions[positions >= counted_stop]
         self._follow(sources)
-        return _SampledPass(self, self._sources, computed, positions, stride) if len(positions) else None
+        return SampledPass(self, self._sources, computed, positions, stride) if len(positions) else None
 
     def cannot_see(self, why: str) -> None:
-        """See `CacheObserver`."""
+        """Note that the model's attention cannot be observed, for the reason `why`."""
         self._missing = why
 
     def crop(self, num_positions: int) -> None:
-        """See `CacheObserver`."""
+        """Keep only the first `num_positions` positions, like the cache."""
         with self._lock:
             self._windows.crop(num_positions)
             for pending in self._pending:
                 pending.limit = min(pending.limit, num_positions)
 
     def select(self, rows: torch.Tensor) -> None:
-        """See `CacheObserver`."""
+        """Replace row i of the batch by the former row `rows[i]`."""
         with self._lock:
             self._windows.select(rows)
             for pending in self._pending:
                 pending.order = reordered(pending.order, rows)
 
     def fork(self, sources: Sequence[KeysOfLayer]) -> AttentionDistances:
-        """See `CacheObserver`."""
+        """Return an independent copy for the cache that owns `sources`."""
         twin: AttentionDistances = object.__new__(AttentionDistances)
         twin.__dict__.update(self.__dict__)
         twin._lock = threading.Lock()
@@ -240,8 +286,8 @@ class _PendingQueries:
         return min(self.limit, int(self.rows.positions[-1]) + 1)
 
 
-class _SampledPass:
-    """Observer of one pass that keeps the queries of sampled positions (see `PassObserver`).
+class SampledPass:
+    """Observer of one pass that keeps the queries of sampled positions.
 
     Args:
         owner: `AttentionDistances` that counts the pass.
@@ -284,11 +330,11 @@ class _SampledPass:
         self._queries[layer] = query, scaling
 
     def undo(self) -> None:
-        """See `PassObserver`."""
+        """Discard the pass. Called when it has failed, possibly after `end`."""
         self._owner.crop(int(self._positions[0]))
 
     def end(self) -> None:
-        """See `PassObserver`."""
+        """Count the pass. Called when it is complete and the cache holds what it computed."""
         layers = tuple(source.index for source in self._sources)
         if len(layers) < 2:
             return self._owner.cannot_see("fewer than two layers attend to their whole context")

@@ -9,16 +9,13 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedModelError
-from .base import KVSource, LayerTensors, RestoringPass
-from .dense import DenseSource, SlidingSource
+from .dense import DenseSource, LayerTensors, SlidingSource
 from .selected import SelectedSource
 
 __all__ = [
     "DenseSource",
-    "KVSource",
     "LayerTensors",
     "LayeredCache",
-    "RestoringPass",
     "SelectedSource",
     "SlidingSource",
     "kv_sources",

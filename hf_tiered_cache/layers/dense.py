@@ -1,32 +1,96 @@
-"""Cache layers that hold all KV a layer's queries may see: full attention and sliding window."""
+"""Cache layers that hold all KV a layer's queries may see, and the interfaces of the pass that they serve.
+
+There is one for each layer of the model, with full attention or a sliding window. They live as long as the cache.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..patches.rope import PreRopeKV, picked
+from ..errors import UnsupportedModelError
+from ..patches.rope import PreRopeKV, RotaryTap, picked
 from ..patches.scope import Attended, AttentionCall
-from ..restore.plan import PassagesPlan, RecomputePlan
-from ..restore.prefetch import restore_layer
-from ..selection.decode import DecodeSelector
+from ..restore.plan import PassagesPlan, Plan, RecomputePlan
+from ..restore.prefetch import Prefetch, restore_layer
+from ..selection.decode import DecodeSelection, DecodeSelector
+from ..selection.prompt import SelectiveRestore
+from ..selection.streamed import StreamedPrefix
 from ..store.geometry import LayerKV
-from .base import Pass, RestoringPass
 from .buffer import KVBuffer
+
+LayerTensors = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer."""
+
+
+class Pass(Protocol):
+    """State that the cache layers share in one forward pass."""
+
+    tap: RotaryTap
+
+    def mask_without(self, call: AttentionCall, unused: tuple[int, ...], width: int) -> torch.Tensor | None:
+        """Return the mask of a call for `width` entries, which also hides the first `unused` entries of each row.
+
+        Layers with the same mask of the model share the result.
+        """
+
+    def decode_selection(self, decode_selector: DecodeSelector) -> DecodeSelection:
+        """Return the decode selections of the pass, for cache layers that reselect."""
+
+
+class RestoringPass(Pass, Protocol):
+    """Forward pass that restores stored KV."""
+
+    plan: Plan
+    prefetch: Prefetch
+    selection: SelectiveRestore | None
+    """Selection of the restored tokens that layers hold; None if no tokens are selected."""
+    streamed: StreamedPrefix | None
+    """All restored tokens, for layers that attend to them without holding them; None if not streamed."""
+
+    def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
+        """Return the positions that a layer computes, int64 `[n]` or `[batch, n]`, counted from `first`.
+
+        Layers that compute the same positions share one tensor.
+        """
+
+    def cannot_select(self) -> UnsupportedModelError:
+        """Return the error for a model with attention that cannot be observed."""
+
+
+class RefiningPass(RestoringPass, Protocol):
+    """Forward pass that follows a `PassagesPlan`, and compares stored and computed KV."""
+
+    def take_filled(self, layer: int) -> dict[str, Any] | None:
+        """Remove and return the kept state of a layer's buffer with its restored KV, or None."""
+
+    def is_previewing(self, layer: int) -> bool:
+        """Return whether the layer runs only up to its attention now."""
+
+    def keep_filled(self, layer: int, filled: dict[str, Any]) -> None:
+        """Keep the state of a previewed layer's filled buffer until the layer is computed (see `take_filled`)."""
+
+    def compares(self, layer: int) -> bool:
+        """Return whether to compare the stored and computed KV of a layer now."""
+
+    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        """Compare stored and computed KV, `[batch, heads, n, dim]` each, to decide what later layers compute."""
 
 
 class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys and values are views here
     """Cache layer with full attention that holds all computed and restored positions.
 
-    Args:
-        index: Layer index.
+    A pass that restores begins with `begin_pass`. Every pass calls `append`, from the cache's `update`, and `attend`,
+    from the registered attention function. `end_pass` ends a pass that restores.
     """
 
     is_sliding = False
     is_croppable = True
     window = 0
+    """Sliding window in tokens; 0 for full attention."""
     _pass: RestoringPass | None
     selects = False
     """True if the layer's queries may select the tokens they attend to."""
@@ -43,7 +107,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     # --- interface of a pass
 
     def begin_pass(self, restoring: RestoringPass) -> None:
-        """See `KVSource`."""
+        """Begin a pass that restores, so that masks match what the layer is going to hold."""
         plan, self._pass = restoring.plan, restoring
         if plan.suffix is not None:
             self._restored = plan.suffix
@@ -52,12 +116,12 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             self._skipped = max(0, plan.first_position(self.window)) if self.window else 0
 
     def end_pass(self) -> None:
-        """See `KVSource`."""
+        """End the pass, successful or not. `rollback` undoes a failed pass."""
         self._pass = None
         self._announced()
 
     def offload(self) -> None:
-        """See `KVSource`."""
+        """Offload older computed KV, if the layer reselects. Called before a pass, which has announced nothing yet."""
 
     def _announced(self) -> None:
         """Reset the sizes announced to masks: the layer holds these positions now, or the pass has ended."""
@@ -68,13 +132,23 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KVSource`."""
+        """Append the keys and values that the layer has computed.
+
+        Args:
+            kind: Layout of the tensors that the model passes to the cache for this layer.
+            pre_rope: Keys and values as stored, before rotation.
+            keys: `[batch, kv_heads, n, dim]`, rotated.
+            values: `[batch, kv_heads, n, dim]`.
+
+        Returns:
+            Keys and values for the model's attention: all that the queries may see, unless `attend` replaces them.
+        """
         if self._pass is None:
             return self.update(keys, values)
         return self._restore(self._pass, kind, pre_rope, keys, values)
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
-        """See `KVSource`."""
+        """Return what queries attend to, or the attention output if it is already computed."""
         return call
 
     def _restore(
@@ -88,11 +162,11 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
         first = max(0, plan.first_position(self.window)) if self.window else 0
-        refines = isinstance(plan, PassagesPlan)
-        is_preview = refines and restoring.is_previewing(self.index)
-        compares = refines and restoring.compares(self.index)
-        filled = restoring.take_filled(self.index) if refines else None
-        before = vars(self).copy() if is_preview else None
+        refining = cast(RefiningPass, restoring) if isinstance(plan, PassagesPlan) else None
+        compares, filled, before = False, None, None
+        if refining is not None:
+            compares, filled = refining.compares(self.index), refining.take_filled(self.index)
+            before = vars(self).copy() if refining.is_previewing(self.index) else None
         if filled is None:
             self._announced()
             keys, values = self.extend(key_states, value_states, plan.num_positions, first)
@@ -113,13 +187,13 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 target[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
-        if compares:
+        if refining is not None and compares:
             stored = picked(keys, columns, 2), picked(values, columns, 2)
-            restoring.compare(self.index, stored, (key_states, value_states))
+            refining.compare(self.index, stored, (key_states, value_states))
         for target, computed in ((keys, key_states), (values, value_states)):
             _put(target, columns, computed)
-        if before is not None:
-            restoring.keep_filled(self.index, vars(self).copy())
+        if refining is not None and before is not None:
+            refining.keep_filled(self.index, vars(self).copy())
             self.rollback(before)
             return keys, values
         return self._visible(None)

@@ -21,8 +21,7 @@ from ..selection.streamed import attention
 from ..selection.window import WindowDecodeSelector
 from ..store.geometry import LayerKV
 from ..store.memory import to_device
-from .base import Pass, RestoringPass
-from .dense import DenseSource
+from .dense import DenseSource, Pass, RestoringPass
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -61,7 +60,7 @@ class SelectedSource(DenseSource):
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KVSource`."""
+        """See `DenseSource`."""
         self._pre_rope, restoring = pre_rope, self._pass
         if restoring is None or not isinstance(restoring.plan, BudgetPlan):
             return super().append(kind, pre_rope, keys, values)
@@ -72,7 +71,7 @@ class SelectedSource(DenseSource):
         return keys, values
 
     def begin_pass(self, restoring: RestoringPass) -> None:
-        """See `KVSource`."""
+        """See `DenseSource`."""
         plan = restoring.plan
         if not isinstance(plan, BudgetPlan):
             return super().begin_pass(restoring)
@@ -81,12 +80,12 @@ class SelectedSource(DenseSource):
         return None
 
     def end_pass(self) -> None:
-        """See `KVSource`."""
+        """See `DenseSource`."""
         super().end_pass()
         self._pre_rope = self._deferred = None
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
-        """See `KVSource`."""
+        """See `DenseSource`."""
         restoring, (query, keys, values, _, scaling) = self._pass, call
         if restoring is None:
             if self.decode_selector is not None and self._pre_rope is not None:
@@ -174,7 +173,7 @@ class SelectedSource(DenseSource):
             self.decode_selector = None
 
     def offload(self) -> None:
-        """See `KVSource`. Offloaded positions are then selected like restored ones."""
+        """See `DenseSource`. Offloaded positions are then selected like restored ones."""
         if not isinstance(self.decode_selector, WindowDecodeSelector):
             return
         selector, held = self.decode_selector, self.held

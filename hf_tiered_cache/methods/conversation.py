@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..restore.observe import CacheObserver, Later
+from ..conversations.distances import AttentionDistances, Later
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,7 +87,7 @@ class ForConversation(ABC):
         """
 
     @abstractmethod
-    def observer(self, later: Later | None) -> CacheObserver | None:
+    def observer(self, later: Later | None) -> AttentionDistances | None:
         """Return an observer of the queries of a cache's passes, for the lifetime of the cache, or None.
 
         Args:

@@ -20,10 +20,9 @@ from ..conversations.acceptance import (
     accepted_pairs,
 )
 from ..conversations.changes import merge_changes
-from ..conversations.distances import AttentionDistances
+from ..conversations.distances import AttentionDistances, Later
 from ..conversations.sharing import I_R_SHARE, calibrated_gamma, nearest_pairs, share_layers, target_pairs
 from ..errors import ConfigError, unknown_name, with_type
-from ..restore.observe import CacheObserver, Later
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
 from ..store.codecs.pairs import TOWARD, merge_layers
@@ -124,7 +123,7 @@ class Krul(PrefixMethod, ForConversation):
     def usable_hashes(self, shape: SegmentShape) -> int:
         return shape.tokens // HASH_TOKENS
 
-    def observer(self, later: Later | None) -> CacheObserver | None:
+    def observer(self, later: Later | None) -> AttentionDistances | None:
         return AttentionDistances(later=later) if self.layers_shared and self.pairs_by == "attention" else None
 
     def compact(self, idle: IdleConversation) -> str | None:

@@ -272,9 +272,9 @@ class _InMemoryRecorder(Recorder):
         start = max(0, self._lead_tokens - self._first)
         tokens = whole_tokens(self._count - start)
         if not self._in_pass and tokens > 0:
-            self._await_computed()
+            self.captured.await_work()
             for row in range(self.history.rows):
-                self._computed_rows[row] = list(self._pairs(row, start, tokens))
+                self._computed_rows[row] = list(self.captured.pairs(row, start, tokens))
         if not self._in_pass:
             self._clear()
             self._first = self.history.num_positions

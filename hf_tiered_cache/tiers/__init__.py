@@ -6,7 +6,7 @@ To add an eviction policy, add a module to this package and an entry to `POLICIE
 from __future__ import annotations
 
 from ..errors import ConfigError, unknown_name
-from .policy import LFU, LRU, AttentionGuided, EvictionPolicy, ImportanceGuided
+from .scores import LFU, LRU, AttentionGuided, EvictionPolicy, ImportanceGuided
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     "lru": LRU,

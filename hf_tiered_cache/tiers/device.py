@@ -15,9 +15,8 @@ import torch
 
 from ..store.container import PackedBlocks, lin64
 from ..store.memory import aligned_bytes, page_locked
-from .policy import EvictionPolicy, Usage
 from .pool import DIRECT_SLAB_BYTES, LEAST_SLAB_BYTES, Tier
-from .scores import Owner, ScoreTable
+from .scores import EvictionPolicy, Owner, ScoreTable, Usage
 from .slabs import Blocks, overlaps
 
 STAGING_BYTES = 128 << 20
@@ -148,11 +147,7 @@ class HostMemory:
 
 
 class Staging:
-    """Host memory for one KV cache group, page-locked if CUDA is available and the group is not too large.
-
-    Args:
-        nbytes: bytes of the largest KV cache group.
-    """
+    """Host memory for one KV cache group, page-locked if CUDA is available and the group is not too large."""
 
     def __init__(self, nbytes: int) -> None:
         pin = torch.cuda.is_available() and nbytes <= _MOST_PINNED_BYTES

@@ -89,12 +89,7 @@ class IndexCache:
             return sum(index.nbytes for name, index in self._in_use.items() if name not in self._keys)
 
     def rename(self, segment: str, new_owner: Callable[[KeyOwner], KeyOwner]) -> None:
-        """Assign the indexes of a segment to new owners.
-
-        Args:
-            segment: id of the segment.
-            new_owner: returns the new owner for an owner.
-        """
+        """Assign the indexes of a segment to new owners."""
         with self._lock:
             for key, device in self._names({segment}):
                 if (index := self._in_use.pop((key, device), None)) is None:  # its last user has just ended

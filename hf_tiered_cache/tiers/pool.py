@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from ..store.geometry import ALIGNMENT
-from .policy import EvictionPolicy, Usage
-from .scores import Owner, ScoreTable
+from .scores import EvictionPolicy, Owner, ScoreTable, Usage
 from .slabs import FREE, GONE, NO_MEMORY, ORPHANED, RESERVED, Blocks, SlabStock, SlotPool
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -243,11 +242,7 @@ class Tier:
                     self._give_back(pool, index)
 
     def mend(self, pinned_slots: Iterable[tuple[SlotPool, np.ndarray]]) -> None:
-        """Rebuild all tables after an interrupted change, from the slots of complete blocks and the pinned slots.
-
-        Args:
-            pinned_slots: the pinned slots with their pools.
-        """
+        """Rebuild all tables after an interrupted change, from the slots of complete blocks and the pinned slots."""
         self.allocated = 0
         for pool in self._pools.values():
             pool.pins[:] = 0

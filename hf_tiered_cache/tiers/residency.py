@@ -25,9 +25,8 @@ from . import make_policy
 from .device import STAGING_BYTES, DeviceMemory, DoneEvent, HostMemory, copy_stream, numbered
 from .handles import BlockHandle, BlockRequest, LateCheck, PendingFetch, Pin, Pins, SlabMaker
 from .index_cache import IndexCache
-from .policy import Usage
 from .pool import Tier
-from .scores import Attention, Owner, ScoreTable
+from .scores import Attention, Owner, ScoreTable, Usage
 from .slabs import NO_BLOCKS, ORPHANED, RESERVED, Blocks, SlotPool
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..store.geometry import ALIGNMENT
-from .policy import Usage
+from .scores import Usage
 
 BlockRun = tuple[int, torch.Tensor]
 """A run of consecutive chunks: the number of the first chunk, and the blocks, uint8 `[n, block_bytes]`."""

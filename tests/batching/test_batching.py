@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import build, prompt
-from paged import alone, arriving, batched, finished, greedy, leaked, paging, running, settled
+from paged import alone, arriving, batched, finished, greedy, leaked, moved_to_host_memory, paging, running, settled
 from reference import kv_of
 
 from hf_tiered_cache import KVStore, TieredCache, detach, reasons, tiered
@@ -88,13 +88,7 @@ def test_few_pages_give_the_same_tokens(model, root, crowd, tokens, scheduler):
 
 def test_requests_that_are_moved_to_host_memory_get_the_same_tokens(model, root, crowd, monkeypatch):
     prompts, expected = crowd
-    empty = torch.empty  # memory can be page-locked for a GPU only
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-    for _ in range(2):
-        options = {"pages": 20, "cpu_offload_space": 0.01}
-        with KVStore(root) as store, tiered(model, store), running(model, **options) as manager:
-            assert arriving(manager, prompts[:24], pause=0.0) == expected[:24]
-            assert settled(manager) == 0
+    assert moved_to_host_memory(model, root, prompts[:24], monkeypatch) == [expected[:24]] * 2
 
 
 def test_two_processes_share_one_store(model, root, crowd):

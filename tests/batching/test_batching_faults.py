@@ -15,7 +15,7 @@ from paged import alone, arriving, batched, finished, running, settled
 
 from hf_tiered_cache import KVStore, reasons, tiered
 from hf_tiered_cache.batching import lookups, requests, tiers
-from hf_tiered_cache.batching.restoring import LayerRotations
+from hf_tiered_cache.batching.lookups import LayerRotations
 from hf_tiered_cache.errors import EvictedError, RestoreError
 from hf_tiered_cache.patches.attach import attachment_of
 from hf_tiered_cache.store.engines.posix import PosixEngine

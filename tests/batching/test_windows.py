@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from families import _COMMON, build, prompt
-from paged import alone, arriving, batched, finished, greedy, running, settled
+from paged import alone, arriving, batched, finished, greedy, moved_to_host_memory, running, settled
 from reference import kv_of
 
 from hf_tiered_cache import KVStore, TieredCache, tiered
@@ -90,13 +90,7 @@ def test_prompts_in_chunks_shorter_than_the_window(model, root, crowd):
 
 def test_requests_that_are_moved_to_host_memory_get_the_same_tokens(model, root, crowd, monkeypatch):
     prompts, expected = crowd
-    empty = torch.empty  # memory can be page-locked for a GPU only
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-    for _ in range(2):
-        options = {"pages": 20, "cpu_offload_space": 0.01}
-        with KVStore(root) as store, tiered(model, store), running(model, **options) as manager:
-            assert arriving(manager, prompts, pause=0.0) == expected
-            assert settled(manager) == 0
+    assert moved_to_host_memory(model, root, prompts, monkeypatch) == [expected] * 2
 
 
 def test_several_sequences_of_a_request(model, root, crowd):

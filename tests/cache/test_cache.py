@@ -348,7 +348,7 @@ def test_recording_keeps_no_more_than_the_ragged_end(model, store):
         model(input_ids=prompt(1), past_key_values=cache)  # now the prompt is whole
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for ts in cache._executor.sequence.recorder._tensors()
+        for ts in cache._executor.sequence.recorder.captured._tensors()
         for t in ts
     }
     assert sum(held.values()) <= 2 * len(model.model.layers) * 2 * 16 * 16 * 4

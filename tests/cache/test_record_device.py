@@ -16,6 +16,7 @@ from segments import hashes, open_store, read_back, segment
 from side_stream import Computed, SideStream
 
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.cache import captured as captured_module
 from hf_tiered_cache.cache import recorder as record_module
 from hf_tiered_cache.store import disk as disk_module
 from hf_tiered_cache.store.container import PackedBlocks, lin64
@@ -41,7 +42,7 @@ def model():
 
 def record(model, path, stream, monkeypatch, **options):
     """Store a batch whose rows share a beginning, one of them padded, and some generated tokens."""
-    monkeypatch.setattr(record_module, "copy_stream", lambda device: stream)
+    monkeypatch.setattr(captured_module, "copy_stream", lambda device: stream)
     monkeypatch.setattr(record_module, "time", SimpleNamespace(time=lambda: 1.0, monotonic=time.monotonic))
     ids = torch.cat([prompt(50), prompt(50)])
     ids[1, 20:] = prompt(30, seed=7)
@@ -225,7 +226,7 @@ def test_without_room_on_the_gpu_a_segment_that_cannot_wait_is_dropped_and_count
 
 def test_a_store_says_what_waits(model, tmp_path, monkeypatch, slow):
     stream = Sidecars()
-    monkeypatch.setattr(record_module, "copy_stream", lambda device: stream)
+    monkeypatch.setattr(captured_module, "copy_stream", lambda device: stream)
     with KVStore(tmp_path, engine="posix", queue_device_memory="1MiB") as store:
         cache = TieredCache(model, store)
         model.generate(prompt(64), past_key_values=cache, max_new_tokens=1, do_sample=False)

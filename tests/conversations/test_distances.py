@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.forward_pass import ForwardPass
 from hf_tiered_cache.conversations.attention_sums import AttentionSums, SampledWindow, SampledWindows
-from hf_tiered_cache.conversations.distances import AttentionDistances, _SampledPass
+from hf_tiered_cache.conversations.distances import AttentionDistances, SampledPass
 from hf_tiered_cache.identity import watch
 from hf_tiered_cache.methods import Exact
 
@@ -276,11 +276,11 @@ def test_an_interrupt_behind_a_pass_leaves_nothing_of_it(model, store, monkeypat
     step(model, cache, ids[:, :59])
     observer_of(cache).result()
 
-    def interrupted(self, real=_SampledPass.end):
+    def interrupted(self, real=SampledPass.end):
         real(self)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_SampledPass, "end", interrupted)
+    monkeypatch.setattr(SampledPass, "end", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(model, cache, ids[:, 59:])
     assert observer_of(cache).result().rows == 59

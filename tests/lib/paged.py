@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from hf_tiered_cache import KVStore, tiered
+
 NEW_TOKENS = 8
 _PAGE_OPTION = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
 
@@ -105,3 +107,17 @@ def settled(manager: Any, seconds: float = 10) -> int:
     while manager.batch_processor.has_pending_requests() and time.monotonic() < until:
         time.sleep(0.01)
     return leaked(manager)
+
+
+def moved_to_host_memory(
+    model: Any, root: Any, prompts: Sequence[list[int]], monkeypatch: Any
+) -> list[list[list[int]]]:
+    """The answers of an engine with few pages, which moves requests to host memory: with an empty store, and again."""
+    empty, answers = torch.empty, []  # memory can be page-locked for a GPU only
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    for _ in range(2):
+        options = {"pages": 20, "cpu_offload_space": 0.01}
+        with KVStore(root) as store, tiered(model, store), running(model, **options) as manager:
+            answers.append(arriving(manager, prompts, pause=0.0))
+            assert settled(manager) == 0
+    return answers

@@ -7,7 +7,7 @@ from families import build
 from faulty_remote import FaultyRemote
 
 from hf_tiered_cache import KVStore
-from hf_tiered_cache.cache.pace import Pace
+from hf_tiered_cache.cache.observed import Pace
 
 
 @pytest.fixture(scope="module")
