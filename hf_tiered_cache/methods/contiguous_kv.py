@@ -55,10 +55,6 @@ class ContiguousKV(BudgetMethod):
             replace it. A smaller gain is not worth the blocks to read. Ours is 0.05; 0 replaces it always.
         queries: Number of trailing new tokens of the prompt that select. Ours is 8, which takes less time; 0 is the
             paper's: all.
-        ahead: Number of layers between a selection for the prompt and the hidden states that its queries are predicted
-            from, so that blocks are prefetched while these layers run. Requires `identify="index"`. 0 is the paper's: a
-            layer selects by its own queries, and waits for the blocks. (Ours; the idea is InfiniGen's, Lee et al., OSDI
-            2024.)
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -74,7 +70,6 @@ class ContiguousKV(BudgetMethod):
     reselect: bool = True
     gain: float = 0.05
     queries: int = 8
-    ahead: int = 0
 
     policy = "attention"
     reorder_every = 1
@@ -90,12 +85,10 @@ class ContiguousKV(BudgetMethod):
                 "gain must be a share of a token's attention, a float of at least 0 and below 1, "
                 f"not {with_type(self.gain)}"
             )
-        for name, unit, meaning_of_zero in (("queries", "tokens", "all"), ("ahead", "layers", "none")):
-            value = getattr(self, name)
-            if not is_count(value):
-                raise ConfigError(
-                    f"{name} must be a number of {unit}, an int, or 0 for {meaning_of_zero}, not {with_type(value)}"
-                )
+        if not is_count(self.queries):
+            raise ConfigError(
+                f"queries must be a number of tokens, an int, or 0 for all, not {with_type(self.queries)}"
+            )
         if self.per_head and self.identify == "probe_heads":
             raise ConfigError("probe heads select for all heads; also pass per_head=False")
         copies = KeyIndex(self.period, self._heads)  # also validates both
@@ -109,7 +102,7 @@ class ContiguousKV(BudgetMethod):
         """Return the paper's settings: one selection per 8 layers, by all keys of the first, for prompt and answer."""
         published: dict[str, Any] = {
             "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "subperiod": 4, "identify": "keys",
-            "solo_layers": 0, "reselect": False, "queries": 0, "ahead": 0,
+            "solo_layers": 0, "reselect": False, "queries": 0,
         }  # fmt: skip
         return cls(budget, **(published | settings))
 
@@ -136,15 +129,6 @@ class ContiguousKV(BudgetMethod):
         return super().geometry_warning(geometry)
 
     def selector(self) -> Selector:
+        sharing = self.period, self.solo_layers
         resident = self.identify == "index"
-        return TopChunks(
-            self.period,
-            self.solo_layers,
-            self._heads,
-            resident,
-            self.queries,
-            self.mass,
-            self.gain,
-            self.per_head,
-            ahead=self.ahead if resident else 0,
-        )
+        return TopChunks(*sharing, self._heads, resident, self.queries, self.mass, self.gain, self.per_head)

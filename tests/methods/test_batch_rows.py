@@ -28,7 +28,6 @@ METHODS = {
     "contiguous_kv keys": replace(CONTIGUOUS, identify="keys", gain=0.0, queries=0),
     "contiguous_kv mass": replace(CONTIGUOUS, budget=0.75, mass=0.3, per_head=False, gain=0.0),
     "contiguous_kv mass by head": replace(CONTIGUOUS, budget=0.75, mass=0.3),
-    "contiguous_kv ahead": replace(CONTIGUOUS, ahead=1),
     "impress": Impress(budget=0.25, probe_heads=2, reorder=False),
     "impress by head": Impress(budget=0.25, probe_heads=2, alpha=0, reorder=False),
     "h2o": H2O(budget=0.25),
