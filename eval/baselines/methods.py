@@ -10,7 +10,7 @@ import numpy as np
 from hf_tiered_cache.errors import ConfigError, unknown_name
 from hf_tiered_cache.methods import BudgetMethod, Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.methods.krul import mergeable_layers
-from hf_tiered_cache.restore.observe import CacheObserver, Later
+from hf_tiered_cache.restore.observe import CacheObserver
 from hf_tiered_cache.restore.plan import PlanContext
 from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector, budgeted_tokens
 from hf_tiered_cache.selection.selectors import head_mass, top_of_each
@@ -109,7 +109,7 @@ class MiniCache(Krul):
 
     kind: ClassVar[str] = "minicache"
 
-    def observer(self, later: Later | None) -> CacheObserver | None:
+    def observer(self) -> CacheObserver | None:
         return None
 
     def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

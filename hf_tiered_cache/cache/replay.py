@@ -1,4 +1,4 @@
-"""Replay of the last tokens of a cache over changed KV. See `conversations.acceptance`."""
+"""Replay of the last tokens of a cache over changed KV. See `conversations.sharing`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from ..conversations.acceptance import REPLAYED_TOKENS
+from ..conversations.sharing import REPLAYED_TOKENS
 from ..layers import DenseSource, LayerTensors
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..restore.observe import CacheObserver, Later
+from ..restore.observe import CacheObserver
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ..conversations.acceptance import Replay
-    from ..conversations.sharing import LayerDistances
+    from ..conversations.distances import LayerDistances
+    from ..conversations.sharing import Replay
     from ..store.disk import SegmentStore
     from ..store.relayout import Admit, BlocksOf
     from ..store.segment import SegmentReader
@@ -87,9 +87,5 @@ class ForConversation(ABC):
         """
 
     @abstractmethod
-    def observer(self, later: Later | None) -> CacheObserver | None:
-        """Return an observer of the queries of a cache's passes, for the lifetime of the cache, or None.
-
-        Args:
-            later: Function that runs a task after the requests; None if that would take the processor from the model.
-        """
+    def observer(self) -> CacheObserver | None:
+        """Return an observer of the queries of a cache's passes, for the lifetime of the cache, or None."""

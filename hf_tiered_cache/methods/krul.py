@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from ..conversations.acceptance import (
+from ..conversations.distances import AttentionDistances
+from ..conversations.sharing import (
+    I_R_SHARE,
     LEAST_TOKENS,
     MARGIN,
     MOST_CHANGE,
@@ -18,12 +20,14 @@ from ..conversations.acceptance import (
     Pairs,
     Replay,
     accepted_pairs,
+    calibrated_gamma,
+    merge_changes,
+    nearest_pairs,
+    share_layers,
+    target_pairs,
 )
-from ..conversations.changes import merge_changes
-from ..conversations.distances import AttentionDistances
-from ..conversations.sharing import I_R_SHARE, calibrated_gamma, nearest_pairs, share_layers, target_pairs
 from ..errors import ConfigError, unknown_name, with_type
-from ..restore.observe import CacheObserver, Later
+from ..restore.observe import CacheObserver
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
 from ..store.codecs.pairs import TOWARD, merge_layers
@@ -124,8 +128,8 @@ class Krul(PrefixMethod, ForConversation):
     def usable_hashes(self, shape: SegmentShape) -> int:
         return shape.tokens // HASH_TOKENS
 
-    def observer(self, later: Later | None) -> CacheObserver | None:
-        return AttentionDistances(later=later) if self.layers_shared and self.pairs_by == "attention" else None
+    def observer(self) -> CacheObserver | None:
+        return AttentionDistances() if self.layers_shared and self.pairs_by == "attention" else None
 
     def compact(self, idle: IdleConversation) -> str | None:
         if not self.conversation:

@@ -14,9 +14,6 @@ from ..patches.scope import QueryObserver
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Later = Callable[[Callable[[], object]], object]
-"""Function that runs a callable in another thread, after the requests."""
-
 
 class KeysOfLayer(Protocol):
     """Keys of one layer, as held by its cache layer."""
