@@ -29,7 +29,7 @@ from eval.reference.language import Language
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
-from hf_tiered_cache.selection.all_keys import Int8KeysIndex
+from hf_tiered_cache.selection.decode_index import Int8KeysIndex
 from hf_tiered_cache.selection.selector import Selection, SelectionInput, budgeted_tokens, top_chunks
 from hf_tiered_cache.selection.selectors import TopChunks, head_mass
 

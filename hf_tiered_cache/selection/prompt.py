@@ -22,10 +22,9 @@ from ..store.geometry import in_groups
 from ..store.memory import to_host
 from ..store.segment import SegmentReader
 from ..tiers.scores import TokenImportance
-from .attention_notes import attention_of, note_importance
 from .decode import DecodeSelector
 from .decode_index import rank
-from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
+from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, attention_of, note_importance
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes
 from .selector import SelectionInput, Selector, check_mass, check_selection

@@ -15,13 +15,11 @@ import numpy as np
 import torch
 
 from ..store.memory import to_host
-from .all_keys import Int8KeysIndex, KeysIndex
 from .decode import Choice, DecodeSelector
-from .decode_index import DecodeIndex
-from .held import HeldChunks
+from .decode_index import DecodeIndex, Int8KeysIndex, KeysIndex
+from .held import HeldChunks, Window
 from .indexes import RowIndexes
 from .selector import Selection, SelectionInput, Selector, check_selection, tokens_of_mass, top_chunks
-from .window_slots import Window
 
 _LARGEST = 1 << 26
 """Maximum number of attention weights held at a time: 256 MiB of float32."""
