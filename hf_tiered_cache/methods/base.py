@@ -1,7 +1,7 @@
 """Base of all methods: a dataclass that states how KV is cut into blocks, planned and restored.
 
 What only some methods do is in the modules next to this one: attend to a part of a prefix (`budget.py`), reuse passages
-(`passages.py`), recompute the beginning of a prefix (`prefix.py`), compact conversations (`conversation.py`).
+(`passages.py`), recompute the beginning of a prefix (`exact.py`), compact conversations (`krul.py`).
 """
 
 from __future__ import annotations

@@ -52,19 +52,14 @@ class CacheTune(Passages):
         question: Maximum number of tokens after the last passage that form the query probe (ours); None for 32, 0 for
             no probe. A prompt that ends in a passage has no probe: tokens are then selected by KV deviation alone.
         widen: Number of tokens recomputed in the first layers, as a multiple of the number in the other layers (ours);
-            1 recomputes the same tokens in all layers.
-        narrow_at: First layer that recomputes fewer tokens, at least 1 (ours); None for layer 6, or 3 / 8 of the layers
-            of a small model.
-        floor: Weight of a token that the query probe does not attend to, where mean attention adds 1 (ours). It is not
-            0, since what the probe asks for may depend on such tokens.
+            1 recomputes the same tokens in all layers. Layer 6 is the first that recomputes fewer, or 3 / 8 of the
+            layers of a small model.
     """
 
     recompute: float | Literal["auto"] = field(default=0.15, kw_only=False)
     across: bool = True
     question: int | None = None
     widen: float = 6.0
-    narrow_at: int | None = None
-    floor: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,12 +69,6 @@ class CacheTune(Passages):
             raise ConfigError(f"question must be a number of tokens, an int, not {with_type(self.question)}")
         if not is_number(self.widen) or self.widen < 1:
             raise ConfigError(f"widen must be a number of at least 1, not {with_type(self.widen)}")
-        if self.narrow_at is not None and (not is_count(self.narrow_at) or self.narrow_at < 1):
-            raise ConfigError(
-                f"narrow_at must be the number of a layer after the first, an int, not {with_type(self.narrow_at)}"
-            )
-        if not is_number(self.floor) or self.floor < 0:
-            raise ConfigError(f"floor must be a number of at least 0, not {with_type(self.floor)}")
 
     @classmethod
     def paper(cls, recompute: float | Literal["auto"] = 0.15) -> CacheTune:
@@ -106,13 +95,10 @@ class CacheTune(Passages):
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
         """See `Passages`."""
-        layer = self._narrow_at(layers)
+        layer = _narrow_at(layers)
         if self.widen <= 1 or not 0 < self._share < 1 or layer >= layers:
             return ()
         return ((layer, self._shares(layers)[1]),)
-
-    def _narrow_at(self, layers: int) -> int:
-        return min(_NARROW_AT, max(1, 3 * layers // 8)) if self.narrow_at is None else self.narrow_at
 
     @property
     def _share(self) -> float:
@@ -120,12 +106,12 @@ class CacheTune(Passages):
         return self.recompute
 
     def _shares(self, layers: int) -> tuple[float, float]:
-        """Return the shares of tokens that are computed before `narrow_at`, and from there on.
+        """Return the shares of tokens that are computed before `_narrow_at`, and from there on.
 
         Their mean over all layers is `recompute`, and their ratio `widen`. If the first layers compute everything, the
         others get the rest.
         """
-        mean, wide_layers = self._share, self._narrow_at(layers)
+        mean, wide_layers = self._share, _narrow_at(layers)
         if wide_layers >= layers:
             return mean, mean
         narrow_share = mean * layers / ((self.widen - 1) * wide_layers + layers)
@@ -153,7 +139,7 @@ class CacheTune(Passages):
 
     def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
         """See `Passages`."""
-        return attention / max(mean, _SMALL) + self.floor
+        return attention / max(mean, _SMALL) + _FLOOR
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """See `Passages`. The deviation is relative to the stored KV; keys and values count equally."""
@@ -167,7 +153,15 @@ class CacheTune(Passages):
 _LONGEST_QUESTION = 32
 _NARROW_AT = 6
 """On 16 questions of HotpotQA SmolLM2 (30 layers) loses 0.131 nats with 6, 0.166 with 3, 0.137 with 10."""
+_FLOOR = 1.0
+"""Weight of a token that the query probe does not attend to, where mean attention adds 1. It is not 0, since what the
+probe asks for may depend on such tokens."""
 _SMALL = 1e-30
+
+
+def _narrow_at(layers: int) -> int:
+    """Return the first layer that computes fewer tokens."""
+    return min(_NARROW_AT, max(1, 3 * layers // 8))
 
 
 def _least_important(importance: np.ndarray, share: float) -> np.ndarray:

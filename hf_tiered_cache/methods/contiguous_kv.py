@@ -43,10 +43,8 @@ class ContiguousKV(BudgetMethod):
         subperiod: Number of layers with KV in one block, which are loaded together (Section 5.1). The paper's is 4.
             None takes the largest divisor of the period, at most 4.
         identify: Keys that the selection is made from. "keys": all keys of a period's first layer, read when needed, as
-            in the paper. "probe_heads": keys of the first `probe_heads` KV heads. "index": all keys of that layer in
-            int8 (ours), built by `precompute` or at the first request, kept as a sidecar, and in memory once read
-            (`KVStore(index_memory=...)`).
-        probe_heads: Number of KV heads for `identify="probe_heads"`.
+            in the paper. "index": all keys of that layer in int8 (ours), built by `precompute` or at the first request,
+            kept as a sidecar, and in memory once read (`KVStore(index_memory=...)`).
         solo_layers: Number of leading layers that each select for themselves, with their own blocks, before the periods
             begin. The paper's is 0.
         reselect: Whether each decoded token reselects by its own queries (ours). False is the paper's: the answer
@@ -64,8 +62,7 @@ class ContiguousKV(BudgetMethod):
     reorder: bool = True
     period: int = 1
     subperiod: int | None = None
-    identify: Literal["index", "keys", "probe_heads"] = "index"
-    probe_heads: int = 1
+    identify: Literal["index", "keys"] = "index"
     solo_layers: int = 0
     reselect: bool = True
     gain: float = 0.05
@@ -77,9 +74,8 @@ class ContiguousKV(BudgetMethod):
     def __post_init__(self) -> None:
         if self.mass is not None:
             check_share("mass", "the attention", self.mass)
-        sources = ("index", "keys", "probe_heads")
-        if self.identify not in sources:
-            raise ConfigError(unknown_name("value of identify", self.identify, sources))
+        if self.identify not in ("index", "keys"):
+            raise ConfigError(unknown_name("value of identify", self.identify, ["index", "keys"]))
         if not is_number(self.gain) or not 0 <= self.gain < 1:
             raise ConfigError(
                 "gain must be a share of a token's attention, a float of at least 0 and below 1, "
@@ -89,9 +85,7 @@ class ContiguousKV(BudgetMethod):
             raise ConfigError(
                 f"queries must be a number of tokens, an int, or 0 for all, not {with_type(self.queries)}"
             )
-        if self.per_head and self.identify == "probe_heads":
-            raise ConfigError("probe heads select for all heads; also pass per_head=False")
-        copies = KeyIndex(self.period, self._heads)  # also validates both
+        copies = KeyIndex(self.period, None)  # also validates the period
         index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
         geometry = Geometry(self.chunk_tokens, self._subperiod, heads, index=index, solo_layers=self.solo_layers)
         object.__setattr__(self, "geometry", geometry)
@@ -112,10 +106,6 @@ class ContiguousKV(BudgetMethod):
             return self.subperiod
         return max(size for size in (1, 2, 3, 4) if self.period % size == 0)
 
-    @property
-    def _heads(self) -> int | None:
-        return self.probe_heads if self.identify == "probe_heads" else None
-
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, self.chunk_tokens)
 
@@ -129,6 +119,5 @@ class ContiguousKV(BudgetMethod):
         return super().geometry_warning(geometry)
 
     def selector(self) -> Selector:
-        sharing = self.period, self.solo_layers
         resident = self.identify == "index"
-        return TopChunks(*sharing, self._heads, resident, self.queries, self.mass, self.gain, self.per_head)
+        return TopChunks(self.period, self.solo_layers, resident, self.queries, self.mass, self.gain, self.per_head)

@@ -24,7 +24,6 @@ METHODS = {
     "contiguous_kv": CONTIGUOUS,
     "contiguous_kv once": replace(CONTIGUOUS, reselect=False),
     "contiguous_kv paper": ContiguousKV.paper(period=2, subperiod=2),
-    "contiguous_kv probe heads": replace(CONTIGUOUS, identify="probe_heads", per_head=False),
     "contiguous_kv keys": replace(CONTIGUOUS, identify="keys", gain=0.0, queries=0),
     "contiguous_kv mass": replace(CONTIGUOUS, budget=0.75, mass=0.3, per_head=False, gain=0.0),
     "contiguous_kv mass by head": replace(CONTIGUOUS, budget=0.75, mass=0.3),

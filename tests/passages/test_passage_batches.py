@@ -68,7 +68,6 @@ METHODS = {
     "each passage": tune(0.3, widen=1, across=False),
     "moved": tune(0.3, question=0),
     "asked": tune(0.3),
-    "asked, no floor": tune(0.3, floor=0.0),
     "blend": blend(0.15),
     "blend, gradual": blend(0.15, gradual=2),
     "epic": epic(),
