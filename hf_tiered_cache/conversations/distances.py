@@ -204,22 +204,13 @@ class AttentionDistances:
     """Distances between the attention of layers, sampled over all passes of a cache (see `CacheObserver`).
 
     Args:
-        layers: Layers with full attention to compare; None for all.
         interval: Sampling interval, in positions, for decoded tokens and passes of at most this many positions.
         prompt_interval: Minimum sampling interval for longer passes.
         prompt_rows: Maximum number of sampled positions of a longer pass.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[int] | None = None,
-        *,
-        interval: int = 16,
-        prompt_interval: int = 4,
-        prompt_rows: int = 128,
-    ) -> None:
+    def __init__(self, *, interval: int = 16, prompt_interval: int = 4, prompt_rows: int = 128) -> None:
         self.interval, self.prompt_interval, self.prompt_rows = interval, prompt_interval, prompt_rows
-        self._compared = None if layers is None else tuple(layers)
         self._sources: Sequence[KeysOfLayer] = ()
         self._missing = ""
         self._samples: list[SampledQueries] = []  # in the order of their positions
@@ -234,7 +225,7 @@ class AttentionDistances:
             return None
         if self._samples:  # positions that are computed again are not counted twice
             positions = positions[positions > self._samples[-1].positions[-1]]
-        self._follow(sources)
+        self._sources = _with_full_attention(sources)
         return _SampledPass(self, self._sources, computed, positions, stride) if len(positions) else None
 
     def cannot_see(self, why: str) -> None:
@@ -254,7 +245,7 @@ class AttentionDistances:
         """See `CacheObserver`."""
         twin = copy.copy(self)
         twin._samples = list(self._samples)
-        twin._follow(sources)
+        twin._sources = _with_full_attention(sources)
         return twin
 
     def take(self, sample: SampledQueries) -> None:
@@ -282,12 +273,6 @@ class AttentionDistances:
             return LayerDistances.none(f"comparing attention failed: {error}")
 
     # --- sampling
-
-    def _follow(self, sources: Sequence[KeysOfLayer]) -> None:
-        compared = self._compared
-        self._sources = [
-            source for source in sources if not source.window and (compared is None or source.index in compared)
-        ]
 
     def _sampled(self, computed: ComputedPositions) -> tuple[int, np.ndarray]:
         """Return the number of positions that each sample of a pass represents, and the sampled positions, int64."""
@@ -364,6 +349,10 @@ class _SampledPass:
             return self._owner.cannot_see("the keys that layers hold are not the keys that their queries attend to")
         weights = np.full(len(self._positions), self._weight)
         return self._owner.take(SampledQueries(self._positions, weights, self._computed.pads, queries, scalings))
+
+
+def _with_full_attention(sources: Sequence[KeysOfLayer]) -> list[KeysOfLayer]:
+    return [source for source in sources if not source.window]
 
 
 def _fit(queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> bool:

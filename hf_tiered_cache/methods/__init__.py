@@ -10,8 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError, suggest, unknown_name, with_type
 from ..plugins import Registry
-from .base import Method
-from .budget import BudgetMethod
+from .base import BudgetMethod, Method
 from .cache_blend import CacheBlend, Epic
 from .cache_tune import CacheTune
 from .contiguous_kv import ContiguousKV

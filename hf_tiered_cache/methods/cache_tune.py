@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, with_type
-from ..passages.ranking import RANKED_IN_CONTEXT
+from ..passages.ranking import RANKED_IN_CONTEXT, kv_deviation
 from ..passages.recompute import LOWEST
 from ..restore.plan import SegmentSlice
 from .base import is_count, is_number
@@ -142,12 +142,8 @@ class CacheTune(Passages):
         return attention / max(mean, _SMALL) + _FLOOR
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
-        """See `Passages`. The deviation is relative to the stored KV; keys and values count equally."""
-        keys, values = (
-            _distance(stored_tensor, computed_tensor)
-            for stored_tensor, computed_tensor in zip(stored, computed, strict=True)
-        )
-        return (keys + values).sqrt()
+        """See `Passages`."""
+        return kv_deviation(stored, computed)
 
 
 _LONGEST_QUESTION = 32
@@ -169,17 +165,3 @@ def _least_important(importance: np.ndarray, share: float) -> np.ndarray:
     is_least = np.ones(len(importance), bool)
     is_least[np.argsort(-importance, kind="stable")[: count_of(share, len(importance))]] = False
     return is_least
-
-
-def _distance(stored: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-    """Return the squared distance relative to the squared norm of the stored tensor, over all heads.
-
-    Args:
-        stored: `[batch, heads, n, dim]`.
-        computed: `[batch, heads, n, dim]`.
-
-    Returns:
-        float32 `[batch, n]`.
-    """
-    wide = stored.float()
-    return (computed.float() - wide).square().sum((1, 3)) / wide.square().sum((1, 3)).clamp_min(_SMALL)

@@ -9,8 +9,7 @@ from ..errors import ConfigError, unknown_name, with_type
 from ..selection.selector import Selector, budgeted_tokens
 from ..selection.selectors import TopChunks
 from ..store.geometry import Geometry, KeyIndex
-from .base import is_count, is_number
-from .budget import DEFAULT_BUDGET, BudgetMethod, check_share
+from .base import DEFAULT_BUDGET, BudgetMethod, check_share, is_count, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

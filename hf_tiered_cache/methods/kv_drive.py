@@ -11,8 +11,7 @@ from ..selection.held import WINDOW_POLICIES
 from ..selection.selector import Selector
 from ..selection.window import ByIndex
 from ..store.geometry import HASH_TOKENS, Geometry
-from .base import is_number
-from .budget import BudgetMethod
+from .base import BudgetMethod, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

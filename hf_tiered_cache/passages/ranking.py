@@ -47,14 +47,22 @@ def band_energy(tensor: torch.Tensor, alpha: float, low: bool = True) -> torch.T
     return filtered.square().sum((0, 2)).sqrt_()
 
 
-def kv_deviation(kv: KV, kv_in_context: KV) -> torch.Tensor:
-    """Return how much each token's keys and values change in context, relative to their norms: float32 `[tokens]`."""
-    deviation = torch.zeros(kv[0].shape[1])
-    for tensor, tensor_in_context in zip(kv, kv_in_context, strict=True):
-        float_tensor = tensor.float()
-        squared_norm = float_tensor.square().sum((0, 2)).clamp_min(1e-30)
-        deviation += (float_tensor - tensor_in_context.float()).square().sum((0, 2)) / squared_norm
-    return deviation.sqrt_()
+def kv_deviation(stored: KV, computed: KV) -> torch.Tensor:
+    """Return how far each token's computed KV is from the stored KV, relative to it; keys and values count equally.
+
+    Args:
+        stored: Keys and values, `[..., heads, tokens, dim]` each.
+        computed: The same tokens' keys and values with another context.
+
+    Returns:
+        float32 `[..., tokens]`.
+    """
+    squares = []
+    for stored_tensor, computed_tensor in zip(stored, computed, strict=True):
+        wide = stored_tensor.float()
+        squared_norm = wide.square().sum((-3, -1)).clamp_min(1e-30)
+        squares.append((computed_tensor.float() - wide).square().sum((-3, -1)) / squared_norm)
+    return (squares[0] + squares[1]).sqrt_()
 
 
 def rank_tokens(

@@ -206,15 +206,6 @@ def test_sampled_rows_are_spread_and_stand_for_the_others(model, store):
     assert sum(int(sample.weights.sum()) for sample in observer_of(cache)._samples) == 440
 
 
-def test_layers_can_be_named(model, store):
-    ids = prompt(60)
-    cache = TieredCache(model, store, method=Watched(options=ALL | {"layers": (1, 3, 4)}))
-    step(model, cache, ids)
-    result = observer_of(cache).result()
-    assert result.layers == (1, 3, 4)
-    assert_same(result, direct(weights(model, ids[0], (1, 3, 4))), 60)
-
-
 # --- what is undone
 
 
