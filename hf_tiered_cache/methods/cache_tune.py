@@ -46,9 +46,9 @@ class CacheTune(Passages):
         recompute: Share of the passages' tokens that is recomputed, mean over the layers: 0 reuses all stored KV, 1 is
             full recompute. The default is the lowest share that keeps quality in the paper (Section 5.2). "auto" is the
             fastest share that `KVStore.calibrate` measured on this machine (Section 4.3).
-        across: Whether the share applies to all passages of a row together, so that passages that depend more on
-            preceding text get more of it (ours). If not, it applies to each passage. Only for the ranking "context",
-            since only its scores are comparable between passages.
+            With the ranking "context" it applies to all passages of a row together, so that passages that depend more
+            on preceding text get more of it (ours). Scores of other rankings are not comparable between passages, so it
+            applies to each passage.
         question: Maximum number of tokens after the last passage that form the query probe (ours); None for 32, 0 for
             no probe. A prompt that ends in a passage has no probe: tokens are then selected by KV deviation alone.
         widen: Number of tokens recomputed in the first layers, as a multiple of the number in the other layers (ours);
@@ -57,7 +57,6 @@ class CacheTune(Passages):
     """
 
     recompute: float | Literal["auto"] = field(default=0.15, kw_only=False)
-    across: bool = True
     question: int | None = None
     widen: float = 6.0
 
@@ -129,7 +128,7 @@ class CacheTune(Passages):
             return []
         importance = [importance_of(piece) for piece in passages]
         # unranked passages use token order, which is not comparable between passages
-        together = self.across and self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
+        together = self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
         pools = [np.concatenate(importance)] if together else importance
         share = self._shares(len(passages[0].reader.shape.layout.layers))[0]
         is_reused = np.concatenate([_least_important(pool, share) for pool in pools])

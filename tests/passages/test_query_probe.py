@@ -43,6 +43,12 @@ class Noting(CacheTune):
         return self
 
 
+class NotingFromTheSecondLayer(Noting):
+    """Computes all tokens in the first layer."""
+
+    check_layer = 1
+
+
 class Replacing(Remembering):
     """A DynamicCache in which layers have stored KV in the columns that they do not compute."""
 
@@ -190,7 +196,7 @@ def test_attention_by_hand():
 
 
 def test_the_first_layer_may_compute_all(store):
-    model, method = build("qwen2"), Noting(0.3, check_layer=1, widen=1)
+    model, method = build("qwen2"), NotingFromTheSecondLayer(0.3, widen=1)
     fill(store, model, method=tune())
     ours, cache = ask(model, store, PROMPT, method)
     assert cache.stats.details.recomputed == 0 and cache.stats.tokens_restored > 100
@@ -273,7 +279,7 @@ def test_the_paper_is_one_name_away(store):
     ours, cache = ask(model, store, PROMPT, method)
     assert method.ranking == "low_frequency" and not method.narrowing(24)
     assert cache.stats.tokens_recomputed == 0
-    plain = tune(0.25, ranking="low_frequency", widen=1, across=False)
+    plain = tune(0.25, ranking="low_frequency", widen=1)
     assert torch.equal(ours, ask(model, store, PROMPT, plain)[0])
 
 

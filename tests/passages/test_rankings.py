@@ -73,7 +73,7 @@ def test_passages_that_stay_where_they_were_computed_are_not_ranked(store):
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.9])
 def test_passages_share_what_is_computed_where_their_scores_compare(share, store):
-    model, method = build("qwen2"), fixed(share, across=True)
+    model, method = build("qwen2"), tune(share, widen=1)
     fill(store, model, method=method)
     ours, cache = ask(model, store, PROMPT, method)
     scores = {n: scores_in(store, "context")[len(PASSAGES[n])] for n in PLACES}
@@ -133,7 +133,7 @@ WAYS = [
     fixed(0.25, ranking="high_frequency"),
     fixed(0.25, ranking="random"),
     tune(0.25),
-    replace(LOW, check_layer=1),
+    fixed(0.25, ranking="low_frequency", check_layer=1),
     epic(0.25),
     blend(0.25),
 ]
