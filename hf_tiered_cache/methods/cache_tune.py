@@ -76,7 +76,7 @@ class CacheTune(Passages):
 
     @property
     def ranked_by(self) -> str:
-        return f"{self.ranking} {self.alpha}" if self.ranking.endswith("frequency") else self.ranking
+        return f"{self.ranking} {self.alpha}" if self.ranking == "low_frequency" else self.ranking
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         if self.recompute != "auto":

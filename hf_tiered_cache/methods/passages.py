@@ -39,9 +39,9 @@ class Passages(Method):
     Args:
         ranking: Ranking of a passage's tokens, for methods that use one: "context" (ours: by how far their KV moves if
             text precedes them, for which each passage is computed with and without such text), "low_frequency" (the
-            paper's), "high_frequency" or "random" (its baselines). The KV is the same for all rankings, and found by
-            all. Passages without the requested ranking use the order in which their tokens were stored.
-        alpha: Share of the frequencies that are low, for the frequency rankings (CacheTune, Section 4.1).
+            paper's) or "random". The KV is the same for all rankings, and found by all. Passages without the requested
+            ranking use the order in which their tokens were stored.
+        alpha: Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1).
         lead: Number of tokens that precede a passage while its KV is computed, and are then dropped: the model's first
             token, followed by a text that belongs to no document. In a prompt, a passage follows other text, and KV
             computed at the beginning of all text is far from that. 1 is the first token alone, so that no token of the
