@@ -30,7 +30,6 @@ from lib.serving import Bench, System, add_arguments, ask_all
 from lib.telling import MIB, calibrated, first_cells, workload_and_memory
 from lib.workload import RandomTokens, requests
 from reprefill import (
-    AHEAD,
     ATTENTION_STORE,
     BUDGET_OF_AIMS,
     H2O_LFU,
@@ -45,7 +44,7 @@ from reprefill import (
 from eval.baselines import Recompute
 from hf_tiered_cache.methods import ContiguousKV
 
-WANTED = (OURS, AHEAD, KEYS, IMPRESS, H2O_LFU, ATTENTION_STORE)
+WANTED = (OURS, KEYS, IMPRESS, H2O_LFU, ATTENTION_STORE)
 BANDWIDTHS = "19,38,66,94,150,300,0"
 READINGS = {"bulk": "bulk prefill", "suffix": "suffix"}
 """Names of the two calibrations, and the passes that they time."""
@@ -118,7 +117,7 @@ def report(document: dict[str, Any]) -> str:
         f"{on['device']}, budget {document['budget']:.0%}\n",
         f"{machine_text(on)} "
         f"{workload_and_memory(document)} on each disk. {document['prompts']} {OURS} selects once "
-        f"per {ContiguousKV.period} layers. *{AHEAD}* selects one layer earlier, with predicted queries. With the "
+        f"per {ContiguousKV.period} layers. With the "
         f"paper's settings, a selection serves {document['period']} layers. IMPRESS's probes are assumed to agree in "
         f"{PAPER_AGREEING:.0%} of the selections, as in its paper.\n",
         "## Time to first token, ms\n",

@@ -53,9 +53,9 @@ from eval.reference.check import contexts
 from eval.reference.language import KINDS
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.conversations.acceptance import MOST_CHANGE
+from hf_tiered_cache.conversations.distances import LayerDistances
 from hf_tiered_cache.conversations.sharing import (
-    LayerDistances,
+    MOST_CHANGE,
     calibrated_gamma,
     nearest_pairs,
     share_layers,

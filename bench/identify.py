@@ -3,7 +3,7 @@
     PYTHONPATH=. python bench/identify.py --model eval/reference/xs
 
 For the same queries, at every layer, the chunks that ContiguousKV selects by all keys are compared with selections by
-keys in eight bits (identify="index"), by the keys of the first KV head (identify="probe_heads"), by the mean of each
+keys in eight bits (identify="index"), by the keys of the first KV head, by the mean of each
 chunk's keys, and by their minimum and maximum in each dimension (Quest, Tang et al. 2024). All keys are rotated. Recall
 is the share of the chunks selected by all keys that the other selection contains. Contexts and questions are in the
 language of the reference models. Layers continue with a quarter of the chunks, selected by all keys.
@@ -29,7 +29,7 @@ from eval.reference.language import Language
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
-from hf_tiered_cache.selection.all_keys import Int8KeysIndex
+from hf_tiered_cache.selection.decode_index import Int8KeysIndex
 from hf_tiered_cache.selection.selector import Selection, SelectionInput, budgeted_tokens, top_chunks
 from hf_tiered_cache.selection.selectors import TopChunks, head_mass
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from eval.models import resolve
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.suspend import CacheReplay
-from hf_tiered_cache.conversations.acceptance import MARGIN
+from hf_tiered_cache.conversations.sharing import MARGIN
 from hf_tiered_cache.methods import Krul
 from hf_tiered_cache.store.codecs import merged_codec
 from hf_tiered_cache.store.codecs.pairs import angle, merge_layers

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.conversations.acceptance import MARGIN
+from hf_tiered_cache.conversations.sharing import MARGIN
 from hf_tiered_cache.methods import Krul
 
 CPU = torch.device("cpu")

@@ -48,7 +48,7 @@ from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.selection.prompt import PREFETCHED, Prefetched
 from hf_tiered_cache.stats import TIERS
 
-OURS, AHEAD, KEYS, IMPRESS = "ContiguousKV", "ContiguousKV, ahead", "ContiguousKV as in the paper", "IMPRESS"
+OURS, KEYS, IMPRESS = "ContiguousKV", "ContiguousKV as in the paper", "IMPRESS"
 H2O_LFU, ATTENTION_STORE = "H2O + LFU", "AttentionStore + LRU"
 WITHOUT: dict[str, frozenset[Prefetched]] = {
     "": PREFETCHED,
@@ -86,7 +86,6 @@ def systems(budget: float, period: int, agreeing: float | None) -> list[System]:
     ours, keys = contiguous(budget, period)
     return [
         System(OURS, ours, ours.policy),
-        System(AHEAD, replace(ours, ahead=1), ours.policy),
         System(KEYS, keys, keys.policy),
         *impress(NotedImpress(budget=budget, emulated=agreeing)),
         System(H2O_LFU, H2O(budget=budget), "lfu"),
@@ -156,7 +155,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"# Selective re-prefill, {result['model']} in {result['dtype']} on {measured_on['device']}, "
         f"budget {result['budget']:.0%}\n",
         f"{machine_text(measured_on)} {disk_and_memory(result)} {OURS} selects once per "
-        f"{ContiguousKV.period} layers. *{AHEAD}* selects one layer earlier, with predicted queries. With the paper's "
+        f"{ContiguousKV.period} layers. With the paper's "
         f"settings, a selection serves {result['period']} layers. {budgets(result)}{probes(result)}\n",
         "## What is read\n",
         table(

@@ -18,7 +18,7 @@ from eval.tasks import find_tasks
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, attach, detach, tiered
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.methods import METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress, make_method
-from hf_tiered_cache.methods.budget import DEFAULT_BUDGET
+from hf_tiered_cache.methods.base import DEFAULT_BUDGET
 from hf_tiered_cache.patches.attach import attachment_of
 from hf_tiered_cache.store.codecs.base import Int8
 

@@ -131,7 +131,7 @@ class Unbudgeted(Exact):
 class Unheard(Exact):
     """Observes, but is for no conversation."""
 
-    def observer(self, later):
+    def observer(self):
         raise AssertionError("is never asked")
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.baselines import MiniCache
-from hf_tiered_cache.conversations.sharing import LayerDistances
+from hf_tiered_cache.conversations.distances import LayerDistances
 from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.methods.krul import mergeable_layers
 from hf_tiered_cache.store.codecs import RAW

@@ -40,7 +40,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_tiered_cache.selection.clusters import ClusterIndex
 from hf_tiered_cache.selection.decode_index import mean_keys, rank
-from hf_tiered_cache.selection.window_slots import Window
+from hf_tiered_cache.selection.held import Window
 
 TOKENS_OF_TOPIC, RUN = 64, 16
 NOISE = 1.0
@@ -117,12 +117,11 @@ def locality(keys: torch.Tensor, asked: torch.Tensor, budget: float) -> dict[str
         f"selected again after {lag}": float((chosen[lag:] & chosen[:-lag]).sum() / chosen[lag:].sum()) for lag in LAGS
     }
     for policy, times in (("lru", 1), ("lru", 2), ("lookahead", 2), ("lru", 4), ("lookahead", 4)):
-        window = Window(count, np.full(heads, times * count), chunks, policy)
+        window, fetched = Window(count, heads, times * count, chunks, policy), 0
         for step in range(steps):
-            if step == 1:
-                first = int(window.hits.fetched.sum())
-            window.commit(window.plan(ranked[step, :, :count], ranked[step]))
-        fetched = int(window.hits.fetched.sum()) - first
+            moves = window.plan(ranked[step, :, :count], ranked[step])
+            window.commit(moves)
+            fetched += len(moves.fetched.chunks) if step else 0
         found[f"hits, {policy} ×{times}"] = 1 - fetched / ((steps - 1) * heads * count)
     weights = (asked.unflatten(0, (heads, -1)).flatten(1, 2) @ keys.transpose(1, 2)).mul_(keys.shape[2] ** -0.5)
     weights = weights.softmax(-1).unflatten(1, (-1, steps))  # [kv_heads, group, steps, n]

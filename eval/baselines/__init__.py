@@ -8,6 +8,7 @@ from hf_tiered_cache.selection import register_index
 from .all_keys import AllKeysIndex
 from .chunk_means import ChunkMeanIndex
 from .methods import H2O, AttentionStore, MiniCache, PartialRecompute, Recompute, TopTokens
+from .page_bounds import PageBoundsIndex
 from .random_chunks import RandomIndex
 from .token_clusters import TokenClusterIndex
 
@@ -21,4 +22,5 @@ register_method("mini_cache", MiniCache)
 register_index("chunk_means", ChunkMeanIndex)
 register_index("token_clusters", TokenClusterIndex)
 register_index("keys", AllKeysIndex)
+register_index("page_bounds", PageBoundsIndex)
 register_index("random", RandomIndex)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_tiered_cache.selection.all_keys import KeysIndex
+from hf_tiered_cache.selection.decode_index import KeysIndex
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from hf_tiered_cache.conversations.distances import AttentionDistances, Later
+from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.errors import ConfigError, unknown_name
 from hf_tiered_cache.methods import BudgetMethod, Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.methods.krul import mergeable_layers
@@ -109,7 +109,7 @@ class MiniCache(Krul):
 
     kind: ClassVar[str] = "minicache"
 
-    def observer(self, later: Later | None) -> AttentionDistances | None:
+    def observer(self) -> AttentionDistances | None:
         return None
 
     def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

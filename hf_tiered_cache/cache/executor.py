@@ -90,7 +90,7 @@ class Executor:
         self.observer: AttentionDistances | None = None
         """Observer of the queries of supported passes, if the method has one."""
         if isinstance(method, ForConversation):
-            self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
+            self.observer = method.observer()
         if self.observer is not None and (why := cannot_observe(attachment.model)):
             self.observer.cannot_see(why)
         self.restored: RestoredRun | None = None

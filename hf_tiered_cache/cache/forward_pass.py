@@ -18,7 +18,6 @@ from ..methods import BudgetMethod, Method
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries, without_first
 from ..patches.layers import decoder_layers, dropping
-from ..patches.lookahead import LookAhead
 from ..patches.rope import PreRopeKV, RotaryTap, TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
 from ..restore.fetch import Fetcher
@@ -29,7 +28,7 @@ from ..selection.indexes import IndexSidecars
 from ..selection.prompt import SelectiveRestore
 from ..selection.streamed import StreamedPrefix
 from ..stats import StatsCollector
-from ..store.geometry import LayerKV, in_groups
+from ..store.geometry import LayerKV
 from ..store.memory import to_device
 from .recorder import Recorder
 from .storage import Storage
@@ -252,22 +251,8 @@ class RestoringForward(ForwardPass):
         if self.streamed is not None:
             self.streamed.start()
         elif self.selection is not None:
-            if self.selection.selector.ahead:
-                self._predict(stack, self.selection)
             self.selection.start()
         self.prefetch.start()
-
-    def _predict(self, stack: ExitStack, selection: SelectiveRestore) -> None:
-        """Predict the queries of selecting layers, if the model supports that."""
-        selector, attachment = selection.selector, self.attachment
-        try:
-            modules = decoder_layers(attachment.model, attachment.config.num_hidden_layers)
-        except UnsupportedModelError:
-            return
-        layers = [source.index for source in self.kv_sources if source.selects]
-        first = {period[0] for period in in_groups(layers, selector.period, selector.solo_layers)}
-        selection.look_ahead = LookAhead(self, modules, layers, selector.ahead, first)
-        stack.enter_context(selection.look_ahead.watching())
 
     def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
         """See `ForwardPass`. No observer is attached if rows compute different positions."""

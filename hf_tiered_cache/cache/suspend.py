@@ -1,6 +1,6 @@
 """Suspending a conversation: all its KV is stored, compacted by its method, and recorded.
 
-A replay of the conversation's last tokens shows what merged layers would cost (see `conversations.acceptance`).
+A replay of the conversation's last tokens shows what merged layers would cost (see `conversations.sharing`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from .. import reasons
-from ..conversations.acceptance import REPLAYED_TOKENS
+from ..conversations.sharing import REPLAYED_TOKENS
 from ..errors import StoreClosedError, StoreError, TieredCacheError
 from ..layers import DenseSource, LayeredCache, LayerTensors
 from ..methods import ForConversation, IdleConversation, MergeDecision, PrefixMethod

@@ -1,39 +1,203 @@
-"""Online measurement of how similar the layers' attention is (Krul, Section 5: the token-wise estimator).
+"""Similarity of the attention of layers, measured online (Krul, Sections 4.2 and 5: the token-wise estimator).
+
+The distance of two layers is Euclidean, over all attention weights of a head, and averaged over the heads. It is
+computed from sums of products over rows and keys: |a - b|² = a·a + b·b - 2 a·b. The attention row of each query is
+computed, added to the sums and dropped, so no tokens × tokens matrix is ever held.
+
+The ends are the first and last tenth of the sequence. Uniform attention gives 0.335: the rows near the beginning see
+only the first tenth.
 
 Fused attention kernels return no weights. So the queries of sampled positions are kept, the same positions in every
-layer, and their attention rows are recomputed from the keys in the cache.
-
-- The attention row of a decoded token is reduced after its pass and dropped.
-- The sampled queries of a prompt are kept. With a background runner (`later`; for models on a GPU), they are reduced
-  on the host while the model decodes. For a model on the CPU this would slow down decoding, so they are reduced when
-  `result` is called, for example at suspend.
+layer, and their attention rows are computed from the keys in the cache when `result` is called, at suspend. A pass is
+hardly slowed down, and positions that are cropped later do not count. In long sequences, kept queries take 1/32 of the
+KV's memory for each query head of a KV head.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..store.memory import to_device
-from ..tiers.device import DoneEvent, Event, copy_stream
-from .attention_sums import QueryRows, SampledWindow, SampledWindows, attention_sums, reordered
-from .sharing import LayerDistances
 
 logger = logging.getLogger("hf_tiered_cache")
 
-_ROWS_AT_ONCE = 8
-"""Attention rows of a prompt per sampled window."""
+_LARGEST = 1 << 24
+"""Maximum number of attention weights held at a time: 64 MiB of float32."""
 
-Later = Callable[[Callable[[], object]], object]
-"""Function that runs a callable in another thread, after the requests."""
+END_PERCENT = 10
+"""Share of a sequence that counts as its beginning, and as its end, in % (Algorithm 1)."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerDistances:
+    """Distances between the attention of layers.
+
+    Args:
+        layers: Layer numbers; the arrays have this order.
+        euclidean: float64 `[layers, layers]`, the paper's distance: over the weights of all rows, mean over the heads;
+            divided by the root of the number of rows, so that it does not grow with the conversation.
+        initial_recent: float64 `[layers]`, share of attention that the first and last tenth of the sequence receive.
+        rows: Number of sampled rows.
+        missing: Reason why there are no distances, or "".
+    """
+
+    layers: tuple[int, ...]
+    euclidean: np.ndarray
+    initial_recent: np.ndarray
+    rows: int
+    missing: str = ""
+
+    @classmethod
+    def none(cls, missing: str) -> LayerDistances:
+        """Return empty distances, with the reason `missing`."""
+        return cls((), np.zeros((0, 0)), np.zeros(0), 0, missing)
+
+
+@dataclass(frozen=True, eq=False)
+class SampledQueries:
+    """Queries of sampled positions in every layer.
+
+    Args:
+        positions: Padded positions, int64 `[n]`, ascending, on the host.
+        weights: Number of positions that each sample represents, int64 `[n]`.
+        pads: Number of left-padding positions of each sequence.
+        queries: Queries of each layer, `[batch, heads, n, dim]`, rotated.
+        scalings: Scale of the logits of each layer; None for dim ** -0.5.
+    """
+
+    positions: np.ndarray
+    weights: np.ndarray
+    pads: Sequence[int]
+    queries: Sequence[torch.Tensor]
+    scalings: Sequence[float | None]
+
+    def first(self, count: int) -> SampledQueries:
+        """Return the queries of the first `count` positions."""
+        queries = [query[:, :, :count] for query in self.queries]
+        return replace(self, positions=self.positions[:count], weights=self.weights[:count], queries=queries)
+
+    def select(self, rows: torch.Tensor) -> SampledQueries:
+        """Return the queries of reordered sequences: sequence i becomes sequence `rows[i]`."""
+        queries = [query.index_select(0, rows.to(query.device)) for query in self.queries]
+        return replace(self, pads=[self.pads[row] for row in rows.tolist()], queries=queries)
+
+
+def joined(samples: Sequence[SampledQueries], row: int) -> SampledQueries:
+    """Return the queries of one sequence of the batch, of samples in the order of their positions."""
+    layers = zip(*(sample.queries for sample in samples), strict=True)
+    return SampledQueries(
+        np.concatenate([sample.positions for sample in samples]),
+        np.concatenate([sample.weights for sample in samples]),
+        samples[-1].pads[row : row + 1],
+        [torch.cat([query[row : row + 1] for query in queries], dim=2) for queries in layers],
+        samples[-1].scalings,
+    )
+
+
+def layer_distances(
+    layers: Sequence[int], sample: SampledQueries, keys: Sequence[torch.Tensor], positions: int
+) -> LayerDistances:
+    """Compute the distances from sampled queries of one sequence.
+
+    Args:
+        layers: Layer numbers.
+        sample: Queries of the sequence.
+        keys: Keys of each layer, `[1, kv_heads, positions, dim]`, rotated, from padded position 0 on.
+        positions: Length of the sequence, with its left padding.
+    """
+    (pad,) = sample.pads
+    count = int(sample.weights[sample.positions >= pad].sum())
+    if not count:
+        return LayerDistances.none("the observed attention is of padding only")
+    products, received = attention_sums(sample, keys)
+    squared_norms = np.diagonal(products, axis1=1, axis2=2)
+    norm_sums = squared_norms[:, :, None] + squared_norms[:, None, :]
+    squared = np.maximum(0, norm_sums - products - products.swapaxes(1, 2))
+    tokens = positions - pad
+    initial, recent = pad + END_PERCENT * tokens // 100, pad + (100 - END_PERCENT) * tokens // 100
+    ends = received[:, pad:initial].sum(1) + received[:, recent:].sum(1)
+    return LayerDistances(tuple(layers), np.sqrt(squared / count).mean(0), ends / count, len(sample.positions))
+
+
+@torch.no_grad()
+def attention_sums(sample: SampledQueries, keys: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Compute sums over the attention rows of one sequence, each row as often as its weight says.
+
+    Args:
+        sample: See `layer_distances`.
+        keys: See `layer_distances`. Keys on other devices are copied to that of the first layer, a few KV heads at a
+            time.
+
+    Returns:
+        float64 `[heads, layers, layers]`: products of the weights of two layers, summed over keys and rows; and float64
+            `[layers, positions]`: weights that each position received, summed over rows, mean over the heads.
+            Positions after the last row received nothing.
+    """
+    device, (pad,) = keys[0].device, sample.pads
+    _, heads, _, _ = sample.queries[0].shape
+    kv_heads, num_layers, num_keys = keys[0].shape[1], len(keys), int(sample.positions[-1]) + 1
+    group = heads // kv_heads
+    # [kv_heads, group, n, dim]; float32, as attention kernels compute logits
+    queries = []
+    for query, scaling in zip(sample.queries, sample.scalings, strict=True):
+        scaled = query[0].to(device).float() * (query.shape[3] ** -0.5 if scaling is None else scaling)
+        queries.append(scaled.unflatten(0, (-1, group)))
+    products = torch.zeros(heads, num_layers, num_layers, device=device)
+    received = torch.zeros(num_layers, num_keys, device=device)
+    heads_per_step = min(kv_heads, max(1, _LARGEST // (num_layers * group * num_keys)))
+    for head in range(0, kv_heads, heads_per_step):
+        kv = slice(head, head + heads_per_step)
+        layer_keys = [layer[0, kv, :num_keys].to(device).float().transpose(1, 2) for layer in keys]  # [kv, dim, keys]
+        width = group * layer_keys[0].shape[0]  # query heads
+        rows_per_step = max(1, _LARGEST // (num_layers * width * num_keys))
+        for span in _spans_of_one_weight(sample.weights, rows_per_step):
+            positions, weight = sample.positions[span], int(sample.weights[span.start])
+            weights = _attention([query[kv, :, span] for query in queries], layer_keys, positions, pad)
+            flat = weights.flatten(2)  # [layers, width, n * keys]
+            head_products = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0))
+            products[head * group : head * group + width] += head_products * weight
+            received[:, : weights.shape[-1]] += weights.sum((1, 2)) * (weight / heads)
+    return products.double().cpu().numpy(), received.double().cpu().numpy()
+
+
+def _spans_of_one_weight(weights: np.ndarray, most: int) -> list[slice]:
+    """Return ranges of at most `most` samples with equal weights."""
+    spans, first = [], 0
+    for _, equal in groupby(weights.tolist()):
+        stop = first + len(list(equal))
+        spans += [slice(at, min(at + most, stop)) for at in range(first, stop, most)]
+        first = stop
+    return spans
+
+
+def _attention(
+    queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], positions: np.ndarray, pad: int
+) -> torch.Tensor:
+    """Return attention weights, float32 `[layers, kv_heads * group, n, keys]`; 0 for rows at padding positions.
+
+    Args:
+        queries: Scaled queries of each layer, `[kv_heads, group, n, dim]`.
+        keys: Keys of each layer, `[kv_heads, dim, keys]`.
+        positions: Position of each query, int64 `[n]`, ascending. It sees the keys up to its own, without padding.
+        pad: Number of left-padding positions.
+    """
+    device, num_keys = keys[0].device, int(positions[-1]) + 1
+    kv_heads, group, count, _ = queries[0].shape
+    weights = torch.empty(len(keys), kv_heads, group * count, num_keys, device=device)
+    for layer, (query, layer_keys) in enumerate(zip(queries, keys, strict=True)):
+        torch.matmul(query.flatten(1, 2), layer_keys[..., :num_keys], out=weights[layer])
+    weights = weights.view(len(keys), kv_heads * group, count, num_keys)
+    place = torch.arange(num_keys, device=device)
+    hidden = (place > to_device(positions, device)[:, None]) | (place < pad)  # [n, keys]
+    return weights.masked_fill_(hidden, -torch.inf).softmax(-1).nan_to_num_()
 
 
 class KeysOfLayer(Protocol):
@@ -75,34 +239,20 @@ class ComputedPositions:
 
 
 class AttentionDistances:
-    """Distances between the attention of layers, sampled over all passes of a cache, for its lifetime.
+    """Distances between the attention of layers, sampled over all passes of a cache .
 
     Args:
-        layers: Layers with full attention to compare; None for all.
         interval: Sampling interval, in positions, for decoded tokens and passes of at most this many positions.
         prompt_interval: Minimum sampling interval for longer passes.
         prompt_rows: Maximum number of sampled positions of a longer pass.
-        later: Runs the reduction of prompts in the background; None to reduce them in `result`.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[int] | None = None,
-        *,
-        interval: int = 16,
-        prompt_interval: int = 4,
-        prompt_rows: int = 128,
-        later: Later | None = None,
-    ) -> None:
+    def __init__(self, *, interval: int = 16, prompt_interval: int = 4, prompt_rows: int = 128) -> None:
         self.interval, self.prompt_interval, self.prompt_rows = interval, prompt_interval, prompt_rows
-        self._compared = None if layers is None else tuple(layers)
-        self._later = later
         self._sources: Sequence[KeysOfLayer] = ()
         self._missing = ""
-        self._layers: tuple[int, ...] = ()
-        self._lock = threading.Lock()  # guards the next two attributes
-        self._windows = SampledWindows()
-        self._pending: list[_PendingQueries] = []
+        self._samples: list[SampledQueries] = []  # in the order of their positions
+        self._order: torch.Tensor | None = None  # former row of each current row, not applied to the samples yet
 
     # --- passes
 
@@ -116,10 +266,9 @@ class AttentionDistances:
         stride, positions = self._sampled(computed)
         if self._missing or not len(positions):
             return None
-        with self._lock:  # positions that are computed again are not counted twice
-            counted_stop = max([self._windows.stop, *(pending.stop for pending in self._pending)])
-        positions = positions[positions >= counted_stop]
-        self._follow(sources)
+        if self._samples:  # positions that are computed again are not counted twice
+            positions = positions[positions > self._samples[-1].positions[-1]]
+        self._sources = _with_full_attention(sources)
         return SampledPass(self, self._sources, computed, positions, stride) if len(positions) else None
 
     def cannot_see(self, why: str) -> None:
@@ -128,52 +277,45 @@ class AttentionDistances:
 
     def crop(self, num_positions: int) -> None:
         """Keep only the first `num_positions` positions, like the cache."""
-        with self._lock:
-            self._windows.crop(num_positions)
-            for pending in self._pending:
-                pending.limit = min(pending.limit, num_positions)
+        counts = [int((sample.positions < num_positions).sum()) for sample in self._samples]
+        self._samples = [sample.first(count) for sample, count in zip(self._samples, counts, strict=True) if count]
 
     def select(self, rows: torch.Tensor) -> None:
-        """Replace row i of the batch by the former row `rows[i]`."""
-        with self._lock:
-            self._windows.select(rows)
-            for pending in self._pending:
-                pending.order = reordered(pending.order, rows)
+        """Replace row i of the batch by the former row `rows[i]`. Samples follow later, in `result`."""
+        self._order = rows if self._order is None else self._order.index_select(0, rows.to(self._order.device))
 
     def fork(self, sources: Sequence[KeysOfLayer]) -> AttentionDistances:
         """Return an independent copy for the cache that owns `sources`."""
-        twin: AttentionDistances = object.__new__(AttentionDistances)
-        twin.__dict__.update(self.__dict__)
-        twin._lock = threading.Lock()
-        twin._follow(sources)
-        with self._lock:
-            twin._windows = self._windows.copy()
-            twin._pending = [
-                replace(pending, is_taken=False, done_event=threading.Event()) for pending in self._pending
-            ]
+        twin = copy.copy(self)
+        twin._samples = list(self._samples)
+        twin._sources = _with_full_attention(sources)
         return twin
+
+    def take(self, sample: SampledQueries) -> None:
+        """Count the sampled queries of a complete pass."""
+        self._samples = [*self._ordered_samples(), sample]
+
+    def _ordered_samples(self) -> list[SampledQueries]:
+        if (order := self._order) is not None:
+            self._samples, self._order = [sample.select(order) for sample in self._samples], None
+        return self._samples
 
     # --- result
 
     def result(self, row: int = 0) -> LayerDistances:
-        """Return the distances so far for one row of the batch, after reducing all pending queries."""
-        self._reduce_all()
-        with self._lock:
-            total = self._windows.total()
-        if self._missing or total is None:
+        """Return the distances so far for one row of the batch. Failures are logged, not raised."""
+        samples = self._ordered_samples()
+        if self._missing or not samples:
             return LayerDistances.none(self._missing or "no attention was observed")
-        sums = total.sums.select(torch.tensor([row])).to(torch.device("cpu"))
-        if not float(sums.rows):
-            return LayerDistances.none("the observed attention is of padding only")
-        return LayerDistances.of(self._layers, sums, total.sampled, self._sources[0].columns)
+        keys = [source.keys[row : row + 1] for source in self._sources if source.keys is not None]
+        try:
+            layers = [source.index for source in self._sources]
+            return layer_distances(layers, joined(samples, row), keys, self._sources[0].columns)
+        except Exception as error:  # no request depends on it
+            logger.warning("the attention of a conversation is not compared: %s: %s", type(error).__name__, error)
+            return LayerDistances.none(f"comparing attention failed: {error}")
 
     # --- sampling
-
-    def _follow(self, sources: Sequence[KeysOfLayer]) -> None:
-        compared = self._compared
-        self._sources = [
-            source for source in sources if not source.window and (compared is None or source.index in compared)
-        ]
 
     def _sampled(self, computed: ComputedPositions) -> tuple[int, np.ndarray]:
         """Return the number of positions that each sample of a pass represents, and the sampled positions, int64."""
@@ -184,106 +326,6 @@ class AttentionDistances:
         if fewest is not None:
             return stride, fewest[fewest % stride == stride // 2] if is_short else fewest[stride // 2 :: stride]
         return stride, np.arange(first + (stride // 2 - first) % stride, stop, stride)
-
-    # --- reduction
-
-    def take(self, rows: QueryRows, layers: tuple[int, ...], keys: list[torch.Tensor], weight: int) -> None:
-        """Count the sampled queries of a complete pass: reduce them now, or queue them if there are several.
-
-        Args:
-            rows: Sampled queries of the pass.
-            layers: Layers of the queries.
-            keys: Keys of each of these layers, `[batch, kv_heads, positions, dim]`, rotated.
-            weight: Number of positions that each sample represents.
-        """
-        device = keys[0].device
-        with self._lock:
-            self._layers = layers
-            self._windows.to(device)
-        if len(rows.positions) == 1:
-            self._add(_reduce_queries(rows, weight, keys, device))
-            return
-        later = self._later
-        pending = _PendingQueries(rows, weight, int(rows.positions[-1]) + 1)
-        if later is not None:
-            pending.keys, pending.computed = keys, copy_stream(device).computed()
-        with self._lock:
-            self._pending.append(pending)
-        if later is not None:
-            later(partial(_reduce_later, weakref.ref(self), weakref.ref(pending)))
-
-    def _reduce_all(self) -> None:
-        for pending in list(self._pending):
-            self.reduce(pending)
-            pending.done_event.wait()
-
-    def reduce(self, pending: _PendingQueries) -> None:
-        """Reduce and count pending queries, unless another thread has taken them. Failures are logged, not raised."""
-        with self._lock:
-            if pending.is_taken:
-                return
-            pending.is_taken = True
-            rows, order = pending.rows.first(int((pending.rows.positions < pending.limit).sum())), pending.order
-        try:
-            if not len(rows.positions):
-                return
-            if pending.keys is None:  # runs in the cache's own thread, so the cache does not change
-                rows = rows if order is None else rows.select(order)
-                windows = _reduce_queries(rows, pending.weight, *_keys_of(self._sources))
-                pending.order = None
-            else:
-                stream = copy_stream(pending.keys[0].device)
-                stream.await_computation(pending.computed)
-                with stream.copying():
-                    windows = _reduce_queries(rows, pending.weight, pending.keys, torch.device("cpu"))
-            self._add(windows, pending)
-        except Exception as error:  # no request depends on it
-            logger.warning("the attention of a prompt is not counted: %s: %s", type(error).__name__, error)
-        finally:
-            with self._lock:
-                self._pending = [other_pending for other_pending in self._pending if other_pending is not pending]
-            pending.done_event.set()
-
-    def _add(self, windows: list[SampledWindow], pending: _PendingQueries | None = None) -> None:
-        with self._lock:
-            if pending is not None:  # apply crops and reordering since the pass
-                windows = [window for window in windows if window.stop <= pending.limit]
-                if pending.order is not None:
-                    windows = [window.select(pending.order) for window in windows]
-                if self._sources and (keys := self._sources[0].keys) is not None:
-                    windows = [window.to(keys.device) for window in windows]
-            self._windows.add(windows)
-
-
-@dataclass(eq=False)
-class _PendingQueries:
-    """Sampled queries of a prompt that are not reduced yet.
-
-    Args:
-        rows: Queries, with the batch rows in the order of the pass.
-        weight: Number of positions that each sample represents.
-        limit: First cropped position; samples from there on do not count.
-        keys: Keys of each layer at the end of the pass, for a reduction in another thread. Later passes write after the
-            positions that these queries see, or to other buffers. None to use the sources' keys at the reduction.
-        computed: Event after which `keys` are valid.
-        order: Row of the pass that each current batch row comes from; None if unchanged.
-        is_taken: Whether a thread is reducing the queries, or has done so.
-        done_event: Set when the reduction has ended.
-    """
-
-    rows: QueryRows
-    weight: int
-    limit: int
-    keys: Sequence[torch.Tensor] | None = None
-    computed: Event = field(default_factory=DoneEvent)
-    order: torch.Tensor | None = None
-    is_taken: bool = False
-    done_event: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def stop(self) -> int:
-        """Position after the last one that counts."""
-        return min(self.limit, int(self.rows.positions[-1]) + 1)
 
 
 class SampledPass:
@@ -345,15 +387,15 @@ class SampledPass:
         if any(source.held < source.columns for source in self._sources):
             return self._owner.cannot_see("layers hold only a part of their keys")
         queries, scalings = zip(*(self._queries[layer] for layer in layers), strict=True)
-        keys, _ = _keys_of(self._sources)
+        keys = [source.keys for source in self._sources if source.keys is not None]
         if not _fit(queries, keys):
             return self._owner.cannot_see("the keys that layers hold are not the keys that their queries attend to")
-        rows = QueryRows(self._positions, self._computed.pads, queries, scalings)
-        try:
-            return self._owner.take(rows, layers, keys, self._weight)
-        except Exception as error:  # no request depends on it
-            logger.warning("attention is no longer compared: %s: %s", type(error).__name__, error)
-            return self._owner.cannot_see(f"comparing attention failed: {error}")
+        weights = np.full(len(self._positions), self._weight)
+        return self._owner.take(SampledQueries(self._positions, weights, self._computed.pads, queries, scalings))
+
+
+def _with_full_attention(sources: Sequence[KeysOfLayer]) -> list[KeysOfLayer]:
+    return [source for source in sources if not source.window]
 
 
 def _fit(queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> bool:
@@ -363,28 +405,3 @@ def _fit(queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> bool:
         query.shape[1] == heads and key.shape[1] == kv_heads and query.shape[::3] == key.shape[::3]
         for query, key in zip(queries, keys, strict=True)
     )
-
-
-def _keys_of(sources: Sequence[KeysOfLayer]) -> tuple[list[torch.Tensor], torch.device]:
-    """Return the keys of the sources that are not empty, and the device of the first ones."""
-    keys = [source.keys for source in sources if source.keys is not None]
-    return keys, keys[0].device
-
-
-@torch.no_grad()
-def _reduce_queries(
-    rows: QueryRows, weight: int, keys: Sequence[torch.Tensor], device: torch.device
-) -> list[SampledWindow]:
-    """Return the attention sums of sampled queries, one per sampled window, computed on `device`."""
-    windows = []
-    for number, sums in enumerate(attention_sums(rows, keys, device, _ROWS_AT_ONCE)):
-        positions = rows.positions[number * _ROWS_AT_ONCE :][:_ROWS_AT_ONCE]
-        windows.append(SampledWindow(int(positions[-1]) + 1, len(positions), 1, sums.times(weight)))
-    return windows
-
-
-def _reduce_later(owner: weakref.ref[AttentionDistances], pending: weakref.ref[_PendingQueries]) -> None:
-    """Reduce pending queries if their owner and the queries still exist."""
-    distances, queries = owner(), pending()
-    if distances is not None and queries is not None:
-        distances.reduce(queries)

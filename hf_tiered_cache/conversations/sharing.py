@@ -1,89 +1,52 @@
-"""Selection of the layers of a conversation that share their KV.
+"""Selection of the layers of a conversation that share their KV, and acceptance by the effect on predictions.
 
 The two nearest layers form a pair, then the next two, until enough layers are paired. Layers can be near by what their
-merge does to their keys and values (ours, `changes.py`), or by their attention (Krul, Section 4.2, Algorithm 1). In the
-paper, candidates are only the layers that attend to the two ends of their context, whatever the prompt
+merge does to their keys and values (ours, `merge_changes`), or by their attention (Krul, Section 4.2, Algorithm 1). In
+the paper, candidates are only the layers that attend to the two ends of their context, whatever the prompt
 (initial-recent, I-R).
+
+Similar attention does not mean KV that may be merged: in SmolLM2-135M, the keys and values of any two layers are almost
+orthogonal. The angles between the vectors of two layers state exactly what a merge does to them (`store.codecs.pairs`),
+and some tokens are enough to estimate it for all pairs of layers at once.
+
+Proposed pairs are accepted by a replay: the last tokens of a conversation are computed again over the merged KV, and
+compared with the predictions over the unmerged KV. Both replays use the same kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
+from typing import Protocol
 
 import numpy as np
+import torch
+from torch.nn.functional import normalize
 
-from .acceptance import Pairs
-from .attention_sums import AttentionSums
+from .distances import LayerDistances
 
+LayerTensors = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer."""
+Pairs = tuple[tuple[int, int], ...]
+"""Pairs of layers, the lower one first."""
+REPLAYED_TOKENS = 32
+"""Number of last tokens that are replayed."""
+LEAST_TOKENS = 128
+"""Number of tokens of a conversation before new pairs are selected (measured in `bench/replay_margin.py`)."""
+MOST_CHANGE = 0.12
+"""Default of the maximum relative distance by which a merge moves keys and values. The last tokens need not show what a
+larger change does to later ones. Pairs of `xs` that merge well are below it, pairs of near layers of the pretrained
+models above 0.64 (`bench/pair_loss.py`)."""
+MARGIN = 4
+"""Factor by which the loss of a replay must be below the target, since the next turn may lose more."""
+SAMPLED_TOKENS = 128
+"""Maximum number of tokens that are compared to estimate a merge, evenly spread over the conversation."""
 I_R_SHARE = 0.75
 """Default share of layers that are I-R, as the paper finds it in a model of 32 layers (Table 3)."""
 
 
-END_PERCENT = 10
-"""Share of a sequence that counts as its beginning, and as its end, in % (Algorithm 1)."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerDistances:
-    """Distances between the attention of layers.
-
-    Args:
-        layers: Layer numbers; the arrays have this order.
-        euclidean: float64 `[layers, layers]`, the paper's distance: over the weights of all rows, mean over the heads;
-            divided by the root of the number of rows, so that it does not grow with the conversation.
-        initial_recent: float64 `[layers]`, share of attention that the first and last tenth of the sequence receive.
-        rows: Number of sampled rows.
-        missing: Reason why there are no distances, or "".
-    """
-
-    layers: tuple[int, ...]
-    euclidean: np.ndarray
-    initial_recent: np.ndarray
-    rows: int
-    missing: str = ""
-
-    @classmethod
-    def of(cls, layers: Sequence[int], sums: AttentionSums, rows: int, positions: int) -> LayerDistances:
-        """Compute the distances from the sums of one sequence, on the host.
-
-        Args:
-            layers: Layer numbers.
-            sums: Sums of the sequence.
-            rows: Number of sampled rows.
-            positions: Length of the sequence, with its left padding.
-        """
-        products = sums.products[0].double().numpy()  # [heads, layers, layers]
-        count = float(sums.rows)
-        squared_norms = np.diagonal(products, axis1=1, axis2=2)
-        norm_sums = squared_norms[:, :, None] + squared_norms[:, None, :]
-        squared = np.maximum(0, norm_sums - products - products.swapaxes(1, 2))
-        return cls(
-            tuple(layers),
-            np.sqrt(squared / count).mean(0),
-            _at_ends(sums.received[0].double().numpy(), int(sums.pads), positions) / count,
-            rows,
-        )
-
-    @classmethod
-    def none(cls, missing: str) -> LayerDistances:
-        """Return empty distances, with the reason `missing`."""
-        return cls((), np.zeros((0, 0)), np.zeros(0), 0, missing)
-
-
-def _at_ends(received: np.ndarray, begin: int, stop: int) -> np.ndarray:
-    """Return the attention that the first and last tenth of the positions `begin` to `stop` receive, `[layers]`.
-
-    Args:
-        received: float64 `[layers, positions]`, attention that each position receives.
-        begin: First position of the sequence.
-        stop: Position after its last one.
-    """
-    tokens = stop - begin
-    initial, recent = begin + END_PERCENT * tokens // 100, begin + (100 - END_PERCENT) * tokens // 100
-    ends: np.ndarray = received[:, begin:initial].sum(1) + received[:, recent:].sum(1)
-    return ends
+# --- proposal
 
 
 def nearest_pairs(
@@ -156,3 +119,138 @@ def calibrated_gamma(shares: Iterable[np.ndarray], target: float = I_R_SHARE) ->
     if num_below == len(sorted_shares):
         return float(np.nextafter(sorted_shares[-1], np.inf))
     return float((sorted_shares[num_below - 1] + sorted_shares[num_below]) / 2)
+
+
+@torch.no_grad()
+def merge_changes(kv: Sequence[LayerTensors], kinds: Sequence[Hashable], toward: float, retained: float) -> np.ndarray:
+    """Return the relative distance by which a merge of two layers moves their keys and values.
+
+    Args:
+        kv: Keys and values of each layer, `[1, heads, tokens, dim]`.
+        kinds: Kind of each layer. Layers of different kinds cannot be merged.
+        toward: Direction of merged vectors, from that of the first layer (0) to that of the second (1).
+        retained: Share of the tokens that stay unmerged: those with the largest angle.
+
+    Returns:
+        float `[layers, layers]`: root of the mean of both layers' relative squared distances, for the layer of the row
+        and a later one of the column. Infinite for layers of different kinds.
+    """
+    changes = np.full((len(kv), len(kv)), np.inf)
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, other in enumerate(kinds) if other == kind]
+        changes[np.ix_(places, places)] = _changes([kv[place] for place in places], toward, retained)
+    return changes
+
+
+def _changes(kv: Sequence[LayerTensors], toward: float, retained: float) -> np.ndarray:
+    """Return the same for layers of one kind; only columns after the row's layer count."""
+    changes = np.full((len(kv), len(kv)), np.inf)
+    sampled = [_sampled(tensors) for tensors in zip(*kv, strict=True)]  # keys, values: [layers, heads, tokens, dim]
+    directions = [normalize(tensor, dim=-1) for tensor in sampled]
+    weights = [tensor.square().sum(-1) for tensor in sampled]  # [layers, heads, tokens]
+    weights = [weight / weight.sum((1, 2), keepdim=True).clamp_min(1e-30) for weight in weights]
+    for first in range(len(kv) - 1):
+        later = slice(first + 1, None)
+        # keys, values: [later, heads, tokens]
+        angles = [(unit[later] * unit[first]).sum(-1).clamp(-1, 1).acos() for unit in directions]
+        mean_angles = torch.stack([angle.mean(1) for angle in angles]).mean(0)  # [later, tokens]
+        merged = torch.ones_like(mean_angles)
+        merged.scatter_(1, mean_angles.topk(round(retained * merged.shape[1]), dim=1).indices, 0.0)
+        squares = [
+            (_moved(angle, toward) * weight[first] + _moved(angle, 1 - toward) * weight[later]) * merged[:, None]
+            for angle, weight in zip(angles, weights, strict=True)
+        ]
+        total = torch.stack([square.sum((1, 2)) for square in squares]).mean(0) / 2
+        changes[first, later] = total.sqrt().double().numpy()
+    return changes
+
+
+def _sampled(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return evenly spread tokens of one sequence, float32 `[layers, heads, tokens, dim]`, on the host."""
+    count = tensors[0].shape[2]
+    tokens = torch.linspace(0, count - 1, min(count, SAMPLED_TOKENS)).round().long()
+    return torch.stack([tensor[0].index_select(1, tokens.to(tensor.device)).float().cpu() for tensor in tensors])
+
+
+def _moved(angle: torch.Tensor, share: float) -> torch.Tensor:
+    """Return the squared distance between unit vectors, one of which is turned by a share of the angle."""
+    return (2 * (angle * share / 2).sin()).square()
+
+
+# --- acceptance
+
+
+class Replay(Protocol):
+    """Replay of the last tokens of a conversation."""
+
+    def kv(self, layer: int) -> LayerTensors:
+        """Return the rotated keys and values of a layer before the replayed tokens, `[1, heads, n, dim]`."""
+
+    def loss(self, changed: Mapping[int, LayerTensors]) -> float:
+        """Return the mean KL divergence from the predictions over the unchanged KV, in nats.
+
+        Args:
+            changed: Keys and values of changed layers, in the form of `kv`.
+        """
+
+
+@dataclass(frozen=True)
+class AcceptedPairs:
+    """Pairs of layers that may be merged.
+
+    Args:
+        pairs: Accepted pairs.
+        loss: Mean KL divergence of the replay with these pairs, in nats; 0 without pairs.
+        refused_loss: The same with the fewest pairs that were refused for it; 0 if none were.
+        refused_change: Smallest change of the KV of a pair that was refused for it; 0 if none was.
+    """
+
+    pairs: Pairs
+    loss: float = 0.0
+    refused_loss: float = 0.0
+    refused_change: float = 0.0
+
+
+def accepted_pairs(
+    replay: Replay,
+    pairs: Pairs,
+    merge: Callable[[LayerTensors, LayerTensors], tuple[LayerTensors, LayerTensors]],
+    most: float,
+    most_change: float,
+) -> AcceptedPairs:
+    """Return the pairs with a replay loss of at most `most`: all, else the half whose KV changes least, and so on.
+
+    Pairs whose KV changes by more than `most_change` are not replayed. The others take one replay without pairs, and at
+    most 1 + log2(pairs) with pairs.
+
+    Args:
+        replay: Replay of the conversation.
+        pairs: Proposed pairs of layers.
+        merge: Function that returns the merged keys and values of two layers.
+        most: Maximum mean KL divergence, in nats.
+        most_change: Maximum relative distance between a pair's merged and unmerged KV.
+    """
+    merged, changes = dict[int, LayerTensors](), dict[tuple[int, int], float]()
+    for pair in pairs:
+        before = tuple(map(replay.kv, pair))
+        after = merge(*before)
+        merged |= zip(pair, after, strict=True)
+        changes[pair] = sqrt(sum(map(_relative_change, before, after)) / len(pair))
+    ranked = sorted((pair for pair in pairs if changes[pair] <= most_change), key=changes.__getitem__)
+    refused_change = min((change for change in changes.values() if not change <= most_change), default=0.0)
+    refused_loss = 0.0
+    while ranked:
+        loss = replay.loss({layer: merged[layer] for pair in ranked for layer in pair})
+        if loss <= most:  # False for NaN
+            return AcceptedPairs(tuple(ranked), loss, refused_loss, refused_change)
+        ranked, refused_loss = ranked[: len(ranked) // 2], loss
+    return AcceptedPairs((), 0.0, refused_loss, refused_change)
+
+
+def _relative_change(before: LayerTensors, after: LayerTensors) -> float:
+    """Return the relative squared distance, mean of keys and values."""
+    squares = [
+        float((new.float() - old.float()).square().sum() / old.float().square().sum().clamp_min(1e-30))
+        for old, new in zip(before, after, strict=True)
+    ]
+    return sum(squares) / len(squares)

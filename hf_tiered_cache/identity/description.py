@@ -58,16 +58,12 @@ class Description(ABC):
 
     Args:
         watch: records the places that are read; a new one by default.
-        tensors: receives the names and tensors that are found, by id of the tensor; a new dictionary by default.
     """
 
-    def __init__(
-        self,
-        watch: Watch | None = None,
-        tensors: dict[int, tuple[str, torch.Tensor]] | None = None,
-    ) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         self.watch = Watch() if watch is None else watch
-        self.tensors: dict[int, tuple[str, torch.Tensor]] = {} if tensors is None else tensors
+        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        """Names and tensors that were found, by id of the tensor."""
         self.words: list[str] = []
         self._seen: dict[int, tuple[int, Any]] = {}
         self._open_containers: set[int] = set()  # containers that are being described

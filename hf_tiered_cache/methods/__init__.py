@@ -10,18 +10,15 @@ from typing import Any
 
 from ..errors import ConfigError, suggest, unknown_name, with_type
 from ..plugins import Registry
-from .base import Method
-from .budget import BudgetMethod
+from .base import BudgetMethod, Method
 from .cache_blend import CacheBlend, Epic
 from .cache_tune import CacheTune
 from .contiguous_kv import ContiguousKV
-from .conversation import ForConversation, IdleConversation, MergeDecision
-from .exact import Auto, Exact
+from .exact import Auto, Exact, PrefixMethod
 from .impress import Impress
-from .krul import Krul
+from .krul import ForConversation, IdleConversation, Krul, MergeDecision
 from .kv_drive import KVDrive
 from .passages import Passages
-from .prefix import PrefixMethod
 
 
 def _fault(name: str, part: object) -> str:

@@ -1,12 +1,13 @@
 """Base of all methods: a dataclass that states how KV is cut into blocks, planned and restored.
 
-What only some methods do is in the modules next to this one: attend to a part of a prefix (`budget.py`), reuse passages
-(`passages.py`), recompute the beginning of a prefix (`prefix.py`), compact conversations (`conversation.py`).
+`BudgetMethod` is the base of methods that attend to a part of the prefix. Other bases are next to their methods: for
+passages (`passages.py`), for recomputing the beginning of a prefix (`exact.py`), and for conversations (`krul.py`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, with_type
 from ..restore.plan import PlanContext, Positions
+from ..selection.prompt import PREFETCHED
+from ..selection.selector import Selector
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance
 from ..store.geometry import Geometry
@@ -21,6 +24,12 @@ from ..store.shape import SegmentShape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+DEFAULT_BUDGET = 0.25
+"""Default share of the prefix that is attended to."""
+UNMEASURED_BUDGET = 0.5
+"""Budget for a quality target on a model that was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +96,140 @@ class Method(ABC):
         By default, those of tokens that are complete in the segment.
         """
         return shape.whole_hashes
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetMethod(Method):
+    """Base of methods whose full-attention layers attend to a share of the prefix.
+
+    A method must define `token_budget` and `selector`.
+
+    Args:
+        budget: Share of the prefix that is attended to, in (0, 1]. At 1 the output is that of `Exact`.
+        quality: Maximum mean loss of a prompt: KL divergence from full KV, in nats. It replaces `budget` by the
+            smallest one with a mean loss of at most a quarter of this target, and half of it in 95 % of the questions,
+            when `store.calibrate_quality` measured this model, or by 1 if there is none. The margin is for other text,
+            which loses more than the measured text. Without a measurement the budget is 0.5.
+    """
+
+    budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
+    quality: float | None = None
+
+    reorder = False
+    """True if segments are rewritten in the background, with their tokens ordered by observed importance."""
+
+    reorder_every = 4
+    """Number of prompts before the first reordering; the number doubles each time."""
+
+    prefetches = PREFETCHED
+    """Kinds of data that are prefetched, within `ahead_bytes`."""
+
+    reselect = False
+    """True if each decoded token reselects what it attends to. If not, the selection for the prompt is kept."""
+
+    prefill_tokens = 0
+    """Number of tokens per piece of a longer prompt. Each piece is stored before the next is computed. 0 computes it at
+    once."""
+
+    exact_from = 0
+    """Minimum number of computed prompt tokens that attend to their whole prefix, of which a part is then kept; 0 for
+    never."""
+
+    observed = 0
+    """Number of trailing prompt tokens that select this part."""
+
+    loss_ignores = frozenset(("budget", "quality"))
+    """Names of settings that the measured loss at a budget does not depend on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("budget", "the prefix", self.budget)
+        target = self.quality
+        if target is not None and (not is_number(target) or not target > 0):
+            raise ConfigError(f"quality must be a loss in nats, a float above 0 such as 0.02, not {with_type(target)}")
+
+    # --- what to attend to
+
+    @abstractmethod
+    def token_budget(self, prefix_tokens: int) -> int:
+        """Return how many of `prefix_tokens` restored tokens a full-attention layer attends to."""
+
+    @abstractmethod
+    def selector(self) -> Selector:
+        """Return the selector of the tokens to attend to."""
+
+    @property
+    def selects(self) -> bool:
+        """True if full-attention layers attend to a part of what is restored."""
+        return self.budget < 1
+
+    def streams(self, tokens: int) -> bool:
+        """Return whether `tokens` computed prompt tokens attend to the whole prefix, of which the budget then stays."""
+        return 0 < self.exact_from <= tokens
+
+    def geometry_warning(self, geometry: Geometry) -> str:
+        """Return why more is read of segments of a geometry than is attended to, and the remedy, or ""."""
+        ignored = ("codec",) if self.geometry.index else ("codec", "index")  # extra copies of keys do not matter
+        names = {option.name for option in fields(Geometry)}.difference(ignored)
+        if not self.selects or all(getattr(geometry, name) == getattr(self.geometry, name) for name in names):
+            return ""
+        return (
+            f"segments are stored in another geometry than {type(self).__name__} selects by, so more of them is read "
+            "than is attended to; call store.relayout(method) to rewrite them"
+        )
+
+    def held_tokens(self, prefix_tokens: int) -> int:
+        """Return how many of a row's restored tokens a full-attention layer attends to: its budget, or all.
+
+        Raises:
+            ConfigError: `token_budget` returned no number of tokens.
+        """
+        if not prefix_tokens:
+            return 0
+        budget = self.token_budget(prefix_tokens)
+        if not is_count(budget) or budget < 1:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name}.token_budget({prefix_tokens}) returned {budget!r}; it must be an int of at least 1"
+            )
+        return min(int(budget), prefix_tokens)
+
+    # --- members of every method
+
+    def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
+        """See `Method`. Each row computes what it computes alone, if one of them exceeds its budget."""
+        if context.base or not self.selects:
+            return context.suffix_positions()
+        prefixes = context.own_prefixes()
+        if all(self.held_tokens(tokens) == tokens for tokens in prefixes):
+            return context.suffix_positions()
+        return context.suffixes_after(prefixes)
+
+    def usable_hashes(self, shape: SegmentShape) -> int:
+        """See `Method`. Tokens are selected within one KV cache group, so not in segments with merged layers."""
+        return 0 if shape.geometry.pairs and self.selects else shape.whole_hashes
+
+    # --- budget for a quality target
+
+    def with_measured_budget(self, measured: Callable[[Self], float | None]) -> Self:
+        """Return this method with the budget that keeps its quality target, if it has one.
+
+        Args:
+            measured: Function that returns, for a method with a target, the smallest budget that was measured to keep
+                it, 1 if none did, or None without a measurement.
+        """
+        if self.quality is None:
+            return self
+        budget = measured(self)
+        return replace(self, budget=UNMEASURED_BUDGET if budget is None else budget)
+
+
+def check_share(name: str, quantity: str, share: float) -> None:
+    """Raise ConfigError if `share` is not a number above 0 and at most 1."""
+    if not is_number(share) or not 0 < share <= 1:
+        raise ConfigError(
+            f"{name} must be a share of {quantity}, a float above 0 and at most 1, not {with_type(share)}"
+        )
 
 
 def is_number(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -68,13 +68,12 @@ class CacheBlend(Passages):
 
     recompute: float = field(default=0.15, kw_only=False)
     gradual: int = 0
-    check_layer: Literal[1] = 1
+
+    check_layer = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self.recompute)
-        if self.check_layer != 1:
-            raise ConfigError(f"check_layer of CacheBlend must be 1, not {with_type(self.check_layer)}")
         if not is_count(self.gradual):
             raise ConfigError(f"gradual must be a number of layers, an int, not {with_type(self.gradual)}")
 

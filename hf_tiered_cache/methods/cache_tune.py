@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, with_type
-from ..passages.ranking import RANKED_IN_CONTEXT
+from ..passages.ranking import RANKED_IN_CONTEXT, kv_deviation
 from ..passages.recompute import LOWEST
 from ..restore.plan import SegmentSlice
 from .base import is_count, is_number
@@ -46,25 +46,19 @@ class CacheTune(Passages):
         recompute: Share of the passages' tokens that is recomputed, mean over the layers: 0 reuses all stored KV, 1 is
             full recompute. The default is the lowest share that keeps quality in the paper (Section 5.2). "auto" is the
             fastest share that `KVStore.calibrate` measured on this machine (Section 4.3).
-        across: Whether the share applies to all passages of a row together, so that passages that depend more on
-            preceding text get more of it (ours). If not, it applies to each passage. Only for the ranking "context",
-            since only its scores are comparable between passages.
+            With the ranking "context" it applies to all passages of a row together, so that passages that depend more
+            on preceding text get more of it (ours). Scores of other rankings are not comparable between passages, so it
+            applies to each passage.
         question: Maximum number of tokens after the last passage that form the query probe (ours); None for 32, 0 for
             no probe. A prompt that ends in a passage has no probe: tokens are then selected by KV deviation alone.
         widen: Number of tokens recomputed in the first layers, as a multiple of the number in the other layers (ours);
-            1 recomputes the same tokens in all layers.
-        narrow_at: First layer that recomputes fewer tokens, at least 1 (ours); None for layer 6, or 3 / 8 of the layers
-            of a small model.
-        floor: Weight of a token that the query probe does not attend to, where mean attention adds 1 (ours). It is not
-            0, since what the probe asks for may depend on such tokens.
+            1 recomputes the same tokens in all layers. Layer 6 is the first that recomputes fewer, or 3 / 8 of the
+            layers of a small model.
     """
 
     recompute: float | Literal["auto"] = field(default=0.15, kw_only=False)
-    across: bool = True
     question: int | None = None
     widen: float = 6.0
-    narrow_at: int | None = None
-    floor: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,12 +68,6 @@ class CacheTune(Passages):
             raise ConfigError(f"question must be a number of tokens, an int, not {with_type(self.question)}")
         if not is_number(self.widen) or self.widen < 1:
             raise ConfigError(f"widen must be a number of at least 1, not {with_type(self.widen)}")
-        if self.narrow_at is not None and (not is_count(self.narrow_at) or self.narrow_at < 1):
-            raise ConfigError(
-                f"narrow_at must be the number of a layer after the first, an int, not {with_type(self.narrow_at)}"
-            )
-        if not is_number(self.floor) or self.floor < 0:
-            raise ConfigError(f"floor must be a number of at least 0, not {with_type(self.floor)}")
 
     @classmethod
     def paper(cls, recompute: float | Literal["auto"] = 0.15) -> CacheTune:
@@ -88,7 +76,7 @@ class CacheTune(Passages):
 
     @property
     def ranked_by(self) -> str:
-        return f"{self.ranking} {self.alpha}" if self.ranking.endswith("frequency") else self.ranking
+        return f"{self.ranking} {self.alpha}" if self.ranking == "low_frequency" else self.ranking
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         if self.recompute != "auto":
@@ -106,13 +94,10 @@ class CacheTune(Passages):
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
         """See `Passages`."""
-        layer = self._narrow_at(layers)
+        layer = _narrow_at(layers)
         if self.widen <= 1 or not 0 < self._share < 1 or layer >= layers:
             return ()
         return ((layer, self._shares(layers)[1]),)
-
-    def _narrow_at(self, layers: int) -> int:
-        return min(_NARROW_AT, max(1, 3 * layers // 8)) if self.narrow_at is None else self.narrow_at
 
     @property
     def _share(self) -> float:
@@ -120,12 +105,12 @@ class CacheTune(Passages):
         return self.recompute
 
     def _shares(self, layers: int) -> tuple[float, float]:
-        """Return the shares of tokens that are computed before `narrow_at`, and from there on.
+        """Return the shares of tokens that are computed before `_narrow_at`, and from there on.
 
         Their mean over all layers is `recompute`, and their ratio `widen`. If the first layers compute everything, the
         others get the rest.
         """
-        mean, wide_layers = self._share, self._narrow_at(layers)
+        mean, wide_layers = self._share, _narrow_at(layers)
         if wide_layers >= layers:
             return mean, mean
         narrow_share = mean * layers / ((self.widen - 1) * wide_layers + layers)
@@ -143,7 +128,7 @@ class CacheTune(Passages):
             return []
         importance = [importance_of(piece) for piece in passages]
         # unranked passages use token order, which is not comparable between passages
-        together = self.across and self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
+        together = self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
         pools = [np.concatenate(importance)] if together else importance
         share = self._shares(len(passages[0].reader.shape.layout.layers))[0]
         is_reused = np.concatenate([_least_important(pool, share) for pool in pools])
@@ -153,21 +138,25 @@ class CacheTune(Passages):
 
     def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
         """See `Passages`."""
-        return attention / max(mean, _SMALL) + self.floor
+        return attention / max(mean, _SMALL) + _FLOOR
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
-        """See `Passages`. The deviation is relative to the stored KV; keys and values count equally."""
-        keys, values = (
-            _distance(stored_tensor, computed_tensor)
-            for stored_tensor, computed_tensor in zip(stored, computed, strict=True)
-        )
-        return (keys + values).sqrt()
+        """See `Passages`."""
+        return kv_deviation(stored, computed)
 
 
 _LONGEST_QUESTION = 32
 _NARROW_AT = 6
 """On 16 questions of HotpotQA SmolLM2 (30 layers) loses 0.131 nats with 6, 0.166 with 3, 0.137 with 10."""
+_FLOOR = 1.0
+"""Weight of a token that the query probe does not attend to, where mean attention adds 1. It is not 0, since what the
+probe asks for may depend on such tokens."""
 _SMALL = 1e-30
+
+
+def _narrow_at(layers: int) -> int:
+    """Return the first layer that computes fewer tokens."""
+    return min(_NARROW_AT, max(1, 3 * layers // 8))
 
 
 def _least_important(importance: np.ndarray, share: float) -> np.ndarray:
@@ -175,17 +164,3 @@ def _least_important(importance: np.ndarray, share: float) -> np.ndarray:
     is_least = np.ones(len(importance), bool)
     is_least[np.argsort(-importance, kind="stable")[: count_of(share, len(importance))]] = False
     return is_least
-
-
-def _distance(stored: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-    """Return the squared distance relative to the squared norm of the stored tensor, over all heads.
-
-    Args:
-        stored: `[batch, heads, n, dim]`.
-        computed: `[batch, heads, n, dim]`.
-
-    Returns:
-        float32 `[batch, n]`.
-    """
-    wide = stored.float()
-    return (computed.float() - wide).square().sum((1, 3)) / wide.square().sum((1, 3)).clamp_min(_SMALL)

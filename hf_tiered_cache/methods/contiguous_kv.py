@@ -9,8 +9,7 @@ from ..errors import ConfigError, unknown_name, with_type
 from ..selection.selector import Selector, budgeted_tokens
 from ..selection.selectors import TopChunks
 from ..store.geometry import Geometry, KeyIndex
-from .base import is_count, is_number
-from .budget import DEFAULT_BUDGET, BudgetMethod, check_share
+from .base import DEFAULT_BUDGET, BudgetMethod, check_share, is_count, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,8 @@ class ContiguousKV(BudgetMethod):
         subperiod: Number of layers with KV in one block, which are loaded together (Section 5.1). The paper's is 4.
             None takes the largest divisor of the period, at most 4.
         identify: Keys that the selection is made from. "keys": all keys of a period's first layer, read when needed, as
-            in the paper. "probe_heads": keys of the first `probe_heads` KV heads. "index": all keys of that layer in
-            int8 (ours), built by `precompute` or at the first request, kept as a sidecar, and in memory once read
-            (`KVStore(index_memory=...)`).
-        probe_heads: Number of KV heads for `identify="probe_heads"`.
+            in the paper. "index": all keys of that layer in int8 (ours), built by `precompute` or at the first request,
+            kept as a sidecar, and in memory once read (`KVStore(index_memory=...)`).
         solo_layers: Number of leading layers that each select for themselves, with their own blocks, before the periods
             begin. The paper's is 0.
         reselect: Whether each decoded token reselects by its own queries (ours). False is the paper's: the answer
@@ -55,10 +52,6 @@ class ContiguousKV(BudgetMethod):
             replace it. A smaller gain is not worth the blocks to read. Ours is 0.05; 0 replaces it always.
         queries: Number of trailing new tokens of the prompt that select. Ours is 8, which takes less time; 0 is the
             paper's: all.
-        ahead: Number of layers between a selection for the prompt and the hidden states that its queries are predicted
-            from, so that blocks are prefetched while these layers run. Requires `identify="index"`. 0 is the paper's: a
-            layer selects by its own queries, and waits for the blocks. (Ours; the idea is InfiniGen's, Lee et al., OSDI
-            2024.)
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -68,13 +61,11 @@ class ContiguousKV(BudgetMethod):
     reorder: bool = True
     period: int = 1
     subperiod: int | None = None
-    identify: Literal["index", "keys", "probe_heads"] = "index"
-    probe_heads: int = 1
+    identify: Literal["index", "keys"] = "index"
     solo_layers: int = 0
     reselect: bool = True
     gain: float = 0.05
     queries: int = 8
-    ahead: int = 0
 
     policy = "attention"
     reorder_every = 1
@@ -82,23 +73,18 @@ class ContiguousKV(BudgetMethod):
     def __post_init__(self) -> None:
         if self.mass is not None:
             check_share("mass", "the attention", self.mass)
-        sources = ("index", "keys", "probe_heads")
-        if self.identify not in sources:
-            raise ConfigError(unknown_name("value of identify", self.identify, sources))
+        if self.identify not in ("index", "keys"):
+            raise ConfigError(unknown_name("value of identify", self.identify, ["index", "keys"]))
         if not is_number(self.gain) or not 0 <= self.gain < 1:
             raise ConfigError(
                 "gain must be a share of a token's attention, a float of at least 0 and below 1, "
                 f"not {with_type(self.gain)}"
             )
-        for name, unit, meaning_of_zero in (("queries", "tokens", "all"), ("ahead", "layers", "none")):
-            value = getattr(self, name)
-            if not is_count(value):
-                raise ConfigError(
-                    f"{name} must be a number of {unit}, an int, or 0 for {meaning_of_zero}, not {with_type(value)}"
-                )
-        if self.per_head and self.identify == "probe_heads":
-            raise ConfigError("probe heads select for all heads; also pass per_head=False")
-        copies = KeyIndex(self.period, self._heads)  # also validates both
+        if not is_count(self.queries):
+            raise ConfigError(
+                f"queries must be a number of tokens, an int, or 0 for all, not {with_type(self.queries)}"
+            )
+        copies = KeyIndex(self.period, None)  # also validates the period
         index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
         geometry = Geometry(self.chunk_tokens, self._subperiod, heads, index=index, solo_layers=self.solo_layers)
         object.__setattr__(self, "geometry", geometry)
@@ -109,7 +95,7 @@ class ContiguousKV(BudgetMethod):
         """Return the paper's settings: one selection per 8 layers, by all keys of the first, for prompt and answer."""
         published: dict[str, Any] = {
             "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "subperiod": 4, "identify": "keys",
-            "solo_layers": 0, "reselect": False, "queries": 0, "ahead": 0,
+            "solo_layers": 0, "reselect": False, "queries": 0,
         }  # fmt: skip
         return cls(budget, **(published | settings))
 
@@ -118,10 +104,6 @@ class ContiguousKV(BudgetMethod):
         if self.subperiod is not None:
             return self.subperiod
         return max(size for size in (1, 2, 3, 4) if self.period % size == 0)
-
-    @property
-    def _heads(self) -> int | None:
-        return self.probe_heads if self.identify == "probe_heads" else None
 
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, self.chunk_tokens)
@@ -137,14 +119,4 @@ class ContiguousKV(BudgetMethod):
 
     def selector(self) -> Selector:
         resident = self.identify == "index"
-        return TopChunks(
-            self.period,
-            self.solo_layers,
-            self._heads,
-            resident,
-            self.queries,
-            self.mass,
-            self.gain,
-            self.per_head,
-            ahead=self.ahead if resident else 0,
-        )
+        return TopChunks(self.period, self.solo_layers, resident, self.queries, self.mass, self.gain, self.per_head)

@@ -1,10 +1,69 @@
-"""Exact reuse: the longest stored prefix is restored, the rest computed."""
+"""Exact reuse: the longest stored prefix is restored, the rest computed. `PrefixMethod` is also the base of `Krul`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
-from .prefix import PrefixMethod
+from ..errors import ConfigError, with_type
+from ..restore.plan import PlanContext, Positions
+from ..store.codecs import make_codec
+from ..store.geometry import Geometry
+from .base import Method, is_number
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixMethod(Method):
+    """Base of methods that restore a whole prefix or recompute its first tokens meanwhile, whatever is faster.
+
+    Args:
+        recompute: Share of a stored prefix that is recomputed while the rest is loaded, or "auto" for the fastest share
+            that was measured.
+    """
+
+    recompute: float | Literal["auto"] = "auto"
+
+    decline = True
+    """True if a prompt is computed if restoring it was measured to be slower."""
+
+    calibrates = False
+    """True if the first cache measures the costs of restoring and computing, if the store has none."""
+
+    flat_front = False
+    """True if the recomputed prefix is equally long in all layers, instead of shorter in later layers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share = self.recompute
+        if share == "auto":
+            return
+        if not is_number(share) or not 0 <= share <= 1:
+            raise ConfigError(
+                f'recompute must be a share of the prefix, a float between 0 and 1, or "auto", not {with_type(share)}'
+            )
+
+    def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
+        """See `Method`. The cost model adds the recomputed prefix."""
+        return context.suffix_positions()
+
+    def with_likely_front(self, share: Callable[[], float]) -> Self:
+        """Return this method with one layer per block if a prefix is likely to be recomputed while the rest is loaded.
+
+        A layer waits for the blocks of all layers that share them. With few layers, this costs much of the overlap.
+        A geometry of the user's own is kept.
+
+        Args:
+            share: Function that returns the fastest recompute share that was measured; 0 without a calibration.
+        """
+        codec = self.geometry.codec
+        if self.geometry != Geometry(codec=codec) or not make_codec(codec).lossless:
+            return self
+        fixed = 0.0 if self.recompute == "auto" else self.recompute
+        return replace(self, geometry=replace(self.geometry, layers_per_block=1)) if fixed or share() else self
 
 
 @dataclass(frozen=True, kw_only=True)

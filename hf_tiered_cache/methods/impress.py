@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..selection.selector import Selector, budgeted_tokens
 from ..selection.selectors import ProbeHeads
 from ..store.geometry import Geometry
-from .budget import BudgetMethod
+from .base import BudgetMethod
 
 
 @dataclass(frozen=True, kw_only=True)

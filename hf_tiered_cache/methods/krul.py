@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from ..conversations.acceptance import (
+from ..conversations.distances import AttentionDistances
+from ..conversations.sharing import (
+    I_R_SHARE,
     LEAST_TOKENS,
     MARGIN,
     MOST_CHANGE,
@@ -18,10 +21,12 @@ from ..conversations.acceptance import (
     Pairs,
     Replay,
     accepted_pairs,
+    calibrated_gamma,
+    merge_changes,
+    nearest_pairs,
+    share_layers,
+    target_pairs,
 )
-from ..conversations.changes import merge_changes
-from ..conversations.distances import AttentionDistances, Later
-from ..conversations.sharing import I_R_SHARE, calibrated_gamma, nearest_pairs, share_layers, target_pairs
 from ..errors import ConfigError, unknown_name, with_type
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
@@ -31,13 +36,88 @@ from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.relayout import merge_segments, tokens_of
 from ..store.shape import SegmentShape
 from .base import is_number
-from .conversation import ForConversation, IdleConversation
-from .prefix import PrefixMethod
+from .exact import PrefixMethod
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from ..conversations.distances import LayerDistances
+    from ..store.disk import SegmentStore
+    from ..store.relayout import Admit, BlocksOf
+    from ..store.segment import SegmentReader
+
 logger = logging.getLogger("hf_tiered_cache")
+
+
+@dataclass(eq=False)
+class MergeDecision:
+    """Decision about the layers of a conversation that share KV.
+
+    Args:
+        text: Decision and its reason; "" if there was nothing to decide.
+        refused_tokens: Number of tokens at which a replay last refused pairs, in this turn or an earlier one; 0 if none
+            did.
+    """
+
+    text: str = ""
+    refused_tokens: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class IdleConversation:
+    """Conversation that is being suspended, with the information needed to compact it.
+
+    Args:
+        disk: Store of its segments.
+        readers: Readers of its segments, in order.
+        blocks_of: Function that returns the blocks of a segment, from memory if they are there.
+        admit: Function that puts blocks into memory.
+        front: Function that returns the share of the conversation to recompute when it is restored. Its argument is the
+            size of the stored KV, as a share of the unmerged size.
+        attention: Distances between the layers' attention; None if it was not observed.
+        initial_recent: `LayerDistances.initial_recent` of conversations of this model, including this one.
+        replay: Replay of the last tokens over changed KV; None if they cannot be replayed.
+        decision: Takes the decision about shared layers.
+    """
+
+    disk: SegmentStore
+    readers: Sequence[SegmentReader]
+    blocks_of: BlocksOf
+    admit: Admit
+    front: Callable[[float], float]
+    attention: LayerDistances | None = None
+    initial_recent: Sequence[np.ndarray] = ()
+    replay: Replay | None = None
+    decision: MergeDecision = field(default_factory=MergeDecision)
+
+
+class ForConversation(ABC):
+    """Interface of a method that compacts the conversation of a cache: `class Krul(PrefixMethod, ForConversation)`."""
+
+    @abstractmethod
+    def for_conversation(self, name: str) -> Self:
+        """Return this method for one conversation. If its KV must not be shared, the provenance names the conversation.
+
+        Args:
+            name: Name of the conversation, 32 hexadecimal digits (see `conversation_name`).
+        """
+
+    @abstractmethod
+    def compact(self, idle: IdleConversation) -> str | None:
+        """Write the last segments of a suspended conversation as one segment, in the form that is to be restored.
+
+        As few segments as possible are rewritten: each turn appends one. The old segments are kept, since the process
+        may be killed at any moment.
+
+        Returns:
+            Id of the new segment, which replaces those that begin at its position or after it. None if the old ones
+            remain as they are.
+        """
+
+    @abstractmethod
+    def observer(self) -> AttentionDistances | None:
+        """Return an observer of the queries of a cache's passes, for the lifetime of the cache, or None."""
+
 
 _NO_REPLAY = "the cache does not hold its last tokens and the KV before them"
 
@@ -123,8 +203,8 @@ class Krul(PrefixMethod, ForConversation):
     def usable_hashes(self, shape: SegmentShape) -> int:
         return shape.tokens // HASH_TOKENS
 
-    def observer(self, later: Later | None) -> AttentionDistances | None:
-        return AttentionDistances(later=later) if self.layers_shared and self.pairs_by == "attention" else None
+    def observer(self) -> AttentionDistances | None:
+        return AttentionDistances() if self.layers_shared and self.pairs_by == "attention" else None
 
     def compact(self, idle: IdleConversation) -> str | None:
         if not self.conversation:

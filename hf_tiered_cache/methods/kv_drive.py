@@ -7,12 +7,11 @@ from typing import Any
 
 from ..errors import ConfigError, unknown_name, with_type
 from ..selection import DECODE_INDEXES
+from ..selection.held import WINDOW_POLICIES
 from ..selection.selector import Selector
 from ..selection.window import ByIndex
-from ..selection.window_slots import WINDOW_POLICIES
 from ..store.geometry import HASH_TOKENS, Geometry
-from .base import is_number
-from .budget import BudgetMethod
+from .base import BudgetMethod, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

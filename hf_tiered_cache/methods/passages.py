@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,10 +39,9 @@ class Passages(Method):
     Args:
         ranking: Ranking of a passage's tokens, for methods that use one: "context" (ours: by how far their KV moves if
             text precedes them, for which each passage is computed with and without such text), "low_frequency" (the
-            paper's), "high_frequency" or "random" (its baselines). The KV is the same for all rankings, and found by
-            all. Passages without the requested ranking use the order in which their tokens were stored.
-        alpha: Share of the frequencies that are low, for the frequency rankings (CacheTune, Section 4.1).
-        check_layer: First layer that computes only the selected tokens, 0 or 1. Layers before it compute all.
+            paper's) or "random". The KV is the same for all rankings, and found by all. Passages without the requested
+            ranking use the order in which their tokens were stored.
+        alpha: Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1).
         lead: Number of tokens that precede a passage while its KV is computed, and are then dropped: the model's first
             token, followed by a text that belongs to no document. In a prompt, a passage follows other text, and KV
             computed at the beginning of all text is far from that. 1 is the first token alone, so that no token of the
@@ -53,8 +52,10 @@ class Passages(Method):
     geometry: Geometry = field(default=Geometry(16, 1))
     ranking: Ranking = "context"
     alpha: float = 0.5
-    check_layer: Literal[0, 1] = 0
     lead: int = 256
+
+    check_layer = 0
+    """First layer that computes only the selected tokens. Layers before it compute all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,8 +67,6 @@ class Passages(Method):
             raise ConfigError(
                 f"alpha must be a share of the frequencies, a float above 0 and at most 1, not {with_type(self.alpha)}"
             )
-        if self.check_layer not in (0, 1):
-            raise ConfigError(f"check_layer must be 0 or 1, not {with_type(self.check_layer)}")
 
     @cached_property
     def passages(self) -> str:

@@ -29,12 +29,13 @@ from ..layers import LayeredCache
 from ..methods import Passages
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, RankingScores
-from ..patches.attach import Attachment, attach
+from ..patches.attach import Attachment
 from ..restore.hashes import History
 from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.writer import PendingSegment
+from .precompute import run
 
 TEXT = (
     "The following text has been taken from a larger collection of documents, articles and notes. Each of them was "
@@ -254,9 +255,7 @@ class PassageCache(StoredCache):
         """Compute passages, int `[rows, tokens]`, and queue them for storing, or keep them in `passage.computed`."""
         self.passage.write_lead(passages.shape[1])
         ids = torch.cat([self.passage.lead.expand(len(passages), -1), passages], dim=1)  # [rows, lead and tokens]
-        with torch.no_grad():
-            device = attach(self.model).devices[0]  # `model.device` is `meta` if it is offloaded
-            self.model(input_ids=ids.to(device), past_key_values=self, use_cache=True, logits_to_keep=1)
+        run(self, ids)
         self.store_now()
 
 

@@ -114,10 +114,7 @@ def precompute(
 
 def _index(storage: Storage, model: torch.nn.Module, method: Method, prompt: torch.Tensor, tag: str) -> None:
     """Make and store the index of a stored prompt that a method selects by. It serves any question after the prompt."""
-    cache = StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag))
-    ids = torch.cat([prompt, prompt[-1:]]).unsqueeze(0).to(attach(cache.model).devices[0])  # [1, tokens + 1]
-    with torch.no_grad():
-        cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    run(StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag)), torch.cat([prompt, prompt[-1:]]))
 
 
 def fill(
@@ -138,15 +135,21 @@ def fill(
         chunk_tokens: number of tokens per pass; None for one pass.
         on_progress: function called after each pass with its number of tokens.
     """
-    ids = prompt.unsqueeze(0).to(attach(cache.model).devices[0])  # [1, tokens]; `model.device` is `meta` if offloaded
-    with torch.no_grad():
-        for chunk in ids.split(chunk_tokens or len(prompt), dim=1):
-            cache.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            on_progress(chunk.shape[1])
+    for chunk in prompt.split(chunk_tokens or len(prompt)):
+        run(cache, chunk)
+        on_progress(len(chunk))
     segments = cache.store_now()
     if pin:
         storage.writer.flush()
         storage.disk.pin(segments)
+
+
+@torch.no_grad()
+def run(cache: StoredCache, ids: torch.Tensor) -> torch.Tensor:
+    """Run tokens, int `[tokens]` or `[rows, tokens]`, after those of a cache. Return last logits, `[rows, 1, n]`."""
+    device = attach(cache.model).devices[0]  # `model.device` is `meta` if it is offloaded
+    ids = torch.atleast_2d(ids).to(device)
+    return cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
 
 
 def _chunk_tokens(cache: StoredCache) -> int | None:

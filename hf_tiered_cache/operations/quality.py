@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from ..identity import Fingerprinter
 from ..methods import BudgetMethod, Exact, Method, describe_method, make_method
 from ..patches.attach import attach
-from .precompute import as_prompts, precompute
+from .precompute import as_prompts, precompute, run
 
 METHODS = ("contiguous_kv", "contiguous_kv:codec=int8")
 """Methods that are measured by default."""
@@ -139,17 +139,14 @@ def _answers(
     on_answer: Callable[[], object],
 ) -> Iterator[_Answer]:
     """Yield the predictions of one method after all questions of all texts."""
-    device = attach(model).devices[0]
     with scratch(method) as storage:
         for ids in prompts:
             prefix = len(ids) - questions * QUESTION_TOKENS
             precompute(storage, model, [ids[:prefix]], method=method, progress=False, pin=False, label="", tag="")
             for number in range(1, questions + 1):
                 cache = StoredCache.over(model, storage, method, CacheOptions(record=False))
-                row = ids[None, : prefix + number * QUESTION_TOKENS].to(device)  # [1, tokens]
                 started = time.perf_counter()
-                with torch.no_grad():
-                    logits = cache.model(input_ids=row, past_key_values=cache, use_cache=True, logits_to_keep=1)[0]
+                logits = run(cache, ids[: prefix + number * QUESTION_TOKENS])
                 log_probs = logits[0, -1].float().log_softmax(-1).cpu()
                 seconds, stats = time.perf_counter() - started, cache.stats
                 kv = max(1, stats.tokens_restored) * _token_bytes(storage)

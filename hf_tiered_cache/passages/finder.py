@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
 from ..store.format import is_behind_text
 from ..store.geometry import HASH_TOKENS
+from ..store.index import Index
 from ..store.segment import SegmentReader
 from .ranking import RankingScores
 
@@ -41,14 +42,6 @@ class Seeds(NamedTuple):
     part: np.ndarray
     """Index of the matching prefix hash within the passage."""
     rows: list[SegmentRow]
-
-
-class PassageCatalogue(Protocol):
-    """Catalogue interface for stored passages (see `Index`)."""
-
-    def passages_since(self, number: int) -> tuple[Hashable, list[tuple[int, str, bytes]]]: ...
-
-    def live(self, ids: Sequence[str]) -> list[SegmentRow] | None: ...
 
 
 class _Run:
@@ -86,7 +79,7 @@ class PassageIndex:
         catalogue: Catalogue of the stored passages.
     """
 
-    def __init__(self, catalogue: PassageCatalogue) -> None:
+    def __init__(self, catalogue: Index) -> None:
         self._catalogue = catalogue
         self._lock = threading.Lock()
         self._generation: Hashable = None

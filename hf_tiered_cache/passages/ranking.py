@@ -16,10 +16,9 @@ import torch
 from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
 
-Ranking = Literal["low_frequency", "high_frequency", "random", "context"]
-RANKINGS: tuple[Ranking, ...] = ("low_frequency", "high_frequency", "random", "context")
-"""Rankings: the paper's, its baselines, and ours (`context`): how much a token's KV changes when other text precedes
-it."""
+Ranking = Literal["low_frequency", "random", "context"]
+RANKINGS: tuple[Ranking, ...] = ("low_frequency", "random", "context")
+"""Rankings: the paper's, a baseline, and ours (`context`): how much a token's KV changes after other text."""
 
 RANKED_IN_CONTEXT = ("context",)
 """Rankings that compute a passage once more, after other text. Their scores are comparable between passages."""
@@ -28,33 +27,39 @@ KV = tuple[torch.Tensor, torch.Tensor]
 """Keys before rotation, and values, of one layer: `[heads, tokens, dim]`."""
 
 
-def band_energy(tensor: torch.Tensor, alpha: float, low: bool = True) -> torch.Tensor:
-    """Return the norm of each token, over all heads, after a low-pass or high-pass filter along the tokens.
+def low_frequency_energy(tensor: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Return the norm of each token, over all heads, after a low-pass filter along the tokens.
 
     Args:
         tensor: `[heads, tokens, dim]`, keys before rotation or values.
         alpha: Share of the frequencies that are low.
-        low: Whether to keep the low frequencies; otherwise the high ones.
 
     Returns:
         float32 `[tokens]`.
     """
     tokens = tensor.shape[1]
     spectrum = torch.fft.rfft(tensor.float(), dim=1)  # [heads, tokens // 2 + 1, dim]
-    cut = int(alpha * spectrum.shape[1])
-    spectrum[:, slice(cut, None) if low else slice(0, cut)] = 0
+    spectrum[:, int(alpha * spectrum.shape[1]) :] = 0
     filtered = torch.fft.irfft(spectrum, n=tokens, dim=1)
     return filtered.square().sum((0, 2)).sqrt_()
 
 
-def kv_deviation(kv: KV, kv_in_context: KV) -> torch.Tensor:
-    """Return how much each token's keys and values change in context, relative to their norms: float32 `[tokens]`."""
-    deviation = torch.zeros(kv[0].shape[1])
-    for tensor, tensor_in_context in zip(kv, kv_in_context, strict=True):
-        float_tensor = tensor.float()
-        squared_norm = float_tensor.square().sum((0, 2)).clamp_min(1e-30)
-        deviation += (float_tensor - tensor_in_context.float()).square().sum((0, 2)) / squared_norm
-    return deviation.sqrt_()
+def kv_deviation(stored: KV, computed: KV) -> torch.Tensor:
+    """Return how far each token's computed KV is from the stored KV, relative to it; keys and values count equally.
+
+    Args:
+        stored: Keys and values, `[..., heads, tokens, dim]` each.
+        computed: The same tokens' keys and values with another context.
+
+    Returns:
+        float32 `[..., tokens]`.
+    """
+    squares = []
+    for stored_tensor, computed_tensor in zip(stored, computed, strict=True):
+        wide = stored_tensor.float()
+        squared_norm = wide.square().sum((-3, -1)).clamp_min(1e-30)
+        squares.append((computed_tensor.float() - wide).square().sum((-3, -1)) / squared_norm)
+    return (squares[0] + squares[1]).sqrt_()
 
 
 def rank_tokens(
@@ -65,7 +70,7 @@ def rank_tokens(
     Args:
         layers: KV of the passage computed alone, for each layer.
         ranking: One of `RANKINGS`.
-        alpha: See `band_energy`.
+        alpha: See `low_frequency_energy`.
         kv_in_context: KV of the passage computed after other text, for each layer; for `RANKED_IN_CONTEXT`.
 
     Returns:
@@ -79,7 +84,7 @@ def rank_tokens(
         if ranking == "context":
             score = kv_deviation(pair, next(context_layers))
         else:
-            keys, values = (band_energy(tensor, alpha, ranking == "low_frequency") for tensor in pair)
+            keys, values = (low_frequency_energy(tensor, alpha) for tensor in pair)
             energy = keys + values
             score = energy / energy.sum().clamp_min(1e-30)
         scores.append(score.double())

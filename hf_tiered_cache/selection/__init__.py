@@ -5,8 +5,7 @@ from __future__ import annotations
 from inspect import isabstract
 
 from ..plugins import Registry
-from .boxes import ClusterBoxIndex, PageBoundsIndex
-from .clusters import ClusterIndex
+from .clusters import ClusterBoxIndex, ClusterIndex
 from .decode_index import DecodeIndex
 
 
@@ -20,7 +19,7 @@ def _fault(name: str, part: object) -> str:
 DECODE_INDEXES: Registry[type[DecodeIndex]] = Registry(
     "index",
     "hf_tiered_cache.indexes",
-    {"clusters": ClusterIndex, "cluster_boxes": ClusterBoxIndex, "page_bounds": PageBoundsIndex},
+    {"clusters": ClusterIndex, "cluster_boxes": ClusterBoxIndex},
     _fault,
 )
 """Index types by name, those of plug-ins included."""

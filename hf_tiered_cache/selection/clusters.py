@@ -33,6 +33,7 @@ from .decode_index import (
     DecodeIndex,
     best_first,
     best_named,
+    cut_in_chunks,
     head_slices,
     joined,
     log_attention,
@@ -205,6 +206,46 @@ class ClusterIndex(DecodeIndex):
     def _comparison_query(cls, query: torch.Tensor) -> torch.Tensor:
         """Return the query as it is multiplied with centroids and representatives."""
         return query
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterBoxIndex(ClusterIndex):
+    """Index of clusters of boxes (ours), for keys that a mean hides.
+
+    The mean of a chunk of eight keys says little about a single key that matches a query. The bounds of each channel
+    (Quest, Tang et al. 2024) show such a key, but overestimate it: no key reaches the bounds of all channels at once. A
+    score between the two is better than both: the product with the center of the box, plus a share, `spread`, of what
+    the extent of the box can add to it. A spread of 1 is Quest's bound. Clusters are formed from the centers. Each
+    cluster has a box around the boxes of its chunks. These boxes fit their chunks less closely, so they use half the
+    spread and only preselect candidates: the chunks of the best clusters, four times as many as are selected. The best
+    of these by their own boxes are selected.
+
+    Centroids and representatives have twice the key dimension: one half for the query, one for its absolute values.
+    """
+
+    candidates: ClassVar[int] = 4
+
+    @classmethod
+    def build(cls, keys: torch.Tensor, chunk_tokens: int, spread: float = 0.5) -> Self:
+        clusters, dtype = num_clusters(keys.shape[1], chunk_tokens), ranking_dtype(keys.dtype)
+        parts = []
+        for heads in head_slices(keys):
+            chunked_keys = cut_in_chunks(keys[heads], chunk_tokens)
+            upper, lower = chunked_keys.amax(2).float(), chunked_keys.amin(2).float()  # [heads, chunks, dim]
+            middles, extents = (upper + lower) / 2, (upper - lower) / 2
+            centroids, cluster_of = segmented_kmeans(middles, clusters)
+            cluster_index = cluster_of[..., None].expand_as(middles)
+            upper = centroids.scatter_reduce(1, cluster_index, upper, "amax")  # a box includes its centroid
+            lower = centroids.scatter_reduce(1, cluster_index, lower, "amin")
+            inner = torch.lerp(centroids, (upper + lower) / 2, spread / 2)
+            boxes = torch.cat([inner, (upper - lower) * (spread / 4)], -1)
+            chunk_boxes = torch.cat([middles, extents * spread], -1)
+            parts.append((boxes.to(dtype), cluster_of, chunk_boxes.to(dtype)))
+        return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    @classmethod
+    def _comparison_query(cls, query: torch.Tensor) -> torch.Tensor:
+        return torch.cat([query, query.abs()], -1)
 
 
 def _joined_clusters(indexes: Sequence[ClusterIndex]) -> tuple[torch.Tensor, torch.Tensor]:

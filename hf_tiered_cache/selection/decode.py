@@ -28,8 +28,7 @@ from ..stats import StatsCollector
 from ..store.memory import to_device
 from ..tiers.residency import Residency
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
-from .held import HeldChunks
-from .window_slots import Fetches, Moves, Window
+from .held import Fetches, HeldChunks, Moves, Window
 
 _ROUNDS = 3
 """Number of passes measured per size; the median counts."""

@@ -340,8 +340,3 @@ def _is_whole(piece: SegmentSlice) -> bool:
 def _whole(piece: SegmentSlice) -> SegmentSlice:
     """Return the slice of all tokens of a segment."""
     return replace(piece, first=0, count=piece.reader.shape.tokens, at=0)
-
-
-def rotate_nothing(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
-    """Raise AssertionError. Used where all indexes exist already, so no keys need to be rotated."""
-    raise AssertionError("a layer that holds selected chunks has no index")

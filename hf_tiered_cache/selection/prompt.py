@@ -1,7 +1,6 @@
 """Restore within a budget: a period's tokens are selected when its first layer has its queries.
 
-Before that, the keys that the selection scores are prefetched. Alternatively, the selection itself is made ahead, from
-queries predicted some layers before: its blocks are then fetched while these layers run.
+Before that, the keys that the selection scores are prefetched.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,19 +22,15 @@ from ..store.geometry import in_groups
 from ..store.memory import to_host
 from ..store.segment import SegmentReader
 from ..tiers.scores import TokenImportance
-from .attention_notes import attention_of, note_importance
 from .decode import DecodeSelector
 from .decode_index import rank
-from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
+from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, attention_of, note_importance
 from .held import HeldChunks
-from .indexes import IndexSidecars, RowIndexes, rotate_nothing
+from .indexes import IndexSidecars, RowIndexes
 from .selector import SelectionInput, Selector, check_mass, check_selection
 from .selectors import TokenDecodeSelector
 from .streamed import WarmUp
 from .window import ByIndex, WindowDecodeSelector
-
-if TYPE_CHECKING:
-    from ..patches.lookahead import LookAhead, PredictedQuery
 
 Prefetched = Literal["period", "keys"]
 """Kinds of prefetched blocks.
@@ -95,8 +90,6 @@ class SelectiveRestore:
         self._indexes: RowIndexes | None = None
         self.index_fits = True
         """True if memory has room for the indexes used; otherwise the next request reads them again."""
-        self.look_ahead: LookAhead | None = None
-        """Prediction of queries, from which selections are made ahead; None to select by a layer's own queries."""
         self._warm_up: WarmUp | None = None
         if selector.index is not None:
             self._indexes = RowIndexes(*selector.index, fetcher, self._selecting, sidecars)
@@ -116,8 +109,8 @@ class SelectiveRestore:
 
         Args:
             layer: Index of a layer with full attention.
-            query: `[batch, heads, computed, dim]`, rotated. Not used if predicted.
-            own_keys: `[batch, kv_heads, computed, dim]`, rotated. Not used if predicted.
+            query: `[batch, heads, computed, dim]`, rotated.
+            own_keys: `[batch, kv_heads, computed, dim]`, rotated.
             rotate_: Rotates stored keys.
             scaling: Scale of the logits; None for dim ** -0.5.
 
@@ -128,7 +121,6 @@ class SelectiveRestore:
             RestoreError: A block did not arrive.
         """
         number = self._period_of[layer]
-        query, own_keys = self._to_choose_by(layer, query, own_keys)
         if number not in self._selected:
             self._choose(number, query, own_keys, rotate_, scaling)
         elif self._tables[number].begins_at(layer):
@@ -138,7 +130,7 @@ class SelectiveRestore:
         return counts
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
-        """Wait for the selected tokens of a layer, copy them, and select for the layers predicted from it.
+        """Wait for the selected tokens of a layer, and copy them.
 
         Args:
             layer: Index of a layer with full attention.
@@ -164,10 +156,6 @@ class SelectiveRestore:
         table.finish(layer)
         if layer == self._periods[-1][-1]:
             self._end()
-        if (look_ahead := self.look_ahead) is not None:
-            for target in look_ahead.after(layer):
-                if (predicted := look_ahead.query(target)) is not None:
-                    self._prepare(target, predicted)
 
     def _queries_of(self, place: int, query: torch.Tensor) -> torch.Tensor:
         """Return the queries that select for a row, `[heads, n, dim]`, of those of the batch."""
@@ -175,13 +163,6 @@ class SelectiveRestore:
         if self.plan.streamed[place]:
             count = min(count, self.observed)
         return query[self._rows[place].group.rows[0], :, -count:]
-
-    def _to_choose_by(
-        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys of the same tokens to select by: the predicted ones if there are any."""
-        predicted = None if self.look_ahead is None else self.look_ahead.query(layer)
-        return (query, own_keys) if predicted is None else (predicted.query, predicted.own_keys)
 
     def _end(self) -> None:
         """Write new indexes, merge the indexes for decoding, and start the warm-up. Call when all layers are filled."""
@@ -197,20 +178,6 @@ class SelectiveRestore:
         """Return the plan, with the number of tokens that each layer selected unless all equal the budgets."""
         selected = tuple(self._held.values())
         return self.plan if set(selected) <= {self.plan.budgets} else replace(self.plan, selected=selected)
-
-    def _prepare(self, layer: int, predicted: PredictedQuery) -> None:
-        """Select for a period from the queries predicted for its first layer, and start to fetch the selection.
-
-        This needs existing indexes: to build one, the layer's own pass must provide the rotation of its keys. Without
-        them, the keys are fetched, and the layer selects later from the same prediction.
-        """
-        number = self._period_of[layer]
-        if number in self._selected or layer != self._periods[number][0] or self._indexes is None:
-            return
-        if any(self._indexes.lacks(layer, place) for place in self._selecting):
-            self._fetch_keys(number, ahead=True)
-            return
-        self._choose(number, predicted.query, predicted.own_keys, rotate_nothing, predicted.scaling, ahead=True)
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """Return, for each group of rows, an empty tensor for the keys to index, or None.
@@ -253,8 +220,7 @@ class SelectiveRestore:
                 assert self._indexes is not None
                 self._decode_selector = WindowDecodeSelector(*common, self.selector, self._indexes)
             else:
-                selector = replace(self.selector, ahead=0)
-                self._decode_selector = TokenDecodeSelector(*common, selector, self._probe_keys, self._indexes)
+                self._decode_selector = TokenDecodeSelector(*common, self.selector, self._probe_keys, self._indexes)
         row_states: list[HeldChunks | None] = [None] * batch
         for place, (row, selected) in enumerate(zip(self._rows, self._selected[self._period_of[layer]], strict=True)):
             first = entries - self.plan.own_tokens[place] - selected.tokens.shape[1]
@@ -279,7 +245,6 @@ class SelectiveRestore:
         own_keys: torch.Tensor,
         rotate_: Rotate,
         scaling: float | None,
-        ahead: bool = False,
     ) -> None:
         """Select for a period, start to fetch its tokens, and prefetch for the next period."""
         if self._warm_up is not None and self._indexes is not None:
@@ -309,7 +274,7 @@ class SelectiveRestore:
         self._selected[number] = [chosen.get(place) or _all_tokens(row) for place, row in enumerate(self._rows)]
         if indexes is None:
             self._tables[number].finish_keys()
-        self._bring(number, self._periods[number], ahead=ahead)
+        self._bring(number, self._periods[number])
         streams_keys = any(self.plan.streamed) and indexes is not None
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
             self._fetch_keys(number + 1, ahead=True)
@@ -334,13 +299,12 @@ class SelectiveRestore:
                     ranked = rank(row_indexes, self._queries_of(place, query), scaling, count)
                     warm_up.note(row, layer, to_host(ranked)[0], size)
 
-    def _bring(self, number: int, layers: Sequence[int], ahead: bool = False) -> None:
+    def _bring(self, number: int, layers: Sequence[int]) -> None:
         """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need.
 
         Args:
             number: Number of the period.
             layers: Layers of the period, ascending.
-            ahead: Whether the first layer's blocks are fetched ahead of need, too.
         """
         table = self._tables[number]
         batches: dict[tuple[int, ...], list[Request]] = {}  # a layer waits only for its own batch
@@ -350,7 +314,7 @@ class SelectiveRestore:
         for batch_layers, requests in sorted(batches.items()):
             is_first = layers[0] in batch_layers
             if is_first or "period" in self._prefetches:
-                self.fetcher.bring(requests, ahead=ahead or not is_first)
+                self.fetcher.bring(requests, ahead=not is_first)
 
     # --- keys for scoring
 

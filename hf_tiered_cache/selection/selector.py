@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -230,13 +230,10 @@ class Selector(ABC):
     Args:
         period: Number of consecutive full-attention layers that share a selection, made at the first of them.
         solo_layers: Number of leading full-attention layers that each select for themselves, before the periods begin.
-        ahead: Number of full-attention layers between a selection for the prompt and the hidden states that its queries
-            are predicted from, so that its blocks arrive earlier. 0 disables prediction.
     """
 
     period: int = 1
     solo_layers: int = 0
-    ahead: int = field(default=0, kw_only=True)
 
     @property
     def per_head(self) -> bool:

@@ -15,13 +15,11 @@ import numpy as np
 import torch
 
 from ..store.memory import to_host
-from .all_keys import Int8KeysIndex, KeysIndex
 from .decode import Choice, DecodeSelector
-from .decode_index import DecodeIndex
-from .held import HeldChunks
+from .decode_index import DecodeIndex, Int8KeysIndex, KeysIndex
+from .held import HeldChunks, Window
 from .indexes import RowIndexes
 from .selector import Selection, SelectionInput, Selector, check_selection, tokens_of_mass, top_chunks
-from .window_slots import Window
 
 _LARGEST = 1 << 26
 """Maximum number of attention weights held at a time: 256 MiB of float32."""
@@ -139,7 +137,6 @@ class TopChunks(Selector):
     """Selector of the chunks with the most attention.
 
     Args:
-        heads: Number of KV heads whose attention counts, each with the query heads it serves; None for all.
         resident: Whether to use an index of the int8 keys of all heads, which stays in memory.
         queries: Number of trailing queries that select; 0 for all.
         mass: Share of the total attention to restored tokens that the chunks selected for a prompt must hold. No more
@@ -148,7 +145,6 @@ class TopChunks(Selector):
         per_head: Whether each KV head selects for itself; if not, one selection serves all.
     """
 
-    heads: int | None = None
     resident: bool = False
     queries: int = 0
     mass: float | None = None
@@ -159,15 +155,10 @@ class TopChunks(Selector):
     def index(self) -> tuple[type[DecodeIndex], int] | None:
         return (Int8KeysIndex, 1) if self.resident else None
 
-    @property
-    def probe_heads(self) -> int | None:
-        return self.heads
-
     def choose(self, request: SelectionInput) -> Selection:
-        keys = _all_keys(request.indexes(), request.query.dtype) if self.resident else request.keys(self.heads)
-        group_size = request.query.shape[0] // request.own_keys.shape[0]  # query heads of one kv head
-        query = request.query[: len(keys) * group_size, -self.queries :]
-        mass = head_mass(query, keys, request.own_keys[: len(keys)], request.scaling)  # [kv_heads, tokens]
+        keys = _all_keys(request.indexes(), request.query.dtype) if self.resident else request.keys(None)
+        query = request.query[:, -self.queries :]
+        mass = head_mass(query, keys, request.own_keys, request.scaling)  # [kv_heads, tokens]
         (token_mass,) = to_host(mass if self.per_head else mass.mean(0, keepdim=True))
         count = request.count
         if self.mass is not None:

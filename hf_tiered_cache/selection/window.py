@@ -15,10 +15,9 @@ from ..store.memory import to_host
 from .clusters import ClusterIndex
 from .decode import Choice, DecodeSelector
 from .decode_index import DecodeIndex, rank
-from .held import INDEXED_TOKENS, HeldChunks, append_offloaded
+from .held import INDEXED_TOKENS, HeldChunks, Window, append_offloaded
 from .indexes import RowIndexes
 from .selector import Selection, SelectionInput, Selector
-from .window_slots import Window
 
 _CANDIDATES = 1.25
 """Number of candidates that are ranked per selected chunk. The window's eviction uses their order."""
@@ -161,8 +160,8 @@ class WindowDecodeSelector(DecodeSelector):
         if (span := self.selector.span(self.prefixes[prefix].tokens, self.held[layer][prefix])) is None:
             return None
         inside = tokens[:, span.first : tokens.shape[1] - span.last : span.chunk_tokens]
-        capacities = [self.selector.capacity(span.chunks)] * len(tokens)
-        window = Window(span.chunks, capacities, span.candidates.stop, self.selector.eviction)
+        capacity = self.selector.capacity(span.chunks)
+        window = Window(span.chunks, len(tokens), capacity, span.candidates.stop, self.selector.eviction)
         window.commit(window.plan(inside // span.chunk_tokens))
         return HeldChunks(prefix, window, first + span.first, span.chunk_tokens)
 

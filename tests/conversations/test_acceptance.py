@@ -22,7 +22,7 @@ from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache import suspend
 from hf_tiered_cache.cache.suspend import CacheReplay
-from hf_tiered_cache.conversations.acceptance import MARGIN, REPLAYED_TOKENS, accepted_pairs
+from hf_tiered_cache.conversations.sharing import MARGIN, REPLAYED_TOKENS, accepted_pairs
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Krul, krul
 from hf_tiered_cache.store.conversations import ConversationRecord, conversation_name

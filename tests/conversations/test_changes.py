@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_tiered_cache.conversations.changes import SAMPLED_TOKENS, merge_changes
+from hf_tiered_cache.conversations.sharing import SAMPLED_TOKENS, merge_changes
 from hf_tiered_cache.store.codecs.pairs import Direction, merge_layers
 
 LAYERS = 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import weakref
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,14 +14,11 @@ import pytest
 import torch
 from conversing import Conversing
 from families import build, prompt
-from hypothesis import given
-from hypothesis import strategies as st
 from test_plans import Chosen
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.forward_pass import ForwardPass
-from hf_tiered_cache.conversations.attention_sums import AttentionSums, SampledWindow, SampledWindows
 from hf_tiered_cache.conversations.distances import AttentionDistances, SampledPass
 from hf_tiered_cache.identity import watch
 from hf_tiered_cache.methods import Exact
@@ -50,14 +46,14 @@ class Watched(Exact, Conversing):
 
     options: dict = field(default_factory=lambda: dict(ALL), hash=False)
 
-    def observer(self, later):
+    def observer(self):
         return AttentionDistances(**self.options)
 
 
 class Pyramid(Chosen, Conversing):
     """A plan with depth, watched."""
 
-    def observer(self, later):
+    def observer(self):
         return AttentionDistances(**ALL)
 
 
@@ -191,7 +187,7 @@ def test_rows_of_a_padded_batch_are_those_of_each_alone(model, store):
 @pytest.mark.parametrize("at_once", [1 << 7, 1 << 13])
 def test_blocks_of_any_size_give_the_same(at_once, model, store, monkeypatch):
     """From a head and a row at a time on."""
-    monkeypatch.setattr("hf_tiered_cache.conversations.attention_sums._LARGEST", at_once)
+    monkeypatch.setattr("hf_tiered_cache.conversations.distances._LARGEST", at_once)
     ids = prompt(60)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, ids)
@@ -207,16 +203,7 @@ def test_sampled_rows_are_spread_and_stand_for_the_others(model, store):
     result = observer_of(cache).result()
     rows = [*range(4, 400, 8), *range(404, 440, 8)]
     assert_same(result, direct(weights(model, ids[0, :440]), rows), len(rows))
-    assert float(observer_of(cache)._windows.total().sums.rows) == 440
-
-
-def test_layers_can_be_named(model, store):
-    ids = prompt(60)
-    cache = TieredCache(model, store, method=Watched(options=ALL | {"layers": (1, 3, 4)}))
-    step(model, cache, ids)
-    result = observer_of(cache).result()
-    assert result.layers == (1, 3, 4)
-    assert_same(result, direct(weights(model, ids[0], (1, 3, 4))), 60)
+    assert sum(int(sample.weights.sum()) for sample in observer_of(cache)._samples) == 440
 
 
 # --- what is undone
@@ -230,14 +217,11 @@ def test_columns_that_are_taken_back_do_not_count(model, store):
         step(model, cache, ids[:, token : token + 1])
     cache.crop(-4)
     result = observer_of(cache).result()
-    kept = result.rows
-    assert 60 <= kept <= 68
-    assert_same(result, direct(weights(model, ids[0, :68]), slice(kept)), kept)
+    assert_same(result, direct(weights(model, ids[0, :68])), 68)
     mixed = torch.cat([ids[:, :68], other[:, :4]], dim=1)
     for token in range(68, 72):
         step(model, cache, mixed[:, token : token + 1])
-    rows = [*range(kept), *range(68, 72)]
-    assert_same(observer_of(cache).result(), direct(weights(model, mixed[0]), rows), len(rows))
+    assert_same(observer_of(cache).result(), direct(weights(model, mixed[0])), 72)
 
 
 @pytest.mark.parametrize("left", [70, 37])
@@ -305,13 +289,10 @@ def test_a_restore_that_fails_is_counted_once(model, store):
         assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), slice(48, None)), TOKENS - 48)
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_rows_follow_beams(reduced, model, store):
+def test_rows_follow_beams(model, store):
     ids = prompt(70, rows=2)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, ids[:, :50])
-    if reduced:
-        observer_of(cache).result()
     step(model, cache, ids[:, 50:51])
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = ids[[1, 0]]
@@ -355,24 +336,17 @@ def test_beam_search_and_assistants_run_watched(model, store):
         assert result.missing == "" and 60 <= result.rows <= watched.get_seq_length()
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_forks_go_their_own_ways(reduced, model, store):
+def test_forks_go_their_own_ways(model, store):
     ids, other = prompt(70), prompt(70, seed=8)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, ids[:, :50])
-    if reduced:
-        observer_of(cache).result()
     twin = cache.fork()
     mixed = torch.cat([ids[:, :40], other[:, :20]], dim=1)
     twin.crop(-10)
     step(model, twin, mixed[:, 40:])
     step(model, cache, ids[:, 50:])
     assert_same(observer_of(cache).result(), direct(weights(model, ids[0])), 70)
-    result = observer_of(twin).result()
-    lost = 60 - result.rows  # stretches of 8 rows, where they were added up before
-    assert lost == 0 or (reduced and lost <= 16)
-    rows = [*range(40 - lost), *range(40, 60)]
-    assert_same(result, direct(weights(model, mixed[0]), rows), 60 - lost)
+    assert_same(observer_of(twin).result(), direct(weights(model, mixed[0])), 60)
 
 
 def test_a_cache_that_starts_over_counts_anew(model, store):
@@ -385,125 +359,24 @@ def test_a_cache_that_starts_over_counts_anew(model, store):
     assert_same(observer_of(cache).result(), direct(weights(model, other[0])), 50)
 
 
-# --- somebody who reduces prompts behind the requests
-
-
-class Queue:
-    """Runs what it is given when it is told to."""
-
-    def __init__(self):
-        self.actions = []
-
-    def __call__(self, action):
-        self.actions.append(action)
-
-    def run(self):
-        for action in self.actions:
-            action()
-        self.actions.clear()
-
-
-def test_keys_of_a_prompt_are_those_of_its_pass_whatever_comes_since(model, store):
+def test_rows_count_whatever_happens_to_buffers_since(model, store):
     """Buffers have grown, lost columns to other tokens, and changed rows."""
-    ids, other, queue = prompt(300, rows=2), prompt(300, seed=10, rows=2), Queue()
-    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
+    ids, other = prompt(300, rows=2), prompt(300, seed=10, rows=2)
+    cache = TieredCache(model, store, method=Watched())
     step(model, cache, ids[:, :100])
-    assert len(queue.actions) == 1
     step(model, cache, ids[:, 100:250])  # more than the first buffers have room for
     cache.crop(-200)
     mixed = torch.cat([ids[:, :50], other[:, :60]], dim=1)
     step(model, cache, mixed[:, 50:])
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert not len(observer_of(cache)._windows)
-    queue.run()
-    assert len(observer_of(cache)._windows) and not observer_of(cache)._pending
     for row in (0, 1):
         result = observer_of(cache).result(row)
         assert result.rows == 110
         assert_same(result, direct(weights(model, mixed[1 - row])), 110)
 
 
-def test_a_thread_that_reduces_while_the_model_decodes(model, store):
-    threads = []
-
-    def later(action):
-        threads.append(threading.Thread(target=action))
-        threads[-1].start()
-
-    ids = prompt(500)
-    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": later}), record=False)
-    step(model, cache, ids[:, :400])
-    for token in range(400, 430):
-        step(model, cache, ids[:, token : token + 1])
-        if token == 410:
-            cache.reorder_cache(torch.tensor([0]))
-    for thread in threads:
-        thread.join()
-    assert len(threads) == 1 and not observer_of(cache)._pending
-    assert_same(observer_of(cache).result(), direct(weights(model, ids[0, :430])), 430)
-
-
-def test_columns_taken_back_while_they_are_reduced_do_not_count(model, store, monkeypatch):
-    import hf_tiered_cache.conversations.distances as distances
-
-    ids, queue = prompt(100), Queue()
-    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
-    step(model, cache, ids)
-
-    def cropped(*args, real=distances._reduce_queries):
-        found = real(*args)
-        cache.crop(-60)
-        return found
-
-    monkeypatch.setattr(distances, "_reduce_queries", cropped)
-    queue.run()
-    assert_same(observer_of(cache).result(), direct(weights(model, ids[0, :40])), 40)
-
-
-def test_rows_that_change_places_while_they_are_reduced(model, store, monkeypatch):
-    import hf_tiered_cache.conversations.distances as distances
-
-    ids, queue, real = prompt(130, rows=2), Queue(), distances._reduce_queries
-    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}), record=False)
-    step(model, cache, ids[:, :60])
-
-    def meanwhile(*args):
-        monkeypatch.setattr(distances, "_reduce_queries", real)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        for token in range(60, 129):  # buffers are full, and grow
-            step(model, cache, ids[[1, 0], token : token + 1])
-        return real(*args)
-
-    monkeypatch.setattr(distances, "_reduce_queries", meanwhile)
-    queue.run()
-    for row in (0, 1):
-        assert_same(observer_of(cache).result(row), direct(weights(model, ids[1 - row, :129])), 129)
-
-
-def test_who_waits_for_a_result_waits_for_whoever_reduces(model, store, monkeypatch):
-    import hf_tiered_cache.conversations.distances as distances
-
-    ids, queue, begun, go_on = prompt(60), Queue(), threading.Event(), threading.Event()
-    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
-    step(model, cache, ids)
-
-    def slow(*args, real=distances._reduce_queries):
-        begun.set()
-        assert go_on.wait(30)
-        return real(*args)
-
-    monkeypatch.setattr(distances, "_reduce_queries", slow)
-    worker = threading.Thread(target=queue.run)
-    worker.start()
-    assert begun.wait(30)
-    threading.Timer(0.1, go_on.set).start()
-    assert_same(observer_of(cache).result(), direct(weights(model, ids[0])), 60)
-    worker.join()
-
-
 def test_rows_of_a_cache_that_is_gone_hold_no_memory(model, store):
-    queue = Queue()
-    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}), record=False)
+    cache = TieredCache(model, store, method=Watched(), record=False)
     step(model, cache, prompt(60))
     gc.disable()
     try:
@@ -512,7 +385,6 @@ def test_rows_of_a_cache_that_is_gone_hold_no_memory(model, store):
         assert kept[0]() is None and kept[1]() is None
     finally:
         gc.enable()
-    queue.run()
 
 
 def test_passes_that_were_watched_are_gone_when_they_are_over(model, store, monkeypatch):
@@ -610,10 +482,10 @@ def test_tokens_that_are_not_sampled_cost_nothing(model, store):
     plain, watched = kernels(None), kernels(Watched(options={}))
     extra = [more - less for more, less in zip(watched, plain, strict=True)]
     assert sorted(extra)[:15] == [0] * 15  # one of 16 is sampled
-    assert 0 < max(extra) <= 6 * 6 + 24  # six a layer, and some
+    assert max(extra) <= 6  # one a layer
 
 
-def test_decoding_does_at_most_two_percent_more_arithmetic(store):
+def test_decoding_does_no_more_arithmetic(store):
     """In layers of Qwen2.5-0.5B's shape, its output layer left out, and not counting what weights and keys weigh."""
     shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
     model = build("qwen2", num_hidden_layers=3, max_position_embeddings=4096, **shape)
@@ -629,40 +501,4 @@ def test_decoding_does_at_most_two_percent_more_arithmetic(store):
             with FlopCounterMode(display=False) as decoding:
                 step(model, cache, prompt(1, seed=token))
             flops.append(decoding.get_total_flops())
-        plain = min(flops)
-        assert plain < max(flops) and sum(flops) <= 1.02 * 16 * plain
-
-
-# --- stretches
-
-
-def of(value):
-    return AttentionSums(
-        torch.full((1, 1, 1, 1), value), torch.full((1, 1, 3), value), torch.tensor([value]), torch.tensor([0])
-    )
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=300), st.integers(0, 400))
-def test_few_stretches_are_held_and_a_crop_costs_about_twice_what_it_takes(steps, gone):
-    stops = np.cumsum(steps).tolist()
-    held = SampledWindows()
-    for stop in stops:
-        held.add([SampledWindow(stop, 1, 1, of(1.0))])
-    assert len(held) <= 2 * np.log2(len(stops) + 1) + 2
-    assert held.total().sampled == len(stops)
-    columns = max(0, stops[-1] - gone)
-    held.crop(columns)
-    total = held.total()
-    taken = sum(stop > columns for stop in stops)
-    left = 0 if total is None else total.sampled
-    assert (0 if total is None else total.stop) <= columns
-    assert len(stops) - 2 * taken - 2 <= left <= len(stops) - taken
-    assert left == 0 or float(total.sums.rows) == left
-
-
-def test_stretches_that_come_late_are_put_in_their_place():
-    held = SampledWindows()
-    held.add([SampledWindow(20, 1, 1, of(1.0)), SampledWindow(30, 1, 1, of(2.0))])
-    held.add([SampledWindow(10, 1, 1, of(4.0))])
-    held.crop(20)
-    assert float(held.total().sums.rows) == 5
+        assert sum(flops) == 16 * min(flops)  # what was sampled is computed at the end

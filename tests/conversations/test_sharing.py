@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_tiered_cache.conversations.distances import LayerDistances
 from hf_tiered_cache.conversations.sharing import (
-    LayerDistances,
     calibrated_gamma,
     nearest_pairs,
     share_layers,

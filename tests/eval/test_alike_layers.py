@@ -25,7 +25,7 @@ EVERY_ROW = {"interval": 1, "prompt_interval": 1, "prompt_rows": 1 << 30}
 class Watched(Exact, Conversing):
     """Exact reuse, with somebody who watches."""
 
-    def observer(self, later):
+    def observer(self):
         return AttentionDistances()
 
 

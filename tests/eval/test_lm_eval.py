@@ -153,7 +153,7 @@ def test_help_shows_the_arguments_and_an_example(run):
         ("method=contiguous_kv", ContiguousKV()),
         ("method=contiguous_kv,budget=0.1,period=4", ContiguousKV(budget=0.1, period=4)),
         ("method=contiguous_kv:budget=0.1,identify=keys", ContiguousKV(budget=0.1, identify="keys")),
-        ("method=cache_tune,recompute=auto,across=false,store={store}", CacheTune(recompute="auto", across=False)),
+        ("method=cache_tune,recompute=auto,question=8,store={store}", CacheTune(recompute="auto", question=8)),
     ],
 )
 def test_a_methods_fields_are_arguments_with_its_own_defaults(saved, tmp_path, arguments, method):

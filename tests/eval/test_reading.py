@@ -80,7 +80,6 @@ def test_an_index_that_is_there_is_not_read(read):
     [
         ({"identify": "keys"}, 50),
         ({"identify": "keys", "period": 2, "solo_layers": 0}, 25),
-        ({"identify": "probe_heads", "per_head": False}, 25),
     ],
 )
 def test_keys_that_are_chosen_from_count(read, changes, identified):

@@ -282,10 +282,10 @@ def test_layers_make_nobody_wait_for_anybody(tmp_path, record):
 
 
 class _Watched(Exact, Conversing):
-    """Exact reuse, watched: prompts are reduced on the host, decoded tokens where the keys lie."""
+    """Exact reuse, watched."""
 
-    def observer(self, later):
-        return AttentionDistances(interval=2, prompt_interval=1, prompt_rows=1 << 30, later=later)
+    def observer(self):
+        return AttentionDistances(interval=2, prompt_interval=1, prompt_rows=1 << 30)
 
 
 def test_attention_is_compared_as_on_the_cpu(tmp_path):

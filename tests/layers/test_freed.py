@@ -18,7 +18,7 @@ SETTINGS = [
     "contiguous_kv:reselect=True",
     "contiguous_kv:identify=keys",
     "impress:reorder=True",
-    "cache_tune:check_layer=1:widen=1",
+    "cache_blend",
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from hf_tiered_cache.methods import ForConversation
@@ -17,5 +16,5 @@ class Conversing(ForConversation):
     def compact(self, idle: Any) -> None:
         return None
 
-    def observer(self, later: Callable[..., Any] | None) -> Any:
+    def observer(self) -> Any:
         return None

@@ -271,9 +271,9 @@ def test_layers_that_are_not_alike_share_nothing(model, root):
 
 
 def test_passes_are_observed_only_if_attention_proposes_pairs():
-    assert Krul().observer(None) is None and Krul(0.0, pairs_by="attention").observer(None) is None
-    assert isinstance(Krul(pairs_by="attention").observer(None), AttentionDistances)
-    assert isinstance(Krul.paper().observer(None), AttentionDistances)
+    assert Krul().observer() is None and Krul(0.0, pairs_by="attention").observer() is None
+    assert isinstance(Krul(pairs_by="attention").observer(), AttentionDistances)
+    assert isinstance(Krul.paper().observer(), AttentionDistances)
 
 
 def test_mini_cache_shares_the_deeper_half(model, root):

@@ -34,7 +34,6 @@ METHODS = {
     "contiguous_kv keys": METHOD,
     "contiguous_kv solo layers": replace(METHOD, solo_layers=1),
     "contiguous_kv index": replace(METHOD, identify="index"),
-    "contiguous_kv probe_heads": replace(METHOD, identify="probe_heads"),
     "h2o": H2O(budget=0.25),
     "impress, heads agree": Impress(budget=0.25, probe_heads=2, alpha=9),
     "impress, heads differ": Impress(budget=0.25, probe_heads=2, alpha=0),

@@ -12,7 +12,7 @@ import torch
 from families import build
 from hypothesis import given
 from hypothesis import strategies as st
-from test_passages import BOS, PASSAGES, QUESTION, blend, epic, fill, join, tune
+from test_passages import BOS, PASSAGES, QUESTION, blend, epic, fill, fixed, join, tune
 from test_query_probe import LAYERS, NARROW_AT, Noting, Replacing, stored_kv
 
 from eval.baselines import Recompute
@@ -63,12 +63,11 @@ def close(ours, theirs):
 
 METHODS = {
     "reuse": tune(0.0),
-    "first layer": tune(0.3, check_layer=1),
+    "first layer": fixed(0.3, check_layer=1, widen=6),
     "settled": tune(0.3, widen=1),
-    "each passage": tune(0.3, widen=1, across=False),
+    "each passage": fixed(0.3),
     "moved": tune(0.3, question=0),
     "asked": tune(0.3),
-    "asked, no floor": tune(0.3, floor=0.0),
     "blend": blend(0.15),
     "blend, gradual": blend(0.15, gradual=2),
     "epic": epic(),
@@ -231,7 +230,7 @@ def test_a_chunk_that_compares_leaves_those_before_it(how, store):
         assert torch.equal(layer.keys[:, :, :60], keys)
 
 
-@pytest.mark.parametrize("method", [tune(0.0), tune(0.0, check_layer=1)], ids=["reuse", "first layer"])
+@pytest.mark.parametrize("method", [tune(0.0), fixed(0.0, check_layer=1)], ids=["reuse", "first layer"])
 def test_a_part_that_begins_in_the_chunk_before(method, store):
     """What is computed in the chunk before stays so, and the end of this chunk is computed."""
     model, row = build("qwen2"), (QUESTION[:4], PASSAGES[1], QUESTION)

@@ -133,7 +133,6 @@ PREFIXES = {
     "exact": (Exact(), 0),
     "contiguous_kv": (ContiguousKV(0.25, reorder=False), 4),
     "contiguous_kv periods": (ContiguousKV(0.25, **BUDGET, solo_layers=1), 3),  # the first layer by itself
-    "contiguous_kv ahead": (ContiguousKV(0.25, **BUDGET, solo_layers=1, ahead=1), 3),
     "contiguous_kv keys": (ContiguousKV(0.25, **BUDGET, identify="keys"), 2),
     "h2o": (H2O(0.25), 2 * 4),  # of each the tokens, and the attention that they get
     "impress, heads agree": (Impress(0.25, probe_heads=2, alpha=9), 2 * 4),

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from eval.baselines.chunk_means import ChunkMeanIndex
+from eval.baselines.page_bounds import PageBoundsIndex
 from eval.baselines.random_chunks import RandomIndex
 from eval.baselines.token_clusters import TokenClusterIndex
 from hf_tiered_cache.selection import DECODE_INDEXES
 from hf_tiered_cache.selection import decode_index as shared
-from hf_tiered_cache.selection.boxes import PageBoundsIndex
 from hf_tiered_cache.selection.clusters import (
     ClusterIndex,
     nearest,

@@ -12,8 +12,7 @@ from test_selective import ask, question
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV, KVDrive
 from hf_tiered_cache.selection import window
-from hf_tiered_cache.selection.all_keys import Int8KeysIndex
-from hf_tiered_cache.selection.decode_index import DecodeIndex
+from hf_tiered_cache.selection.decode_index import DecodeIndex, Int8KeysIndex
 from hf_tiered_cache.tiers.index_cache import IndexCache
 
 KEY = ((("segment", 0, 7, "kind"), 0, 64),)

@@ -112,11 +112,9 @@ def test_every_family_attends_to_what_holds_the_mass(family, method, store, chos
     [
         replace(METHOD, period=2, subperiod=2, solo_layers=1),
         replace(METHOD, identify="index"),
-        replace(METHOD, identify="probe_heads"),
-        replace(METHOD, identify="index", period=2, ahead=2),
         replace(METHOD, ahead_bytes=0),
         replace(METHOD, queries=0, chunk_tokens=16),
-        replace(AGAIN, identify="index", ahead=1),
+        replace(AGAIN, identify="index"),
     ],
     ids=describe_method,
 )

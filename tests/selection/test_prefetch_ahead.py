@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import pytest
 from families import build, prompt
 from reference import assert_same
-from test_lookahead import without_layers
 from test_selective import PREFIX, ask, fill, question
 
 from eval.baselines import H2O
@@ -146,83 +145,10 @@ def test_no_more_is_under_way_than_was_told(blocks, model, tmp_path, monkeypatch
         assert most > 5 * size  # as far as that goes
 
 
-# --- choices that are made ahead, by predicted queries
-
-EACH = ContiguousKV(budget=0.25, ahead=2, reselect=False, **SHARED)
-
-
-def test_a_choice_made_ahead_has_its_blocks_on_their_way_layers_before(model, tmp_path, fetched):
-    ids = prompt(PREFIX)
-    with KVStore(tmp_path, engine="posix") as store:
-        fill(store, model, ids, EACH)
-        first, _ = ask(model, store, question(ids), EACH)  # makes the indexes
-        store.flush()
-        store._storage.residency.clear()
-        fetched.clear()
-        again, _ = ask(model, store, question(ids), EACH)
-    assert fetched == {
-        0: [(NOW, 0, "kv"), (AHEAD, 1, "kv"), (AHEAD, 2, "kv")],
-        1: [(AHEAD, 3, "kv")],
-        2: [(AHEAD, 4, "kv")],
-        3: [(AHEAD, 5, "kv")],
-    }
-    assert_same(again, first)  # where the indexes had to be made first, the same queries chose, but later
-
-
-def test_without_room_ahead_a_choice_made_ahead_is_fetched_by_its_layer(model, tmp_path, fetched):
-    ids, none = prompt(PREFIX), replace(EACH, ahead_bytes=0)
-    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        fill(store, model, ids, EACH)
-        expected, _ = ask(model, store, question(ids), EACH)
-        fetched.clear()
-        found, _ = ask(model, store, question(ids), none)
-    assert_same(found, expected)
-    assert fetched == {layer: [(NOW, layer, "kv")] for layer in range(6)}
-
-
-@pytest.mark.parametrize("period", [1, 2])
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_where_layers_add_nothing_a_choice_made_ahead_is_the_layers_own(ahead, period, tmp_path):
-    model, ids = without_layers("qwen2"), prompt(PREFIX)
-    own = replace(EACH, period=period, subperiod=period, ahead=0)
-    with KVStore(tmp_path, engine="posix") as store:
-        fill(store, model, ids, own)
-        expected, _ = ask(model, store, question(ids), own)
-        assert_same(ask(model, store, question(ids), replace(own, ahead=ahead))[0], expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "smollm3", "phi3", "gpt_neox", "opt"])
-def test_a_choice_made_ahead_is_made_before_the_layer_has_run(family, tmp_path, monkeypatch):
-    """In every family it is the predicted queries that choose, whether the indexes are there yet or not."""
-    asked: list[tuple[int, bool]] = []
-
-    def choose(self, number, *arguments, ahead=False, real=SelectiveRestore._choose):
-        asked.append((number, ahead))
-        return real(self, number, *arguments, ahead=ahead)
-
-    monkeypatch.setattr(SelectiveRestore, "_choose", choose)
-    model, ids = build(family), prompt(PREFIX)
-    with KVStore(tmp_path, engine="posix") as store:
-        fill(store, model, ids, EACH)
-        first, _ = ask(model, store, question(ids), EACH)
-        late = list(asked)
-        asked.clear()
-        again, _ = ask(model, store, question(ids), EACH)
-    assert all(not ahead for _, ahead in late)
-    assert asked == [(number, number > 0) for number, _ in late]
-    assert_same(again, first)
-
-
-@pytest.mark.parametrize("ahead", [-1, True, 1.5])
-def test_layers_ahead_are_counted(ahead):
-    with pytest.raises(ConfigError, match="ahead must be a number of layers"):
-        ContiguousKV(ahead=ahead)
-
-
 def test_the_papers_settings_are_one_name_away():
     paper = ContiguousKV.paper(0.1)
     assert (paper.budget, paper.chunk_tokens, paper.period, paper.subperiod) == (0.1, 16, 8, 4)
-    assert (paper.identify, paper.solo_layers, paper.reselect, paper.ahead) == ("keys", 0, 0, 0)
+    assert (paper.identify, paper.solo_layers, paper.reselect, paper.queries) == ("keys", 0, 0, 0)
     assert ContiguousKV.paper(period=4).period == 4
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.selection.window_slots import EMPTY, WINDOW_POLICIES, Window
+from hf_tiered_cache.selection.held import EMPTY, WINDOW_POLICIES, Window
 
 
 class SetWindow:
@@ -19,15 +19,13 @@ class SetWindow:
         self.columns: set[int] = set()
         self.aside: set[int] = set()
         self.last_chosen: dict[int, int] = {}
-        self.counts = [0, 0, 0]
+        self.counts = [0, 0, 0]  # of the last step: in columns, from aside, from elsewhere
 
     def step(self, now: int, chosen: list[int], pool: list[int]) -> None:
         if self.capacity == 0:
             self.columns.clear()
         wanted = set(chosen)
-        self.counts[0] += len(wanted & self.columns)
-        self.counts[1] += len(wanted & self.aside)
-        self.counts[2] += len(wanted - self.columns - self.aside)
+        self.counts = [len(wanted & self.columns), len(wanted & self.aside), len(wanted - self.columns - self.aside)]
         others = (self.columns | self.aside) - wanted
         room = max(self.capacity - self.num_columns, 0)
         while len(others) > room:
@@ -76,11 +74,11 @@ def run(window, pools):
 
 
 def state(window):
-    return window.columns.tolist(), window.aside.tolist(), [count.tolist() for count in window.hits]
+    return window.columns.tolist(), window.aside.tolist()
 
 
 def head_of_slot(window):
-    return np.searchsorted(window.first_slots, np.arange(window.num_slots), "right") - 1
+    return np.arange(window.num_slots) // max(1, window.num_slots // window.num_heads)
 
 
 @given(
@@ -88,18 +86,18 @@ def head_of_slot(window):
     policy=st.sampled_from(WINDOW_POLICIES),
     num_columns=st.integers(1, 7),
     extra=st.integers(0, 6),
-    room=st.lists(st.sampled_from([None, 0, 1, 2, 5, 9, 30]), min_size=1, max_size=4),
+    room=st.sampled_from([None, 0, 1, 2, 5, 9, 30]),
+    heads=st.integers(1, 4),
     memory=st.sampled_from([0.0, 0.8, 0.95]),
 )
-def test_windows_do_what_the_model_does(seed, policy, num_columns, extra, room, memory):
+def test_windows_do_what_the_model_does(seed, policy, num_columns, extra, room, heads, memory):
     rng = np.random.default_rng(seed)
-    if policy == "none":
-        room = [None if more is None else 0 for more in room]
-    capacities = [0 if more is None else num_columns + more for more in room]
-    heads, chunks = len(capacities), num_columns + extra + 20
-    window = Window(num_columns, capacities, chunks, policy)
-    assert window.num_slots == sum(more or 0 for more in room)
-    models = [SetWindow(capacity, num_columns, policy) for capacity in capacities]
+    if policy == "none" and room:
+        room = 0
+    capacity, chunks = 0 if room is None else num_columns + room, num_columns + extra + 20
+    window = Window(num_columns, heads, capacity, chunks, policy)
+    assert window.num_slots == heads * (room or 0)
+    models = [SetWindow(capacity, num_columns, policy) for _ in range(heads)]
     device = Memory(window)
     for now, pool in enumerate(ranked(rng, 25, heads, chunks, num_columns + extra, memory)):
         if now == 12:
@@ -107,9 +105,9 @@ def test_windows_do_what_the_model_does(seed, policy, num_columns, extra, room, 
             window.grow(chunks)
             pool = np.where(pool == pool.min(), chunks - 1, pool)
         chosen = rng.permuted(pool[:, :num_columns], axis=1)
-        columns, aside, counted = state(window)
+        columns, aside = state(window)
         moves = window.plan(chosen, pool)
-        assert state(window) == (columns, aside, counted)
+        assert state(window) == (columns, aside)
         window.commit(moves)
         device.move(moves)
 
@@ -122,13 +120,12 @@ def test_windows_do_what_the_model_does(seed, policy, num_columns, extra, room, 
             assert sorted(in_columns) == sorted(model.columns) == sorted(chosen[head].tolist())
             assert sorted(in_slots) == sorted(model.aside)
             assert len({*in_columns, *in_slots}) == len(in_columns) + len(in_slots) <= max(model.capacity, num_columns)
-            assert [int(count[head]) for count in window.hits] == model.counts
+            num_fetched, num_brought = ((of.heads == head).sum() for of in (moves.fetched, moves.brought))
+            assert [num_columns - num_brought - num_fetched, num_brought, num_fetched] == model.counts
             if model.capacity:
                 stay = [column for column, chunk in enumerate(columns[head]) if chunk in model.columns]
                 assert all(in_columns[column] == columns[head][column] for column in stay)
-                assert np.count_nonzero(moves.fetched.heads == head) + np.count_nonzero(
-                    moves.brought.heads == head
-                ) == num_columns - len(stay)
+                assert num_fetched + num_brought == num_columns - len(stay)
         held = window.aside != EMPTY
         np.testing.assert_array_equal(device.columns, Memory.entry(np.arange(heads)[:, None], window.columns))
         np.testing.assert_array_equal(device.aside[held], Memory.entry(slot_heads, window.aside)[held])
@@ -146,7 +143,7 @@ def assert_moves_are_disjoint(moves):
 
 def test_a_plan_that_was_not_committed_leaves_no_trace():
     pools = ranked(np.random.default_rng(1), 12, 3, 60, 10)
-    window, undisturbed = (Window(8, [16, 8, 20], 60) for _ in range(2))
+    window, undisturbed = (Window(8, 3, 20, 60) for _ in range(2))
     for pool in pools:
         window.plan(pool[:, 2:].copy(), None)  # a fetch fails, and the step is given up
         run(window, [pool])
@@ -156,13 +153,13 @@ def test_a_plan_that_was_not_committed_leaves_no_trace():
 
 def test_moves_are_committed_once_and_in_their_step():
     pools = ranked(np.random.default_rng(2), 3, 2, 40, 8)
-    window = Window(8, [16, 16], 40)
+    window = Window(8, 2, 16, 40)
     moves = window.plan(pools[0])
     window.commit(moves)
     with pytest.raises(ValueError, match="step"):
         window.commit(moves)
     stale = window.plan(pools[1])
-    window.drop()
+    run(window, pools[2:])
     with pytest.raises(ValueError, match="step"):
         window.commit(stale)
 
@@ -170,32 +167,18 @@ def test_moves_are_committed_once_and_in_their_step():
 @pytest.mark.parametrize("grown", [0, 10])
 def test_copies_go_their_own_ways(grown):
     pools = ranked(np.random.default_rng(3), 12, 2, 60, 10)
-    window = run(Window(8, [16, 24], 90), pools[:4])
+    window = run(Window(8, 2, 24, 90), pools[:4])
     before, twin = state(window), window.copy()
     assert state(twin) == before
     twin.grow(90 + grown)
     run(twin, pools[4:8] + 30)
     assert state(window) == before and state(twin) != before
-    assert state(run(window, pools[4:])) == state(run(Window(8, [16, 24], 90), pools))
-
-
-def test_dropping_forgets_entries_and_keeps_counts():
-    pools = ranked(np.random.default_rng(4), 6, 2, 60, 10)
-    window = run(Window(8, [16, 24], 60), pools)
-    counted = window.hits
-    window.drop()
-    assert (window.columns == EMPTY).all() and (window.aside == EMPTY).all()
-    np.testing.assert_array_equal(window.hits, counted)
-    moves = window.plan(pools[0][:, :8], pools[0])
-    assert len(moves.fetched.chunks) == 16 and not len(moves.brought.chunks) and not len(moves.evicted.chunks)
-    run(window, pools)
-    fresh = run(Window(8, [16, 24], 60), pools)
-    assert state(window)[:2] == state(fresh)[:2]
+    assert state(run(window, pools[4:])) == state(run(Window(8, 2, 24, 90), pools))
 
 
 def test_growing_chunk_by_chunk_keeps_what_is_held():
     rng = np.random.default_rng(5)
-    window, wide = Window(4, [8, 4, 12], 30), Window(4, [8, 4, 12], 200)
+    window, wide = Window(4, 3, 12, 30), Window(4, 3, 12, 200)
     for chunks in range(30, 200, 3):
         window.grow(chunks)
         pool = rng.permuted(np.tile(np.arange(chunks - 12, chunks), (3, 1)), axis=1)[:, :6]
@@ -209,7 +192,7 @@ def test_lookahead_keeps_what_ranks_and_lru_what_was_chosen_last():
     pools = [np.array([[0, 1, 6]]), np.array([[2, 3, 0]]), np.array([[4, 5, 0]])]
     kept = {}
     for policy in ("lookahead", "lru"):
-        window = Window(2, [4], 8, policy)
+        window = Window(2, 1, 4, 8, policy)
         for chosen, pool in zip(steps, pools, strict=True):
             window.commit(window.plan(chosen, pool))
         kept[policy] = sorted(window.aside.tolist())
@@ -217,10 +200,15 @@ def test_lookahead_keeps_what_ranks_and_lru_what_was_chosen_last():
 
 
 def hit_rates(pools, num_columns, chunks, sizes, policy="lookahead"):
-    heads = pools.shape[1]
-    return [
-        run(Window(num_columns, [size * num_columns] * heads, chunks, policy), pools).hits.hit_rate() for size in sizes
-    ]
+    rates = []
+    for size in sizes:
+        window, fetched = Window(num_columns, pools.shape[1], size * num_columns, chunks, policy), 0
+        for pool in pools:
+            moves = window.plan(pool[:, :num_columns], pool)
+            window.commit(moves)
+            fetched += len(moves.fetched.chunks)
+        rates.append(1 - fetched / pools[:, :, :num_columns].size)
+    return rates
 
 
 def test_lookahead_hits_more_often_than_lru():
@@ -242,7 +230,7 @@ def test_larger_windows_hit_more_often():
 
 @pytest.mark.parametrize(
     "arguments",
-    [(8, [16], 40, "fifo"), (8, [7], 40), (0, [4], 40), (8, [16], 40, "none"), (8, [[16]], 40), (8, [16], 1 << 24)],
+    [(8, 1, 16, 40, "fifo"), (8, 1, 7, 40), (0, 1, 4, 40), (8, 1, 16, 40, "none"), (8, 1, -1, 40), (8, 1, 16, 1 << 24)],
 )
 def test_windows_that_make_no_sense_are_refused(arguments):
     with pytest.raises(ConfigError):
@@ -264,7 +252,7 @@ def test_windows_that_make_no_sense_are_refused(arguments):
     ],
 )
 def test_choices_that_make_no_sense_are_refused(chosen, pool):
-    window = Window(3, [6, 6], 40)
+    window = Window(3, 2, 6, 40)
     run(window, [np.array([[6, 7, 8], [6, 7, 8]]), np.array([[3, 4, 5], [3, 4, 5]])])
     before = state(window)
     with pytest.raises(ValueError):

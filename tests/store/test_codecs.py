@@ -453,7 +453,6 @@ def test_passages(codec, root):
     [
         ContiguousKV(0.3, chunk_tokens=16, reorder=False),
         ContiguousKV(0.3, chunk_tokens=16, identify="keys", reselect=False, reorder=False),
-        ContiguousKV(0.3, chunk_tokens=16, identify="probe_heads", per_head=False, reorder=False),
         Impress(0.3, probe_heads=2),
         H2O(0.3),
     ],
