@@ -97,7 +97,7 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# --- the text, and what is asked about it
+# --- the text, and the questions about it
 
 
 class Asked(NamedTuple):

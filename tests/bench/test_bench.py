@@ -402,7 +402,7 @@ def test_conversations_of_people_come_back(tmp_path, monkeypatch):
     talks = list(answers.chat(arguments, 1, 9))
     assert len(talks) == 2
     for talk in talks:
-        ((prompt, answer),) = talk.asked
+        ((prompt, answer),) = talk.questions
         assert talk.ids.shape == (1, 256) and len(answer) == arguments.answer == 48
         tokenizer = answers.AutoTokenizer.from_pretrained(arguments.model)
         assert tokenizer.decode(prompt).split()[-2:] == ["Why?", "Assistant:"]
@@ -813,7 +813,7 @@ def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp
             system = decode.system(name, place, contexts, arguments, lambda: store, tmp_path)
             for tokens in (decode.SUFFIX, 1, 1):
                 system.pass_over(tokens)
-            seen.append(system.said)
+            seen.append(system.logits)
     for other in seen[1:]:
         torch.testing.assert_close(other, seen[0], rtol=0, atol=1e-4)
 

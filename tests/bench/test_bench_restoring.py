@@ -93,7 +93,7 @@ def test_bandwidths(tmp_path, monkeypatch):
     assert [disk["bytes_per_second"] for disk in document["disks"]] == [1e9, "real", 2e9]
     memory = sum(document["memory_bytes"].values())
     for disk in document["disks"]:
-        assert tuple(disk["systems"]) == bandwidths.WANTED
+        assert tuple(disk["systems"]) == bandwidths.SYSTEM_NAMES
         assert all(row["requests"] == 3 and row["first"]["requests"] == 2 for row in disk["systems"].values())
         assert all(sum(row["memory_bytes"].values()) == memory for row in disk["systems"].values())
         assert disk["systems"][bandwidths.OURS]["first"]["bytes_read"] > 0
