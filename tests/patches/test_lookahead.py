@@ -35,7 +35,7 @@ def model():
 
 @pytest.fixture
 def stored(tmp_path, model):
-    """A folder with the KV of a prompt, and that prompt."""
+    """Create a folder with the KV of a prompt, and return it with the prompt."""
     return keep(tmp_path, model)
 
 
@@ -49,7 +49,7 @@ def keep(tmp_path, model):
 
 
 def asked(model, stored, ahead=2, asks=None):
-    """An answer in a process that has only the indexes in memory."""
+    """Answer in a process that has only the indexes in memory."""
     path, ids = stored
     with KVStore(path, engine="posix", host_memory="64MiB") as store:
         (asks or ask)(model, store, question(ids), method(0))
@@ -59,7 +59,7 @@ def asked(model, stored, ahead=2, asks=None):
 
 
 def without_layers(family):
-    """A model whose layers add nothing to the residual stream, so that all see the same hidden states."""
+    """Build a model whose layers add nothing to the residual stream."""
     model = build(family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -73,7 +73,7 @@ def without_layers(family):
 
 @pytest.fixture
 def predicted(monkeypatch):
-    """For each layer that chose: whether its queries were predicted, and the predicted and its own queries."""
+    """Record for each selecting layer whether its queries were predicted, the predicted and its own queries."""
     noted = []
 
     def to_choose_by(self, layer, query, own_keys, real=SelectiveRestore._to_choose_by):
@@ -86,14 +86,14 @@ def predicted(monkeypatch):
 
 
 def layers_of(predicted):
-    """The layers that chose by predicted queries."""
+    """Return the layers that selected by predicted queries."""
     return [layer for layer, was, *_ in predicted if was]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_where_layers_add_nothing_the_prediction_is_right(family, ahead, tmp_path, predicted):
-    """So each family's own norm, projection and rotation are what the queries went through."""
+    """The queries then passed the family's own norm, projection and rotation."""
     model = without_layers(family)
     answer = asked(model, keep(tmp_path, model), ahead)
     assert layers_of(predicted)

@@ -21,7 +21,7 @@ from hf_tiered_cache.tiers.residency import Residency
 
 @dataclass(frozen=True, kw_only=True)
 class Partly(ContiguousKV):
-    """Fetches a part of the usual ahead."""
+    """Method that prefetches only some kinds of blocks."""
 
     prefetches: frozenset[Prefetched] = PREFETCHED
 
@@ -39,7 +39,7 @@ def model():
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """By the layer that asks: whether ahead, which layer's blocks, and whether they are keys to choose by."""
+    """Record by requesting layer: whether ahead, which layer's blocks, and whether they are keys for selecting."""
     noted: dict[int, list[tuple[bool, int, str]]] = {}
     layer = -1
 
@@ -105,7 +105,7 @@ def test_nothing_ahead_is_nothing(nothing, model, tmp_path, fetched):
 
 @pytest.mark.parametrize("method", [H2O(), Impress(reorder=False)], ids=["h2o", "impress"])
 def test_baselines_fetch_the_next_layers_keys_ahead(method, model, tmp_path, fetched):
-    """As they were published: on top of a system that loads a layer while the one before computes."""
+    """As published, the baselines run on a system that loads a layer while the previous one computes."""
     asked_by(model, tmp_path, method, fetched)
     assert [(layer, some.count((AHEAD, layer + 1, "kv"))) for layer, some in fetched.items() if layer >= 0] == [
         *((layer, 1) for layer in range(5)),
@@ -193,7 +193,7 @@ def test_where_layers_add_nothing_a_choice_made_ahead_is_the_layers_own(ahead, p
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "smollm3", "phi3", "gpt_neox", "opt"])
 def test_a_choice_made_ahead_is_made_before_the_layer_has_run(family, tmp_path, monkeypatch):
-    """In every family it is the predicted queries that choose, whether the indexes are there yet or not."""
+    """Predicted queries select in every family, with and without existing indexes."""
     asked: list[tuple[int, bool]] = []
 
     def choose(self, number, *arguments, ahead=False, real=SelectiveRestore._choose):
