@@ -40,21 +40,21 @@ def run(suite: str, out: Path) -> int:
     """
     out.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    runs, failed = read_suites()[suite], []
+    runs, failed_runs = read_suites()[suite], []
     for number, line in enumerate(runs, 1):
         script, *options = line.split()
-        to = [str(out)] if script == "on_gpu.py" else ["--out", str(out)]
+        output = [str(out)] if script == "on_gpu.py" else ["--out", str(out)]
         print(f"[{number}/{len(runs)}] bench/{line}", flush=True)
         begin = time.monotonic()
         status = subprocess.run(
-            [sys.executable, str(HERE / script), *options, *to], env={**os.environ, "PYTHONPATH": path}
+            [sys.executable, str(HERE / script), *options, *output], env={**os.environ, "PYTHONPATH": path}
         ).returncode
         print(f"    {'failed' if status else 'done'} after {time.monotonic() - begin:.0f} s", flush=True)
-        failed += [line] if status else []
+        failed_runs += [line] if status else []
     report(out)
-    for line in failed:
+    for line in failed_runs:
         print(f"failed: bench/{line}", file=sys.stderr)
-    return len(failed)
+    return len(failed_runs)
 
 
 def report(folder: Path) -> Path:
@@ -78,13 +78,13 @@ def report(folder: Path) -> Path:
     return page
 
 
-def compare(before: Path, after: Path, every: bool = False) -> int:
+def compare(before: Path, after: Path, show_all: bool = False) -> int:
     """Print how times changed from one folder of results to another.
 
     Args:
         before: Folder of the first results.
         after: Folder of the second results.
-        every: Also print times that did not change.
+        show_all: Also print times that did not change.
 
     Returns:
         Number of times that became longer beyond noise.
@@ -106,7 +106,7 @@ def compare(before: Path, after: Path, every: bool = False) -> int:
             change.name, f"{1e3 * change.before:.3g}", f"{1e3 * change.after:.3g}",
             f"{change.after / change.before:.2f}", f"{change.low:.2f} to {change.high:.2f}", change.verdict,
         ]
-        for change in changes if every or change.verdict
+        for change in changes if show_all or change.verdict
     ]  # fmt: skip
     if rows:
         print(table(["median, ms", "before", "after", "after ÷ before", "95 %", ""], rows))
@@ -126,10 +126,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     suites = read_suites()
-    listed = "\n".join(f"{name}:\n" + "\n".join(f"  bench/{line}" for line in lines) for name, lines in suites.items())
+    suite_list = "\n".join(
+        f"{name}:\n" + "\n".join(f"  bench/{line}" for line in lines) for name, lines in suites.items()
+    )
     runner = commands.add_parser(
         "run", help="run a suite", description="Run a suite. Each of its scripts explains itself with --help.",
-        epilog=listed, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=suite_list, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     runner.add_argument("--suite", choices=suites, default="quick", help="benchmarks to run (default: quick)")
     runner.add_argument("--out", type=Path, required=True, help="folder for the results")

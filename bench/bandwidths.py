@@ -44,48 +44,56 @@ from reprefill import (
 from eval.baselines import Recompute
 from hf_tiered_cache.methods import ContiguousKV
 
-WANTED = (OURS, KEYS, IMPRESS, H2O_LFU, ATTENTION_STORE)
+SYSTEM_NAMES = (OURS, KEYS, IMPRESS, H2O_LFU, ATTENTION_STORE)
 BANDWIDTHS = "19,38,66,94,150,300,0"
 READINGS = {"bulk": "bulk prefill", "suffix": "suffix"}
 """Names of the two calibrations, and the passes that they time."""
 
 
 def measure(
-    arguments: argparse.Namespace, bench: Bench, wanted: list[System], document: dict[str, Any], path: Path
+    arguments: argparse.Namespace, bench: Bench, selected_systems: list[System], document: dict[str, Any], path: Path
 ) -> None:
-    """Ask all systems on every disk, and write what there is behind each.
+    """Run all systems on every disk, and write the results after each disk.
 
     Args:
-        document: gets it.
-        path: of the results, without the ending.
+        arguments: Arguments of the command line.
+        bench: Model, prompts and stores.
+        selected_systems: Systems to measure.
+        document: Results, which the function extends.
+        path: Path of the results without suffix.
     """
     for speed in map(float, arguments.bandwidths.split(",")):
         bench.bandwidth = speed * 1e6
-        about = f"{speed:g} MB/s" if speed else "real disk"
-        (summary,) = ask_all([(bench, wanted)], about)
+        description = f"{speed:g} MB/s" if speed else "real disk"
+        (summary,) = ask_all([(bench, selected_systems)], description)
         document["disks"].append({"bytes_per_second": bench.bandwidth or "real", "systems": summary})
         save(path.parent, path.name, document, report(document))
         plot(document, path.with_name(f"{path.name}.png"))
 
 
 def recomputed(bench: Bench) -> float:
-    """Time to first token of a prompt of which nothing is reused."""
+    """Measure the time to first token of a prompt that is computed completely."""
     system = System("recompute", Recompute(), "lru")
     with bench.store_for(system) as store:
-        took: float = bench.ask(system, store, next(requests(bench.prompts, 1)).to(bench.device))["ttft_s"]
-    return took
+        ttft_s: float = bench.ask(system, store, next(requests(bench.prompts, 1)).to(bench.device))["ttft_s"]
+    return ttft_s
 
 
 def emulated(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was measured on disks whose speed is known, slowest first."""
-    known = [disk for disk in document["disks"] if disk["bytes_per_second"] != "real"]
-    return sorted(known, key=lambda disk: disk["bytes_per_second"])
+    """Return the results of emulated disks, slowest first."""
+    disks = [disk for disk in document["disks"] if disk["bytes_per_second"] != "real"]
+    return sorted(disks, key=lambda disk: disk["bytes_per_second"])
 
 
 def ttft_at(document: dict[str, Any], name: str, bytes_per_second: float) -> float | None:
-    """A system's mean time to first token on a disk between two measured ones, in seconds; None beyond them.
+    """Return a system's mean time to first token on a disk between two measured ones; None beyond them.
 
-    Between them logarithms lie on a straight line.
+    Interpolation is linear in the logarithms.
+
+    Args:
+        document: Results.
+        name: Name of the system.
+        bytes_per_second: Bandwidth of the disk.
     """
     disks = emulated(document)
     speeds = [disk["bytes_per_second"] for disk in disks]
@@ -99,34 +107,38 @@ def ttft_at(document: dict[str, Any], name: str, bytes_per_second: float) -> flo
 
 
 def report(document: dict[str, Any]) -> str:
-    """The page of results, as Markdown."""
-    on, disks = document["machine"], document["disks"]
-    others = [name for name in WANTED if name != OURS]
+    """Return the page in Markdown."""
+    machine_info, disks = document["machine"], document["disks"]
+    other_names = [name for name in SYSTEM_NAMES if name != OURS]
     recompute = document["recompute_ttft_s"]
-    times, ratios, first = [], [], []
+    times, ratios, first_rows = [], [], []
     for disk in disks:
         rows, label = disk["systems"], _label(disk)
-        ours = rows[OURS]["ttft_mean_s"]
-        times.append([label, *(f"{1e3 * rows[name]['ttft_mean_s']:.0f}" for name in WANTED)])
+        our_ttft = rows[OURS]["ttft_mean_s"]
+        times.append([label, *(f"{1e3 * rows[name]['ttft_mean_s']:.0f}" for name in SYSTEM_NAMES)])
         ratios.append(
-            [label, *(f"{rows[name]['ttft_mean_s'] / ours:.2f}" for name in others), f"{recompute / ours:.1f}"]
+            [
+                label,
+                *(f"{rows[name]['ttft_mean_s'] / our_ttft:.2f}" for name in other_names),
+                f"{recompute / our_ttft:.1f}",
+            ]
         )
-        first.append([label, *first_cells(rows[OURS])])
+        first_rows.append([label, *first_cells(rows[OURS])])
     return "\n".join([
         f"# Selective re-prefill over the disk's bandwidth, {document['model']} in {document['dtype']} on "
-        f"{on['device']}, budget {document['budget']:.0%}\n",
-        f"{machine_text(on)} "
+        f"{machine_info['device']}, budget {document['budget']:.0%}\n",
+        f"{machine_text(machine_info)} "
         f"{workload_and_memory(document)} on each disk. {document['prompts']} {OURS} selects once "
         f"per {ContiguousKV.period} layers. With the "
         f"paper's settings, a selection serves {document['period']} layers. IMPRESS's probes are assumed to agree in "
         f"{PAPER_AGREEING:.0%} of the selections, as in its paper.\n",
         "## Time to first token, ms\n",
-        table(["disk, MB/s", *WANTED], times),
+        table(["disk, MB/s", *SYSTEM_NAMES], times),
         "Mean per request. On each disk, all systems take turns, from empty memory. IMPRESS's order of tokens and "
         f"ContiguousKV's scores, which outlive a process, come from {document['learned']} earlier requests per prefix. "
         f"Recomputation, which needs no disk, takes {recompute:.2f} s, timed once.\n",
         f"## Relative to {OURS}\n",
-        table(["disk, MB/s", *others, "recompute"], ratios),
+        table(["disk, MB/s", *other_names, "recompute"], ratios),
         "Mean time to first token, divided by that of ContiguousKV with its defaults on the same disk.\n",
         "## On the paper's disk\n",
         table(["time of a token in", "MB/s", *(f"{name} (aim {aim})" for name, aim in TIMES_FASTER.items())],
@@ -136,7 +148,7 @@ def report(document: dict[str, Any]) -> str:
         "## The resident index\n",
         table(
             ["disk, MB/s", "first TTFT, ms", "MiB read", "scoring", "identification, ms", "identification later, ms"],
-            first,
+            first_rows,
         ),
         f"{_memory(disks)} The table shows *{OURS}*, means over the first request to each prefix, of which nothing is "
         "in memory yet. The first read of the index costs the bytes of *scoring*, and the difference between "
@@ -150,42 +162,42 @@ def _label(disk: dict[str, Any]) -> str:
 
 
 def _reading(document: dict[str, Any], name: str, label: str) -> list[str]:
-    """A row: the paper's disk by one calibration, and how often faster than each system it is there."""
+    """Return the row of one calibration: the equivalent disk, and the speedup over each system."""
     speed = document["calibration"][name]["bytes_per_second"]
-    ours, cells = ttft_at(document, OURS, speed), []
-    for other, aim in TIMES_FASTER.items():
-        if ours is None or (theirs := ttft_at(document, other, speed)) is None:
+    our_ttft, cells = ttft_at(document, OURS, speed), []
+    for other_name, aim in TIMES_FASTER.items():
+        if our_ttft is None or (other_ttft := ttft_at(document, other_name, speed)) is None:
             cells.append("not measured")
         else:
-            cells.append(f"{theirs / ours:.2f}, {'met' if theirs / ours >= aim else 'missed'}")
+            cells.append(f"{other_ttft / our_ttft:.2f}, {'met' if other_ttft / our_ttft >= aim else 'missed'}")
     return [label, f"{speed / 1e6:.3g}", *cells]
 
 
 def _memory(disks: list[dict[str, Any]]) -> str:
-    """Which of the systems have an index, and what it leaves for blocks, in sentences."""
-    told = []
+    """Describe the memory of indexes and blocks in sentences."""
+    sentences = []
     for name, row in disks[0]["systems"].items() if disks else ():
         memory = row["memory_bytes"]
         if memory["index"]:
             blocks = (memory["device"] + memory["host"]) / MIB
-            told.append(
+            sentences.append(
                 f"*{name}* has {blocks:.1f} MiB of memory for blocks and {memory['index'] / MIB:.1f} for its index"
             )
-    return f"{'; '.join(told) or 'No system has an index'}; the others use the same total for blocks only."
+    return f"{'; '.join(sentences) or 'No system has an index'}; the others use the same total for blocks only."
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Times over bandwidth, where matplotlib is installed, and the paper's disk by both readings."""
+    """Plot times over bandwidth, with the paper's disk by both calibrations."""
     if (plt := pyplot()) is None:
         return
     figure, axes = plt.subplots(figsize=(8, 5))
     disks = emulated(document)
     speeds = [disk["bytes_per_second"] / 1e6 for disk in disks]
-    real = [disk for disk in document["disks"] if disk["bytes_per_second"] == "real"]
+    real_disks = [disk for disk in document["disks"] if disk["bytes_per_second"] == "real"]
     beyond = 2 * max(speeds, default=1.0)  # how fast the real disk is, is not known
-    for name in WANTED:
+    for name in SYSTEM_NAMES:
         (line,) = axes.plot(speeds, [1e3 * disk["systems"][name]["ttft_mean_s"] for disk in disks], "o-", label=name)
-        for disk in real:
+        for disk in real_disks:
             axes.plot([beyond], [1e3 * disk["systems"][name]["ttft_mean_s"]], "D", color=line.get_color())
     axes.axhline(1e3 * document["recompute_ttft_s"], color="gray", linestyle=":", label="recompute")
     for (name, label), style in zip(READINGS.items(), ("-", "--"), strict=True):
@@ -193,7 +205,8 @@ def plot(document: dict[str, Any], path: Path) -> None:
         axes.axvline(speed, color="black", linewidth=1, linestyle=style, label=f"the paper's disk, by {label}")
     axes.set(xscale="log", yscale="log", xlabel="bandwidth of the disk, MB/s", ylabel="time to first token, ms (mean)")
     axes.set_xticks(
-        [*speeds, *([beyond] if real else [])], [*(f"{speed:g}" for speed in speeds), *(["real"] if real else [])]
+        [*speeds, *([beyond] if real_disks else [])],
+        [*(f"{speed:g}" for speed in speeds), *(["real"] if real_disks else [])],
     )
     axes.minorticks_off()
     axes.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
@@ -206,6 +219,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--bandwidths",
@@ -229,19 +243,21 @@ def main() -> None:
     model = build(arguments.shape, getattr(torch, arguments.dtype), device, layers=arguments.layers)
     prompts = RandomTokens(model.config.vocab_size, arguments.prefixes, arguments.tokens, arguments.suffix)
     period = min(arguments.period, arguments.layers)
-    wanted = [one for one in systems(BUDGET_OF_AIMS, period, PAPER_AGREEING) if one.name in WANTED]
+    selected_systems = [
+        system for system in systems(BUDGET_OF_AIMS, period, PAPER_AGREEING) if system.name in SYSTEM_NAMES
+    ]
     label = f"{arguments.shape}-{arguments.layers}l"
     name = arguments.name or f"bandwidths-{label}-{arguments.dtype}-{device.type}"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(arguments, model, prompts, Path(folder))
-        for system in wanted:
+        for system in selected_systems:
             if system.policy not in ("lru", "lfu"):  # of which nothing outlives a process
                 bench.learn(system, arguments.learn)
         document = {"model": label, "dtype": arguments.dtype, "budget": BUDGET_OF_AIMS, "period": period}
         document["learned"] = arguments.learn
         document |= {key: value for key, value in bench.described().items() if key != "disk_bytes_per_second"}
         document |= {"machine": machine(device, Path(folder)), "recompute_ttft_s": recomputed(bench), "disks": []}
-        measure(arguments, bench, wanted, document, arguments.out / name)
+        measure(arguments, bench, selected_systems, document, arguments.out / name)
     print(report(document))
 
 

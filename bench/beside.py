@@ -26,86 +26,100 @@ from lib.pages import commit_of, machine, machine_text, save, table
 from tqdm.auto import tqdm
 
 HERE = Path(__file__).parent.parent
-LEFT_OUT = ("machine", "arguments", "peers_s", "stats", "headline")
-"""What is no figure, or has no counterpart."""
+EXCLUDED = ("machine", "arguments", "peers_s", "stats", "headline")
+"""Keys of results that are no figures, or have no counterpart."""
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = arguments_of()
     sources = [source.resolve() for source in [*arguments.source, HERE]]
     if len({commit_of(source) for source in sources}) < len(sources):
         raise SystemExit("two of the checkouts have the same commit, so there is nothing to compare")
-    found: dict[Path, list[dict[str, float]]] = {source: [] for source in sources}
+    figures_by_source: dict[Path, list[dict[str, float]]] = {source: [] for source in sources}
     with tqdm(total=arguments.rounds * len(sources), desc=arguments.script) as bar:
         for turn in range(arguments.rounds):
             for source in sources[:: 1 if turn % 2 == 0 else -1]:
-                found[source].append(run(source, arguments.script, arguments.options))
+                figures_by_source[source].append(run(source, arguments.script, arguments.options))
                 bar.update()
-    names = [name for name in found[HERE][0] if all(name in one for ours in found.values() for one in ours)]
+    names = [
+        name
+        for name in figures_by_source[HERE][0]
+        if all(name in run_figures for source_figures in figures_by_source.values() for run_figures in source_figures)
+    ]
     results = {
-        name: {commit_of(source): [one[name] for one in ours] for source, ours in found.items()} for name in names
+        name: {
+            commit_of(source): [run_figures[name] for run_figures in source_figures]
+            for source, source_figures in figures_by_source.items()
+        }
+        for name in names
     }
-    about = machine(torch.device("cpu"), HERE)
-    document = {"machine": about, "options": arguments.options, "rounds": arguments.rounds, "results": results}
-    text = report(results, arguments, about)
+    machine_info = machine(torch.device("cpu"), HERE)
+    document = {"machine": machine_info, "options": arguments.options, "rounds": arguments.rounds, "results": results}
+    text = report(results, arguments, machine_info)
     save(arguments.out, f"beside-{Path(arguments.script).stem}", document, text)
     print(text)
 
 
 def arguments_of() -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("script", help="script of bench/, in every checkout")
     parser.add_argument("--source", type=Path, action="append", required=True, help="another checkout; can be repeated")
     parser.add_argument("--rounds", type=int, default=2, help="number of processes per checkout")
-    said = sys.argv[1:]
-    end = said.index("--") if "--" in said else len(said)  # what is behind it is the script's
-    arguments = parser.parse_args(said[:end])
-    arguments.options = said[end + 1 :]
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)  # the rest belongs to the script
+    arguments = parser.parse_args(words[:end])
+    arguments.options = words[end + 1 :]
     return arguments
 
 
 def run(source: Path, script: str, options: list[str]) -> dict[str, float]:
-    """The figures of one run, by name."""
+    """Run a script once, and return its figures by name."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, str(source / "bench" / script), *options, "--out", out]
         environment = os.environ | {"PYTHONPATH": str(source)}
-        done = subprocess.run(command, env=environment, cwd=source, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{script} of {source} failed:\n{done.stderr[-2000:]}")
+        process = subprocess.run(command, env=environment, cwd=source, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise SystemExit(f"{script} of {source} failed:\n{process.stderr[-2000:]}")
         (path,) = Path(out).glob("*.json")
         return dict(figures(json.loads(path.read_text())))
 
 
-def figures(found: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers of a JSON document, lists of them by their median."""
-    if isinstance(found, bool) or found is None or isinstance(found, str):
+def figures(node: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield all numbers of a JSON document, and the medians of its lists."""
+    if isinstance(node, bool) or node is None or isinstance(node, str):
         return
-    if isinstance(found, int | float):
-        yield name, float(found)
-    elif isinstance(found, dict):
-        for key, value in found.items():
-            if key not in LEFT_OUT:
+    if isinstance(node, int | float):
+        yield name, float(node)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            if key not in EXCLUDED:
                 yield from figures(value, f"{name} / {key}" if name else key)
-    elif found and all(isinstance(one, int | float) for one in found):
-        yield name, median(found)
+    elif node and all(isinstance(number, int | float) for number in node):
+        yield name, median(node)
     else:
-        for number, value in enumerate(found):
+        for number, value in enumerate(node):
             yield from figures(value, f"{name} {number}")
 
 
-def report(results: dict[str, dict[str, list[float]]], arguments: argparse.Namespace, about: dict[str, Any]) -> str:
-    """Markdown: the figures that times and ratios are, by name."""
+def report(
+    results: dict[str, dict[str, list[float]]], arguments: argparse.Namespace, machine_info: dict[str, Any]
+) -> str:
+    """Return the page in Markdown: times and ratios by name."""
     commits = list(next(iter(results.values())))
     rows = []
     for name, by_commit in results.items():
-        last = by_commit[commits[-1]]
+        current = by_commit[commits[-1]]
         if not any(end in name for end in ("_s", "over", "ratio", "ttft", "seconds")):
             continue
         times = [f"{median(by_commit[commit]):.4g}" for commit in commits]
-        ratios = [f"{ratio(last, by_commit[commit]):.3f}" if all(by_commit[commit]) else "" for commit in commits[:-1]]
+        ratios = [
+            f"{ratio(current, by_commit[commit]):.3f}" if all(by_commit[commit]) else "" for commit in commits[:-1]
+        ]
         rows.append([name, *times, *ratios])
     heading = (
-        f"# {arguments.script} compared with another commit\n\n{machine_text(about)} "
+        f"# {arguments.script} compared with another commit\n\n{machine_text(machine_info)} "
         f"Options: `{' '.join(arguments.options)}`. Medians of {arguments.rounds} rounds, and medians "
         "of the ratios within a round.\n\n"
     )

@@ -26,7 +26,7 @@ PREFIX, SUFFIX = 208, 37
 
 
 def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first logits, `[1, vocabulary]`, and the greedy tokens, `[1, n]`."""
+    """Return the first logits, `[1, vocabulary]`, and the greedy tokens, `[1, n]`."""
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -40,31 +40,34 @@ def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, tokens: int)
 
 
 def compare(model: PreTrainedModel, prompts: int, tokens: int, store: KVStore) -> dict[str, Any]:
-    """How often, and by how much, answers differ."""
+    """Count differences between answers, and measure the largest one."""
     pairs = {"tiered_and_same_passes": 0, "tiered_and_single_pass": 0, "same_passes_and_single_pass": 0}
-    differ, greedy, most = dict(pairs), dict(pairs), dict.fromkeys(pairs, 0.0)
+    differ, greedy, largest = dict(pairs), dict(pairs), dict.fromkeys(pairs, 0.0)
     vocabulary = model.config.get_text_config().vocab_size
     for number in tqdm(range(prompts), desc=f"{type(model).__name__} {model.dtype}", unit="prompt"):
         generator = torch.Generator().manual_seed(number)
         ids = torch.randint(3, vocabulary, (1, PREFIX + SUFFIX), generator=generator)
         store.precompute(model, ids[:, :PREFIX], progress=False)
         tiered = TieredCache(model, store, record=False)
-        ours = answer(model, ids, tiered, tokens)
+        restored = answer(model, ids, tiered, tokens)
         if tiered.stats.tokens_restored != PREFIX:
             raise RuntimeError(f"{tiered.stats.tokens_restored} of {PREFIX} tokens were restored")
         filled = DynamicCache(config=model.config)
         with torch.no_grad():
             model(ids[:, :PREFIX], past_key_values=filled, use_cache=True)
-        same = answer(model, ids, filled, tokens)
-        single = answer(model, ids, DynamicCache(config=model.config), tokens)
-        for name, (one, other) in zip(pairs, ((ours, same), (ours, single), (same, single)), strict=True):
-            differ[name] += not torch.equal(one[0], other[0])
-            greedy[name] += not torch.equal(one[1], other[1])
-            most[name] = max(most[name], float((one[0] - other[0]).abs().max()))
-    return {"prompts": prompts, "logits_differ": differ, "answers_differ": greedy, "largest_difference": most}
+        two_passes = answer(model, ids, filled, tokens)
+        single_pass = answer(model, ids, DynamicCache(config=model.config), tokens)
+        for name, (left_answer, right_answer) in zip(
+            pairs, ((restored, two_passes), (restored, single_pass), (two_passes, single_pass)), strict=True
+        ):
+            differ[name] += not torch.equal(left_answer[0], right_answer[0])
+            greedy[name] += not torch.equal(left_answer[1], right_answer[1])
+            largest[name] = max(largest[name], float((left_answer[0] - right_answer[0]).abs().max()))
+    return {"prompts": prompts, "logits_differ": differ, "answers_differ": greedy, "largest_difference": largest}
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=60, help="number of prompts")
     parser.add_argument("--tokens", type=int, default=24, help="number of tokens in each greedy answer")
@@ -75,8 +78,8 @@ def main() -> None:
         for name, model in (("tiny", build("tiny", dtype, cpu)), ("reference xs", load(REFERENCE, dtype, cpu))):
             model.generation_config.pad_token_id = 0
             with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
-                found = compare(model, arguments.prompts, arguments.tokens, store)
-            results[f"{name}, {str(dtype).removeprefix('torch.')}"] = found
+                counts = compare(model, arguments.prompts, arguments.tokens, store)
+            results[f"{name}, {str(dtype).removeprefix('torch.')}"] = counts
     headings = [
         "model",
         "compared",
@@ -88,12 +91,12 @@ def main() -> None:
         [
             model,
             pair.replace("_", " "),
-            f"{found['logits_differ'][pair]} of {found['prompts']}",
-            f"{found['largest_difference'][pair]:.1e}",
-            f"{found['answers_differ'][pair]} of {found['prompts']}",
+            f"{counts['logits_differ'][pair]} of {counts['prompts']}",
+            f"{counts['largest_difference'][pair]:.1e}",
+            f"{counts['answers_differ'][pair]} of {counts['prompts']}",
         ]
-        for model, found in results.items()
-        for pair in found["logits_differ"]
+        for model, counts in results.items()
+        for pair in counts["logits_differ"]
     ]
     page = "# Meaning of bit for bit\n\n" + __doc__.split("\n\n", 2)[2] + "\n" + table(headings, rows)
     if arguments.out is None:

@@ -39,21 +39,21 @@ from eval.tasks import Draw, find_tasks
 from hf_tiered_cache.selection.selectors import head_mass
 
 QUERIES = 8
-"""Last tokens of a question that choose, as in `ContiguousKV`."""
+"""Number of last tokens of a question that select, as in `ContiguousKV`."""
 CLUSTER_TOKENS, ITERATIONS = 16, 8
 _NAME = "simulated_choice"
 
 
 @dataclass(frozen=True)
 class Way:
-    """How tokens are chosen.
+    """Rule by which tokens are selected.
 
     Args:
-        unit: tokens that come together.
-        heads: who makes a choice: each "query" head, each "kv" head, or "all" heads together.
-        layers: layers that share a choice.
-        solo: the first layers that choose for themselves.
-        order: by which tokens are cut into units: "position", "clusters" or "questions".
+        unit: Number of tokens that are selected together.
+        heads: Heads that share a selection: each "query" head, each "kv" head, or "all" heads together.
+        layers: Number of layers that share a selection.
+        solo: Number of first layers with a selection of their own.
+        order: Order in which tokens are cut into units: "position", "clusters" or "questions".
     """
 
     unit: int
@@ -79,25 +79,26 @@ WAYS = {
 
 @dataclass(eq=False)
 class Prefix:
-    """A prefix whose KV is known.
+    """Prefix with its KV.
 
     Args:
-        layers: for each layer rotated keys and values, `[1, kv_heads, tokens, dim]`.
-        seen: for each layer the attention that earlier questions paid, float `[kv_heads, tokens]`.
+        layers: Rotated keys and values of each layer, `[1, kv_heads, tokens, dim]`.
+        attention: Attention of earlier questions by layer, float `[kv_heads, tokens]`.
     """
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
-    seen: dict[int, torch.Tensor] = field(default_factory=dict)
+    attention: dict[int, torch.Tensor] = field(default_factory=dict)
     _clusters: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return self.layers[0][0].shape[2]
 
     def order(self, name: str, layer: int) -> torch.Tensor:
         """Return the tokens of each kv head in an order, int64 `[kv_heads, tokens]`."""
         if name == "questions":
-            return self.seen[layer].argsort(dim=1, descending=True)
+            return self.attention[layer].argsort(dim=1, descending=True)
         if layer not in self._clusters:
             self._clusters[layer] = torch.stack([by_clusters(keys) for keys in self.layers[layer][0][0].float()])
         return self._clusters[layer]
@@ -115,65 +116,65 @@ def by_clusters(keys: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Choice:
-    """The choices of one pass over a question.
+    """Selections of one pass over a question.
 
     Args:
-        way: how they are made; None attends to all, and notes the attention in `paid`.
-        share: of the prefix's units.
-        prefix: what is chosen from.
+        way: Rule of the selection; None to attend to all, and record the attention in `mass`.
+        share: Share of the prefix's units.
+        prefix: Prefix from which to select.
     """
 
     way: Way | None
     share: float
     prefix: Prefix
-    paid: dict[int, torch.Tensor] = field(default_factory=dict)
-    _made: dict[int, torch.Tensor] = field(default_factory=dict)
+    mass: dict[int, torch.Tensor] = field(default_factory=dict)
+    _selected: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def visible(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor | None:
         """Return which restored tokens each query head attends to, bool `[heads, tokens]`; None for all.
 
         Args:
-            layer: that asks.
-            query: `[heads, n, dim]`, rotated.
-            keys: `[kv_heads, tokens + n, dim]`, rotated.
-            scaling: of the logits.
+            layer: Number of the layer.
+            query: Rotated queries, `[heads, n, dim]`.
+            keys: Rotated keys, `[kv_heads, tokens + n, dim]`.
+            scaling: Scale of the logits.
         """
         tokens, heads = self.prefix.tokens, len(query)
-        restored, own = keys[:, :tokens], keys[:, tokens:]
+        prefix_keys, new_keys = keys[:, :tokens], keys[:, tokens:]
         if self.way is None:
-            paid = head_mass(query[:, -QUERIES:], restored, own, scaling)  # [kv_heads, tokens]
-            self.paid[layer] = paid / paid.sum(1, keepdim=True)
+            layer_mass = head_mass(query[:, -QUERIES:], prefix_keys, new_keys, scaling)  # [kv_heads, tokens]
+            self.mass[layer] = layer_mass / layer_mass.sum(1, keepdim=True)
             return None
         first = layer - max(0, layer - self.way.solo) % self.way.layers
-        if first not in self._made:
+        if first not in self._selected:
             single = self.way.heads == "query"
             group = heads // len(keys)
-            wide = [some.repeat_interleave(group, 0) if single else some for some in (restored, own)]
+            wide = [part.repeat_interleave(group, 0) if single else part for part in (prefix_keys, new_keys)]
             mass = head_mass(query[:, -QUERIES:], *wide, scaling)  # [heads or kv_heads, tokens]
             if self.way.heads == "all":
                 mass = mass.sum(0, keepdim=True)
-            self._made[first] = self._best(layer, mass)
-        return self._made[first].repeat_interleave(heads // len(self._made[first]), 0)
+            self._selected[first] = self._best(layer, mass)
+        return self._selected[first].repeat_interleave(heads // len(self._selected[first]), 0)
 
     def _best(self, layer: int, mass: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of the best units, bool `[choices, tokens]`."""
+        """Return the tokens of the best units, bool `[selections, tokens]`."""
         unit, tokens = self.way.unit, mass.shape[1]
         order = None if self.way.order == "position" else self.prefix.order(self.way.order, layer)
         if order is not None:
             mass = mass.gather(1, order)
         units = pad(mass, (0, -tokens % unit)).unflatten(1, (-1, unit)).sum(2)
         best = units.topk(max(1, int(self.share * math.ceil(tokens / unit) + 1e-9)), dim=1).indices
-        chosen = (
+        is_selected = (
             torch.zeros_like(units, dtype=torch.bool).scatter_(1, best, True).repeat_interleave(unit, 1)[:, :tokens]
         )
-        return chosen if order is None else torch.zeros_like(chosen).scatter_(1, order, chosen)
+        return is_selected if order is None else torch.zeros_like(is_selected).scatter_(1, order, is_selected)
 
 
 class Simulation:
-    """A model whose attention leaves out what was not chosen.
+    """Model whose attention is restricted to selected tokens.
 
     Args:
-        model: a causal LM with one kind of attention layer.
+        model: Causal LM with one kind of attention layer.
     """
 
     def __init__(self, model: Any) -> None:
@@ -192,8 +193,8 @@ class Simulation:
     def first_token(self, ids: list[int], choice: Choice) -> torch.Tensor:
         """Return the log-probabilities of the token after a question, float32 `[vocabulary]`."""
         cache = DynamicCache()
-        for layer, kept in enumerate(choice.prefix.layers):
-            cache.update(*kept, layer)
+        for layer, layer_kv in enumerate(choice.prefix.layers):
+            cache.update(*layer_kv, layer)
         self._choice = choice
         self._model.set_attn_implementation(_NAME)
         return self._model(torch.tensor([ids]), past_key_values=cache).logits[0, -1].float().log_softmax(-1)
@@ -210,13 +211,13 @@ class Simulation:
     ) -> tuple[torch.Tensor, None]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         new, columns = query.shape[2], key.shape[2]
-        seen = torch.arange(columns) <= torch.arange(columns - new, columns)[:, None]  # [new, columns]
-        chosen = self._choice.visible(module.layer_idx, query[0], key[0], scale)
-        if chosen is not None:
-            seen = seen.expand(query.shape[1], -1, -1).clone()
-            seen[:, :, : chosen.shape[1]] &= chosen[:, None]
+        mask = torch.arange(columns) <= torch.arange(columns - new, columns)[:, None]  # [new, columns]
+        selected = self._choice.visible(module.layer_idx, query[0], key[0], scale)
+        if selected is not None:
+            mask = mask.expand(query.shape[1], -1, -1).clone()
+            mask[:, :, : selected.shape[1]] &= selected[:, None]
         output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, scale=scale, enable_gqa=True
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
         )
         return output.transpose(1, 2).contiguous(), None
 
@@ -233,34 +234,36 @@ def questions(arguments: argparse.Namespace, tokenizer: Any, task_name: str) -> 
 
 def measure(simulation: Simulation, prompts: list[tuple[list[int], list[int]]], shares: list[float]) -> list[dict]:
     """Return a row for each question, share and way: KL, agreement, and whether an earlier question was asked."""
-    rows, prefix, last = [], None, None
+    rows, prefix, last_ids = [], None, None
     for number, (ids, question) in enumerate(tqdm(prompts, unit="question")):
-        if ids != last:
-            prefix, last = simulation.prefix(ids), ids
-        later, everything = bool(prefix.seen), Choice(None, 1.0, prefix)
+        if ids != last_ids:
+            prefix, last_ids = simulation.prefix(ids), ids
+        later, everything = bool(prefix.attention), Choice(None, 1.0, prefix)
         full = simulation.first_token(question, everything)
         for share in shares:
             for name, way in WAYS.items():
                 if way.order == "questions" and not later:
                     continue
-                found = simulation.first_token(question, Choice(way, share, prefix))
-                kl = float((full.exp() * (full - found)).sum())
-                same = bool(found.argmax() == full.argmax())
-                rows.append({"question": number, "share": share, "way": name, "kl": kl, "same": same, "later": later})
-        for layer, paid in everything.paid.items():
-            prefix.seen[layer] = prefix.seen.get(layer, 0) + paid
+                logprobs = simulation.first_token(question, Choice(way, share, prefix))
+                kl = float((full.exp() * (full - logprobs)).sum())
+                is_same = bool(logprobs.argmax() == full.argmax())
+                rows.append(
+                    {"question": number, "share": share, "way": name, "kl": kl, "same": is_same, "later": later}
+                )
+        for layer, layer_mass in everything.mass.items():
+            prefix.attention[layer] = prefix.attention.get(layer, 0) + layer_mass
     return rows
 
 
 def summary(rows: list[dict[str, Any]], share: float, way: str, later: bool) -> str:
     """Return the mean KL with a 95 % interval by bootstrap, and the agreement."""
-    mine = [row for row in rows if (row["share"], row["way"]) == (share, way) and (row["later"] or not later)]
-    if not mine:
+    selected_rows = [row for row in rows if (row["share"], row["way"]) == (share, way) and (row["later"] or not later)]
+    if not selected_rows:
         return "–"
-    losses = np.array([row["kl"] for row in mine])
+    losses = np.array([row["kl"] for row in selected_rows])
     means = losses[np.random.default_rng(0).integers(0, len(losses), (1000, len(losses)))].mean(1)
     low, high = np.quantile(means, (0.025, 0.975))
-    return f"{losses.mean():.3f} [{low:.3f}, {high:.3f}] / {100 * np.mean([row['same'] for row in mine]):.0f}"
+    return f"{losses.mean():.3f} [{low:.3f}, {high:.3f}] / {100 * np.mean([row['same'] for row in selected_rows]):.0f}"
 
 
 def report(document: dict[str, Any]) -> str:
@@ -273,21 +276,22 @@ def report(document: dict[str, Any]) -> str:
     )
     for task, rows in document["tasks"].items():
         for later in (False, True):
-            asked = {row["question"] for row in rows if row["later"] or not later}
-            if later and not asked:
+            question_numbers = {row["question"] for row in rows if row["later"] or not later}
+            if later and not question_numbers:
                 continue
-            which = "later questions" if later else "all questions"
+            heading = "later questions" if later else "all questions"
             lines = [
                 [name, *(summary(rows, share, name, later) for share in arguments["shares"])]
                 for name, way in WAYS.items()
                 if later or way.order != "questions"
             ]
             headings = ["", *(f"{share:.0%}" for share in arguments["shares"])]
-            parts.append(f"## {task}, {which} ({len(asked)})\n\n" + table(headings, lines))
+            parts.append(f"## {task}, {heading} ({len(question_numbers)})\n\n" + table(headings, lines))
     return "\n".join(parts)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="short name of eval.models, name on the Hub, or folder")
     add_questions(parser, tasks="sst2,rte,text", limit=64)
@@ -299,6 +303,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = parse()
     model, tokenizer = load(arguments.model, torch.float32)
     simulation, name = Simulation(model), Path(arguments.model).name

@@ -48,7 +48,7 @@ PLACES = ("slow disk", "disk", "host memory")
 
 
 class Bench:
-    """One model, and for each codec a folder that holds the same prefix."""
+    """Model, and a folder with the same prefix for each codec."""
 
     def __init__(self, arguments: argparse.Namespace, dtype: str, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
@@ -57,9 +57,11 @@ class Bench:
         self._random = torch.Generator().manual_seed(0)
 
     def ids(self, tokens: int) -> torch.Tensor:
+        """Draw random tokens, int64 `[1, tokens]`."""
         return torch.randint(1, self.model.config.vocab_size, (1, tokens), generator=self._random)
 
     def run(self, prefix: int) -> dict[str, Any]:
+        """Measure bytes and times of all codecs for one prefix length."""
         document, suffix = self.ids(prefix), self.ids(SUFFIX)
         sizes: dict[str, int] = {}
         for codec in CODECS:
@@ -79,7 +81,7 @@ class Bench:
         return {"prefix": prefix, "suffix": SUFFIX, "bytes_on_disk": sizes, "ttft_s": times}
 
     def first_token(self, ids: torch.Tensor, codec: str, place: str) -> float:
-        """Seconds that `generate()` takes to the first token, with a store that was opened for it."""
+        """Measure the seconds of `generate()` to the first token, with a store opened for it."""
         engine = SlowDiskEngine(SlowDisk(self.arguments.bandwidth, LATENCY_S)) if place == "slow disk" else "posix"
         forget_page_cache(self.folder / codec)
         with KVStore(self.folder / codec, engine=engine, codec=codec, host_memory="2GiB") as store:
@@ -95,35 +97,36 @@ class Bench:
 # --- agreement
 
 Fill = Callable[[torch.Tensor], Cache]
-"""Given a prefix, int64 `[1, tokens]`, a cache that holds its KV, or knows where it is."""
+"""Function that takes a prefix, int64 `[1, tokens]`, and returns a cache that holds or restores its KV."""
 
 
 def by_groups(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in eight bits and back: for each 64 numbers side by side a scale and a zero point, in float32."""
+    """Round to eight bits in groups of 64 numbers, with a scale and a zero point in float32 for each."""
     wide = tensor.float().reshape(-1, GROUP)
-    least, most = wide.aminmax(dim=1, keepdim=True)
-    scale = (255 / (most - least)).clamp_(max=2e4)  # as hqq has it
-    zero = -least * scale
+    low, high = wide.aminmax(dim=1, keepdim=True)
+    scale = (255 / (high - low)).clamp_(max=2e4)  # as hqq has it
+    zero = -low * scale
     codes = (wide * scale + zero).round_().clamp_(0, 255)
     return ((codes - zero) / scale).view(tensor.shape).to(tensor.dtype)
 
 
 @torch.no_grad()
-def filled(model: PreTrainedModel, cache: Cache, prefix: torch.Tensor) -> Cache:
-    """`cache` after a pass over the prefix."""
+def fill_cache(model: PreTrainedModel, cache: Cache, prefix: torch.Tensor) -> Cache:
+    """Run a pass over the prefix, and return the cache."""
     model(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 
 
 def quantized_by_hand(model: PreTrainedModel, prefix: torch.Tensor) -> Cache:
-    cache = filled(model, DynamicCache(config=model.config), prefix)
+    """Return a cache of the prefix with keys and values rounded by `by_groups`."""
+    cache = fill_cache(model, DynamicCache(config=model.config), prefix)
     for layer in cache.layers:
         layer.keys, layer.values = by_groups(layer.keys), by_groups(layer.values)
     return cache
 
 
 def ways(model: PreTrainedModel, folder: Path, stack: ExitStack) -> Iterator[tuple[str, Fill]]:
-    """The caches that are compared, by name; `stack` closes their stores."""
+    """Yield the names of the compared caches with functions that fill them; `stack` closes their stores."""
     config = model.config
     for codec in CODECS:
         store = stack.enter_context(KVStore(folder / codec, codec=codec, engine="posix", host_memory=0))
@@ -133,19 +136,19 @@ def ways(model: PreTrainedModel, folder: Path, stack: ExitStack) -> Iterator[tup
             return TieredCache(model, store, record=False)
 
         yield f"ours, {codec}", fill
-    yield "QuantizedCache, fp8", lambda prefix: filled(model, QuantizedCache("fp8", config), prefix)
+    yield "QuantizedCache, fp8", lambda prefix: fill_cache(model, QuantizedCache("fp8", config), prefix)
     if is_hqq_available():
         options = {"nbits": 8, "axis_key": 1, "axis_value": 1, "q_group_size": GROUP}
         yield (
             "QuantizedCache, hqq, 8 bits",
-            lambda prefix: filled(model, QuantizedCache("hqq", config, **options), prefix),
+            lambda prefix: fill_cache(model, QuantizedCache("hqq", config, **options), prefix),
         )
     else:
         yield "8 bits in groups of 64, by hand", lambda prefix: quantized_by_hand(model, prefix)
 
 
 def questions(folder: Path, tokens: int, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """A context in multiples of 16 tokens, question and answer after it, int64 `[1, n]`, and the answer's length."""
+    """Yield contexts in multiples of 16 tokens, question and answer, int64 `[1, n]`, and the length of the answer."""
     from eval.data import Data
     from eval.reference import check
     from eval.reference.language import Language
@@ -164,14 +167,14 @@ def questions(folder: Path, tokens: int, count: int) -> Iterator[tuple[torch.Ten
 def agreement(
     model: PreTrainedModel, folder: Path, tokens: int, count: int, compared: dict[str, Fill]
 ) -> dict[str, Any]:
-    """For each way: how often the likeliest next token is that of full KV, how far distributions are, what is right."""
-    found: dict[str, dict[str, list[float]]] = {}
+    """Compare each variant with full KV: top-1 agreement, divergence, and right answers."""
+    rows_by_way: dict[str, dict[str, list[float]]] = {}
 
     def note(way: str, logits: torch.Tensor, full: torch.Tensor, rest: torch.Tensor, answer: int) -> None:
-        mine, theirs = logits.log_softmax(-1), full.log_softmax(-1)
-        row = found.setdefault(way, {"top1": [], "kl": [], "right": []})
-        row["top1"] += (mine.argmax(-1) == theirs.argmax(-1)).double().tolist()
-        row["kl"] += (theirs.exp() * (theirs - mine)).sum(-1).clamp(min=0).tolist()
+        log_probs, full_log_probs = logits.log_softmax(-1), full.log_softmax(-1)
+        row = rows_by_way.setdefault(way, {"top1": [], "kl": [], "right": []})
+        row["top1"] += (log_probs.argmax(-1) == full_log_probs.argmax(-1)).double().tolist()
+        row["kl"] += (full_log_probs.exp() * (full_log_probs - log_probs)).sum(-1).clamp(min=0).tolist()
         row["right"].append(float((logits[-answer - 1 : -1].argmax(-1) == rest[0, -answer:]).all()))
 
     for prefix, rest, answer in tqdm(questions(folder, tokens, count), total=count, unit="question"):
@@ -180,7 +183,7 @@ def agreement(
             out = model(input_ids=rest, past_key_values=cache, use_cache=True)
             return out.logits[0, -rest.shape[1] :].double()
 
-        full = ask(filled(model, DynamicCache(config=model.config), prefix))
+        full = ask(fill_cache(model, DynamicCache(config=model.config), prefix))
         note("full KV", full, full, rest, answer)
         for way, fill in compared.items():
             cache = fill(prefix)
@@ -199,12 +202,12 @@ def agreement(
             "kl_max": float(np.max(row["kl"])),
             "right_percent": 100 * float(np.mean(row["right"])),
         }
-        for way, row in found.items()
+        for way, row in rows_by_way.items()
     }
 
 
 def ask_behind(model: PreTrainedModel, cache: TieredCache, prefix: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Logits of `rest`, float64 `[tokens, vocabulary]`, behind a prefix that the cache restores."""
+    """Return the logits of `rest`, float64 `[tokens, vocabulary]`, after a prefix that the cache restores."""
     ids = torch.cat([prefix, rest], dim=1)
     return model(input_ids=ids, past_key_values=cache, logits_to_keep=rest.shape[1]).logits[0].double()
 
@@ -213,12 +216,13 @@ def ask_behind(model: PreTrainedModel, cache: TieredCache, prefix: torch.Tensor,
 
 
 def report(document: dict[str, Any]) -> str:
-    on = document["machine"]
+    """Return the page in Markdown."""
+    machine_info = document["machine"]
     text = [
         "# Codecs\n",
-        f"{machine_text(on)} "
+        f"{machine_text(machine_info)} "
         f"Load average {document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end; above "
-        f"{on['cores']}, other programs were running.\n",
+        f"{machine_info['cores']}, other programs were running.\n",
         f"## Bytes and times, shape of {document['shape']}\n",
         f"A stored prefix and a suffix of {SUFFIX} tokens; medians of {document['repeats']} turns. The slow disk has "
         f"{document['bandwidth'] / 1e6:.0f} MB/s. In brackets: bytes relative to raw, and the median speedup over raw "
@@ -226,24 +230,24 @@ def report(document: dict[str, Any]) -> str:
     ]
     rows = [
         [
-            f"{one['prefix']}, {one['dtype']}, {codec}",
+            f"{result['prefix']}, {result['dtype']}, {codec}",
             f"{sizes[codec] / 2**20:.1f} MiB ({sizes[codec] / sizes['raw']:.3f})",
             *(
                 f"{1e3 * median(times[codec]):.0f} ms ({ratio(times['raw'], times[codec]):.2f} ×)"
-                for times in (one["ttft_s"][place] for place in PLACES)
+                for times in (result["ttft_s"][place] for place in PLACES)
             ),
         ]
-        for one in document["times"]
-        for sizes in [one["bytes_on_disk"]]
+        for result in document["times"]
+        for sizes in [result["bytes_on_disk"]]
         for codec in CODECS
     ]
     text += [table(["prefix, dtype, codec", "on disk", *(f"first token, {place}" for place in PLACES)], rows)]
     text += ["## Agreement with full KV\n", document["beside"] + "\n"]
-    for name, one in document["agreement"].items():
-        if "skipped" in one:
-            text.append(f"*{name}*: not measured, {one['skipped']}.\n")
+    for name, result in document["agreement"].items():
+        if "skipped" in result:
+            text.append(f"*{name}*: not measured, {result['skipped']}.\n")
             continue
-        head = f"### {name}, {one['questions']} questions about contexts of {one['context']} tokens\n"
+        head = f"### {name}, {result['questions']} questions about contexts of {result['context']} tokens\n"
         rows = [
             [
                 way,
@@ -251,7 +255,7 @@ def report(document: dict[str, Any]) -> str:
                 *(f"{row[key]:.1e}" for key in ("kl_mean", "kl_p99", "kl_max")),
                 f"{row['right_percent']:.1f} %",
             ]
-            for way, row in one["ways"].items()
+            for way, row in result["ways"].items()
         ]
         text += [
             head,
@@ -267,6 +271,7 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     add_shape(parser, "1024,4096", repeats=7)
     parser.add_argument("--dtypes", default="float32,bfloat16", help="data types, separated by commas")
@@ -287,24 +292,26 @@ def main() -> None:
                 times.append({"dtype": dtype} | bench.run(int(prefix)))
             del bench
             gc.collect()
-        agreed: dict[str, Any] = {}
-        each = zip(
-            *(given.split(",") for given in (arguments.models, arguments.tokens, arguments.questions)), strict=True
+        agreement_by_model: dict[str, Any] = {}
+        settings = zip(
+            *(values.split(",") for values in (arguments.models, arguments.tokens, arguments.questions)), strict=True
         )
-        for model, tokens, count in ((Path(name), int(tokens), int(count)) for name, tokens, count in each):
+        for model, tokens, count in ((Path(name), int(tokens), int(count)) for name, tokens, count in settings):
             if not (model / "config.json").exists():
-                agreed[model.name] = {"skipped": "the model is not here"}
+                agreement_by_model[model.name] = {"skipped": "the model is not here"}
                 continue
             for dtype in arguments.dtypes.split(","):
                 stores = folder / f"{model.name}-{dtype}"
-                loaded = load(model, getattr(torch, dtype), torch.device("cpu"))
+                loaded_model = load(model, getattr(torch, dtype), torch.device("cpu"))
                 with ExitStack() as stack:
-                    found = agreement(loaded, model, tokens, count, dict(ways(loaded, stores, stack)))
-                agreed[f"{model.name} {dtype}"] = {
+                    ways_of_model = agreement(
+                        loaded_model, model, tokens, count, dict(ways(loaded_model, stores, stack))
+                    )
+                agreement_by_model[f"{model.name} {dtype}"] = {
                     "dtype": dtype,
                     "context": tokens,
                     "questions": count,
-                    "ways": found,
+                    "ways": ways_of_model,
                 }
         document = {
             "shape": arguments.shape,
@@ -313,7 +320,7 @@ def main() -> None:
             "load": [load_before, os.getloadavg()[0]],
             "machine": machine(torch.device("cpu"), folder),
             "times": times,
-            "agreement": agreed,
+            "agreement": agreement_by_model,
             "beside": "hqq is installed: QuantizedCache with eight bits is that of transformers."
             if is_hqq_available()
             else "hqq is not installed, and quanto has no eight bits. In addition to transformers' fp8, hqq's scheme "

@@ -61,24 +61,24 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import Exact, Krul, Method
 
 LATENCY_S = 100e-6
-"""Of a read from an emulated disk."""
+"""Latency of a read from an emulated disk."""
 SAMPLED = 16
-"""Of so many decoded tokens one is sampled by who watches queries: their times are compared in such runs."""
+"""Number of decoded tokens per sampled query; times are compared in runs of this length."""
 RECOMPUTE, LOAD, PARTIAL, SELECTED = "full recompute", "full load", "partial recompute", "H2O"
 INT8_LOAD, KRUL, INT8_KRUL = "full load, int8", "Krul, auto", "Krul, int8"
 PEERS = (RECOMPUTE, LOAD, PARTIAL, INT8_LOAD)
-"""Systems without Krul's parts; Krul is never to be slower than the best of them by more than `NEAR`."""
+"""Systems without Krul's parts. Krul should be at most `NEAR` times slower than the best of them."""
 NEAR = 1.05
 OVER_LOAD, OVER_PARTIAL, BUBBLES, WATCHING = 2.35, 1.5, 0.05, 1.02
-"""Aims: TTFT of a full load and of partial recomputation over Krul's, bubbles as a share of TTFT, decoding."""
+"""Aims: TTFT of a full load and of partial recomputation over Krul's, idle time as a share of TTFT, decoding."""
 
 
 def methods(trained: bool, keep: float = 0.5) -> dict[str, Method | None]:
-    """The systems' methods by name; None has a DynamicCache.
+    """Return the methods of the systems by name; None for a DynamicCache.
 
     Args:
-        trained: whether the model is trained. If not, Krul is forced to merge layers.
-        keep: share of the history that H2O attends to.
+        trained: Whether the model is trained. If not, Krul is forced to merge layers.
+        keep: Share of the history that H2O attends to.
     """
     forced: dict[str, Any] = {} if trained else {"change": 1.0, "quality": None}
     return {
@@ -101,11 +101,11 @@ def methods(trained: bool, keep: float = 0.5) -> dict[str, Method | None]:
 
 @dataclass(eq=False)
 class System:
-    """One way to keep conversations.
+    """Variant of storing conversations.
 
     Args:
-        method: of its caches, or None.
-        store: that they lie in, or None.
+        method: Method of the caches, or None.
+        store: Store of the conversations, or None.
     """
 
     method: Method | None
@@ -113,11 +113,11 @@ class System:
 
 
 class Bench:
-    """A model and a trace.
+    """Model and trace.
 
     Args:
-        arguments: of the command line.
-        folder: for the stores.
+        arguments: Arguments of the command line.
+        folder: Parent folder of the stores.
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
@@ -130,14 +130,14 @@ class Bench:
         lengths = arguments.opening, arguments.new, arguments.answer
         self.trace = turns_of(arguments.conversations, arguments.turns, lengths, arguments.think, arguments.seed)
         self.longest = max(turn.end for turn in self.trace)
-        most, vocabulary = self.longest, self.model.config.vocab_size
+        longest, vocabulary = self.longest, self.model.config.vocab_size
         prompts: Prompts
         if arguments.model is None:
-            prompts = RandomTokens(vocabulary, arguments.conversations, most, 1)
+            prompts = RandomTokens(vocabulary, arguments.conversations, longest, 1)
         elif (folder := Path(resolve(str(arguments.model))).resolve()).parent == REFERENCE:
-            prompts = ReferenceLanguage(folder, arguments.conversations, most)
+            prompts = ReferenceLanguage(folder, arguments.conversations, longest)
         else:
-            prompts = RunningText(folder, arguments.conversations, most, 1)
+            prompts = RunningText(folder, arguments.conversations, longest, 1)
         self.about = prompts.about
         self.texts = [ids.to(device) for ids in prompts.prefixes]
         config = self.model.config
@@ -145,18 +145,23 @@ class Bench:
         self.token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * dim * dtype.itemsize
 
     def measure(self, rate: float, note: Callable[[dict[str, Any]], None]) -> None:
-        """Run the trace on a disk of so many MB/s, or the real one. `note` is told of each turn, and of calibration."""
+        """Run the trace on a disk with a bandwidth of `rate` MB/s; 0 for the real disk.
+
+        Args:
+            rate: Bandwidth in MB/s.
+            note: Called with each turn, and with the calibration.
+        """
         arguments = self.arguments
         ends = {turn.conversation: turn.end for turn in self.trace}  # the last turn's
         host = round(arguments.host_share * sum(ends.values()) * self.token_bytes)
         with tempfile.TemporaryDirectory(dir=self.folder) as name, ExitStack() as stack:
             root = Path(name)
 
-            def opened(folder: str) -> KVStore:
+            def open_store(folder: str) -> KVStore:
                 engine: Any = SlowDiskEngine(SlowDisk(rate * 1e6, LATENCY_S)) if rate else "auto"
                 return stack.enter_context(KVStore(root / folder, host_memory=max(host, 1 << 20), engine=engine))
 
-            probe = opened("probe")
+            probe = open_store("probe")
             lengths = sorted({max(16, arguments.opening // 2), max(16, self.longest)})
             costs = probe.calibrate_prefix(
                 self.model,
@@ -165,10 +170,10 @@ class Bench:
                 repeats=arguments.calibrate_repeats,
                 progress=False,
             )
-            note({"costs": [one.as_dict() for one in costs]})
+            note({"costs": [cost.as_dict() for cost in costs]})
             systems = {}
             for number, (name, method) in enumerate(methods(arguments.model is not None, arguments.keep).items()):
-                store = None if method is None else opened(str(number))
+                store = None if method is None else open_store(str(number))
                 if store is not None:  # all go by the same figures
                     shutil.copy(probe.path / "calibrations.json", store.path)
                 systems[name] = System(method, store)
@@ -181,29 +186,29 @@ class Bench:
 
     @torch.no_grad()
     def turn(self, system: System, turn: Turn) -> dict[str, Any]:
-        """One turn of one system: what it took, and what was counted up to its first token."""
+        """Run one turn of one system. Return its times, and the counters up to its first token."""
         answer = self.texts[turn.conversation]
         ids = answer[None, : turn.stop]
-        made: list[Any] = []
+        caches: list[Any] = []
 
-        def first() -> None:
+        def compute_prompt() -> None:
             if system.store is None:
-                made.append(DynamicCache(config=self.model.config))
+                caches.append(DynamicCache(config=self.model.config))
             else:
-                named = {"conversation": f"c{turn.conversation}", "method": system.method}
-                made.append(TieredCache(self.model, system.store, **named))
-            self.model(input_ids=ids, past_key_values=made[0], use_cache=True, logits_to_keep=1)
+                options = {"conversation": f"c{turn.conversation}", "method": system.method}
+                caches.append(TieredCache(self.model, system.store, **options))
+            self.model(input_ids=ids, past_key_values=caches[0], use_cache=True, logits_to_keep=1)
 
         row: dict[str, Any] = {"history": turn.history, "new": turn.stop - turn.history}
-        row["ttft_s"] = seconds(first, ids.device)
-        (cache,) = made
+        row["ttft_s"] = seconds(compute_prompt, ids.device)
+        (cache,) = caches
         if isinstance(cache, TieredCache):
-            row |= counted(cache, turn.history)
-        begun = [
+            row |= restore_figures(cache, turn.history)
+        decode_times = [
             seconds(lambda at=at: self.model(input_ids=answer[None, at : at + 1], past_key_values=cache), ids.device)
             for at in range(turn.stop, turn.end)
         ]
-        row["decode_s"] = sum(begun) / len(begun)
+        row["decode_s"] = sum(decode_times) / len(decode_times)
         if isinstance(cache, TieredCache) and system.store is not None:
             suspended = cache.suspend()
             assert suspended.tokens and not suspended.reason, suspended
@@ -215,7 +220,7 @@ class Bench:
 
     @torch.no_grad()
     def decoding(self) -> dict[str, list[float]]:
-        """Seconds of each decoded token behind the same prompt: without a store, with one, and with queries watched."""
+        """Return the seconds of each decoded token without a store, with one, and with sampled queries."""
         ids = self.texts[0][None, : self.arguments.opening]
         with tempfile.TemporaryDirectory(dir=self.folder) as folder, KVStore(folder) as store:
             caches = {
@@ -237,15 +242,15 @@ class Bench:
             return interleaved(actions, self.arguments.decode_steps * SAMPLED, warm_up=4)
 
 
-def counted(cache: TieredCache, history: int) -> dict[str, Any]:
-    """Figures of a restore."""
+def restore_figures(cache: TieredCache, history: int) -> dict[str, Any]:
+    """Return the figures of a restore."""
     stats, figures = cache.stats, figures_of(cache.stats)
     bytes_of = {name: tier.bytes for name, tier in stats.tiers.items()}
-    loaded = (stats.tokens_restored - stats.tokens_recomputed) / max(1, history)
+    loaded_share = (stats.tokens_restored - stats.tokens_recomputed) / max(1, history)
     from_disk = bytes_of["disk"] / max(1, sum(bytes_of.values()))
     return {
-        "from_memory": loaded * (1 - from_disk),
-        "from_disk": loaded * from_disk,
+        "from_memory": loaded_share * (1 - from_disk),
+        "from_disk": loaded_share * from_disk,
         "restored": stats.tokens_restored,
         "recomputed": stats.tokens_recomputed,
         "reason": stats.reason,
@@ -266,56 +271,59 @@ def counted(cache: TieredCache, history: int) -> dict[str, Any]:
 
 
 def name_of(rate: float) -> str:
+    """Return the name of a disk."""
     return f"{rate:g} MB/s" if rate else "the disk"
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of each system what the turns come to at which all of them had a conversation come back; {} before that."""
-    every: dict[str, dict[int, dict[str, Any]]] = {}
+    """Summarize the resumed turns that all systems have run; {} if there are none."""
+    rows_by_system: dict[str, dict[int, dict[str, Any]]] = {}
     for row in rows:
         if row["history"]:
-            every.setdefault(row["system"], {})[row["turn"]] = row
-    shared = sorted(set.intersection(*(set(every.get(name, ())) for name in methods(trained=False))))
-    if not shared:
+            rows_by_system.setdefault(row["system"], {})[row["turn"]] = row
+    shared_turns = sorted(set.intersection(*(set(rows_by_system.get(name, ())) for name in methods(trained=False))))
+    if not shared_turns:
         return {}
-    times = {name: [of[turn]["ttft_s"] for turn in shared] for name, of in every.items()}
-    found = {}
-    for name, of in every.items():
-        mine = [of[turn] for turn in shared]
-        found[name] = {
+    times = {
+        name: [system_rows[turn]["ttft_s"] for turn in shared_turns] for name, system_rows in rows_by_system.items()
+    }
+    summaries = {}
+    for name, system_rows in rows_by_system.items():
+        selected_rows = [system_rows[turn] for turn in shared_turns]
+        summaries[name] = {
             "ttft_s": median(times[name]),
             "ttft_mean_s": float(np.mean(times[name])),
             "ttft_p90_s": float(np.quantile(times[name], 0.9)),
             "load_over_it": ratio(times[LOAD], times[name]),
             "partial_over_it": ratio(times[PARTIAL], times[name]),
-            "decode_s": median(row["decode_s"] for row in mine),
+            "decode_s": median(row["decode_s"] for row in selected_rows),
         }
-        if "stored_bytes" in mine[0]:
+        if "stored_bytes" in selected_rows[0]:
             keys = ("stored_bytes", "payload_bytes", "from_memory", "from_disk", "suspend_s")
-            found[name] |= {key: float(np.mean([row[key] for row in mine])) for key in keys}
-            is_from_disk = np.array([row["from_disk"] > row["from_memory"] for row in mine])
-            found[name]["turns_from_disk"] = float(is_from_disk.mean())
+            summaries[name] |= {key: float(np.mean([row[key] for row in selected_rows])) for key in keys}
+            is_from_disk = np.array([row["from_disk"] > row["from_memory"] for row in selected_rows])
+            summaries[name]["turns_from_disk"] = float(is_from_disk.mean())
             for key, is_source in (("memory", ~is_from_disk), ("disk", is_from_disk)):
                 source_times = np.array(times[name])[is_source]
-                found[name][f"ttft_{key}_s"] = float(source_times.mean()) if len(source_times) else None
+                summaries[name][f"ttft_{key}_s"] = float(source_times.mean()) if len(source_times) else None
             total = sum(times[name])
             for key in ("stall_seconds", "load_idle_seconds", "io_seconds"):
-                found[name][key.replace("seconds", "share")] = sum(row[key] for row in mine) / total
-    return found
+                summaries[name][key.replace("seconds", "share")] = sum(row[key] for row in selected_rows) / total
+    return summaries
 
 
 def watching(times: dict[str, list[float]]) -> dict[str, float]:
-    """Of each system what a decoded token takes over what it takes with a DynamicCache: median over runs of tokens."""
-    runs = {name: np.array(some).reshape(-1, SAMPLED).sum(1).tolist() for name, some in times.items()}
-    return {name: ratio(some, runs["DynamicCache"]) for name, some in runs.items()}
+    """Return the time of a decoded token relative to a DynamicCache, by system: median over runs of tokens."""
+    runs = {name: np.array(token_times).reshape(-1, SAMPLED).sum(1).tolist() for name, token_times in times.items()}
+    return {name: ratio(token_times, runs["DynamicCache"]) for name, token_times in runs.items()}
 
 
 def report(document: dict[str, Any]) -> str:
-    """The page of results, as Markdown."""
-    on, options = document["machine"], document["options"]
+    """Return the page in Markdown."""
+    machine_info, options = document["machine"], document["options"]
     parts = [
         f"# Conversations that resume: {document['layers']} layers of {document['shape']} in {options['dtype']}, "
-        f"{on['device']}\n\n{machine_text(on)} {document['about']} "
+        f"{machine_info['device']}\n\n{machine_text(machine_info)} {document['about']} "
         f"{options['conversations']} conversations of {options['turns']} turns: about {options['opening']} tokens, "
         f"then {options['new']} per turn, and {options['answer']} decoded tokens. {document['token_bytes']} bytes of "
         f"KV per token; host memory for {options['host_share']:.0%} of all KV. Each system has a store of its own. "
@@ -337,37 +345,37 @@ def report(document: dict[str, Any]) -> str:
         "suspend, s",
         "decode, ms",
     ]
-    for rate, of in document["rates"].items():
-        figures = summarise(of["rows"])
+    for rate, rate_results in document["rates"].items():
+        figures = summarise(rate_results["rows"])
         if not figures:
             continue
         rows = []
-        for name, each in figures.items():
-            line = [name, *(f"{each[key]:.2f}" for key in ("ttft_s", "ttft_mean_s", "ttft_p90_s"))]
+        for name, row in figures.items():
+            line = [name, *(f"{row[key]:.2f}" for key in ("ttft_s", "ttft_mean_s", "ttft_p90_s"))]
             sources = ("ttft_memory_s", "ttft_disk_s")
-            line += [f"{each[key]:.2f}" if each.get(key) is not None else "" for key in sources]
-            line += [f"{each[key]:.2f}" for key in ("load_over_it", "partial_over_it")]
-            if "stored_bytes" in each:
-                computed = 1 - each["from_memory"] - each["from_disk"]
+            line += [f"{row[key]:.2f}" if row.get(key) is not None else "" for key in sources]
+            line += [f"{row[key]:.2f}" for key in ("load_over_it", "partial_over_it")]
+            if "stored_bytes" in row:
+                computed = 1 - row["from_memory"] - row["from_disk"]
                 shares = (
-                    each["from_memory"],
-                    each["from_disk"],
+                    row["from_memory"],
+                    row["from_disk"],
                     computed,
-                    each["stall_share"],
-                    each["load_idle_share"],
+                    row["stall_share"],
+                    row["load_idle_share"],
                 )
-                line += [f"{each['payload_bytes']:.0f}", f"{each['stored_bytes']:.0f}"]
+                line += [f"{row['payload_bytes']:.0f}", f"{row['stored_bytes']:.0f}"]
                 line += [f"{share:.0%}" for share in shares]
-                line.append(f"{each['suspend_s']:.2f}")
+                line.append(f"{row['suspend_s']:.2f}")
             else:
                 line += ["0", "0", "0%", "0%", "100%", "", "", ""]
-            rows.append([*line, f"{each['decode_s'] * 1e3:.1f}"])
+            rows.append([*line, f"{row['decode_s'] * 1e3:.1f}"])
         parts.append(f"\n## {rate}\n\n{table(headings, rows)}\n{aims(figures)}\n")
     if document["decode"]:
-        found = watching(document["decode"])
+        ratios = watching(document["decode"])
         parts.append(
             "\n## Observing queries\n\nTime of a decoded token relative to that of a DynamicCache, measured in turns: "
-            + ", ".join(f"{name} {over:.3f}" for name, over in found.items() if name != "DynamicCache")
+            + ", ".join(f"{name} {relative:.3f}" for name, relative in ratios.items() if name != "DynamicCache")
             + f' (aim: at most {WATCHING}). Krul observes them with `pairs_by="attention"` only.\n'
         )
     parts.append(
@@ -383,45 +391,50 @@ def report(document: dict[str, Any]) -> str:
 
 
 def aims(figures: dict[str, dict[str, Any]]) -> str:
-    """What is met at one rate."""
-    loaded = figures[LOAD]["stall_share"]
+    """Return which aims are met at one rate."""
+    stall_share = figures[LOAD]["stall_share"]
     return (
-        f"A full load waits {loaded:.0%} of its time, so the link is {'' if loaded > 0.5 else 'not '}the bottleneck. "
+        f"A full load waits {stall_share:.0%} of its time, so the link is "
+        f"{'' if stall_share > 0.5 else 'not '}the bottleneck. "
         + " ".join(aims_of(name, figures) for name in (KRUL, INT8_KRUL))
     )
 
 
 def aims_of(name: str, figures: dict[str, dict[str, Any]]) -> str:
-    """What one setting of Krul meets."""
-    krul, loaded = figures[name], figures[LOAD]
+    """Return which aims one setting of Krul meets."""
+    krul, full_load = figures[name], figures[LOAD]
     bubbles = krul["stall_share"] + krul["load_idle_share"]
     best = min(PEERS, key=lambda peer: figures[peer]["ttft_mean_s"])
     over_best = krul["ttft_mean_s"] / figures[best]["ttft_mean_s"]
 
-    def met(yes: bool) -> str:
-        return "met" if yes else "**not met**"
+    def verdict(is_met: bool) -> str:
+        return "met" if is_met else "**not met**"
 
-    def over(key: str) -> str:
-        return f"{loaded[key] / krul[key]:.2f} ×" if krul[key] else "any multiple of"  # a front may be everything
+    def relative(key: str) -> str:
+        return f"{full_load[key] / krul[key]:.2f} ×" if krul[key] else "any multiple of"  # a front may be everything
 
     return (
         f"Aims of {name}: full load ≥ {OVER_LOAD} × its TTFT, {krul['load_over_it']:.2f}, "
-        f"{met(krul['load_over_it'] >= OVER_LOAD)}; partial recompute ≥ {OVER_PARTIAL} ×, "
-        f"{krul['partial_over_it']:.2f}, {met(krul['partial_over_it'] >= OVER_PARTIAL)}; at most {NEAR} × the best "
-        f"other system ({best}, means), {over_best:.2f}, {met(over_best <= NEAR)}; idle time ≤ {BUBBLES:.0%}, "
-        f"{bubbles:.1%}, {met(bubbles <= BUBBLES)}. A full load stores {over('payload_bytes')} its payload, in files "
-        f"of {over('stored_bytes')} the size."
+        f"{verdict(krul['load_over_it'] >= OVER_LOAD)}; partial recompute ≥ {OVER_PARTIAL} ×, "
+        f"{krul['partial_over_it']:.2f}, {verdict(krul['partial_over_it'] >= OVER_PARTIAL)}; at most {NEAR} × the best "
+        f"other system ({best}, means), {over_best:.2f}, {verdict(over_best <= NEAR)}; idle time ≤ {BUBBLES:.0%}, "
+        f"{bubbles:.1%}, {verdict(bubbles <= BUBBLES)}. A full load stores {relative('payload_bytes')} its payload, "
+        f"in files of {relative('stored_bytes')} the size."
     )
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Median TTFT by rate, where matplotlib is installed."""
+    """Plot the median TTFT by rate, where matplotlib is installed."""
     if (plt := pyplot()) is None:
         return
-    rates = {rate: found for rate, of in document["rates"].items() if (found := summarise(of["rows"]))}
+    rates = {
+        rate: summaries
+        for rate, rate_results in document["rates"].items()
+        if (summaries := summarise(rate_results["rows"]))
+    }
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for name, marker in zip(methods(trained=False), itertools.cycle("osv^D*Px")):
-        axes.plot(list(rates), [found[name]["ttft_s"] for found in rates.values()], marker=marker, label=name)
+        axes.plot(list(rates), [summaries[name]["ttft_s"] for summaries in rates.values()], marker=marker, label=name)
     axes.set(yscale="log", xlabel="link", ylabel="time to first token, median (s)")
     axes.set_title(f"{document['layers']} layers of {document['shape']}, {document['machine']['device']}")
     axes.legend(fontsize="small")
@@ -431,7 +444,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 
 def arguments_of() -> argparse.Namespace:
-    """Of the command line."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     add_model_arguments(parser, layers=8)
     parser.add_argument(
@@ -459,6 +472,7 @@ def arguments_of() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = arguments_of()
     with tempfile.TemporaryDirectory(prefix="bench-conversation-", dir=arguments.folder) as folder:
         bench = Bench(arguments, Path(folder))
@@ -480,13 +494,13 @@ def main() -> None:
             save(arguments.out, name, document, report(document))
 
         for rate in arguments.rates:
-            found = document["rates"][name_of(rate)] = {"costs": [], "rows": []}
+            rate_results = document["rates"][name_of(rate)] = {"costs": [], "rows": []}
 
-            def note(row: dict[str, Any], found: dict[str, Any] = found) -> None:
+            def note(row: dict[str, Any], rate_results: dict[str, Any] = rate_results) -> None:
                 if "costs" in row:
-                    found |= row
+                    rate_results |= row
                 else:
-                    found["rows"].append(row)
+                    rate_results["rows"].append(row)
                 write()
 
             bench.measure(rate, note)

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode_answers import compared, note
+from decode_answers import compare, note
 from lib.common import load, parser_of
 from lib.conversation_ways import NOISE, FixedPairs, Watching, Way, attended, forgetful, ways
 from lib.pages import machine, machine_text, pyplot, save, table
@@ -65,31 +65,32 @@ from hf_tiered_cache.methods import Method
 
 CPU = torch.device("cpu")
 TURN_TOKENS = 128
-"""Of running text, that stand for the new turn; of a chat, that its question has at most."""
+"""Number of last tokens of running text that are the new turn; maximum number of tokens of a chat's question."""
 WITHIN = 0.99
-"""Of full KV's score: what counts as no loss."""
+"""Share of full KV's score that counts as no loss."""
 SCORES = {"questions": "answers", "books": "top 1", "longbench": "top 1", "chat": "top 1"}
-"""By kind of conversation the figure that a loss is seen in."""
+"""Figure that shows a loss, by kind of conversation."""
 LONGBENCH = ("gov_report", "multi_news", "qmsum", "hotpotqa", "narrativeqa", "qasper", "multifieldqa_en", "musique")
 _LETTERS = 8
-"""Of LongBench's text for a token: more than it takes."""
+"""Upper bound of the letters per token in LongBench's texts."""
 _FILE, _PROPOSED = "file bytes a token", "proposed pairs"
 _MARKERS = "osD^vPX*<"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is kept, `[1, tokens]`, and what is asked behind it: prompts, and the tokens of their answers.
+    """Stored tokens, `[1, tokens]`, and the following questions: prompts and the tokens of their answers.
 
-    It is suspended after the first `opening` tokens, if that is not 0, and at its end.
+    The conversation is suspended after the first `opening` tokens, if that is not 0, and at its end.
     """
 
     ids: torch.Tensor
-    asked: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    questions: list[tuple[tuple[int, ...], tuple[int, ...]]]
     opening: int = 0
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="eval/reference/xs", help="folder, or short name of eval.models")
     parser.add_argument("--tokens", type=int, default=480, help="number of tokens in a conversation, a multiple of 16")
@@ -131,53 +132,53 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def questions(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
-    """Contexts in the reference models' language, with a question of each kind."""
-    for context, asked in contexts(language_of(arguments.model), arguments.tokens, count, seed, KINDS):
+    """Yield contexts in the reference models' language, with a question of each kind."""
+    for context, questions_by_kind in contexts(language_of(arguments.model), arguments.tokens, count, seed, KINDS):
         ids = torch.tensor([[token for document in context.documents for token in document]])
-        yield Conversation(ids, [(question.prompt, question.answer) for question in asked.values()])
+        yield Conversation(ids, [(question.prompt, question.answer) for question in questions_by_kind.values()])
 
 
 def books(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
-    """Runs of the book that ships with the project: of its first half for seed 0, else of its second; they overlap."""
+    """Yield overlapping sections of the included book: of its first half for seed 0, else of its second half."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     text = tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"]
     tokens = arguments.tokens + TURN_TOKENS
     half = len(text) // 2
     for at in np.linspace(seed * half, (seed + 1) * half - tokens, count).astype(int).tolist():
-        yield turned(text[at : at + tokens], arguments)
+        yield conversation_of(text[at : at + tokens], arguments)
 
 
 def longbench(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
-    """Beginnings of LongBench's contexts: of rows with even numbers for seed 0, else of odd ones."""
+    """Yield the beginnings of LongBench's contexts: even rows for seed 0, else odd rows."""
     data, tokenizer = Data(arguments.data), AutoTokenizer.from_pretrained(arguments.model)
     sets = [data.rows("longbench", name, ("context",)) for name in LONGBENCH]
     texts = (rows[number]["context"] for number in range(seed, min(map(len, sets)), 2) for rows in sets)
     tokens = arguments.tokens + TURN_TOKENS
-    every = (tokenizer(text[: _LETTERS * tokens], add_special_tokens=False)["input_ids"] for text in texts)
-    for ids in islice((ids for ids in every if len(ids) >= tokens), count):
-        yield turned(ids, arguments)
+    encoded = (tokenizer(text[: _LETTERS * tokens], add_special_tokens=False)["input_ids"] for text in texts)
+    for ids in islice((ids for ids in encoded if len(ids) >= tokens), count):
+        yield conversation_of(ids, arguments)
 
 
 def chat(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
-    """People's conversations: those with even numbers for seed 0, else odd ones."""
+    """Yield chats of people: those with even numbers for seed 0, else with odd numbers."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     rows = Data(arguments.data).rows("sharegpt", "train", ("conversations",))
-    every = (said_in(rows[number]["conversations"], tokenizer, arguments) for number in range(seed, len(rows), 2))
-    yield from islice((talk for talk in every if talk is not None), count)
+    talks = (said_in(rows[number]["conversations"], tokenizer, arguments) for number in range(seed, len(rows), 2))
+    yield from islice((talk for talk in talks if talk is not None), count)
 
 
 def opened(opening: int, arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
-    """The same, with a first turn of so many tokens."""
+    """Yield chats with a first turn of `opening` tokens."""
     for talk in chat(arguments, seed, count):
         yield replace(talk, opening=opening)
 
 
 def said_in(turns: list[dict[str, str]], tokenizer: Any, arguments: argparse.Namespace) -> Conversation | None:
-    """The first turns that have so many tokens, and the question behind them; None where a chat is shorter."""
+    """Cut a chat into the stored first turns and the next question; None if it is too short."""
     ids, begin = list[int](), [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    for asked, answered in zip(turns[::2], turns[1::2], strict=False):
-        prompt = begin + tokenizer(f"User: {asked['value']}\nAssistant:", add_special_tokens=False)["input_ids"]
-        answer = tokenizer(f" {answered['value'].strip()}\n", add_special_tokens=False)["input_ids"]
+    for question, reply in zip(turns[::2], turns[1::2], strict=False):
+        prompt = begin + tokenizer(f"User: {question['value']}\nAssistant:", add_special_tokens=False)["input_ids"]
+        answer = tokenizer(f" {reply['value'].strip()}\n", add_special_tokens=False)["input_ids"]
         if len(ids) >= arguments.tokens and len(prompt) <= TURN_TOKENS and len(answer) >= arguments.answer:
             prompt = ids[arguments.tokens :][-TURN_TOKENS:] + prompt
             return Conversation(
@@ -187,8 +188,8 @@ def said_in(turns: list[dict[str, str]], tokenizer: Any, arguments: argparse.Nam
     return None
 
 
-def turned(text: list[int], arguments: argparse.Namespace) -> Conversation:
-    """Running text behind the first token of all that the model has read; its last tokens stand for the turn."""
+def conversation_of(text: list[int], arguments: argparse.Namespace) -> Conversation:
+    """Make a conversation of running text, preceded by the model's first token; its last tokens are the new turn."""
     begin = AutoTokenizer.from_pretrained(arguments.model).bos_token_id
     ids = [*([] if begin is None else [begin]), *text]
     turn = tuple(ids[arguments.tokens : arguments.tokens + TURN_TOKENS])
@@ -196,14 +197,14 @@ def turned(text: list[int], arguments: argparse.Namespace) -> Conversation:
 
 
 def skipped(arguments: argparse.Namespace) -> dict[str, str]:
-    """By kind why it is not measured."""
-    found = {} if arguments.model.resolve().parent == REFERENCE else {"questions": "not in the model's language"}
+    """Return the kinds of conversations that are not measured, with the reason."""
+    reasons = {} if arguments.model.resolve().parent == REFERENCE else {"questions": "not in the model's language"}
     if arguments.data is None:
-        return found | {"longbench": "no --data", "chat": "no --data"}
+        return reasons | {"longbench": "no --data", "chat": "no --data"}
     data = Data(arguments.data)
     lacking = [name for name in LONGBENCH if not data.has("longbench", name)]
-    found |= {"longbench": f"--data has no {lacking[0]}"} if lacking else {}
-    return found | ({} if data.has("sharegpt", "train") else {"chat": "--data has no sharegpt"})
+    reasons |= {"longbench": f"--data has no {lacking[0]}"} if lacking else {}
+    return reasons | ({} if data.has("sharegpt", "train") else {"chat": "--data has no sharegpt"})
 
 
 MAKERS = {"questions": questions, "books": books, "longbench": longbench, "chat": chat}
@@ -216,50 +217,54 @@ MAKERS = {"questions": questions, "books": books, "longbench": longbench, "chat"
 def logits_of(
     model: PreTrainedModel, cache: Cache, before: torch.Tensor, prompt: tuple[int, ...], answer: tuple[int, ...]
 ) -> torch.Tensor:
-    """`[answer, vocabulary]`: of each token of an answer, given those before it.
+    """Return the logits of each token of an answer, given those before it, `[answer, vocabulary]`.
 
     Args:
-        before: the conversation, `[1, n]`: given again where the cache holds nothing, and restores it.
+        model: Model to run.
+        cache: Cache with the conversation, or an empty cache that restores it.
+        before: Tokens of the conversation, `[1, n]`.
+        prompt: Tokens of the question.
+        answer: Tokens of the answer.
     """
     ids = torch.cat([before, torch.tensor([[*prompt, *answer[:-1]]])], dim=1)
-    positions = torch.arange(ids.shape[1])[None]  # what H2O has left keeps its own
+    positions = torch.arange(ids.shape[1])[None]  # the tokens that H2O keeps have their original positions
     first = before.shape[1] if cache.get_seq_length() else 0
-    found = model(
+    output = model(
         input_ids=ids[:, first:],
         position_ids=positions[:, first:],
         past_key_values=cache,
         logits_to_keep=len(answer),
     )
-    return found.logits[0].float()
+    return output.logits[0].float()
 
 
 @torch.no_grad()
-def computed(model: PreTrainedModel, ids: torch.Tensor, piece: int = 0) -> DynamicCache:
-    """Full KV of a conversation, in memory, computed so many tokens at a time; 0: all at once."""
+def full_kv_of(model: PreTrainedModel, ids: torch.Tensor, piece: int = 0) -> DynamicCache:
+    """Compute full KV of a conversation in memory, `piece` tokens at a time; 0 for all at once."""
     cache = DynamicCache(config=model.config)
-    for some in ids.split(piece or ids.shape[1], dim=1):
-        model(input_ids=some, past_key_values=cache, logits_to_keep=1)
+    for chunk in ids.split(piece or ids.shape[1], dim=1):
+        model(input_ids=chunk, past_key_values=cache, logits_to_keep=1)
     return cache
 
 
 @torch.no_grad()
-def suspended(
+def suspend(
     model: PreTrainedModel, store: KVStore, method: Method, talk: Conversation, name: str
 ) -> tuple[Callable[[], Cache], dict[str, float]]:
-    """Suspend a conversation. What makes the caches with which it comes back, and what it takes."""
+    """Suspend a conversation. Return a function that creates caches which resume it, and the stored sizes."""
     for stop in (talk.opening, talk.ids.shape[1]):
         cache = TieredCache(model, store, conversation=name, method=method)
         if stop:
             model(input_ids=talk.ids[:, :stop], past_key_values=cache, logits_to_keep=1)
-            kept = cache.suspend()
-    assert kept.tokens == talk.ids.shape[1] and not kept.reason, kept
+            result = cache.suspend()
+    assert result.tokens == talk.ids.shape[1] and not result.reason, result
     shapes = shapes_of(store, name)
-    full = kept.tokens * shapes[0].layout.bytes_per_token
+    full = result.tokens * shapes[0].layout.bytes_per_token
     figures = {
         "storage": 100 * sum(map(payload_bytes, shapes)) / full,
-        _FILE: kept.bytes / kept.tokens,
+        _FILE: result.bytes / result.tokens,
         "pairs": len(shapes[0].geometry.pairs),
-        _PROPOSED: float(found[1]) if (found := re.match(r"\d+ of (\d+) pairs", kept.merging)) else 0.0,
+        _PROPOSED: float(match[1]) if (match := re.match(r"\d+ of (\d+) pairs", result.merging)) else 0.0,
     }
 
     def returns() -> Cache:
@@ -268,18 +273,18 @@ def suspended(
     return returns, figures
 
 
-def watched(
+def layer_distances(
     model: PreTrainedModel, store: KVStore, talks: Sequence[Conversation]
 ) -> list[tuple[LayerDistances, np.ndarray]]:
-    """How alike the layers of some conversations are (see `Watching`)."""
+    """Return the similarity of the layers in some conversations (see `Watching`)."""
     watching = Watching(recompute=0.0)
     for number, talk in enumerate(talks):
-        suspended(model, store, watching, talk, str(number))
-    return watching.seen
+        suspend(model, store, watching, talk, str(number))
+    return watching.distances
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """`found`: by kind and way, lists over questions, and over conversations what they take; and what is alike."""
+    """Return lists over questions and conversations by kind and way, the similarity of layers, and skipped kinds."""
     dtype, seed = getattr(torch, arguments.dtype), 0 if arguments.choosing else 1
     model = load(arguments.model, dtype, CPU)
     eager = load(arguments.model, dtype, CPU)
@@ -289,23 +294,29 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if "chat" in kinds:
         kinds |= {f"chat, opening of {opening}": partial(opened, opening) for opening in arguments.openings}
     with KVStore(folder / "watched") as store:
-        measured = {kind: kinds[kind] for kind in kinds if kind in MAKERS}
-        others = [talk for make in measured.values() for talk in make(arguments, 0, arguments.count)]
-        seen = watched(model, store, others)
-    gamma, layers = calibrated_gamma(attention.initial_recent for attention, _ in seen), seen[0][0].layers
-    mean = np.mean([changes for _, changes in seen], axis=0)
+        measured_kinds = {kind: kinds[kind] for kind in kinds if kind in MAKERS}
+        calibration_talks = [talk for make in measured_kinds.values() for talk in make(arguments, 0, arguments.count)]
+        distances = layer_distances(model, store, calibration_talks)
+    gamma, layers = calibrated_gamma(attention.initial_recent for attention, _ in distances), distances[0][0].layers
+    mean = np.mean([changes for _, changes in distances], axis=0)
 
     def nearest(changes: np.ndarray, shared: float = 0.5) -> tuple[tuple[int, int], ...]:
         return nearest_pairs(layers, changes, target_pairs(len(layers), shared), most_distance=MOST_CHANGE)
 
-    every = ways(lambda shared: nearest(mean, shared))
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    variants = ways(lambda shared: nearest(mean, shared))
+    results: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     for kind, make in kinds.items():
         talks = list(make(arguments, seed, arguments.count))
         stores = {name: KVStore(folder / kind / name.replace(" ", "-")) for name in arguments.ways}
         for number, talk in enumerate(tqdm(talks, desc=kind)):
             ask_all(
-                model, eager, talk, str(number), {name: every[name] for name in arguments.ways}, stores, found[kind]
+                model,
+                eager,
+                talk,
+                str(number),
+                {name: variants[name] for name in arguments.ways},
+                stores,
+                results[kind],
             )
         for store in stores.values():
             store.close()
@@ -314,12 +325,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "changes": mean.tolist(),
         "gamma": gamma,
         "chosen": {
-            "Krul 0.5": [nearest(changes) for _, changes in seen],
-            "published 0.5": [share_layers(attention, gamma, 0.5) for attention, _ in seen],
+            "Krul 0.5": [nearest(changes) for _, changes in distances],
+            "published 0.5": [share_layers(attention, gamma, 0.5) for attention, _ in distances],
         },
-        "fixed": {name: way.method.fixed for name, way in every.items() if isinstance(way.method, FixedPairs)},
+        "fixed": {name: way.method.fixed for name, way in variants.items() if isinstance(way.method, FixedPairs)},
     }
-    return {"found": found, "alike": alike, "skipped": lacking}
+    return {"found": results, "alike": alike, "skipped": lacking}
 
 
 def ask_all(
@@ -327,25 +338,28 @@ def ask_all(
     eager: PreTrainedModel,
     talk: Conversation,
     name: str,
-    every: dict[str, Way],
+    variants: dict[str, Way],
     stores: dict[str, KVStore],
-    found: dict[str, Any],
+    results: dict[str, Any],
 ) -> None:
-    """Keep a conversation in every way, and note what is answered."""
-    context = computed(model, talk.ids)
-    expected = [logits_of(model, copy.deepcopy(context), talk.ids, *asked) for asked in talk.asked]
-    masses = attended(eager, talk.ids) if any(way.method is None and not way.piece for way in every.values()) else []
-    for label, way in every.items():
+    """Store a conversation with every variant, and record its answers."""
+    context = full_kv_of(model, talk.ids)
+    expected = [logits_of(model, copy.deepcopy(context), talk.ids, *question) for question in talk.questions]
+    masses = attended(eager, talk.ids) if any(way.method is None and not way.piece for way in variants.values()) else []
+    for label, way in variants.items():
         if way.method is not None:
-            returns, figures = suspended(model, stores[label], way.method, talk, name)
+            returns, figures = suspend(model, stores[label], way.method, talk, name)
         else:
-            left = computed(model, talk.ids, way.piece) if way.piece else forgetful(context, masses, way.share)
-            held = left.get_seq_length() / talk.ids.shape[1]
-            returns, figures = (lambda left=left: copy.deepcopy(left)), {"storage": 100 * held, "pairs": 0}
-        note(found, label, figures)
-        for asked, full in zip(talk.asked, expected, strict=True):
+            resident = full_kv_of(model, talk.ids, way.piece) if way.piece else forgetful(context, masses, way.share)
+            kept_share = resident.get_seq_length() / talk.ids.shape[1]
+            returns, figures = (
+                (lambda resident=resident: copy.deepcopy(resident)),
+                {"storage": 100 * kept_share, "pairs": 0},
+            )
+        note(results, label, figures)
+        for question, full in zip(talk.questions, expected, strict=True):
             cache = returns()
-            note(found, label, compared(logits_of(model, cache, talk.ids, *asked), full, asked[1]))
+            note(results, label, compare(logits_of(model, cache, talk.ids, *question), full, question[1]))
             if isinstance(cache, TieredCache):
                 assert cache.stats.tokens_restored == talk.ids.shape[1], cache.stats.reason
 
@@ -353,22 +367,22 @@ def ask_all(
 # --- telling
 
 
-def largest_saving(found: dict[str, Any], score: str, every: dict[str, Way]) -> dict[str, str]:
-    """By system the way that takes least of those within 1 % of full KV; "" where none is."""
-    least, chosen = WITHIN * np.mean(found["full"][score]), dict[str, str]()
-    for name in sorted(found, key=lambda name: -np.mean(found[name]["storage"])):
-        chosen.setdefault(every[name].system, "")
-        if np.mean(found[name][score]) >= least:
-            chosen[every[name].system] = name
-    return {system: name for system, name in chosen.items() if system != "full"}
+def largest_saving(results: dict[str, Any], score: str, variants: dict[str, Way]) -> dict[str, str]:
+    """Return the variant with the least storage within 1 % of full KV by system; "" if there is none."""
+    threshold, best = WITHIN * np.mean(results["full"][score]), dict[str, str]()
+    for name in sorted(results, key=lambda name: -np.mean(results[name]["storage"])):
+        best.setdefault(variants[name].system, "")
+        if np.mean(results[name][score]) >= threshold:
+            best[variants[name].system] = name
+    return {system: name for system, name in best.items() if system != "full"}
 
 
 def report(document: dict[str, Any]) -> str:
-    """Markdown."""
-    about, alike = document["machine"], document["alike"]
+    """Return the page in Markdown."""
+    machine_info, alike = document["machine"], document["alike"]
     parts = [
         f"# Answers of conversations that resume: {document['model']}, {document['tokens']} tokens\n\n"
-        f"{machine_text(about)} {document['dtype']}, "
+        f"{machine_text(machine_info)} {document['dtype']}, "
         f"up to {document['count']} conversations of each kind. *Storage*: bytes of keys and values relative to full "
         "KV. *File*: the same for files, which include padding and token tables. A *front* (recomputed prefix) is not "
         "stored, but recomputed on resume, which takes additional time. *Replayed*: pairs that were proposed to a "
@@ -376,22 +390,22 @@ def report(document: dict[str, Any]) -> str:
         "bootstrap intervals. *Rounded otherwise*: full KV, computed in pieces of 61 tokens; its loss is noise.\n",
         alike_text(alike),
     ]
-    for kind, found in document["found"].items():
-        parts.append(f"\n## {kind}\n\n" + kind_text(found, SCORES.get(kind, "top 1")))
-    parts += [f"\n## {kind}\n\nNot measured: {why}.\n" for kind, why in document["skipped"].items()]
+    for kind, results in document["found"].items():
+        parts.append(f"\n## {kind}\n\n" + kind_text(results, SCORES.get(kind, "top 1")))
+    parts += [f"\n## {kind}\n\nNot measured: {reason}.\n" for kind, reason in document["skipped"].items()]
     return "".join(parts)
 
 
 def alike_text(alike: dict[str, Any]) -> str:
-    """Which layers are alike, in the conversations that settings are chosen on."""
+    """Describe the similarity of layers in the conversations for choosing settings."""
     changes, layers = np.array(alike["changes"]), alike["layers"]
     steps = ", ".join(f"{layers[a]}-{layers[b]} {changes[a, b]:.2f}" for a, b in pairwise(range(len(layers))))
     count = sum(changes[a, b] <= MOST_CHANGE for a, b in pairwise(range(len(layers))))
     fixed = "; ".join(f"{name}: {', '.join(f'{a}-{b}' for a, b in pairs)}" for name, pairs in alike["fixed"].items())
     overlaps = " ".join(
-        f"{name} selects {np.mean([len(pairs) for pairs in chosen]):.1f} pairs per conversation. Two conversations "
-        f"agree on {overlap(chosen):.0f} % of the pairs that either of them selects."
-        for name, chosen in alike["chosen"].items()
+        f"{name} selects {np.mean([len(pairs) for pairs in pairs_of_talks]):.1f} pairs per conversation. Two "
+        f"conversations agree on {overlap(pairs_of_talks):.0f} % of the pairs that either of them selects."
+        for name, pairs_of_talks in alike["chosen"].items()
     )
     return (
         f"\nChange of the KV of neighboring layers by a merge, mean over the conversations for choosing settings: "
@@ -400,24 +414,28 @@ def alike_text(alike: dict[str, Any]) -> str:
     )
 
 
-def overlap(chosen: Sequence[Sequence[Sequence[int]]]) -> float:
-    """Of the pairs that either of two conversations would choose those that both would, %, mean over all two."""
-    sets = [{tuple(pair) for pair in pairs} for pairs in chosen]
+def overlap(pairs_of_talks: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Return the percentage of pairs that two conversations have in common, mean over all combinations of two."""
+    sets = [{tuple(pair) for pair in pairs} for pairs in pairs_of_talks]
     return float(np.mean([100 * len(a & b) / max(1, len(a | b)) for a, b in combinations(sets, 2)] or [100]))
 
 
-def kind_text(found: dict[str, Any], score: str) -> str:
-    """One kind: all ways, and of each system what saves most."""
-    every, rows = ways(), []
-    for name, of in found.items():
-        low, high = interval(of[score])
-        storage = np.mean(of["storage"])
-        file = f"{100 * np.mean(of[_FILE]) / np.mean(found['full'][_FILE]):.0f} %" if _FILE in of else "in memory"
-        asked = [f"{np.mean(of[score]):.1f} ({low:.1f} to {high:.1f})"]
-        asked += [f"{np.mean(of['top 1']):.1f}"] * (score != "top 1")
-        proposed = f"{np.mean(of[_PROPOSED]):.1f}" if any(of.get(_PROPOSED, [])) else ""
-        figures = [f"{np.mean(of['pairs']):.1f}", proposed, f"{storage:.1f} %", f"{100 / storage:.2f}", file]
-        rows.append([name, *figures, *asked, f"{max(0.0, np.mean(of['KL'])):.4f}"])
+def kind_text(results: dict[str, Any], score: str) -> str:
+    """Format one kind: all variants, and the largest saving of each system."""
+    variants, rows = ways(), []
+    for name, figures in results.items():
+        low, high = interval(figures[score])
+        storage = np.mean(figures["storage"])
+        file = (
+            f"{100 * np.mean(figures[_FILE]) / np.mean(results['full'][_FILE]):.0f} %"
+            if _FILE in figures
+            else "in memory"
+        )
+        scores = [f"{np.mean(figures[score]):.1f} ({low:.1f} to {high:.1f})"]
+        scores += [f"{np.mean(figures['top 1']):.1f}"] * (score != "top 1")
+        proposed = f"{np.mean(figures[_PROPOSED]):.1f}" if any(figures.get(_PROPOSED, [])) else ""
+        sizes = [f"{np.mean(figures['pairs']):.1f}", proposed, f"{storage:.1f} %", f"{100 / storage:.2f}", file]
+        rows.append([name, *sizes, *scores, f"{max(0.0, np.mean(figures['KL'])):.4f}"])
     heads = [
         "variant",
         "pairs",
@@ -430,30 +448,32 @@ def kind_text(found: dict[str, Any], score: str) -> str:
         "KL",
     ]
     saving = [
-        [system, name or "none", f"{100 / np.mean(found[name]['storage']):.2f}" if name else "1"]
-        for system, name in largest_saving(found, score, every).items()
+        [system, name or "none", f"{100 / np.mean(results[name]['storage']):.2f}" if name else "1"]
+        for system, name in largest_saving(results, score, variants).items()
     ]
-    rounded, full = (np.mean(found[name][score]) for name in (NOISE, "full"))
+    rounded, full = (np.mean(results[name][score]) for name in (NOISE, "full"))
     doubt = " Rounding alone loses more than that here, so this figure says nothing." * bool(rounded < WITHIN * full)
     return (
-        f"{len(found['full'][score])} questions.\n\n{table(heads, rows)}\nLargest storage saving within 1 % of full KV "
-        f"({score}).{doubt}\n\n{table(['system', 'variant', 'saving, ×'], saving)}"
+        f"{len(results['full'][score])} questions.\n\n{table(heads, rows)}\nLargest storage saving within 1 % of "
+        f"full KV ({score}).{doubt}\n\n{table(['system', 'variant', 'saving, ×'], saving)}"
     )
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Quality against storage: a column for each kind; its score above, divergence below."""
+    """Plot quality over storage: a column for each kind, score above, divergence below."""
     if (plt := pyplot()) is None:
         return
-    every, kinds = ways(), document["found"]
+    variants, kinds = ways(), document["found"]
     figure, axes = plt.subplots(2, len(kinds), figsize=(5 * len(kinds), 7.5), sharex=True, squeeze=False)
-    systems = list(dict.fromkeys(way.system for way in every.values()))
+    systems = list(dict.fromkeys(way.system for way in variants.values()))
     colors = plt.get_cmap("tab20")
-    for column, (kind, found) in enumerate(kinds.items()):
+    for column, (kind, results) in enumerate(kinds.items()):
         for panel, figure_of in zip(axes[:, column], (SCORES.get(kind, "top 1"), "KL"), strict=True):
             for number, system in enumerate(systems):
-                names = [name for name in found if every[name].system == system]
-                points = sorted((np.mean(found[name]["storage"]), np.mean(found[name][figure_of])) for name in names)
+                names = [name for name in results if variants[name].system == system]
+                points = sorted(
+                    (np.mean(results[name]["storage"]), np.mean(results[name][figure_of])) for name in names
+                )
                 if points:
                     look = {
                         "color": colors(number % colors.N),
@@ -465,25 +485,28 @@ def plot(document: dict[str, Any], path: Path) -> None:
                 xlabel="storage, % of full KV", ylabel="KL, nats per token" if figure_of == "KL" else f"{figure_of}, %"
             )
         axes[0, column].axhline(
-            WITHIN * np.mean(found["full"][SCORES.get(kind, "top 1")]), color="gray", linestyle=":", linewidth=1
+            WITHIN * np.mean(results["full"][SCORES.get(kind, "top 1")]), color="gray", linestyle=":", linewidth=1
         )
         axes[0, column].set_title(kind)
         axes[1, column].set_yscale("symlog", linthresh=1e-4)
-        most = max(np.mean(of["KL"]) for of in found.values())
-        axes[1, column].set_ylim(-2e-5, 2 * most + 1e-4)  # below 1e-4 the axis is linear, and 0 is on it
-    named = {label: line for panel in axes.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+        largest = max(np.mean(figures["KL"]) for figures in results.values())
+        axes[1, column].set_ylim(-2e-5, 2 * largest + 1e-4)  # below 1e-4 the axis is linear, and 0 is on it
+    handles = {
+        label: line for panel in axes.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
     figure.tight_layout(rect=(0, 0.1, 1, 1))
-    figure.legend(named.values(), named.keys(), loc="lower center", ncols=4, fontsize="small")
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = arguments_of()
     with tempfile.TemporaryDirectory() as folder:
-        about, results = machine(CPU, Path(folder)), measure(arguments, Path(folder))
-    kept = {name: getattr(arguments, name) for name in ("tokens", "count", "dtype", "choosing")}
-    document = {"machine": about, "model": arguments.name, **kept, **results}
+        machine_info, results = machine(CPU, Path(folder)), measure(arguments, Path(folder))
+    settings = {name: getattr(arguments, name) for name in ("tokens", "count", "dtype", "choosing")}
+    document = {"machine": machine_info, "model": arguments.name, **settings, **results}
     text = report(document)
     name = (
         f"conversation-answers-{arguments.name}-{arguments.dtype}" + "-choosing" * arguments.choosing + arguments.suffix

@@ -112,8 +112,8 @@ def worker(*arguments: Any) -> dict[str, Any]:
     here = Path(__file__).parent
     command = [sys.executable, str(here / "conversations_many.py"), "--work", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(here.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200, env=environment)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200, env=environment)
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
@@ -137,11 +137,11 @@ def measure(conversations: Conversations, before: int, count: int, repeats: int,
     options = conversations.folder, conversations.method
     times["one worker"] = worker(*options, count, turns, 1)["seconds"]
     refusals = {}
-    for name, drawn in (("two workers", count), ("two workers, contested", min(count, CONTESTED))):
+    for name, choices in (("two workers", count), ("two workers, contested", min(count, CONTESTED))):
         with ThreadPoolExecutor(2) as pool:
-            both = list(pool.map(lambda seed, drawn=drawn: worker(*options, drawn, turns, seed), (2, 3)))
-        times[name] = [seconds for one in both for seconds in one["seconds"]]
-        refusals[name] = [seconds for one in both for seconds in one["refused"]]
+            results = list(pool.map(lambda seed, choices=choices: worker(*options, choices, turns, seed), (2, 3)))
+        times[name] = [seconds for result in results for seconds in result["seconds"]]
+        refusals[name] = [seconds for result in results for seconds in result["refused"]]
     with conversations.open() as store:
         assert store.verify().ok
         nbytes = store.stats.disk.bytes
@@ -197,14 +197,14 @@ def main() -> None:
     torch.set_num_threads(1)
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-conversations-", dir=arguments.store) as folder:
-        on = machine(torch.device("cpu"), Path(folder))
+        machine_info = machine(torch.device("cpu"), Path(folder))
         for place, method in enumerate(arguments.methods.split(",")):
             conversations, before = Conversations(Path(folder) / str(place), method), 0
             for count in map(int, arguments.conversations.split(",")):
                 result = measure(conversations, before, count, arguments.repeats, arguments.turns)
                 results.setdefault(method, []).append(result)
                 before = count
-    document = {"machine": on, "turns": arguments.turns, "repeats": arguments.repeats, "results": results}
+    document = {"machine": machine_info, "turns": arguments.turns, "repeats": arguments.repeats, "results": results}
     save(arguments.out, "conversations-many-cpu", document, report(document))
     print(report(document))
 

@@ -32,18 +32,18 @@ RANKINGS: dict[str, Ranking] = {"not ranked": "random", "by energy": "low_freque
 
 
 def lengths(least: int, most: int, count: int) -> list[int]:
-    """Tokens of each passage, alike often, from least to most."""
+    """Draw the numbers of tokens of the passages, uniformly between two bounds."""
     return np.random.default_rng(0).integers(least, most + 1, count).tolist()
 
 
 def passages_of(tokens: list[int], vocabulary: int) -> list[torch.Tensor]:
-    """Random ones."""
+    """Draw random passages."""
     random = np.random.default_rng(1)
     return [torch.from_numpy(random.integers(3, vocabulary, count)) for count in tokens]
 
 
 def measure(arguments: argparse.Namespace, model: torch.nn.Module, passages: list[torch.Tensor]) -> dict[str, Any]:
-    """Seconds of each turn, by way and tokens of a batch."""
+    """Measure the seconds of each turn, by ranking and batch size."""
 
     def store(ranking: Ranking, batch_tokens: int) -> float:
         method = CacheTune(ranking=ranking)
@@ -53,26 +53,32 @@ def measure(arguments: argparse.Namespace, model: torch.nn.Module, passages: lis
                 model, passages, passages=True, method=method, batch_tokens=batch_tokens, progress=False
             )
             took = time.perf_counter() - started
-            assert report.stored == sum(len(each) // HASH_TOKENS * HASH_TOKENS for each in passages), report
+            assert report.stored == sum(len(passage) // HASH_TOKENS * HASH_TOKENS for passage in passages), report
             return took
 
     batched: list[int] = arguments.batch_tokens
-    ways = {(name, most): (ranking, most) for name, ranking in RANKINGS.items() for most in batched}
-    actions = {f"{name}, {most}": lambda way=way: store(*way) for (name, most), way in ways.items()}  # type: ignore[misc]
+    ways = {
+        (name, batch_limit): (ranking, batch_limit) for name, ranking in RANKINGS.items() for batch_limit in batched
+    }
+    actions = {f"{name}, {batch_limit}": lambda way=way: store(*way) for (name, batch_limit), way in ways.items()}  # type: ignore[misc]
     return interleaved(actions, arguments.repeats, warm_up=0)
 
 
 def report(document: dict[str, Any]) -> str:
-    """The page."""
-    on, tokens, rows = document["machine"], document["tokens"], []
+    """Return the page in Markdown."""
+    machine_info, tokens, rows = document["machine"], document["tokens"], []
     for name in RANKINGS:
-        speeds = [tokens / median(document["seconds"][f"{name}, {most}"]) for most in document["batch_tokens"]]
+        speeds = [
+            tokens / median(document["seconds"][f"{name}, {batch_limit}"]) for batch_limit in document["batch_tokens"]
+        ]
         rows.append([name, *(f"{speed:,.0f}" for speed in speeds), f"{speeds[-1] / speeds[0]:.2f} ×"])
-    wide = ["one at a time" if most == 1 else f"{most:,} tokens" for most in document["batch_tokens"]]
+    wide = [
+        "one at a time" if batch_limit == 1 else f"{batch_limit:,} tokens" for batch_limit in document["batch_tokens"]
+    ]
     return f"""# Storing a corpus of passages, {document["model"]}
 
 {document["passages"]:,} passages of {document["least"]} to {document["most"]} tokens, {tokens:,} in all; float32.
-{machine_text(on)} Load average {document["load"]:.1f}.
+{machine_text(machine_info)} Load average {document["load"]:.1f}.
 
 Tokens of the corpus per second, medians of {document["repeats"]}. Passages of one length are computed together, up to
 the number of tokens in the heading.
@@ -82,6 +88,7 @@ the number of tokens in the heading.
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="qwen2.5-0.5b", help=f"folder, or a shape: {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, default=4, help="number of layers of a shape")

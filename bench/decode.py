@@ -67,7 +67,7 @@ OFFLOADED, OFFLOAD = "full, offloaded by transformers", "full, layer by layer fr
 
 
 def methods(budget: float) -> dict[str, Method]:
-    """Those that choose, and all KV by way of the store."""
+    """Return the methods by name: those that select, and one that restores all KV."""
     return {
         OURS: Exact(recompute=0.0, decline=False),
         "Quest": KVDrive(budget, index="page_bounds", chunk_tokens=16, window=0),
@@ -83,6 +83,7 @@ SYSTEMS = (FULL, UNFOLDED, OFFLOADED, OFFLOAD, *methods(0.5))
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of the model")
     parser.add_argument("--layers", type=int, default=4, help="number of layers; 0 for all")
@@ -124,22 +125,23 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(eq=False)
 class System:
-    """A cache over the contexts, that goes on from turn to turn."""
+    """Cache over the contexts, which continues from turn to turn."""
 
     contexts: Contexts
     cache: Cache
     kernel: Callable[..., Any] = attend_folded
-    """Attention of decoded tokens, where the cache does not replace it."""
+    """Attention of decoded tokens, unless the cache replaces it."""
     step_bytes: int = 0
-    """Moved at each token, where the cache does not count."""
+    """Bytes moved per token, for caches without counters."""
     waited: Callable[[], float] = lambda: 0.0
+    """Function that returns the seconds of waiting, for caches without counters."""
     at: int = 0
-    """Tokens behind the context that it has seen."""
-    said: torch.Tensor | None = None
-    """Logits of the last one, `[rows, 1, vocabulary]`."""
+    """Number of processed tokens after the context."""
+    logits: torch.Tensor | None = None
+    """Logits of the last token, `[rows, 1, vocabulary]`."""
 
     def pass_over(self, tokens: int) -> float:
-        """Let it see the next tokens. Returns seconds."""
+        """Process the next tokens, and return the seconds."""
         begin = self.contexts.tokens + self.at if self.at else 0
         ids = self.contexts.ids[:, begin : self.contexts.tokens + self.at + tokens]
         if not self.at and not isinstance(self.cache, TieredCache):
@@ -148,23 +150,23 @@ class System:
         started = time.perf_counter()
         with nullcontext() if isinstance(self.cache, TieredCache) else registered(self.kernel):
             output = self.contexts.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1)
-        taken = time.perf_counter() - started
-        self.at, self.said = self.at + tokens, output.logits
-        return taken
+        duration = time.perf_counter() - started
+        self.at, self.logits = self.at + tokens, output.logits
+        return duration
 
     def turn(self, tokens: int) -> list[dict[str, float]]:
-        """Figures of each of so many decoded tokens."""
-        found = []
+        """Decode `tokens` tokens, and return the figures of each."""
+        rows = []
         for _ in range(tokens):
-            before, busy = self._counts(), time.process_time()
+            counts_before, cpu_s = self._counts(), time.process_time()
             seconds = self.pass_over(1)
-            busy = time.process_time() - busy
-            counts = {name: value - before[name] for name, value in self._counts().items()}
+            cpu_s = time.process_time() - cpu_s
+            counts = {name: value - counts_before[name] for name, value in self._counts().items()}
             cached = counts.pop("assemble")
             counts["fetch"] = cached - counts["select"] - counts["wait"] if cached else 0.0
             counts["compute"] = seconds - max(cached, counts["wait"])
-            found.append({"seconds": seconds, "cpu": busy, **counts})
-        return found
+            rows.append({"seconds": seconds, "cpu": cpu_s, **counts})
+        return rows
 
     def _counts(self) -> dict[str, float]:
         if not isinstance(self.cache, TieredCache):
@@ -182,27 +184,30 @@ class System:
             row.window.hits for layer in self.cache.layers for row in getattr(layer, "_rows", ()) if row is not None
         ]
         fetched = sum(int(hits.fetched.sum()) for hits in windows)
-        found = sum(int(hits.in_columns.sum() + hits.from_aside.sum()) for hits in windows)
+        hit_count = sum(int(hits.in_columns.sum() + hits.from_aside.sum()) for hits in windows)
         return {
             "select": stats.details.select_seconds,
             "wait": stats.stall_seconds,
             "assemble": stats.details.assemble_seconds,
             "moved": stats.host.bytes + stats.disk.bytes,
             "read": stats.bytes_read,
-            "hits": found,
-            "asked": found + fetched,
+            "hits": hit_count,
+            "asked": hit_count + fetched,
         }
 
 
 def system(
     name: str, place: str, contexts: Contexts, arguments: argparse.Namespace, opened: Callable[[], KVStore], files: Path
 ) -> System | None:
-    """A system by its name; None where there is none.
+    """Create a system by its name; None if it does not exist for this place and device.
 
     Args:
-        place: of the KV.
-        opened: opens the store that holds the contexts.
-        files: a folder for KV that lies in no store.
+        name: Name in `SYSTEMS`.
+        place: Place of the KV.
+        contexts: Contexts of all systems.
+        arguments: Arguments of the command line.
+        opened: Function that opens the store of the contexts.
+        files: Folder for KV outside of a store.
     """
     model, device = contexts.model, contexts.model.device
     if name == OFFLOAD:
@@ -221,12 +226,12 @@ def system(
         return System(contexts, cache, kernel, contexts.nbytes if name == OFFLOADED else 0)
     method = methods(arguments.budget)[name]
     if isinstance(method, Exact) and place == DISK:
-        return None  # once begun, it is in memory
+        return None  # after its first pass, it is in memory
     return System(contexts, TieredCache(model, opened(), method=method, record=False, tag=TAG, fold_heads=True))
 
 
 def engine_of(arguments: argparse.Namespace) -> PosixEngine:
-    """Of the disk, or of the one that is emulated."""
+    """Return the engine of the real disk, or of the emulated one."""
     if arguments.disk_bandwidth is None:
         return PosixEngine()
     return SlowDiskEngine(SlowDisk(arguments.disk_bandwidth))
@@ -236,77 +241,78 @@ def engine_of(arguments: argparse.Namespace) -> PosixEngine:
 
 
 def measure(contexts: Contexts, place: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Figures of all systems over the same contexts: of each lists over tokens, and None where there is none."""
+    """Measure all systems over the same contexts. Return lists over tokens by system and figure, or None."""
     with ExitStack() as stack, contexts.asking():
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
 
-        def opened(share: float = 1.0) -> KVStore:
+        def open_store(share: float = 1.0) -> KVStore:
             host = contexts.nbytes + contexts.nbytes // 8 + (256 << 20) if share == 1 else int(share * contexts.nbytes)
-            wanted = {"host_memory": max(16 << 20, host), "index_memory": "64GiB"}
+            sizes = {"host_memory": max(16 << 20, host), "index_memory": "64GiB"}
             engine = engine_of(arguments)
-            return stack.enter_context(KVStore(folder / "store", engine=engine, queue_memory="64GiB", **wanted))
+            return stack.enter_context(KVStore(folder / "store", engine=engine, queue_memory="64GiB", **sizes))
 
-        shared = opened()
-        contexts.store(shared, KVDrive())
+        memory_store = open_store()
+        contexts.store(memory_store, KVDrive())
         if place == MEMORY:
             for ids in contexts.ids:
-                shared.warm(contexts.model, ids[: contexts.tokens + SUFFIX], tag=TAG, progress=False)
+                memory_store.warm(contexts.model, ids[: contexts.tokens + SUFFIX], tag=TAG, progress=False)
         systems: dict[str, System] = {}
-        found: dict[str, Any] = dict.fromkeys(arguments.systems)
+        figures: dict[str, Any] = dict.fromkeys(arguments.systems)
         for name in tqdm(arguments.systems, desc="systems", leave=False):
-            opens = partial(opened, arguments.host_share) if place == DISK else lambda: shared
-            if (made := system(name, place, contexts, arguments, opens, files)) is not None:
-                made.pass_over(SUFFIX)
-                systems[name] = made
-                if isinstance(made.cache, TieredCache):
-                    assert made.cache.stats.tokens_restored, made.cache.stats.reason
+            opens = partial(open_store, arguments.host_share) if place == DISK else lambda: memory_store
+            if (new_system := system(name, place, contexts, arguments, opens, files)) is not None:
+                new_system.pass_over(SUFFIX)
+                systems[name] = new_system
+                if isinstance(new_system.cache, TieredCache):
+                    assert new_system.cache.stats.tokens_restored, new_system.cache.stats.reason
         turns = interleaved(
-            {name: partial(each.turn, arguments.tokens) for name, each in systems.items()}, arguments.turns
+            {name: partial(running_system.turn, arguments.tokens) for name, running_system in systems.items()},
+            arguments.turns,
         )
-        for name, every in turns.items():
-            steps = [step for turn in every for step in turn]
-            found[name] = {figure: [step[figure] for step in steps] for figure in steps[0]}
-    return found
+        for name, system_turns in turns.items():
+            steps = [step for turn in system_turns for step in turn]
+            figures[name] = {figure: [step[figure] for step in steps] for figure in steps[0]}
+    return figures
 
 
-def summary(found: dict[str, Any]) -> dict[str, dict[str, float] | None]:
-    """Of each system medians a token, and means of what comes in lumps."""
-    every: dict[str, dict[str, float] | None] = {}
-    for name, lists in found.items():
+def summary(figures: dict[str, Any]) -> dict[str, dict[str, float] | None]:
+    """Return medians per token of each system, and means of figures that vary in bursts."""
+    summaries: dict[str, dict[str, float] | None] = {}
+    for name, lists in figures.items():
         if lists is None:
-            every[name] = None
+            summaries[name] = None
             continue
-        asked = sum(lists["asked"])
+        lookups = sum(lists["asked"])
         mean = {figure: sum(lists[figure]) / len(lists[figure]) for figure in ("moved", "read")}
-        every[name] = {figure: median(lists[figure]) for figure in ("seconds", "cpu", *SPLIT)} | mean
-        every[name]["hits"] = sum(lists["hits"]) / asked if asked else float("nan")
-    return every
+        summaries[name] = {figure: median(lists[figure]) for figure in ("seconds", "cpu", *SPLIT)} | mean
+        summaries[name]["hits"] = sum(lists["hits"]) / lookups if lookups else float("nan")
+    return summaries
 
 
 def report(document: dict[str, Any]) -> str:
-    """Markdown."""
-    about = document["machine"]
+    """Return the page in Markdown."""
+    machine_info = document["machine"]
     parts = [
         f"# Decoding with long contexts: {document['layers']} layers of {document['shape']}, float32, "
-        f"{about['device']}\n\n{machine_text(about)} Synthetic KV and queries (`bench/lib/synthetic_kv.py`), random "
-        f"weights, a budget of {document['budget']:.2%}. Medians over tokens; bytes are means. With a disk, host "
-        f"memory holds {document['host_share']:.0%} of the KV.\n"
+        f"{machine_info['device']}\n\n{machine_text(machine_info)} Synthetic KV and queries "
+        f"(`bench/lib/synthetic_kv.py`), random weights, a budget of {document['budget']:.2%}. Medians over "
+        f"tokens; bytes are means. With a disk, host memory holds {document['host_share']:.0%} of the KV.\n"
     ]
     for result in document["results"]:
         figures, rows = summary(result["systems"]), []
-        times = {name: each["seconds"] for name, each in figures.items() if each is not None}
-        for name, each in figures.items():
-            if each is None:
+        times = {name: row["seconds"] for name, row in figures.items() if row is not None}
+        for name, row in figures.items():
+            if row is None:
                 rows.append([name, "n/a", *[""] * 10])
                 continue
             rows.append(
                 [
                     name,
-                    f"{result['batch'] / each['seconds']:.1f}",
-                    *(f"{times[peer] / each['seconds']:.2f}" if peer in times else "" for peer in (PEER, FULL)),
-                    *(f"{each[part] * 1e3:.1f}" for part in (*SPLIT, "cpu")),
-                    *(f"{each[kind] / 1e6:.2f}" for kind in ("moved", "read")),
-                    "" if each["hits"] != each["hits"] else f"{each['hits']:.1%}",
+                    f"{result['batch'] / row['seconds']:.1f}",
+                    *(f"{times[peer] / row['seconds']:.2f}" if peer in times else "" for peer in (PEER, FULL)),
+                    *(f"{row[part] * 1e3:.1f}" for part in (*SPLIT, "cpu")),
+                    *(f"{row[kind] / 1e6:.2f}" for kind in ("moved", "read")),
+                    "" if row["hits"] != row["hits"] else f"{row['hits']:.1%}",
                 ]
             )
         parts.append(
@@ -329,12 +335,13 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = arguments_of()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     model = build(arguments.shape, torch.float32, device, layers=arguments.layers or None)
-    layers, most = model.config.num_hidden_layers, arguments.tokens * (arguments.turns + 1)
+    layers, steps = model.config.num_hidden_layers, arguments.tokens * (arguments.turns + 1)
     suffix = f"-{arguments.disk_bandwidth / 1e6:.0f}MBps" if arguments.disk_bandwidth else ""
     suffix += "-1-thread" if arguments.threads == 1 else ""
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
@@ -350,11 +357,11 @@ def main() -> None:
         for tokens in arguments.contexts:
             with tempfile.TemporaryDirectory(dir=folder) as room:
                 for batch in sorted(arguments.batches):  # the rows of a larger one begin with those of a smaller one
-                    contexts = Contexts(model, tokens, batch, most)
+                    contexts = Contexts(model, tokens, batch, steps)
                     for place in arguments.places:
-                        found = measure(contexts, place, arguments, Path(room))
-                        named = {"tokens": tokens, "batch": batch, "place": place}
-                        document["results"].append(named | {"systems": found})
+                        figures = measure(contexts, place, arguments, Path(room))
+                        case = {"tokens": tokens, "batch": batch, "place": place}
+                        document["results"].append(case | {"systems": figures})
                         save(
                             arguments.out,
                             f"decode-{arguments.shape}-{layers}l-{device.type}{suffix}",

@@ -42,6 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=Path("eval/reference/long"), help="folder of a reference model")
     parser.add_argument("--tokens", type=int, default=4096, help="number of context tokens")
@@ -67,76 +68,83 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, cache: Any, prompt: torch.Tensor, answer: tuple[int, ...]) -> torch.Tensor:
-    """`[answer, vocabulary]`: of each token of an answer, given those before it."""
-    found, last = [], prompt
+    """Return the logits of each token of an answer, given those before it, `[answer, vocabulary]`."""
+    logits, next_input = [], prompt
     for token in answer:
-        found.append(model(input_ids=last, past_key_values=cache, logits_to_keep=1).logits[0, -1])
-        last = torch.tensor([[token]])
-    return torch.stack(found).float()
+        logits.append(model(input_ids=next_input, past_key_values=cache, logits_to_keep=1).logits[0, -1])
+        next_input = torch.tensor([[token]])
+    return torch.stack(logits).float()
 
 
-def compared(ours: torch.Tensor, full: torch.Tensor, answer: tuple[int, ...]) -> dict[str, float]:
-    """In percent but for the divergence, in nats."""
-    said, meant = ours.argmax(1), torch.tensor(answer)
-    divergence = torch.nn.functional.kl_div(ours.log_softmax(1), full.log_softmax(1), log_target=True, reduction="none")
+def compare(logits: torch.Tensor, full_logits: torch.Tensor, answer: tuple[int, ...]) -> dict[str, float]:
+    """Compare logits with those of full attention and with the answer: percentages, and the divergence in nats."""
+    predicted, target = logits.argmax(1), torch.tensor(answer)
+    divergence = torch.nn.functional.kl_div(
+        logits.log_softmax(1), full_logits.log_softmax(1), log_target=True, reduction="none"
+    )
     return {
-        "answers": 100.0 * bool((said == meant).all()),
-        "first tokens": 100.0 * bool(said[0] == meant[0]),
-        "top 1": 100.0 * float((said == full.argmax(1)).float().mean()),
+        "answers": 100.0 * bool((predicted == target).all()),
+        "first tokens": 100.0 * bool(predicted[0] == target[0]),
+        "top 1": 100.0 * float((predicted == full_logits.argmax(1)).float().mean()),
         "KL": float(divergence.sum(1).mean()),
     }
 
 
-def asked(model: PreTrainedModel, store: KVStore, method: Method, prompt: torch.Tensor, answer: tuple[int, ...]):
+def answer_logits(
+    model: PreTrainedModel, store: KVStore, method: Method, prompt: torch.Tensor, answer: tuple[int, ...]
+):
+    """Answer a question with a new cache, and return the logits."""
     cache = TieredCache(model, store, method=method, record=False)
-    found = logits_of(model, cache, prompt, answer)
+    logits = logits_of(model, cache, prompt, answer)
     assert cache.stats.tokens_restored, cache.stats.reason
-    return found
+    return logits
 
 
 def measure(model: PreTrainedModel, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """By way and budget, lists over questions."""
-    language, found = language_of(arguments.model), dict[str, dict[str, Any]]()
+    """Return lists over questions, by variant and budget."""
+    language, results = language_of(arguments.model), dict[str, dict[str, Any]]()
     seed = 0 if arguments.choosing else 1
-    every = list(contexts(language, arguments.tokens, arguments.contexts, seed, KINDS))
-    for number, (context, questions) in enumerate(tqdm(every, desc="contexts")):
+    all_contexts = list(contexts(language, arguments.tokens, arguments.contexts, seed, KINDS))
+    for number, (context, questions) in enumerate(tqdm(all_contexts, desc="contexts")):
         ids = torch.tensor([[token for document in context.documents for token in document]])
         with KVStore(folder / str(number), index_memory="4GiB") as store:
             store.precompute(model, ids, method=KVDrive(), progress=False)
             for question in questions.values():
                 prompt = torch.cat([ids, torch.tensor([question.prompt])], dim=1)
-                full = logits_of(model, DynamicCache(config=model.config), prompt, question.answer)
-                note(found, "full", compared(full, full, question.answer))
+                full_logits = logits_of(model, DynamicCache(config=model.config), prompt, question.answer)
+                note(results, "full", compare(full_logits, full_logits, question.answer))
                 ways = {
                     f"{way} {budget}": partial(
-                        asked, model, store, KVDrive(budget, **WAYS[way]), prompt, question.answer
+                        answer_logits, model, store, KVDrive(budget, **WAYS[way]), prompt, question.answer
                     )
                     for way in arguments.ways
                     for budget in arguments.budgets
                 }
                 for name, ask in ways.items():
-                    note(found, name, compared(ask(), full, question.answer))
-    return found
+                    note(results, name, compare(ask(), full_logits, question.answer))
+    return results
 
 
-def note(found: dict[str, dict[str, Any]], name: str, figures: dict[str, float]) -> None:
+def note(results: dict[str, dict[str, Any]], name: str, figures: dict[str, float]) -> None:
+    """Append the figures of a question to the lists of a variant."""
     for figure, value in figures.items():
-        found.setdefault(name, {}).setdefault(figure, []).append(value)
+        results.setdefault(name, {}).setdefault(figure, []).append(value)
 
 
 def report(document: dict[str, Any]) -> str:
-    """Markdown."""
-    about, found, budgets = document["machine"], document["results"], document["budgets"]
-    questions = len(found["full"]["answers"])
+    """Return the page in Markdown."""
+    machine_info, results, budgets = document["machine"], document["results"], document["budgets"]
+    questions = len(results["full"]["answers"])
     parts = [
         f"# Answers with chunks selected at each token: {document['model']}, {document['tokens']} tokens\n\n"
-        f"{machine_text(about)} {questions} questions, "
-        f"of which full attention answers {np.mean(found['full']['answers']):.0f} %. In addition to the budget, all "
+        f"{machine_text(machine_info)} {questions} questions, "
+        f"of which full attention answers {np.mean(results['full']['answers']):.0f} %. In addition to the budget, all "
         "attend to the first chunk and the last 64 tokens.\n"
     ]
     for figure, digits in (("answers", 0), ("first tokens", 0), ("top 1", 1), ("KL", 3)):
         rows = [
-            [way, *(f"{np.mean(found[f'{way} {b}'][figure]):.{digits}f}" for b in budgets)] for way in document["ways"]
+            [way, *(f"{np.mean(results[f'{way} {b}'][figure]):.{digits}f}" for b in budgets)]
+            for way in document["ways"]
         ]
         unit = "nats per token" if figure == "KL" else "%"
         parts.append(f"\n## {figure}, {unit}\n\n" + table(["index", *(f"{b:.2%}" for b in budgets)], rows))
@@ -144,12 +152,13 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = arguments_of()
     model = load(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
-        about, results = machine(CPU, Path(folder)), measure(model, arguments, Path(folder))
+        machine_info, results = machine(CPU, Path(folder)), measure(model, arguments, Path(folder))
     document = {
-        "machine": about,
+        "machine": machine_info,
         "model": arguments.model.name,
         "tokens": arguments.tokens,
         "budgets": arguments.budgets,

@@ -43,7 +43,7 @@ WAYS = ("plain", "encrypted")
 
 
 class Bench:
-    """One model, and for each way a folder."""
+    """Model, and a folder for each variant."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments = arguments
@@ -54,16 +54,19 @@ class Bench:
         self._random = torch.Generator().manual_seed(0)
 
     def ids(self, tokens: int) -> torch.Tensor:
+        """Draw random tokens, int64 `[1, tokens]`."""
         return torch.randint(1, self.model.config.vocab_size, (1, tokens), generator=self._random)
 
     def store(self, path: Path, way: str) -> KVStore:
+        """Open the store of a variant."""
         return KVStore(path / way, key=self.keys[way], engine="posix")
 
     def first_token(self, ids: torch.Tensor, cache: TieredCache) -> float:
-        """Seconds that `generate()` takes to the first token."""
+        """Return the seconds that `generate()` takes to the first token."""
         return first_token(self.model, ids, lambda: cache)
 
     def run(self, prefix: int) -> dict[str, Any]:
+        """Measure recording, restoring and reading of one prefix length."""
         path, document = self.folder / str(prefix), self.ids(prefix)
         result: dict[str, Any] = {"prefix": prefix, "suffix": SUFFIX}
         result |= self.recording(document, path)
@@ -74,8 +77,8 @@ class Bench:
         return result
 
     def recording(self, document: torch.Tensor, path: Path) -> dict[str, Any]:
-        """The first request, and the time from its end until all is on disk. The last turn leaves the stores filled."""
-        written: dict[str, list[float]] = {way: [] for way in WAYS}
+        """Measure the first request, and the time until its KV is on disk. The last turn fills the stores."""
+        write_times: dict[str, list[float]] = {way: [] for way in WAYS}
 
         def record(way: str) -> float:
             with self.store(path, way) as store:
@@ -83,14 +86,19 @@ class Bench:
                 cache = TieredCache(self.model, store)
                 took = self.first_token(torch.cat([document, self.ids(SUFFIX)], dim=1), cache)
                 cache.store_now()
-                written[way].append(seconds(store.flush, self.device))
+                write_times[way].append(seconds(store.flush, self.device))
             return took
 
         times = in_turns(record, self.arguments.record_repeats, warm_up=0)
-        return {"record_s": times, "record_ratio": _ratio(times), "flush_s": written, "flush_ratio": _ratio(written)}
+        return {
+            "record_s": times,
+            "record_ratio": _ratio(times),
+            "flush_s": write_times,
+            "flush_ratio": _ratio(write_times),
+        }
 
     def restoring(self, document: torch.Tensor, path: Path) -> dict[str, Any]:
-        """The same prefix under another suffix, from disk, with stores that are opened for it."""
+        """Measure the same prefix with another suffix from disk, with newly opened stores."""
         ids = torch.cat([document, self.ids(SUFFIX)], dim=1)
         stats: dict[str, Any] = {}
 
@@ -107,7 +115,7 @@ class Bench:
         return {"disk_s": times, "disk_ratio": _ratio(times), "stats": stats}
 
     def reading(self, path: Path) -> dict[str, Any]:
-        """All blocks of the prefix through the store, checked or decrypted, into memory that is there."""
+        """Measure reading all blocks of the prefix through the store, with checks or decryption."""
         stores = {way: self.store(path, way) for way in WAYS}
         readers = {}
         for way, store in stores.items():
@@ -137,7 +145,7 @@ class Bench:
 
 
 def in_turns(action: Callable[[str], float], repeats: int, warm_up: int) -> dict[str, list[float]]:
-    """Both ways in every turn."""
+    """Run both variants in every turn."""
     return interleaved({way: partial(action, way) for way in WAYS}, repeats, warm_up)
 
 
@@ -146,7 +154,7 @@ def _ratio(times: dict[str, list[float]]) -> float:
 
 
 def raw(nbytes: int, repeats: int) -> list[dict[str, Any]]:
-    """Bytes a second that blocks in memory are checked with, or decrypted, by one thread and by several."""
+    """Measure checks and decryption of blocks in memory, in bytes per second, by one and by several threads."""
     cipher = StoreCipher(secrets.token_bytes(32))
     guards: dict[str, Guard] = {"plain": Checksums(), "encrypted": cipher.guard(cipher.new_seal())}
     results = []
@@ -160,10 +168,10 @@ def raw(nbytes: int, repeats: int) -> list[dict[str, Any]]:
 
         def speed(way: str, threads: int, memory=memory, sealed=sealed, digests=digests) -> float:
             memory.copy_(sealed[way])
-            bad: list[int | None] = []
+            faults: list[int | None] = []
 
             def work(start: int, stop: int) -> None:
-                bad.append(guards[way].open(start, memory[start:stop], digests[way][start:stop]))
+                faults.append(guards[way].open(start, memory[start:stop], digests[way][start:stop]))
 
             bounds = itertools.pairwise(np.linspace(0, len(memory), threads + 1).astype(int).tolist())
             workers = [threading.Thread(target=work, args=pair) for pair in bounds]
@@ -173,12 +181,12 @@ def raw(nbytes: int, repeats: int) -> list[dict[str, Any]]:
             for worker in workers:
                 worker.join()
             took = time.perf_counter() - started
-            assert bad == [None] * threads, "what was sealed does not open"
+            assert faults == [None] * threads, "a sealed block cannot be opened"
             return memory.numel() / took
 
         for threads in THREADS:
-            found = in_turns(lambda way, threads=threads: speed(way, threads), repeats, warm_up=1)
-            results.append({"block_bytes": block, "threads": threads, "bytes_per_s": found})
+            speeds = in_turns(lambda way, threads=threads: speed(way, threads), repeats, warm_up=1)
+            results.append({"block_bytes": block, "threads": threads, "bytes_per_s": speeds})
     return results
 
 
@@ -186,43 +194,44 @@ def raw(nbytes: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def report(document: dict[str, Any]) -> str:
-    on = document["machine"]
+    """Return the page in Markdown."""
+    machine_info = document["machine"]
 
-    def both(times: dict[str, list[float]]) -> list[str]:
+    def medians(times: dict[str, list[float]]) -> list[str]:
         return [f"{median(times[way]) * 1e3:.0f} ms" for way in WAYS]
 
     rows = [
         [
-            str(one["prefix"]),
-            f"{one['read_bytes'] / 2**20:.0f} MiB",
-            *both(one["disk_s"]),
-            f"{one['disk_ratio']:.3f}",
-            *(f"{one['read_bytes'] / median(one['read_s'][way]) / 1e9:.2f} GB/s" for way in WAYS),
-            f"{one['read_ratio']:.2f}",
+            str(result["prefix"]),
+            f"{result['read_bytes'] / 2**20:.0f} MiB",
+            *medians(result["disk_s"]),
+            f"{result['disk_ratio']:.3f}",
+            *(f"{result['read_bytes'] / median(result['read_s'][way]) / 1e9:.2f} GB/s" for way in WAYS),
+            f"{result['read_ratio']:.2f}",
         ]
-        for one in document["results"]
+        for result in document["results"]
     ]
-    recorded = [
+    recording_rows = [
         [
-            str(one["prefix"]),
-            *both(one["record_s"]),
-            f"{one['record_ratio']:.3f}",
-            *both(one["flush_s"]),
-            f"{one['flush_ratio']:.2f}",
+            str(result["prefix"]),
+            *medians(result["record_s"]),
+            f"{result['record_ratio']:.3f}",
+            *medians(result["flush_s"]),
+            f"{result['flush_ratio']:.2f}",
         ]
-        for one in document["results"]
+        for result in document["results"]
     ]
     speeds = [
         [
-            f"{one['block_bytes'] >> 10} KiB",
-            str(one["threads"]),
-            *(f"{max(one['bytes_per_s'][way]) / 1e9:.1f} GB/s" for way in WAYS),
+            f"{result['block_bytes'] >> 10} KiB",
+            str(result["threads"]),
+            *(f"{max(result['bytes_per_s'][way]) / 1e9:.1f} GB/s" for way in WAYS),
         ]
-        for one in document["raw"]
+        for result in document["raw"]
     ]
     return (
-        f"# Encryption at rest, {document['shape']} in {document['dtype']} on {on['device']}\n\n"
-        f"{machine_text(on)} cryptography {document['cryptography']}. Random "
+        f"# Encryption at rest, {document['shape']} in {document['dtype']} on {machine_info['device']}\n\n"
+        f"{machine_text(machine_info)} cryptography {document['cryptography']}. Random "
         f"weights, suffix of {SUFFIX} tokens. Medians of {document['repeats']} turns ({document['record_repeats']} of "
         "recording). Ratios are those with a key to those without, within a turn. The load average was "
         f"{document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end; above 2, other programs "
@@ -252,7 +261,7 @@ def report(document: dict[str, Any]) -> str:
                 "with a key",
                 "ratio",
             ],
-            recorded,
+            recording_rows,
         )
         + f"\n## Blocks in memory, best of {document['raw_turns']} turns\n\n"
         + table(["block", "threads", "xxh3, checked", "AES-256-GCM, decrypted"], speeds)
@@ -260,6 +269,7 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     add_shape(parser, "1024,4096", repeats=9)
     parser.add_argument("--dtype", default="float32", help="data type of the model")

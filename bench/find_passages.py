@@ -40,7 +40,7 @@ STEPS = {
 
 
 class Bench:
-    """A store of passages, and prompts with and without them."""
+    """Store of passages, and prompts with and without them."""
 
     def __init__(self, arguments: argparse.Namespace, passages: int, folder: Path) -> None:
         self.arguments = arguments
@@ -55,12 +55,15 @@ class Bench:
             (torch.from_numpy(random.integers(3, vocabulary, 5)), pool[i])
             for i in random.permutation(passages)[: size // arguments.tokens]
         )
-        none = torch.from_numpy(random.integers(3, vocabulary, size))
-        full = torch.cat(list(parts))[:size]
-        self.prompts = {"full of passages": torch.cat([full, none[len(full) :]]), "without any": none}
+        random_tokens = torch.from_numpy(random.integers(3, vocabulary, size))
+        passage_tokens = torch.cat(list(parts))[:size]
+        self.prompts = {
+            "full of passages": torch.cat([passage_tokens, random_tokens[len(passage_tokens) :]]),
+            "without any": random_tokens,
+        }
 
     def measure(self) -> dict[str, Any]:
-        """For each prompt what was found, and the seconds of each step."""
+        """Return the number of passages and the seconds of each step, by prompt."""
         return {name: self._measure(ids) for name, ids in self.prompts.items()}
 
     def _measure(self, ids: torch.Tensor) -> dict[str, Any]:
@@ -69,7 +72,7 @@ class Bench:
         fingerprint = Fingerprinter(self.model)()
         hasher = storage.passage_hasher(fingerprint, method.passages, sink_token(config), regime)
         tokens, hashes = ids.numpy(), hasher.scan(ids.numpy())
-        found = find_passages(tokens, hasher, storage.find_parts)
+        matches = find_passages(tokens, hasher, storage.find_parts)
 
         def match() -> float:
             cache = StoredCache.over(self.model, storage, method, CacheOptions(record=False))
@@ -91,31 +94,32 @@ class Bench:
         for _ in tqdm(range(self.arguments.repeats), unit="turn"):
             for name, step in steps.items():
                 started = time.perf_counter()
-                said = step()
-                times[name].append(said if isinstance(said, float) else time.perf_counter() - started)
-        return {"passages": len(found), "tokens": 16 * sum(match.num_hashes for match in found), "seconds": times}
+                result = step()
+                times[name].append(result if isinstance(result, float) else time.perf_counter() - started)
+        return {"passages": len(matches), "tokens": 16 * sum(match.num_hashes for match in matches), "seconds": times}
 
 
 def report(document: dict[str, Any]) -> str:
-    """The page."""
-    rows, on = [], document["machine"]
+    """Return the page in Markdown."""
+    rows, machine_info = [], document["machine"]
     for passages, prompts in document["results"].items():
         for name, result in prompts.items():
-            for step, said in STEPS.items():
+            for step, description in STEPS.items():
                 times = result["seconds"][step]
-                what = [passages, f"{name}, {result['tokens']:,} tokens found"] if step == "scan" else ["", ""]
-                rows.append([*what, said, f"{min(times) * 1e3:.1f} ms", f"{median(times) * 1e3:.1f} ms"])
+                cells = [passages, f"{name}, {result['tokens']:,} tokens found"] if step == "scan" else ["", ""]
+                rows.append([*cells, description, f"{min(times) * 1e3:.1f} ms", f"{median(times) * 1e3:.1f} ms"])
     headings = ["passages stored", f"prompt of {document['prompt']:,} tokens", "step", "best", "median"]
     return f"""# Finding passages
 
-{machine_text(on)} Load average {document["load"]:.1f}; above
-{on["cores"]}, other programs were running.
+{machine_text(machine_info)} Load average {document["load"]:.1f}; above
+{machine_info["cores"]}, other programs were running.
 
 {table(headings, rows)}
 """
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--passages", default="60,1000", help="numbers of stored passages, one store for each, separated by commas"
@@ -128,13 +132,19 @@ def main() -> None:
     torch.set_num_threads(1)
     results = {}
     with tempfile.TemporaryDirectory(prefix="bench-find-", dir=arguments.store) as folder:
-        on = machine(torch.device("cpu"), Path(folder))
+        machine_info = machine(torch.device("cpu"), Path(folder))
         for passages in map(int, arguments.passages.split(",")):
             bench = Bench(arguments, passages, Path(folder) / str(passages))
             results[str(passages)] = bench.measure()
             bench.store.close()
     load = os.getloadavg()[0]
-    document = {"machine": on, "load": load, "prompt": arguments.prompt, "tokens": arguments.tokens, "results": results}
+    document = {
+        "machine": machine_info,
+        "load": load,
+        "prompt": arguments.prompt,
+        "tokens": arguments.tokens,
+        "results": results,
+    }
     save(arguments.out, "find-passages-cpu", document, report(document))
 
 

@@ -31,6 +31,7 @@ AIMS = {"first fingerprint / loading": 0.05, "request": 0.5e-3}
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of the model")
     parser.add_argument("--dtype", default="bfloat16", help="data type of the weights, as named by torch")
@@ -55,33 +56,33 @@ def main() -> None:
 
 
 def turn(folder: Path, arguments: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Seconds of everything, one after the other."""
+    """Measure loading, fingerprints and a pass in one turn, and return their seconds."""
     forget_page_cache(folder)
-    found, _ = _first(folder, arguments, device, "disk")
+    disk_times, _ = _first(folder, arguments, device, "disk")
     gc.collect()
-    more, (model, name) = _first(folder, arguments, device, "page cache")
+    cache_times, (model, name) = _first(folder, arguments, device, "page cache")
     ids = torch.randint(1, 1000, (1, arguments.tokens), device=device)
     with torch.inference_mode():
         prompt = seconds(lambda: model(ids, past_key_values=DynamicCache(), logits_to_keep=1), device)
     return {
-        **found,
-        **more,
+        **disk_times,
+        **cache_times,
         "bytes": float(sum(tensor.nbytes for tensor in model.state_dict().values())),
         "modules": float(len(list(model.modules()))),
         "prompt": prompt,
         "reading all again": seconds(name.refresh, device),
-        "request": _each(name.look, device),
-        "pass": _each(lambda: name.look(closely=False), device),
+        "request": _median_seconds(name.look, device),
+        "pass": _median_seconds(lambda: name.look(closely=False), device),
     }
 
 
 def _first(
     folder: Path, arguments: argparse.Namespace, device: torch.device, where: str
 ) -> tuple[dict[str, float], tuple[PreTrainedModel, Fingerprinter]]:
-    made: list[Any] = []
-    loading = seconds(lambda: made.append(_load(folder, arguments, device)), device)
-    naming = seconds(lambda: made.append(_named(made[0])), device)
-    return {f"loading from {where}": loading, f"first fingerprint, after {where}": naming}, (made[0], made[1])
+    objects: list[Any] = []
+    loading = seconds(lambda: objects.append(_load(folder, arguments, device)), device)
+    naming = seconds(lambda: objects.append(_fingerprint(objects[0])), device)
+    return {f"loading from {where}": loading, f"first fingerprint, after {where}": naming}, (objects[0], objects[1])
 
 
 def _load(folder: Path, arguments: argparse.Namespace, device: torch.device) -> PreTrainedModel:
@@ -91,31 +92,31 @@ def _load(folder: Path, arguments: argparse.Namespace, device: torch.device) -> 
     return model
 
 
-def _named(model: PreTrainedModel) -> Fingerprinter:
+def _fingerprint(model: PreTrainedModel) -> Fingerprinter:
     name = Fingerprinter(model)
     name.look()
     return name
 
 
-def _each(look: Callable[[], Any], device: torch.device) -> float:
+def _median_seconds(look: Callable[[], Any], device: torch.device) -> float:
     return median(seconds(look, device) for _ in range(LOOKS))
 
 
 def summary(turns: list[dict[str, float]]) -> dict[str, float]:
-    """Medians, and ratios within a turn."""
-    results = {name: median(found[name] for found in turns) for name in turns[0]}
+    """Return medians, and ratios within a turn."""
+    results = {name: median(times[name] for times in turns) for name in turns[0]}
     for where in ("disk", "page cache"):
-        first = [found[f"first fingerprint, after {where}"] for found in turns]
-        loading = [found[f"loading from {where}"] for found in turns]
+        first = [times[f"first fingerprint, after {where}"] for times in turns]
+        loading = [times[f"loading from {where}"] for times in turns]
         results[f"first fingerprint / loading from {where}"] = ratio(first, loading)
-    results["first fingerprint / pass over a prompt"] = ratio(first, [found["prompt"] for found in turns])
+    results["first fingerprint / pass over a prompt"] = ratio(first, [times["prompt"] for times in turns])
     results["bytes per second"] = results["bytes"] / results["reading all again"]
     results["8 billion parameters, by bytes"] = LARGE_MODEL / results["bytes per second"]
     return results
 
 
 def report(results: dict[str, float], arguments: argparse.Namespace) -> str:
-    """Markdown."""
+    """Return the page in Markdown."""
 
     def ms(name: str) -> str:
         return f"{1e3 * results[name]:.2f} ms"
@@ -139,8 +140,9 @@ def report(results: dict[str, float], arguments: argparse.Namespace) -> str:
     return heading + table(["", "time", ""], rows)
 
 
-def _share(results: dict[str, float], of: str) -> str:
-    return f"{results[f'first fingerprint / {of}']:.1%} of {of} (aim: {AIMS['first fingerprint / loading']:.0%})"
+def _share(results: dict[str, float], reference: str) -> str:
+    share, aim = results[f"first fingerprint / {reference}"], AIMS["first fingerprint / loading"]
+    return f"{share:.1%} of {reference} (aim: {aim:.0%})"
 
 
 if __name__ == "__main__":

@@ -242,6 +242,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--machines", type=_numbers(int), default=[1, 10, 100, 1000], help="numbers of machines, separated by commas")

@@ -51,8 +51,8 @@ HF, EXACT = "hf", "hf-tiered, exact"
 
 
 def write_tasks(data: Path, shots: int, folder: Path) -> None:
-    """Write the tasks' files. Where a set has no training split, solved examples are of the one that is asked."""
-    for name, how in TASKS.items():
+    """Write the task files. Without a training split, solved examples come from the validation split."""
+    for name, template in TASKS.items():
         splits = {path.name.partition(".")[0]: str(path) for path in (data / name).glob("*.jsonl*")}
         files = {"validation": splits["validation"]} | ({"train": splits["train"]} if "train" in splits else {})
         task = {
@@ -67,44 +67,44 @@ def write_tasks(data: Path, shots: int, folder: Path) -> None:
             "doc_to_target": "label",
             "metric_list": [{"metric": "acc"}],
         }
-        (folder / f"{name}.yaml").write_text(json.dumps(task | how))  # JSON is YAML
+        (folder / f"{name}.yaml").write_text(json.dumps(task | template))  # JSON is YAML
 
 
 def ask(model: HFLM, manager: TaskManager, limit: int) -> dict[str, Any]:
-    """Return, by task, the scores of the answers, `[questions, choices]`, which were right, and the seconds."""
-    found: dict[str, Any] = {}
+    """Return, by task, the scores of the answers `[questions, choices]`, their correctness, and the seconds."""
+    results: dict[str, Any] = {}
     for name in TASKS:
         started = time.perf_counter()
         result = lm_eval.simple_evaluate(
             model=model, tasks=[f"local_{name}"], task_manager=manager, limit=limit, bootstrap_iters=0
         )
         samples = result["samples"][f"local_{name}"]
-        found[name] = {
+        results[name] = {
             "scores": [[float(score) for score, _ in sample["filtered_resps"]] for sample in samples],
             "right": [bool(sample["acc"]) for sample in samples],
             "seconds": time.perf_counter() - started,
         }
-    return found
+    return results
 
 
 def report(document: dict[str, Any]) -> str:
     """Return the page in Markdown."""
-    found, rows = document["found"], []
-    for way, tasks in found.items():
+    results, rows = document["found"], []
+    for way, tasks in results.items():
         pairs = [
-            (np.array(ours), np.array(plain))
+            (np.array(scores), np.array(hf_scores))
             for name, task in tasks.items()
-            for ours, plain in zip(task["scores"], found[HF][name]["scores"], strict=True)
+            for scores, hf_scores in zip(task["scores"], results[HF][name]["scores"], strict=True)
         ]
-        same = 100 * np.mean([ours.argmax() == plain.argmax() for ours, plain in pairs])
-        far = max(np.abs(ours - plain).max() for ours, plain in pairs)
+        agreement = 100 * np.mean([scores.argmax() == hf_scores.argmax() for scores, hf_scores in pairs])
+        largest = max(np.abs(scores - hf_scores).max() for scores, hf_scores in pairs)
         right = [f"{100 * np.mean(task['right']):.1f}" for task in tasks.values()]
         seconds = sum(task["seconds"] for task in tasks.values())
-        rows.append([way, *right, f"{same:.1f}", f"{far:.2g}", f"{seconds:.0f}"])
+        rows.append([way, *right, f"{agreement:.1f}", f"{largest:.2g}", f"{seconds:.0f}"])
     headings = ["model type", *TASKS, "same choice, %", "largest difference, nats", "seconds"]
-    about = document["machine"]
+    machine_info = document["machine"]
     return (
-        f"# lm-evaluation-harness: {document['model']}\n\n{machine_text(about)} "
+        f"# lm-evaluation-harness: {document['model']}\n\n{machine_text(machine_info)} "
         f"float32, {document['shots']} solved examples, {document['limit']} questions of each task. Right answers in "
         "percent. *Same choice* and *largest difference* of an answer's log-likelihood are relative to `hf`. Seconds "
         f"are those of one run in this order, on a machine that may have been busy.\n\n{table(headings, rows)}\n"
@@ -112,14 +112,14 @@ def report(document: dict[str, Any]) -> str:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Draw right answers over the budget, a line for each task, and full KV's as dots."""
+    """Plot right answers over the budget: a line for each task, with dots for full KV."""
     if (plt := pyplot()) is None:
         return
     figure, axes = plt.subplots(figsize=(6, 4))
-    found, budgets = document["found"], document["budgets"]
+    results, budgets = document["found"], document["budgets"]
     for name in TASKS:
-        right = [100 * np.mean(found[way_of(budget)][name]["right"]) for budget in budgets]
-        full = 100 * np.mean(found[HF][name]["right"])
+        right = [100 * np.mean(results[way_of(budget)][name]["right"]) for budget in budgets]
+        full = 100 * np.mean(results[HF][name]["right"])
         axes.plot([*(100 * budget for budget in budgets), 100], [*right, full], marker="o", label=name)
     axes.set(xlabel="budget, % of the prefix (100: hf)", ylabel="right answers, %", title=document["model"])
     axes.legend(fontsize="small")
@@ -134,6 +134,7 @@ def way_of(budget: float) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="short name of eval.models, name on the Hub, or folder")
     parser.add_argument("--data", type=Path, required=True, help="folder with data sets")
@@ -146,21 +147,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark."""
     arguments = parse(argv)
-    common: dict[str, Any] = {"dtype": "float32", "device": "cpu", "batch_size": 1}
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "batch_size": 1}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tasks(arguments.data, arguments.shots, folder)
         manager = TaskManager(include_path=str(folder), include_defaults=False)
-        plain = HFLM(pretrained=resolve(arguments.model), **common)
-        found = {HF: ask(plain, manager, arguments.limit)}
+        hf_model = HFLM(pretrained=resolve(arguments.model), **options)
+        results = {HF: ask(hf_model, manager, arguments.limit)}
         ways = {EXACT: "exact"} | {way_of(budget): f"contiguous_kv:budget={budget}" for budget in arguments.budgets}
         for number, (way, method) in enumerate(ways.items()):
-            ours = HFTieredLM(resolve(arguments.model), method=method, store=str(folder / f"kv{number}"), **common)
-            found[way] = ask(ours, manager, arguments.limit)
-        about = machine(torch.device("cpu"), folder)
+            tiered_model = HFTieredLM(
+                resolve(arguments.model), method=method, store=str(folder / f"kv{number}"), **options
+            )
+            results[way] = ask(tiered_model, manager, arguments.limit)
+        machine_info = machine(torch.device("cpu"), folder)
     document = {
-        **{"machine": about, "model": Path(arguments.model).name, "found": found},
+        **{"machine": machine_info, "model": Path(arguments.model).name, "found": results},
         **{name: getattr(arguments, name) for name in ("shots", "limit", "budgets")},
     }
     save(arguments.out, f"harness-{document['model']}", document, report(document), plot)

@@ -30,10 +30,10 @@ from hf_tiered_cache.selection.selectors import ProbeHeads, jaccard_threshold, m
 
 @dataclass(frozen=True)
 class ComparedHeads(ProbeHeads):
-    """Notes how alike what the heads choose is.
+    """Probe heads that record the similarity of their selections.
 
     Args:
-        alike: mean Jaccard index and threshold of each choice.
+        alike: Mean Jaccard index and threshold of each selection.
     """
 
     alike: list[tuple[float, float]] = field(default_factory=list, compare=False, repr=False)
@@ -45,7 +45,7 @@ class ComparedHeads(ProbeHeads):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparingImpress(Impress):
-    """IMPRESS that notes how alike heads are. Args: see `ComparedHeads`."""
+    """IMPRESS with `ComparedHeads`; see there for the arguments."""
 
     alike: list[tuple[float, float]] = field(default_factory=list, compare=False, repr=False)
 
@@ -56,20 +56,20 @@ class ComparingImpress(Impress):
 @torch.no_grad()
 def measure(model: Any, prompts: list[tuple[list[int], list[int]]], budget: float) -> np.ndarray:
     """Return the Jaccard index and the threshold of each question and layer, `[questions, layers, 2]`."""
-    heads, found = model.config.num_key_value_heads, []
+    heads, similarities = model.config.num_key_value_heads, []
     with tempfile.TemporaryDirectory() as folder, KVStore(folder, policy=Impress.policy) as store:
         for prefix, question in tqdm(prompts, desc=f"{budget:.0%}", unit="question", leave=False):
             method = ComparingImpress(budget=budget, probe_heads=heads, reorder=False)
             store.precompute(model, prefix, method=method, progress=False)
             cache = TieredCache(model, store, method=method, record=False)
             model(input_ids=torch.tensor([prefix + question]), past_key_values=cache, logits_to_keep=1)
-            found.append(method.alike)
-    return np.array(found)
+            similarities.append(method.alike)
+    return np.array(similarities)
 
 
-def summary(found: np.ndarray, budget: float) -> list[str]:
+def summary(similarities: np.ndarray, budget: float) -> list[str]:
     """Return the cells of one row."""
-    alike, threshold = found[..., 0], found[..., 1]
+    alike, threshold = similarities[..., 0], similarities[..., 1]
     agreeing = alike >= threshold
     random = budget / (2 - budget)
     return [
@@ -79,7 +79,7 @@ def summary(found: np.ndarray, budget: float) -> list[str]:
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draw the index of each layer, a panel for each model, a line for each task and budget."""
+    """Plot the index of each layer: a panel for each model, a line for each task and budget."""
     if (plt := pyplot()) is None:
         return
     models = list(dict.fromkeys(run["model"] for run in runs))
@@ -96,6 +96,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--model", nargs="+", required=True, help="names for eval.models.load; models with at least two KV heads"
@@ -130,6 +131,7 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark."""
     arguments = parse(argv)
     runs: list[dict[str, Any]] = []
     for name in arguments.model:
@@ -137,9 +139,11 @@ def main(argv: list[str] | None = None) -> None:
         for task in arguments.tasks.split(","):
             prompts = list(questions(arguments, tokenizer, task))
             for budget in arguments.budgets:
-                found = measure(model, prompts, budget)
-                about = {"model": Path(name).name, "task": task, "budget": budget, "questions": len(prompts)}
-                runs.append(about | {"kv_heads": model.config.num_key_value_heads, "alike": found.round(4).tolist()})
+                similarities = measure(model, prompts, budget)
+                run = {"model": Path(name).name, "task": task, "budget": budget, "questions": len(prompts)}
+                runs.append(
+                    run | {"kv_heads": model.config.num_key_value_heads, "alike": similarities.round(4).tolist()}
+                )
     document = {
         "machine": machine(torch.device("cpu"), Path(__file__).parent),
         "tokens": arguments.tokens,

@@ -40,64 +40,70 @@ Note = dict[tuple[str, float], float]
 """Recall of each way at each budget, for one question and layer."""
 
 
-def quest_mass(asked: SelectionInput, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What each chunk gets by its bounds: for each query the most that a key within them could score.
+def quest_mass(inputs: SelectionInput, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mass of each chunk by its bounds: the maximum score of a key within them, for each query.
 
     Args:
-        chunks: rotated keys of each chunk, `[kv_heads, its tokens, dim]`.
+        inputs: Queries of the selection.
+        chunks: Rotated keys of each chunk, `[kv_heads, its tokens, dim]`.
 
     Returns:
-        float32 `[chunks]`: softmax over the chunks, summed over queries and heads.
+        Softmax over the chunks, summed over queries and heads, float32 `[chunks]`.
     """
-    least, most = (torch.stack(bounds, dim=1) for bounds in zip(*((c.amin(1), c.amax(1)) for c in chunks), strict=True))
-    query = asked.query.unflatten(0, (len(least), -1)).flatten(1, 2)  # [kv_heads, group * queries, dim]
+    low, high = (torch.stack(bounds, dim=1) for bounds in zip(*((c.amin(1), c.amax(1)) for c in chunks), strict=True))
+    query = inputs.query.unflatten(0, (len(low), -1)).flatten(1, 2)  # [kv_heads, group * queries, dim]
     # sum over d of max(q * least, q * most): the sign of q decides which
-    scores = query.clamp(min=0) @ most.transpose(1, 2) + query.clamp(max=0) @ least.transpose(1, 2)
-    scaling = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
+    scores = query.clamp(min=0) @ high.transpose(1, 2) + query.clamp(max=0) @ low.transpose(1, 2)
+    scaling = query.shape[-1] ** -0.5 if inputs.scaling is None else inputs.scaling
     return (scores * scaling).softmax(-1).sum((0, 1))
 
 
-def recalls(asked: SelectionInput) -> Note:
-    """What each way would have chosen of what all keys choose."""
-    keys = asked.keys(None)  # [kv_heads, tokens, dim]
-    served = asked.query.shape[0] // len(keys)
+def recalls(inputs: SelectionInput) -> Note:
+    """Return the recall of each variant relative to a selection by all keys."""
+    keys = inputs.keys(None)  # [kv_heads, tokens, dim]
+    group = inputs.query.shape[0] // len(keys)
 
-    def mass(some: torch.Tensor) -> torch.Tensor:
-        query, own = asked.query[: len(some) * served], asked.own_keys[: len(some)]
-        return head_mass(query, some, own, asked.scaling).mean(0)
+    def mass(way_keys: torch.Tensor) -> torch.Tensor:
+        query, own_keys = inputs.query[: len(way_keys) * group], inputs.own_keys[: len(way_keys)]
+        return head_mass(query, way_keys, own_keys, inputs.scaling).mean(0)
 
     coarse = Int8KeysIndex.build(keys).keys_as(keys.dtype)
-    (counts,) = asked.chunks.counts
+    (counts,) = inputs.chunks.counts
     chunks = keys.split(counts.tolist(), dim=1)
     means = torch.stack([chunk.mean(1) for chunk in chunks], dim=1)
     tokens_of_each = torch.from_numpy(counts)
-    of_chunks = (one.repeat_interleave(tokens_of_each) for one in (mass(means), quest_mass(asked, chunks)))
-    found = dict(zip(WAYS, (mass(coarse), mass(keys[:1]), *of_chunks), strict=True))
+    of_chunks = (
+        token_mass.repeat_interleave(tokens_of_each) for token_mass in (mass(means), quest_mass(inputs, chunks))
+    )
+    mass_by_way = dict(zip(WAYS, (mass(coarse), mass(keys[:1]), *of_chunks), strict=True))
     note = {}
     for budget in BUDGETS:
-        count = budgeted_tokens(budget, asked.chunks.tokens, int(counts.max()))
-        wanted, *others = (
-            set(asked.chunks.chunk[0, top_chunks(one[None].numpy(), asked.chunks, count)[0]].tolist())
-            for one in (mass(keys), *found.values())
+        count = budgeted_tokens(budget, inputs.chunks.tokens, int(counts.max()))
+        reference, *selections = (
+            set(inputs.chunks.chunk[0, top_chunks(token_mass[None].numpy(), inputs.chunks, count)[0]].tolist())
+            for token_mass in (mass(keys), *mass_by_way.values())
         )
-        note |= {(way, budget): len(wanted & other) / len(wanted) for way, other in zip(WAYS, others, strict=True)}
+        note |= {
+            (way, budget): len(reference & selection) / len(reference)
+            for way, selection in zip(WAYS, selections, strict=True)
+        }
     return note
 
 
 @dataclass(frozen=True)
 class Noting(TopChunks):
-    """Chooses by all keys, and notes what others would have chosen."""
+    """Selector by all keys that records the recall of the other variants."""
 
     notes: list[Note] = field(default_factory=list, compare=False)
 
-    def choose(self, asked: SelectionInput) -> Selection:
-        self.notes.append(recalls(asked))
-        return super().choose(asked)
+    def choose(self, inputs: SelectionInput) -> Selection:
+        self.notes.append(recalls(inputs))
+        return super().choose(inputs)
 
 
 @dataclass(frozen=True)
 class NotingKV(ContiguousKV):
-    """ContiguousKV that notes."""
+    """ContiguousKV with the selector `Noting`."""
 
     notes: list[Note] = field(default_factory=list, compare=False)
 
@@ -106,6 +112,7 @@ class NotingKV(ContiguousKV):
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=Path("eval/reference/xs"), help="folder of a reference model")
     parser.add_argument("--tokens", type=int, default=512, help="number of context tokens")
@@ -117,8 +124,8 @@ def main() -> None:
     language, notes = Language(tokenizer, text), []
     method = NotingKV(budget=0.25, per_head=False, reorder=False, subperiod=1, identify="keys", notes=notes)
     with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
-        asked = questions(language, arguments.tokens, arguments.questions, 0)
-        for context, question in tqdm(asked, total=arguments.questions, unit="question"):
+        prompts = questions(language, arguments.tokens, arguments.questions, 0)
+        for context, question in tqdm(prompts, total=arguments.questions, unit="question"):
             prefix = [token for document in context.documents for token in document]
             store.precompute(model, prefix, method=method, progress=False)
             cache = TieredCache(model, store, method=method, record=False)

@@ -39,8 +39,8 @@ WAYS = ("at once", "chunked", "in pieces", "stored")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one process measures."""
+class Case:
+    """Settings of one process."""
 
     way: str
     model: str
@@ -54,6 +54,7 @@ class Asked:
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--model", default="eval/reference/long", help="folder of a reference model, or a shape of common.py"
@@ -71,87 +72,90 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def model_of(asked: Asked) -> PreTrainedModel:
-    folder = Path(asked.model)
+def model_of(case: Case) -> PreTrainedModel:
+    """Load the reference model, or build a model of the shape."""
+    folder = Path(case.model)
     if folder.exists():
         return load(folder, torch.float32, CPU)
-    return build(asked.model, torch.float32, CPU, layers=asked.layers)
+    return build(case.model, torch.float32, CPU, layers=case.layers)
 
 
-def text_of(asked: Asked) -> torch.Tensor:
-    """int64 `[1, tokens + new_tokens]`: contexts of the reference language one after the other, or random tokens."""
-    count = asked.tokens + asked.new_tokens
-    if not Path(asked.model).exists():
-        return torch.randint(1, vocabulary(asked.model), (1, count), generator=torch.Generator().manual_seed(0))
-    language, found = language_of(Path(asked.model)), list[int]()
+def text_of(case: Case) -> torch.Tensor:
+    """Return contexts of the reference language in sequence, or random tokens: int64 `[1, tokens + new_tokens]`."""
+    count = case.tokens + case.new_tokens
+    if not Path(case.model).exists():
+        return torch.randint(1, vocabulary(case.model), (1, count), generator=torch.Generator().manual_seed(0))
+    language, tokens = language_of(Path(case.model)), list[int]()
     for context, _ in contexts(language, 4096, count // 2048 + 1, 1, KINDS):
-        found += [token for document in context.documents for token in document]
-    assert len(found) >= count
-    return torch.tensor([found[:count]])
+        tokens += [token for document in context.documents for token in document]
+    assert len(tokens) >= count
+    return torch.tensor([tokens[:count]])
 
 
 @torch.no_grad()
-def measure(asked: Asked) -> dict[str, Any]:
-    """One way, in this process."""
-    model, ids = model_of(asked), text_of(asked)
+def measure(case: Case) -> dict[str, Any]:
+    """Measure one variant in this process."""
+    model, ids = model_of(case), text_of(case)
     model(input_ids=ids[:, :64], use_cache=False)  # threads and their memory
-    prompt, rest, ours = ids[:, : asked.tokens], ids[:, asked.tokens :], asked.way in ("in pieces", "stored")
-    with KVStore(asked.store, host_memory=asked.host_memory, disk_quota="1TiB") as store:
-        method = KVDrive(asked.budget, prefill_tokens=asked.piece)
-        cache = TieredCache(model, store, method=method, progress=False) if ours else DynamicCache(config=model.config)
+    prompt, new_ids, is_tiered = ids[:, : case.tokens], ids[:, case.tokens :], case.way in ("in pieces", "stored")
+    with KVStore(case.store, host_memory=case.host_memory, disk_quota="1TiB") as store:
+        method = KVDrive(case.budget, prefill_tokens=case.piece)
+        cache = (
+            TieredCache(model, store, method=method, progress=False) if is_tiered else DynamicCache(config=model.config)
+        )
         peak, started = Peak(), time.perf_counter()
-        step = asked.piece if asked.way == "chunked" else asked.tokens
-        for first in range(0, asked.tokens, step):
+        step = case.piece if case.way == "chunked" else case.tokens
+        for first in range(0, case.tokens, step):
             output = model(input_ids=prompt[:, first : first + step], past_key_values=cache, logits_to_keep=1)
-        found = {"first_s": time.perf_counter() - started, "prefill_peak_bytes": peak.end()}
+        figures = {"first_s": time.perf_counter() - started, "prefill_peak_bytes": peak.end()}
         logits, times, peak = [output.logits[0, -1]], [], Peak()
-        for token in rest.split(1, dim=1)[:-1]:
+        for token in new_ids.split(1, dim=1)[:-1]:
             started = time.perf_counter()
             logits.append(model(input_ids=token, past_key_values=cache).logits[0, -1])
             times.append(time.perf_counter() - started)
-        found |= {"token_s": median(times), "decode_peak_bytes": peak.end()}
+        figures |= {"token_s": median(times), "decode_peak_bytes": peak.end()}
         if isinstance(cache, TieredCache):
             stats = cache.stats
-            found |= {"bytes_read": stats.bytes_read, "host_bytes": store.stats.host.bytes}
-            found |= {"tokens_computed": stats.tokens_computed, "tokens_restored": stats.tokens_restored}
+            figures |= {"bytes_read": stats.bytes_read, "host_bytes": store.stats.host.bytes}
+            figures |= {"tokens_computed": stats.tokens_computed, "tokens_restored": stats.tokens_restored}
             store.flush()
-            found |= {"disk_bytes": store.stats.disk.bytes, "index_s": stats.details.index_seconds}
-    return found | {"logits": torch.stack(logits).float().log_softmax(1).numpy()}
+            figures |= {"disk_bytes": store.stats.disk.bytes, "index_s": stats.details.index_seconds}
+    return figures | {"logits": torch.stack(logits).float().log_softmax(1).numpy()}
 
 
-def compared(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
-    """Agreement of logarithms of probabilities, `[tokens, vocabulary]`: the first token's, and that of those behind."""
-    divergence = (np.exp(theirs) * (theirs - ours)).sum(1)
+def compare(log_probs: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+    """Compare log-probabilities, `[tokens, vocabulary]`: those of the first token, and those of the later ones."""
+    divergence = (np.exp(reference) * (reference - log_probs)).sum(1)
     return {
         "first_kl": float(divergence[0]),
         "kl": float(divergence[1:].mean()),
-        "top_1": float((ours.argmax(1) == theirs.argmax(1))[1:].mean()),
+        "top_1": float((log_probs.argmax(1) == reference.argmax(1))[1:].mean()),
     }
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """All ways at all lengths, each in a process of its own."""
+    """Yield the figures of all variants and lengths, each from a new process."""
     for tokens in arguments.tokens:
         logits: dict[str, np.ndarray] = {}
         for way in arguments.ways:
             forget_page_cache(folder)
-            given = (tokens, arguments.new_tokens, arguments.piece, arguments.budget, arguments.host_memory)
-            asked = Asked(way, arguments.model, arguments.layers, *given, str(folder / str(tokens)))
+            settings = (tokens, arguments.new_tokens, arguments.piece, arguments.budget, arguments.host_memory)
+            case = Case(way, arguments.model, arguments.layers, *settings, str(folder / str(tokens)))
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                found = process.submit(measure, asked).result()
-            logits[way] = found.pop("logits")
+                figures = process.submit(measure, case).result()
+            logits[way] = figures.pop("logits")
             if "chunked" in logits:
-                found |= compared(logits[way], logits["chunked"])
-            yield {"way": way, "tokens": tokens} | found
+                figures |= compare(logits[way], logits["chunked"])
+            yield {"way": way, "tokens": tokens} | figures
 
 
 def report(document: dict[str, Any]) -> str:
-    """Markdown."""
-    about, options = document["machine"], document["options"]
+    """Return the page in Markdown."""
+    machine_info, options = document["machine"], document["options"]
     layers = f" of {options['layers']} layers" if options["layers"] else ""
     text = (
         f"# Prompts longer than memory: {Path(options['model']).name}{layers}, float32\n\n"
-        f"{about['device']}, {machine_text(about)} Host "
+        f"{machine_info['device']}, {machine_text(machine_info)} Host "
         f"memory of the store: {options['host_memory']}; pieces and chunks of {options['piece']} tokens; "
         f"{options['budget']:.2%} of the chunks are attended to while decoding. Memory is the peak of the process "
         "beyond the loaded model. KL and top-1 agreement are relative to the chunked DynamicCache, over the same "
@@ -160,21 +164,31 @@ def report(document: dict[str, Any]) -> str:
     headings = ["variant", "tokens", "TTFT", "memory, prefill", "time per token", "memory, decoding", "disk"]
     headings += ["index, share of TTFT", "read", "KL of the first token", "KL", "top-1 agreement"]
     rows = []
-    for one in document["results"]:
-        seconds = one["first_s"]
-        ours = "disk_bytes" in one
+    for result in document["results"]:
+        seconds = result["first_s"]
+        is_tiered = "disk_bytes" in result
         rows.append(
-            [one["way"], f"{one['tokens']:,}", f"{seconds:.1f} s", f"{one['prefill_peak_bytes'] / 2**20:,.0f} MiB"]
-            + [f"{1e3 * one['token_s']:.1f} ms", f"{one['decode_peak_bytes'] / 2**20:,.0f} MiB"]
-            + [f"{one['disk_bytes'] / 2**20:,.0f} MiB" if ours else ""]
-            + [f"{one['index_s'] / seconds:.1%}" if ours else ""]
-            + [f"{one['bytes_read'] / 2**20:,.0f} MiB" if ours else ""]
-            + ([f"{one['first_kl']:.1e}", f"{one['kl']:.4f}", f"{one['top_1']:.0%}"] if "kl" in one else [""] * 3)
+            [
+                result["way"],
+                f"{result['tokens']:,}",
+                f"{seconds:.1f} s",
+                f"{result['prefill_peak_bytes'] / 2**20:,.0f} MiB",
+            ]
+            + [f"{1e3 * result['token_s']:.1f} ms", f"{result['decode_peak_bytes'] / 2**20:,.0f} MiB"]
+            + [f"{result['disk_bytes'] / 2**20:,.0f} MiB" if is_tiered else ""]
+            + [f"{result['index_s'] / seconds:.1%}" if is_tiered else ""]
+            + [f"{result['bytes_read'] / 2**20:,.0f} MiB" if is_tiered else ""]
+            + (
+                [f"{result['first_kl']:.1e}", f"{result['kl']:.4f}", f"{result['top_1']:.0%}"]
+                if "kl" in result
+                else [""] * 3
+            )
         )
     return text + table(headings, rows)
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = arguments_of()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
@@ -183,8 +197,8 @@ def main() -> None:
             "options": {name: getattr(arguments, name) for name in OPTIONS},
             "results": [],
         }
-        for found in run(arguments, folder):  # what is measured is kept, whatever comes
-            document["results"].append(found)
+        for result in run(arguments, folder):  # saved immediately, so that an interrupted run keeps its results
+            document["results"].append(result)
             save(arguments.out, f"long-prompt-{Path(arguments.model).name}", document, report(document))
     print(report(document))
 

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from hf_tiered_cache import KVStore, TieredCache
 
 TOKENS = 32
-"""Of a segment: two prefix hashes."""
+"""Number of tokens in a segment, which has two prefix hashes."""
 MEASURES = {
     "open": "open, file cache dropped",
     "open, catalogue lost": "open after the catalogue was deleted: all headers are read",
@@ -57,7 +57,7 @@ store.close()
 
 
 class Bench:
-    """A store that grows, and the model whose KV it holds."""
+    """Growing store, and the model of its KV."""
 
     def __init__(self, folder: Path, repeats: int) -> None:
         self.folder, self.repeats = folder, repeats
@@ -72,9 +72,9 @@ class Bench:
             for number in tqdm(range(self.conversations, conversations), unit="conversation"):
                 with TieredCache(self.model, store, conversation=f"user-{number}") as cache, torch.no_grad():
                     self.model(self._draw(1), past_key_values=cache, logits_to_keep=1)
-            new = self._draw(segments - conversations - len(self.prompts))
-            store.precompute(self.model, list(new), progress=False)
-            self.prompts = torch.cat([self.prompts, new])
+            new_prompts = self._draw(segments - conversations - len(self.prompts))
+            store.precompute(self.model, list(new_prompts), progress=False)
+            self.prompts = torch.cat([self.prompts, new_prompts])
             self.conversations = conversations
 
     def _draw(self, count: int) -> torch.Tensor:
@@ -95,9 +95,9 @@ class Bench:
             for _ in range(self.repeats):
                 times["gc"].append(_seconds(store.gc))
                 times["conversations"].append(_seconds(store.conversations))
-            for ids, other in zip(self._some(), self._draw(20 * self.repeats), strict=True):
+            for ids, missing_ids in zip(self._sample(), self._draw(20 * self.repeats), strict=True):
                 times["hit"].append(_seconds(lambda ids=ids: store.lookup(self.model, ids)))
-                times["miss"].append(_seconds(lambda ids=other: store.lookup(self.model, ids)))
+                times["miss"].append(_seconds(lambda ids=missing_ids: store.lookup(self.model, ids)))
                 times["restore"].append(_seconds(lambda ids=ids: self._restore(store, ids)))
         for _ in range(self.repeats):
             for path in self.folder.glob("catalogue*"):
@@ -105,7 +105,7 @@ class Bench:
             times["open, catalogue lost"].append(self._open())
         return times
 
-    def _some(self) -> torch.Tensor:
+    def _sample(self) -> torch.Tensor:
         """Return stored prompts drawn at random, `[20 * repeats, tokens]`."""
         return self.prompts[torch.from_numpy(self._random.integers(0, len(self.prompts), 20 * self.repeats))]
 
@@ -118,8 +118,8 @@ class Bench:
     def _open(self) -> float:
         forget_page_cache(self.folder)
         command = [sys.executable, "-c", OPEN, str(self.folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, env=_environment())
-        return float(done.stdout)
+        process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, env=_environment())
+        return float(process.stdout)
 
     def _command(self, *arguments: str) -> float:
         arguments = tuple(str(self.folder) if argument == "STORE" else argument for argument in arguments)
@@ -147,15 +147,18 @@ def _seconds(action: Any) -> float:
 
 def report(document: dict[str, Any]) -> str:
     """Return the page."""
-    on, results = document["machine"], document["results"]
-    rows = [[said, *(_shown(result["seconds"][name]) for result in results)] for name, said in MEASURES.items()]
+    machine_info, results = document["machine"], document["results"]
+    rows = [
+        [description, *(_shown(result["seconds"][name]) for result in results)]
+        for name, description in MEASURES.items()
+    ]
     sizes = [f"{result['segments']:,} segments, {result['conversations']:,} conversations" for result in results]
-    stored = ", ".join(f"{result['bytes'] / 2**20:.0f} MiB" for result in results)
+    sizes_text = ", ".join(f"{result['bytes'] / 2**20:.0f} MiB" for result in results)
     return f"""# Many segments
 
-{machine_text(on)} Medians of
+{machine_text(machine_info)} Medians of
 {document["repeats"]} repetitions ({20 * document["repeats"]} for lookups and restores). Segments of {TOKENS} tokens;
-sizes of the stores: {stored}.
+sizes of the stores: {sizes_text}.
 
 {table(["", *sizes], rows)}
 ![times](many-segments-cpu.png)
@@ -204,7 +207,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = []
     with tempfile.TemporaryDirectory(prefix="bench-many-", dir=arguments.store) as folder:
-        on = machine(torch.device("cpu"), Path(folder))
+        machine_info = machine(torch.device("cpu"), Path(folder))
         bench = Bench(Path(folder) / "store", arguments.repeats)
         for segments in map(int, arguments.segments.split(",")):
             bench.grow(segments, segments // arguments.share)
@@ -215,7 +218,7 @@ def main() -> None:
             counts = {"segments": segments, "conversations": bench.conversations, "bytes": stats.disk.bytes}
             results.append(counts | {"seconds": seconds})
             print(segments, {name: _shown(times) for name, times in seconds.items()})
-    document = {"machine": on, "repeats": arguments.repeats, "tokens": TOKENS, "results": results}
+    document = {"machine": machine_info, "repeats": arguments.repeats, "tokens": TOKENS, "results": results}
     save(arguments.out, "many-segments-cpu", document, report(document), draw)
 
 

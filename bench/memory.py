@@ -66,6 +66,7 @@ class Case:
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of the model")
     parser.add_argument("--layers", type=int, default=4, help="number of layers; 0 for all")
@@ -113,13 +114,13 @@ def measure(case: Case) -> dict[str, Any]:
             for cache in caches:
                 model(input_ids=ids[:, at : at + 1], past_key_values=cache)
         stats = store.stats
-        found = {
+        figures = {
             "peak_bytes": peak.end(),
             "host_bytes": stats.host.bytes,
             "index_bytes": stats.index.bytes,
             "unbudgeted_index_bytes": stats.unbudgeted_index_bytes,
         }
-        return found | {"kv_bytes": contexts.nbytes, "segments": stats.segments}
+        return figures | {"kv_bytes": contexts.nbytes, "segments": stats.segments}
 
 
 # --- all processes
@@ -135,9 +136,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         _in_process(measure, case(1, *settings, folder))  # makes the index
         for caches in arguments.caches:
             forget_page_cache(folder)
-            found = _in_process(measure, case(caches, *settings, folder))
-            found["beyond_bytes"] = found["peak_bytes"] - found["host_bytes"] - found["index_bytes"]
-            results.append({"tokens": tokens, "caches": caches} | found)
+            figures = _in_process(measure, case(caches, *settings, folder))
+            figures["beyond_bytes"] = figures["peak_bytes"] - figures["host_bytes"] - figures["index_bytes"]
+            results.append({"tokens": tokens, "caches": caches} | figures)
     return results
 
 
@@ -148,12 +149,12 @@ def _in_process(action: Callable[[Case], Any], case: Case) -> Any:
 
 def slopes(results: list[dict[str, Any]]) -> dict[int, float]:
     """Return the bytes beyond the budgets per byte of KV, by number of caches; none for a single length."""
-    found = {}
+    slope_by_caches = {}
     for caches in sorted({result["caches"] for result in results}):
         kv, beyond = zip(*((r["kv_bytes"], r["beyond_bytes"]) for r in results if r["caches"] == caches), strict=True)
         if len(set(kv)) > 1:
-            found[caches] = float(np.polyfit(kv, beyond, 1)[0])
-    return found
+            slope_by_caches[caches] = float(np.polyfit(kv, beyond, 1)[0])
+    return slope_by_caches
 
 
 def report(document: dict[str, Any]) -> str:
@@ -196,6 +197,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = arguments_of()
     options = {name: value for name, value in vars(arguments).items() if name not in ("out", "folder")}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:

@@ -25,35 +25,45 @@ from lib.gpu_run import REPORT, ROWS, Run, described, read_rows, run_all, stages
 BEGAN = time.monotonic()
 
 
-def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Measure, and write each result immediately."""
-    # asked by an import, the runtime would be begun in this process, and fail in those that are forked from it
+    # an import that queries CUDA would initialize its runtime here, and forked processes could not use it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from hf_tiered_cache.errors import ConfigError
     from hf_tiered_cache.units import parse_bytes
 
-    out, shapes = given.out.resolve(), tuple(given.shape.split(","))
-    lengths = given.prefixes or ("128,64" if shapes == ("tiny",) else "4096,16384,1024")
+    out, shapes = arguments.out.resolve(), tuple(arguments.shape.split(","))
+    lengths = arguments.prefixes or ("128,64" if shapes == ("tiny",) else "4096,16384,1024")
     tokens = tuple(map(int, lengths.split(",")))
-    wanted = set(filter(None, given.stages.split(",")))
-    stages = [stage for stage in stages_of(shapes) if not wanted or stage.name.split()[0] in wanted]
-    if unknown := wanted - {stage.name.split()[0] for stage in stages}:
-        parser.error(f"unknown stage {min(unknown)}; `python bench/on_gpu.py stages` lists the stages")
+    selected_stages = set(filter(None, arguments.stages.split(",")))
+    stages = [stage for stage in stages_of(shapes) if not selected_stages or stage.name.split()[0] in selected_stages]
+    if unknown_stages := selected_stages - {stage.name.split()[0] for stage in stages}:
+        parser.error(f"unknown stage {min(unknown_stages)}; `python bench/on_gpu.py stages` lists the stages")
     try:
-        disk_bytes = parse_bytes(given.disk, "--disk")
+        disk_bytes = parse_bytes(arguments.disk, "--disk")
     except ConfigError as error:
         parser.error(str(error))
     out.mkdir(parents=True, exist_ok=True)
     (out / ROWS).unlink(missing_ok=True)
-    work = Path(given.folder or tempfile.gettempdir()) / f"on-gpu-{os.getpid()}"
-    until = BEGAN + given.seconds
-    planned = Run(
-        out, work, BEGAN, until, shapes, given.dtype, given.device, tokens, given.turns, disk_bytes, stage="run"
+    work = Path(arguments.folder or tempfile.gettempdir()) / f"on-gpu-{os.getpid()}"
+    until = BEGAN + arguments.seconds
+    settings = Run(
+        out,
+        work,
+        BEGAN,
+        until,
+        shapes,
+        arguments.dtype,
+        arguments.device,
+        tokens,
+        arguments.turns,
+        disk_bytes,
+        stage="run",
     )
-    planned.row("asked", **described(planned), seconds=given.seconds)
+    settings.row("asked", **described(settings), seconds=arguments.seconds)
     with suppress(ImportError):  # spares the forked stages the imports; each of them reports what it lacks
         import lib.gpu_stages  # noqa: F401
-    run_all(planned, stages, given.seconds)
+    run_all(settings, stages, arguments.seconds)
     from lib.gpu_report import report
 
     page = report(read_rows(out))
@@ -61,21 +71,21 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     print(page)
 
 
-def read(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def read(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Print the results as Markdown: medians, and shares of the roofline."""
     from lib.gpu_report import report
 
-    print(report(read_rows(given.folder)))
+    print(report(read_rows(arguments.folder)))
 
 
-def stages(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def stages(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """List the stages in order, with the share of each in 540 seconds."""
     for stage in stages_of(("qwen2.5-7b", "qwen2.5-0.5b")):
         print(f"{stage.seconds:4.0f} s  {stage.name}")
 
 
 def main() -> None:
-    """Parse the arguments, with the standard library: the machine may lack what pyproject.toml asks for."""
+    """Parse the arguments with the standard library, since the machine may lack the packages of pyproject.toml."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     parsers = {}
@@ -95,8 +105,8 @@ def main() -> None:
     add("--turns", type=int, default=5, help="number of measurements of each time to first token")
     add("--disk", default="60GiB", help="maximum disk space of the stores, such as 20GiB")
     add("--folder", type=Path, help="parent folder of the stores, on the disk to measure")
-    given = parser.parse_args()
-    given.command(given, parser)
+    arguments = parser.parse_args()
+    arguments.command(arguments, parser)
 
 
 if __name__ == "__main__":

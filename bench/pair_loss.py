@@ -36,6 +36,7 @@ METHOD = Krul()
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="eval/reference/xs", help="folder, or short name of eval.models")
     parser.add_argument("--tokens", type=int, default=480, help="number of tokens in a conversation")
@@ -66,7 +67,9 @@ def figures_of(replay: CacheReplay, first: int, second: int) -> dict[str, float]
     after = merge_layers(*before, merged_codec(METHOD.geometry.codec), METHOD.toward, METHOD.retained)
     tensors = [(old, new) for pair in zip(before, after, strict=True) for old, new in zip(*pair, strict=True)]
     return {
-        "angle": math.degrees(np.mean([float(angle(*both).mean()) for both in zip(*before, strict=True)])),
+        "angle": math.degrees(
+            np.mean([float(angle(*tensor_pair).mean()) for tensor_pair in zip(*before, strict=True)])
+        ),
         "change": float(np.mean([float((new - old).norm() / old.norm()) for old, new in tensors])),
         "KL": replay.loss({first: after[0], second: after[1]}),
     }
@@ -79,40 +82,44 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, 
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     pairs = [(full[at], full[at + step]) for step in (1, 2) for at in range(len(full) - step)]
-    found = dict[str, dict[str, list[float]]]()
+    figures = dict[str, dict[str, list[float]]]()
     with KVStore(folder) as store:
         for talk in (questions if arguments.data is None else chat)(arguments, 1, arguments.count):
             replay = replay_of(model, store, talk.ids)
             for first, second in tqdm(pairs, desc="pairs"):
                 for name, value in figures_of(replay, first, second).items():
-                    found.setdefault(f"{first}-{second}", {}).setdefault(name, []).append(value)
-    return found
+                    figures.setdefault(f"{first}-{second}", {}).setdefault(name, []).append(value)
+    return figures
 
 
 def report(document: dict[str, Any]) -> str:
-    """Markdown."""
-    most = METHOD.quality / MARGIN if METHOD.quality is not None else 0.0
+    """Return the page in Markdown."""
+    limit = METHOD.quality / MARGIN if METHOD.quality is not None else 0.0
     pairs = sorted(document["pairs"].items(), key=lambda item: np.mean(item[1]["KL"]))
     rows = [
-        [name, f"{np.mean(of['angle']):.0f}", f"{np.mean(of['change']):.2f}", f"{np.mean(of['KL']):.4f}"]
-        for name, of in pairs
+        [name, f"{np.mean(figures['angle']):.0f}", f"{np.mean(figures['change']):.2f}", f"{np.mean(figures['KL']):.4f}"]
+        for name, figures in pairs
     ]
-    count, accepted = sum(len(of["KL"]) for _, of in pairs), sum(loss <= most for _, of in pairs for loss in of["KL"])
+    count, accepted = (
+        sum(len(figures["KL"]) for _, figures in pairs),
+        sum(loss <= limit for _, figures in pairs for loss in figures["KL"]),
+    )
     return (
         f"# Loss of single merged pairs of layers: {document['model']}, {document['tokens']} tokens\n\n"
         f"{machine_text(document['machine'])} float32, {document['count']} conversations. *Angle*: degrees, mean over "
         "tokens, heads, keys and values. *Change*: relative distance of the merged keys and values. *KL*: nats per "
-        f"token, mean of the last 32 tokens. Of {count} merges, {accepted} lose at most {most:g} nats, the "
+        f"token, mean of the last 32 tokens. Of {count} merges, {accepted} lose at most {limit:g} nats, the "
         "limit of `Krul()`.\n\n" + table(["layers", "angle", "change", "KL"], rows)
     )
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = arguments_of()
     with tempfile.TemporaryDirectory() as folder:
-        about, pairs = machine(CPU, Path(folder)), measure(arguments, Path(folder))
+        machine_info, pairs = machine(CPU, Path(folder)), measure(arguments, Path(folder))
     document = {
-        "machine": about,
+        "machine": machine_info,
         "model": arguments.name,
         "tokens": arguments.tokens,
         "count": arguments.count,

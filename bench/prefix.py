@@ -35,7 +35,7 @@ from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.store.memory import aligned_bytes
 
 SUFFIX = 64
-_TIMES_KV = 6  # no way takes more memory than that
+_TIMES_KV = 6  # upper bound of the memory of all variants
 AIMS = {
     "recompute / disk at 4k": (">=", 20.0),
     "host / DynamicCache at 4k": ("<=", 1.10),
@@ -49,7 +49,7 @@ AIMS = {
 
 
 class Bench:
-    """One model, one folder, one prefix length at a time."""
+    """Model and folder; measures one prefix length at a time."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments = arguments
@@ -57,7 +57,7 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.model: PreTrainedModel = self._model()
         self.random = torch.Generator().manual_seed(0)
-        self.kv_bytes = 0  # of the prefix, once it is known
+        self.kv_bytes = 0  # of the prefix, set by `run`
 
     def _model(self) -> PreTrainedModel:
         if self.arguments.model is None:
@@ -67,27 +67,33 @@ class Bench:
         return load(self.arguments.model, self.arguments.dtype)[0].to(self.device)
 
     def ids(self, tokens: int) -> torch.Tensor:
+        """Draw random tokens, int64 `[1, tokens]`."""
         vocabulary = self.model.config.vocab_size
         return torch.randint(1, vocabulary, (1, tokens), generator=self.random).to(self.device)
 
     def first_token(self, ids: torch.Tensor, cache: Any) -> float:
-        """Seconds that `generate()` takes to the first token."""
+        """Return the seconds that `generate()` takes to the first token."""
         return self.first_token_with(ids, lambda: cache)
 
     def first_token_with(self, ids: torch.Tensor, make: Callable[[], Any]) -> float:
-        """The same, making the cache included."""
+        """Return the seconds to the first token, including the creation of the cache."""
         return first_token(self.model, ids, make, _TIMES_KV * self.kv_bytes)
 
     def generate(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Generate one token."""
         return self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
 
     def store(self, path: Path) -> KVStore:
-        wanted = self.arguments
-        return KVStore(path, host_memory=wanted.host_memory, device_memory=wanted.device_memory, engine=wanted.engine)
+        """Open a store with the memory and engine of the arguments."""
+        options = self.arguments
+        return KVStore(
+            path, host_memory=options.host_memory, device_memory=options.device_memory, engine=options.engine
+        )
 
     # --- the measurements
 
     def run(self, prefix: int) -> dict[str, Any]:
+        """Measure everything for one prefix length."""
         path = self.folder / str(prefix)
         turns = self.arguments.long_repeats if prefix > 8192 else self.arguments.repeats
         print(f"prefix of {prefix} tokens", flush=True)
@@ -107,7 +113,7 @@ class Bench:
         return result
 
     def recording(self, document: torch.Tensor, path: Path, turns: int) -> dict[str, Any]:
-        """The first request: plain, and with a store that takes what it computes. The last turn fills `path`."""
+        """Measure the first request without a store, and with one that records it. The last turn fills `path`."""
         store = self.store(path)
 
         def recorded() -> float:
@@ -133,7 +139,7 @@ class Bench:
         return result
 
     def reuse(self, document: torch.Tensor, dynamic: DynamicCache, path: Path, turns: int) -> dict[str, Any]:
-        """The same prefix under new suffixes: DynamicCache in memory, host tier, disk."""
+        """Measure the same prefix with new suffixes: DynamicCache in memory, host tier, disk."""
         warm = self.store(path)
         stats: dict[str, Any] = {}
         suffix = self.ids(SUFFIX)
@@ -168,10 +174,10 @@ class Bench:
         }
 
     def peers(self, document: torch.Tensor, dynamic: DynamicCache, path: Path, turns: int) -> dict[str, Any]:
-        """The same prefix as users keep it themselves, beside a store opened for the request and one open before."""
+        """Measure code that users would write, and a store opened for the request or before."""
         ids = torch.cat([document, self.ids(SUFFIX)], dim=1)
         dynamic.crop(min(0, document.shape[1] - dynamic.get_seq_length()))
-        others = peers.Peers(dynamic, self.model.config, self.folder / "peers")
+        user_caches = peers.Peers(dynamic, self.model.config, self.folder / "peers")
 
         def timed(make: Callable[[], Any]) -> float:
             return self.first_token_with(ids, make)
@@ -185,17 +191,17 @@ class Bench:
                 return timed(lambda: TieredCache(self.model, closing.enter_context(self.store(path)), record=False))
 
         with self.store(path) as warm:
-            caches = others.caches() | {"ours": partial(tiered, warm)}
+            caches = user_caches.caches() | {"ours": partial(tiered, warm)}
             tokens = {int(self.generate(ids, make())[0, -1]) for make in caches.values()}
             assert len(tokens) == 1, f"the ways differ in the first token: {tokens}"
             assert warm.stats.host.bytes, "nothing was restored"
-            ours = {peers.OURS: opened, peers.OURS_WARM: lambda: timed(caches["ours"])}
-            times = peers.measure(others, timed, ours, turns)
-        shutil.rmtree(others.folder)
+            tiered_actions = {peers.OURS: opened, peers.OURS_WARM: lambda: timed(caches["ours"])}
+            times = peers.measure(user_caches, timed, tiered_actions, turns)
+        shutil.rmtree(user_caches.folder)
         return {"peers_s": times, "disk_over_file": peers.over_file(times)}
 
     def disk(self, path: Path, turns: int) -> dict[str, Any]:
-        """All blocks of the segment: through the store, checksums included, and by a plain parallel O_DIRECT read."""
+        """Measure reading all blocks: through the store with checksums, and with plain parallel O_DIRECT reads."""
         store = self.store(path)
         (row,) = [row for row in store.segments() if row.position == 0]
         reader = storage_of(store).disk.reader(row.id)
@@ -209,7 +215,7 @@ class Bench:
         nbytes = sum(memory.numel() for memory in block_groups)
         raw = aligned_bytes(nbytes)
 
-        def ours() -> float:
+        def read_blocks() -> float:
             forget_page_cache(path)
             started = time.perf_counter()
             futures = [reader.read(i, [(0, memory)]) for i, memory in enumerate(block_groups)]
@@ -217,11 +223,11 @@ class Bench:
                 future.result()
             return time.perf_counter() - started
 
-        def plain() -> float:
+        def read_raw() -> float:
             forget_page_cache(path)
             return direct_read(file, reader.header.blocks.offset, raw)
 
-        times = interleaved({"ours": ours, "raw": plain}, max(turns, 7), warm_up=2)
+        times = interleaved({"ours": read_blocks, "raw": read_raw}, max(turns, 7), warm_up=2)
         result = {
             "read_bytes": nbytes,
             "read_s": times["ours"],
@@ -233,7 +239,7 @@ class Bench:
         return result
 
     def decode(self, document: torch.Tensor, path: Path) -> dict[str, Any]:
-        """Steps of one token after the prefix, in turns."""
+        """Measure steps of one token after the prefix, in turns."""
         steps = self.arguments.decode_steps
         dynamic = DynamicCache(config=self.model.config)
         store = self.store(path)
@@ -264,7 +270,7 @@ class Bench:
 
 
 def headline(results: list[dict[str, Any]]) -> dict[str, float]:
-    """The aims' figures, at the 4k prefix or the longest below."""
+    """Return the figures of the aims, at the 4k prefix or the longest shorter one."""
     at = max((r for r in results if r["prefix"] <= 4096), key=lambda r: r["prefix"])
     return {
         "recompute / disk at 4k": median(at["recompute_s"]) / median(at["disk_s"]),
@@ -283,7 +289,8 @@ def _over_bound(result: dict[str, Any]) -> float:
 
 
 def report(document: dict[str, Any]) -> str:
-    on, results = document["machine"], document["results"]
+    """Return the page in Markdown."""
+    machine_info, results = document["machine"], document["results"]
     rows = [
         [
             str(r["prefix"]),
@@ -300,7 +307,7 @@ def report(document: dict[str, Any]) -> str:
         ]
         for r in results
     ]
-    more = [
+    disk_rows = [
         [
             str(r["prefix"]),
             f"{r['read_bytes'] / median(r['read_s']) / 1e9:.2f} GB/s",
@@ -325,9 +332,9 @@ def report(document: dict[str, Any]) -> str:
         if name in document["headline"]
     ]
     return (
-        f"# Exact prefix reuse, {document['shape']} in {document['dtype']} on {on['device']}\n\n"
-        f"{machine_text(on)} {document['weights']} weights, suffix of {SUFFIX} tokens, engine {document['engine']}. "
-        "Medians; ratios are taken within a turn.\n\n"
+        f"# Exact prefix reuse, {document['shape']} in {document['dtype']} on {machine_info['device']}\n\n"
+        f"{machine_text(machine_info)} {document['weights']} weights, suffix of {SUFFIX} tokens, "
+        f"engine {document['engine']}. Medians; ratios are taken within a turn.\n\n"
         "## Time to first token\n\n"
         + table(
             ["prefix", "KV on disk", "per token", "recompute", "from disk, cold", "from host", "DynamicCache in memory",
@@ -339,7 +346,7 @@ def report(document: dict[str, Any]) -> str:
         + table(
             ["prefix", "read with checks", "raw O_DIRECT read", "fio", "read / raw", "first request, recording / not",
              "decode tok/s", "DynamicCache, tok/s", "ratio"],
-            more,
+            disk_rows,
         )
         + "\n## Aims\n\n"
         + table(["figure", "aim", "measured", "met"], aims)
@@ -351,7 +358,7 @@ def _met(value: float, sign: str, aim: float) -> bool:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """TTFT over prefix length, where matplotlib is installed."""
+    """Plot TTFT over prefix length, where matplotlib is installed."""
     if (plt := pyplot()) is None:
         return
     figure, axes = plt.subplots(figsize=(6.5, 4))
@@ -377,6 +384,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     add_shape(parser, "1024,4096,16384", repeats=9)
     parser.add_argument("--model", help="pretrained model instead of a shape: name of eval.models, folder or hub id")

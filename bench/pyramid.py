@@ -1,4 +1,4 @@
-"""A prefix that is loaded, computed, or both at once: time to first token from cold disks of several speeds.
+"""Prefixes that are loaded, computed, or both at once: time to first token from cold disks of several speeds.
 
     python bench/pyramid.py                              # Qwen2.5-0.5B's shape, float32, this machine's CPU
     python bench/pyramid.py --shape tiny --prefixes 64,128 --rates 5 --repeats 1
@@ -38,7 +38,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import Exact, Method
 
 LATENCY_S = 100e-6
-"""Of a read from an emulated disk."""
+"""Latency of a read from an emulated disk."""
 AUTO, LOADED, COMPUTED = "Exact, auto", "loaded", "computed"
 METHODS: dict[str, Method] = {
     AUTO: Exact(),
@@ -46,11 +46,11 @@ METHODS: dict[str, Method] = {
     COMPUTED: Recompute(),
 }
 NEAR, BUBBLES = 1.05, 0.05
-"""Aims: at most so many times as long as the better of the two takes alone, and at most such a share of it waiting."""
+"""Aims: maximum TTFT relative to the better of loading and computing, and maximum share of idle time."""
 
 
 class Bench:
-    """A model and prefixes of several lengths, stored."""
+    """Model, and stored prefixes of several lengths."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
@@ -69,39 +69,40 @@ class Bench:
         self.kv_bytes = self.token_bytes * sum(self.prompts)
 
     def ask(self, store: KVStore, method: Method, ids: torch.Tensor) -> dict[str, Any]:
-        """One cold request: what was counted, and the time to its first token."""
+        """Run one cold request. Return its counters, and the time to its first token."""
         store.clear()
         cache = TieredCache(self.model, store, method=method, record=False)
         took = first_token(self.model, ids, lambda: cache)
         return figures_of(cache.stats) | {"ttft_s": took}
 
     def measure(self, rate: float) -> dict[str, Any]:
-        """What each method takes from a disk of so many MB/s, or the real one, for each length."""
+        """Measure each method for each length, on a disk of `rate` MB/s or, for 0, on the real disk."""
         engine: Any = SlowDiskEngine(SlowDisk(rate * 1e6, LATENCY_S)) if rate else "auto"
         lengths, suffix = sorted(self.prompts), self.arguments.suffix
         with KVStore(self.folder / f"{rate:g}", host_memory=2 * self.kv_bytes, engine=engine) as store:
-            measured = self.arguments.calibrate or sorted({lengths[0], min(lengths[-1], 4096)})
+            calibrated_lengths = self.arguments.calibrate or sorted({lengths[0], min(lengths[-1], 4096)})
             repeats = self.arguments.calibrate_repeats
-            costs = store.calibrate_prefix(self.model, tokens=measured, repeats=repeats, progress=False)
+            costs = store.calibrate_prefix(self.model, tokens=calibrated_lengths, repeats=repeats, progress=False)
             prompts = [ids[0, :-suffix] for ids in self.prompts.values()]
             store.precompute(self.model, prompts, progress=False)  # cut by the calibration
-            found = {}
+            summaries = {}
             for length in tqdm(lengths, unit="prefix", desc=name_of(rate)):
-                asked = {
+                actions = {
                     name: lambda method=method, length=length: self.ask(store, method, self.prompts[length])
                     for name, method in METHODS.items()
                 }
-                found[length] = summarise(length, interleaved(asked, self.arguments.repeats))
-        return {"costs": [one.as_dict() for one in costs], "prefixes": found}
+                summaries[length] = summarise(length, interleaved(actions, self.arguments.repeats))
+        return {"costs": [cost.as_dict() for cost in costs], "prefixes": summaries}
 
 
 def name_of(rate: float) -> str:
+    """Return the name of a disk."""
     return f"{rate:g} MB/s" if rate else "the disk"
 
 
 def summarise(length: int, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """What one length comes to: medians, and medians of ratios of what was measured side by side."""
-    times = {name: [row["ttft_s"] for row in some] for name, some in rows.items()}
+    """Summarize one length: medians, and medians of ratios within a turn."""
+    times = {name: [row["ttft_s"] for row in method_rows] for name, method_rows in rows.items()}
     better = min((LOADED, COMPUTED), key=lambda name: median(times[name]))
 
     def share(figure: str) -> float:
@@ -121,7 +122,7 @@ def summarise(length: int, rows: dict[str, list[dict[str, Any]]]) -> dict[str, A
 
 
 def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
-    """The page of results, as Markdown."""
+    """Return the page in Markdown."""
     text = [
         f"# A prefix loaded, computed, or both, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
         f"{machine_text(measured_on)} "
@@ -130,18 +131,18 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
     ]
     headings = ["prefix", "loaded, s", "computed, s", "auto, s", "recomputed"]
     headings += ["auto ÷ better", f"≤ {NEAR}", "waits for KV", "disk idle", "disk busy", f"idle time ≤ {BUBBLES:.0%}"]
-    for disk, of in result["disks"].items():
+    for disk, disk_results in result["disks"].items():
         rows = []
-        for length, found in of["prefixes"].items():
-            bubbles = found["stall_share"] + found["load_idle_share"]
+        for length, figures in disk_results["prefixes"].items():
+            bubbles = figures["stall_share"] + figures["load_idle_share"]
             rows.append(
                 [
                     f"{int(length):,}",  # a string if it was read from JSON
-                    *(f"{median(found['ttft_s'][name]):.2f}" for name in (LOADED, COMPUTED, AUTO)),
-                    f"{found['recomputed']:.0%}",
-                    f"{found['auto_over_better']:.2f} ×",
-                    "yes" if found["auto_over_better"] <= NEAR else "no",
-                    *(f"{found[name]:.1%}" for name in ("stall_share", "load_idle_share", "io_share")),
+                    *(f"{median(figures['ttft_s'][name]):.2f}" for name in (LOADED, COMPUTED, AUTO)),
+                    f"{figures['recomputed']:.0%}",
+                    f"{figures['auto_over_better']:.2f} ×",
+                    "yes" if figures["auto_over_better"] <= NEAR else "no",
+                    *(f"{figures[name]:.1%}" for name in ("stall_share", "load_idle_share", "io_share")),
                     "yes" if bubbles <= BUBBLES else "no",
                 ]
             )
@@ -155,6 +156,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     add_model_arguments(parser, layers=0)
     parser.add_argument(
@@ -186,7 +188,7 @@ def main() -> None:
             "disks": {},
         }
         name = f"pyramid-{arguments.shape}" + (f"-{arguments.layers}l" if arguments.layers else "")
-        for rate in arguments.rates:  # a run that is cut short keeps the disks that it has measured
+        for rate in arguments.rates:  # saved after each disk, so that an interrupted run keeps its results
             result["disks"][name_of(rate)] = bench.measure(rate)
             page = report(result, measured_on)
             save(arguments.out, f"{name}-{arguments.dtype}-{arguments.device}", {"machine": measured_on} | result, page)

@@ -38,32 +38,34 @@ TARGETS = (0.005, 0.02, 0.1)
 
 @torch.no_grad()
 def loss(model: Any, ids: torch.Tensor, prefix: Any, cache: TieredCache) -> float:
-    """Return the KL divergence of the next token behind `ids`, `[1, tokens]`, from full KV, in nats.
+    """Return the KL divergence of the token after `ids`, `[1, tokens]`, from full KV, in nats.
 
     Args:
-        model: that predicts.
-        ids: prefix and question.
-        prefix: keys and values of the prefix by layer, computed once.
-        cache: restores it.
+        model: Model to run.
+        ids: Prefix and question.
+        prefix: Keys and values of the prefix by layer.
+        cache: Cache that restores the prefix.
     """
-    known = DynamicCache()
-    for layer, kept in enumerate(prefix):
-        known.update(*kept, layer)
-    new = ids[:, known.get_seq_length() :]
-    full = model(input_ids=new, past_key_values=known, logits_to_keep=1).logits[0, -1].float().log_softmax(-1)
-    ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].float().log_softmax(-1)
-    return float((full.exp() * (full - ours)).sum().clamp(min=0))
+    dynamic = DynamicCache()
+    for layer, layer_kv in enumerate(prefix):
+        dynamic.update(*layer_kv, layer)
+    new_ids = ids[:, dynamic.get_seq_length() :]
+    full_logprobs = (
+        model(input_ids=new_ids, past_key_values=dynamic, logits_to_keep=1).logits[0, -1].float().log_softmax(-1)
+    )
+    logprobs = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].float().log_softmax(-1)
+    return float((full_logprobs.exp() * (full_logprobs - logprobs)).sum().clamp(min=0))
 
 
 @torch.no_grad()
 def ask(model: Any, prompts: list[Any], method: Any, findings: list[Any], target: float) -> dict[str, Any]:
-    """Return what a method with a target lost on prompts, those of one prefix together, and what it brought."""
-    losses, brought, budgets, last, prefix = [], [], [], None, []
+    """Return the loss of a method with a target over prompts sorted by prefix, and the bytes it read."""
+    losses, read_shares, budgets, last_prefix, prefix = [], [], [], None, []
     with tempfile.TemporaryDirectory() as folder, KVStore(folder, policy=method.policy, host_memory="2GiB") as store:
         keep_quality(store._storage, Fingerprinter(model)(), findings)
         for prompt in tqdm(prompts, desc=f"{target:g}", unit="question", leave=False):
-            if prompt.prefix != last:
-                last, cache = prompt.prefix, DynamicCache()
+            if prompt.prefix != last_prefix:
+                last_prefix, cache = prompt.prefix, DynamicCache()
                 model(input_ids=torch.tensor([prompt.prefix]), past_key_values=cache, logits_to_keep=1)
                 prefix = [(layer.keys, layer.values) for layer in cache.layers]
                 store.precompute(model, list(prompt.prefix), method=method, progress=False)
@@ -73,7 +75,7 @@ def ask(model: Any, prompts: list[Any], method: Any, findings: list[Any], target
             heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
             width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             kv = stats.tokens_restored * config.num_hidden_layers * 2 * heads * width * model.dtype.itemsize
-            brought.append((stats.details.bytes_brought - stats.details.brought_identifying) / max(1, kv))
+            read_shares.append((stats.details.bytes_brought - stats.details.brought_identifying) / max(1, kv))
             budgets.append(cache.method.budget)
             del cache
             store.flush()
@@ -82,12 +84,13 @@ def ask(model: Any, prompts: list[Any], method: Any, findings: list[Any], target
         "budget": budgets[0],
         "loss": float(np.mean(losses)),
         "within_twice": float(np.mean(np.array(losses) <= 2 * target)),
-        "brought": float(np.mean(brought)),
+        "brought": float(np.mean(read_shares)),
         "prompts": len(losses),
     }
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="short name of eval.models, name on the Hub, or folder")
     parser.add_argument("--methods", default=METHODS, help="methods, separated by commas")
@@ -134,6 +137,7 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = parse()
     model, tokenizer = load(arguments.model, "float32")
     ids = tokenizer(arguments.text.read_text(), add_special_tokens=False)["input_ids"]
@@ -142,22 +146,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
         findings = store.calibrate_quality(model, texts, methods=methods)
     draw = Draw(Data(arguments.data), arguments.limit, arguments.seed, arguments.tokens, tokenizer)
-    asked = {}
+    prompts_by_task = {}
     for task in find_tasks(arguments.tasks):
         prompts = [encode(example, task, tokenizer, 1 << 20, True) for example in task.examples(draw)]
-        asked[task.name] = sorted(prompts, key=lambda prompt: prompt.prefix)
+        prompts_by_task[task.name] = sorted(prompts, key=lambda prompt: prompt.prefix)
     rows: list[dict[str, Any]] = []
     for name in methods:
         for target in TARGETS:
             method = make_method(f"{name}:quality={target}")
-            for task, prompts in asked.items():
+            for task, prompts in prompts_by_task.items():
                 rows.append({"method": name, "task": task} | ask(model, prompts, method, findings, target))
     name = Path(arguments.model).name
     document = {
         "arguments": {**vars(arguments), "model": name, "data": None, "out": None, "text": arguments.text.name},
         "weights": revision_of(arguments.model),
         "machine": machine(torch.device("cpu"), Path(__file__).parent),
-        "calibrated": [asdict(one) for one in findings],
+        "calibrated": [asdict(finding) for finding in findings],
         "rows": rows,
     }
     text = report(document)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from lib.common import add_model_arguments, build, figures_of, first_token, parser_of
 from lib.pages import machine, machine_text, pyplot, save, table
-from lib.rag_load import batch, served, tables
+from lib.rag_load import batch, serve, tables
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 
@@ -40,31 +40,31 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact, Method
 
 BALANCED = {"ssd": 0.31, "hdd": 0.36}
-"""Where computing and loading balance on the emulated disks."""
+"""Recomputed shares at which computing and loading balance on the emulated disks."""
 LATENCY_S = {"ssd": 100e-6, "hdd": 5e-3}
 MEDIA = ("host", "disk", "ssd", "hdd")
 FULL, AUTO = "full recompute", "CacheTune, auto"
 RATES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
-"""Arrivals, as multiples of what full recompute can serve."""
+"""Arrival rates, as multiples of the maximum rate of full recompute."""
 SERVED = 2000
 Note = Callable[[str, str, Any], None]
-"""Is told at once what was measured: of which part of the result, of what, and that."""
+"""Function that is called immediately with each result: part of the document, key, and value."""
 
 
 @dataclass(frozen=True)
 class System:
-    """A method, and how passages are stored for it."""
+    """Method with the way in which its passages are stored."""
 
     name: str
     method: Method
     passages: bool = True
-    """Whether it reuses passages that were stored apart; else those that were stored as beginnings of prompts."""
+    """Whether it reuses passages that were stored separately; otherwise the stored beginnings of prompts."""
     once: bool = False
-    """Whether it is asked the last prompt only, since it computes nearly all of each."""
+    """Whether it answers the last prompt only, since it computes nearly all of each prompt."""
 
 
 def systems(ratio: float) -> list[System]:
-    """All of them at one ratio of recomputation, but the one that finds its own."""
+    """Return all systems at one ratio of recomputation, and one that calibrates its ratio."""
     return [
         System(FULL, Recompute(), passages=False),
         System("prefix caching", Exact(), passages=False, once=True),
@@ -78,7 +78,7 @@ def systems(ratio: float) -> list[System]:
 
 
 class Bench:
-    """A model, a pool of passages, and prompts made of them."""
+    """Model, pool of passages, and prompts made of them."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
@@ -86,15 +86,15 @@ class Bench:
         self.model = build(arguments.shape, getattr(torch, arguments.dtype), self.device, layers=arguments.layers)
         random, vocabulary = np.random.default_rng(0), self.model.config.vocab_size
         self.pool = [torch.from_numpy(random.integers(3, vocabulary, arguments.tokens)) for _ in range(arguments.pool)]
-        made = []
+        prompts = []
         instruction = torch.from_numpy(random.integers(3, vocabulary, arguments.instruction))
         for _ in range(max(arguments.requests + 1, arguments.load_requests)):
-            chosen = random.permutation(arguments.pool)[: arguments.passages]
+            selected_passages = random.permutation(arguments.pool)[: arguments.passages]
             question = torch.from_numpy(random.integers(3, vocabulary, arguments.suffix))
-            parts = [instruction, *(self.pool[i] for i in chosen), question]
-            made.append(torch.cat(parts).unsqueeze(0).to(self.device))
-        self.prompts = made[: arguments.requests + 1]  # the first one warms up
-        self.load = made[: arguments.load_requests]
+            parts = [instruction, *(self.pool[i] for i in selected_passages), question]
+            prompts.append(torch.cat(parts).unsqueeze(0).to(self.device))
+        self.prompts = prompts[: arguments.requests + 1]  # the first one warms up
+        self.load = prompts[: arguments.load_requests]
         self.beginnings = [ids[0, : arguments.instruction + arguments.tokens].cpu() for ids in self.prompts]
         for passages in (False, True):
             with KVStore(self.source(passages), host_memory=0) as store:
@@ -108,15 +108,16 @@ class Bench:
         self.token_bytes = 2 * self.kv_bytes // sum(row.tokens for row in rows)
 
     def source(self, passages: bool) -> Path:
-        """The folder of passages that are stored apart, or as beginnings."""
+        """Return the folder of the separate passages, or of the beginnings of prompts."""
         return self.folder / ("passages" if passages else "prefixes")
 
     def store(self, passages: bool, medium: str, compute: float) -> KVStore:
-        """The passages, on a medium.
+        """Open the store of the passages on a medium.
 
         Args:
-            passages: see `source`.
-            compute: seconds that a token takes in full recompute.
+            passages: See `source`.
+            medium: Name in `MEDIA`.
+            compute: Seconds per token in full recompute.
         """
         engine: Any = "auto"
         if medium in BALANCED:
@@ -127,7 +128,7 @@ class Bench:
         return KVStore(self.source(passages), host_memory=memory, device_memory=device_memory, engine=engine)
 
     def ask(self, system: System, store: KVStore, ids: torch.Tensor) -> dict[str, Any]:
-        """One request: what was counted, and the time to its first token."""
+        """Run one request. Return its counters, and the time to its first token."""
         cache = TieredCache(self.model, store, method=system.method, record=False)
         took = first_token(self.model, ids, lambda: cache)
         return figures_of(cache.stats) | {
@@ -136,7 +137,7 @@ class Bench:
         }
 
     def warm(self, store: KVStore, prefixes: KVStore) -> None:
-        """Bring everything into memory."""
+        """Bring all passages into memory."""
         question = self.prompts[0][0, -self.arguments.suffix :]
         for system in systems(0.0)[2:-1]:
             self.ask(system, store, torch.cat([*self.pool, question.cpu()]).unsqueeze(0).to(self.device))
@@ -144,11 +145,11 @@ class Bench:
             self.ask(systems(0.0)[1], prefixes, torch.cat([beginning, question.cpu()]).unsqueeze(0).to(self.device))
 
     def turns(
-        self, wanted: list[System], store: KVStore, prefixes: KVStore, medium: str
+        self, selected_systems: list[System], store: KVStore, prefixes: KVStore, medium: str
     ) -> Iterator[tuple[System, dict[str, Any]]]:
-        """Ask all systems one prompt after the other. What the first prompt gives, which warms up, is left out."""
+        """Run each prompt with all systems, and yield the rows. The first prompt warms up and is left out."""
         for number, ids in enumerate(tqdm(self.prompts, unit="request", desc=medium)):
-            for system in wanted[:: -1 if number % 2 else 1]:
+            for system in selected_systems[:: -1 if number % 2 else 1]:
                 if system.once and number < len(self.prompts) - 1:
                     continue
                 row = self.ask(system, store if system.passages else prefixes, ids)
@@ -156,11 +157,11 @@ class Bench:
                     yield system, row
 
     def measure(self, media: list[str], note: Note) -> None:
-        """For each medium, what each system takes."""
-        wanted = systems(self.arguments.ratio)
+        """Measure all systems on each medium."""
+        all_systems = systems(self.arguments.ratio)
         with KVStore(self.folder / "none", host_memory=0) as nothing:  # the first one warms up
-            took = [self.ask(wanted[0], nothing, self.prompts[0])["ttft_s"] for _ in range(2)]
-        compute = took[1] / self.prompts[0].shape[1]
+            warm_up_times = [self.ask(all_systems[0], nothing, self.prompts[0])["ttft_s"] for _ in range(2)]
+        compute = warm_up_times[1] / self.prompts[0].shape[1]
         for medium in media:
             with self.store(True, medium, compute) as store, self.store(False, medium, compute) as prefixes:
                 if medium == "host":
@@ -174,25 +175,25 @@ class Bench:
                     cold=medium != "host",
                 )
                 rows: dict[str, list[dict[str, Any]]] = {}
-                for system, row in self.turns(wanted, store, prefixes, medium):
+                for system, row in self.turns(all_systems, store, prefixes, medium):
                     rows.setdefault(system.name, []).append(row)
-            note("media", medium, {system.name: summarise(rows[system.name]) for system in wanted})
+            note("media", medium, {system.name: summarise(rows[system.name]) for system in all_systems})
 
     def measure_load(self, clients: list[int], batches: list[int], note: Note) -> None:
-        """What clients see that ask at once, and prompts in batches, with all passages in memory."""
+        """Measure simultaneous clients, and prompts in batches, with all passages in memory."""
         ratio, tokens = self.arguments.ratio, self.arguments.decode
         methods = {system.name: system.method for system in systems(ratio)}
-        ours, blend = f"CacheTune, {ratio:.0%}", f"CacheBlend, {ratio:.0%}"
+        cache_tune, blend = f"CacheTune, {ratio:.0%}", f"CacheBlend, {ratio:.0%}"
         with self.store(True, "host", 0.0) as store:
             for ids in self.load:  # brings passages into memory
                 batch(self.model, store, methods["full reuse"], [ids])
-            for name in (FULL, ours):
+            for name in (FULL, cache_tune):
                 rows: list[dict[str, Any]] = []
                 for count in tqdm(clients, unit="clients", desc=name):
-                    asked = self.load[: max(2, count)] if name == FULL else self.load  # which takes long
-                    rows.append(served(self.model, store, methods[name], asked, count, tokens))
+                    client_prompts = self.load[: max(2, count)] if name == FULL else self.load  # which takes long
+                    rows.append(serve(self.model, store, methods[name], client_prompts, count, tokens))
                     note("load", name, rows)
-            for name in (blend, ours):
+            for name in (blend, cache_tune):
                 rows = []
                 for size in tqdm([size for size in batches if size <= len(self.load)], unit="batch", desc=name):
                     rows.append(batch(self.model, store, methods[name], self.load[:size]))
@@ -200,7 +201,7 @@ class Bench:
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the requests of one system come to: medians."""
+    """Summarize the requests of one system: medians."""
 
     def median(name: str) -> float:
         return statistics.median(row[name] for row in rows)
@@ -218,51 +219,58 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def arrivals(times: list[float], rates: list[float], seed: int = 0) -> list[dict[str, float]]:
-    """Mean time to first token, waiting included, and throughput, for requests that come at random.
+    """Simulate a queue of random arrivals. Return mean time to first token including waiting, and throughput.
 
     Args:
-        times: that requests take, measured; one is drawn for each.
-        rates: arrivals a second.
+        times: Measured times of requests, one of which is drawn for each arrival.
+        rates: Arrivals per second.
+        seed: Random seed.
     """
-    random, found = np.random.default_rng(seed), []
+    random, points = np.random.default_rng(seed), []
     for rate in rates:
-        came = np.cumsum(random.exponential(1 / rate, SERVED))
-        took = random.choice(times, SERVED)
-        free, done = 0.0, []
-        for at, needs in zip(came, took, strict=True):
-            free = max(free, at) + needs
-            done.append(free)
-        found.append({"rate": rate, "ttft_s": float(np.mean(done - came)), "throughput": SERVED / done[-1]})
-    return found
+        arrival_times = np.cumsum(random.exponential(1 / rate, SERVED))
+        service_times = random.choice(times, SERVED)
+        free_at, end_times = 0.0, []
+        for at, service_time in zip(arrival_times, service_times, strict=True):
+            free_at = max(free_at, at) + service_time
+            end_times.append(free_at)
+        points.append(
+            {"rate": rate, "ttft_s": float(np.mean(end_times - arrival_times)), "throughput": SERVED / end_times[-1]}
+        )
+    return points
 
 
 # --- telling
 
 
 def loaded_ttft(row: dict[str, Any], point: dict[str, float]) -> str:
-    """Seconds to the first token under load; where requests come faster than they are served, it grows without end."""
+    """Format the seconds to the first token under load; "unstable" if the queue grows without bound."""
     return "unstable" if point["rate"] * statistics.mean(row["ttft_s"]) >= 1 else f"{point['ttft_s']:.1f}"
 
 
-def aims(found: dict[str, dict[str, Any]], ratio: float) -> list[list[str]]:
-    """What the project aims at, and what was measured."""
+def aims(results: dict[str, dict[str, Any]], ratio: float) -> list[list[str]]:
+    """Return the aims, the measured figures, and whether they are met."""
     rows: list[tuple[str, float, bool]] = []
     fixed = f"CacheTune, {ratio:.0%}"
-    if "host" in found:
-        times = found["host"][FULL]["ttft_median_s"] / found["host"][fixed]["ttft_median_s"]
+    if "host" in results:
+        times = results["host"][FULL]["ttft_median_s"] / results["host"][fixed]["ttft_median_s"]
         rows.append((f"host: {fixed} ≥ 4.86 × faster than full recompute", times, times >= 4.86))
-    for medium, of in found.items():
-        auto, other, full = (of[name]["ttft_median_s"] for name in (AUTO, fixed, FULL))
-        same = of[AUTO]["ratio"] == of[fixed]["ratio"]
+    for medium, medium_rows in results.items():
+        auto_ttft, fixed_ttft, full_ttft = (medium_rows[name]["ttft_median_s"] for name in (AUTO, fixed, FULL))
+        is_same = medium_rows[AUTO]["ratio"] == medium_rows[fixed]["ratio"]
         rows.append(
-            (f"{medium}: auto as fast as fixed" + ", which it equals" * same, other / auto, same or auto <= other)
+            (
+                f"{medium}: auto as fast as fixed" + ", which it equals" * is_same,
+                fixed_ttft / auto_ttft,
+                is_same or auto_ttft <= fixed_ttft,
+            )
         )
-        rows.append((f"{medium}: auto no slower than full recompute", full / auto, auto <= full))
-    return [[text, f"{times:.2f} ×", "yes" if met else "no"] for text, times, met in rows]
+        rows.append((f"{medium}: auto no slower than full recompute", full_ttft / auto_ttft, auto_ttft <= full_ttft))
+    return [[text, f"{times:.2f} ×", "yes" if is_met else "no"] for text, times, is_met in rows]
 
 
 def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
-    """The page of results, as Markdown."""
+    """Return the page in Markdown."""
     text = [
         f"# Passages in a prompt, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
         f"{machine_text(measured_on)} Prompts of {result['passages']} passages of "
@@ -270,8 +278,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"{result['suffix']} after them; medians of {result['requests']} prompts. Random weights. Passages are stored "
         "as a corpus, before any prompt is known.[^together]\n",
     ]
-    for medium, of in result["media"].items():
-        full, loaded = of[FULL]["ttft_median_s"], result["arrivals"][medium]
+    for medium, medium_rows in result["media"].items():
+        full_ttft, points = medium_rows[FULL]["ttft_median_s"], result["arrivals"][medium]
         text += [
             f"## {medium}\n",
             table(
@@ -291,16 +299,16 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
                     [
                         name,
                         f"{row['ttft_median_s']:.2f}",
-                        f"{full / row['ttft_median_s']:.2f} ×",
+                        f"{full_ttft / row['ttft_median_s']:.2f} ×",
                         "" if row["ratio"] is None else f"{row['ratio']:.0%}",
                         f"{row['tokens_computed']:.0f}",
                         f"{row['bytes_read'] / (1 << 20):.1f}",
                         f"{row['read_amplification']:.2f}",
                         f"{row['stall_s']:.2f}",
-                        loaded_ttft(row, loaded[name][RATES.index(0.9)]),
+                        loaded_ttft(row, points[name][RATES.index(0.9)]),
                         f"{60 / statistics.mean(row['ttft_s']):.1f}",
                     ]
-                    for name, row in of.items()
+                    for name, row in medium_rows.items()
                 ],
             ),
         ]
@@ -318,13 +326,13 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Time to first token, waiting included, over the rate of arrivals: a panel for each medium."""
+    """Plot the time to first token including waiting over the arrival rate: a panel for each medium."""
     if (plt := pyplot()) is None:
         return
     media = result["arrivals"]
     figure, axes = plt.subplots(1, len(media), figsize=(4.2 * len(media), 3.8), sharey=True, squeeze=False)
-    for panel, (medium, of) in zip(axes[0], media.items(), strict=True):
-        for name, points in of.items():
+    for panel, (medium, points_by_system) in zip(axes[0], media.items(), strict=True):
+        for name, points in points_by_system.items():
             panel.plot([p["rate"] for p in points], [p["ttft_s"] for p in points], "o-", markersize=3, label=name)
         panel.set(title=medium, xlabel="arrivals per second", yscale="log")
     axes[0][0].set_ylabel("mean TTFT including waiting, s")
@@ -334,6 +342,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     add_model_arguments(parser, layers=6)
     parser.add_argument("--pool", type=int, default=12, help="number of different passages")
@@ -355,25 +364,39 @@ def main() -> None:
     parser.add_argument("--device-memory", default="0", help="device memory of the stores")
     arguments = parser.parse_args()
     arguments.layers = arguments.layers or None
-    kept = ("shape", "layers", "dtype", "pool", "passages", "tokens", "instruction", "suffix", "ratio", "requests")
-    result: dict[str, Any] = {name: getattr(arguments, name) for name in (*kept, "decode")}
+    option_names = (
+        "shape",
+        "layers",
+        "dtype",
+        "pool",
+        "passages",
+        "tokens",
+        "instruction",
+        "suffix",
+        "ratio",
+        "requests",
+    )
+    result: dict[str, Any] = {name: getattr(arguments, name) for name in (*option_names, "decode")}
     result |= {"media": {}, "arrivals": {}, "load": {}, "batches": {}}
     depth = f"-{arguments.layers}l" if arguments.layers else ""
     name = f"rag-{arguments.shape}{depth}-{arguments.dtype}-{torch.device(arguments.device).type}"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         measured_on = machine(torch.device(arguments.device), Path(folder))
 
-        def note(part: str, of: str, measured: Any) -> None:
-            result[part][of] = measured
+        def note(part: str, key: str, value: Any) -> None:
+            result[part][key] = value
             if part == "media":
-                first = next(iter(result["media"].values()))
-                rates = [rate / first[FULL]["ttft_median_s"] for rate in RATES]
-                result["arrivals"][of] = {name: arrivals(row["ttft_s"], rates) for name, row in measured.items()}
+                first_medium = next(iter(result["media"].values()))
+                rates = [rate / first_medium[FULL]["ttft_median_s"] for rate in RATES]
+                result["arrivals"][key] = {name: arrivals(row["ttft_s"], rates) for name, row in value.items()}
             save(arguments.out, name, result | {"machine": measured_on}, report(result, measured_on))
 
         bench = Bench(arguments, Path(folder))
         bench.measure(arguments.media.split(","), note)
-        numbers = ([int(number) for number in said.split(",")] for said in (arguments.clients, arguments.batches))
+        numbers = (
+            [int(number) for number in numbers_text.split(",")]
+            for numbers_text in (arguments.clients, arguments.batches)
+        )
         bench.measure_load(*numbers, note)
     plot(result, arguments.out / f"{name}.png")
     print(report(result, measured_on))

@@ -39,6 +39,7 @@ AGAIN = [name for name in WAYS if name != "once"]
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="shape of a model with random weights")
     parser.add_argument("--model", type=Path, help="folder of a model to use instead")
@@ -54,6 +55,7 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = arguments_of()
     device = torch.device(arguments.device)
     dtype = getattr(torch, arguments.dtype)
@@ -64,24 +66,24 @@ def main() -> None:
     tokens = torch.randint(1, vocabulary, (arguments.tokens + 3,), generator=random).to(device)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        about = machine(device, Path(folder))
+        machine_info = machine(device, Path(folder))
         for period in tqdm(arguments.periods, desc="periods"):
             with KVStore(Path(folder) / str(period), policy=ContiguousKV.policy) as store:
                 for budget in arguments.budgets:
-                    found = measured(model, store, ids, tokens, period, budget)
-                    results.append({"period": period, "budget": budget, **found})
+                    figures = measure(model, store, ids, tokens, period, budget)
+                    results.append({"period": period, "budget": budget, **figures})
     name = arguments.model.name if arguments.model else arguments.shape
-    document = {"machine": about, "prefix": arguments.prefix, "tokens": arguments.tokens, "results": results}
-    text = report(results, f"{name}, {arguments.dtype}", about, arguments.prefix)
+    document = {"machine": machine_info, "prefix": arguments.prefix, "tokens": arguments.tokens, "results": results}
+    text = report(results, f"{name}, {arguments.dtype}", machine_info, arguments.prefix)
     save(arguments.out, f"rechoose-{name}-{arguments.dtype}-{arguments.device}", document, text)
     print(text)
 
 
-def measured(
+def measure(
     model: Any, store: KVStore, ids: torch.Tensor, tokens: torch.Tensor, period: int, budget: float
 ) -> dict[str, float]:
-    """Seconds a token of each way, medians, and ratios of sums over what the prompt's choice takes."""
-    methods: dict[str, Any] = {name: ContiguousKV(budget, period=period, **way) for name, way in WAYS.items()}
+    """Measure the seconds per token of each variant: medians, and ratios of sums over one selection."""
+    methods: dict[str, Any] = {name: ContiguousKV(budget, period=period, **settings) for name, settings in WAYS.items()}
     store.precompute(model, ids[:, :-SUFFIX], method=methods["once"], progress=False)
     caches = {}
     for name, method in (methods | {"all KV": None}).items():
@@ -90,28 +92,29 @@ def measured(
         assert caches[name].stats.tokens_restored, caches[name].stats.reason
     times: dict[str, list[float]] = {name: [] for name in caches}
     for token in tokens:
-        step = {name: partial(decoded, model, cache, token) for name, cache in caches.items()}
-        for name, (spent,) in interleaved(step, 1, warm_up=0).items():
-            times[name].append(spent)
-    kept = {name: spent[3:] for name, spent in times.items()}  # the first ones find cold code
-    found = {name: median(spent) for name, spent in kept.items()}
-    return found | {f"{name} / once": sum(kept[name]) / sum(kept["once"]) for name in AGAIN}
+        step = {name: partial(decode_seconds, model, cache, token) for name, cache in caches.items()}
+        for name, (token_times,) in interleaved(step, 1, warm_up=0).items():
+            times[name].append(token_times)
+    warm_times = {name: token_times[3:] for name, token_times in times.items()}  # the first tokens run cold code
+    figures = {name: median(token_times) for name, token_times in warm_times.items()}
+    return figures | {f"{name} / once": sum(warm_times[name]) / sum(warm_times["once"]) for name in AGAIN}
 
 
-def decoded(model: Any, cache: TieredCache, token: torch.Tensor) -> float:
+def decode_seconds(model: Any, cache: TieredCache, token: torch.Tensor) -> float:
+    """Measure the seconds of one decoded token."""
     return seconds(lambda: model(input_ids=token.view(1, 1), past_key_values=cache), token.device)
 
 
-def report(results: list[dict[str, Any]], what: str, about: dict[str, Any], prefix: int) -> str:
-    """Markdown."""
+def report(results: list[dict[str, Any]], model_text: str, machine_info: dict[str, Any], prefix: int) -> str:
+    """Return the page in Markdown."""
     rows = [
         [
-            str(found["period"]),
-            f"{found['budget']:.0%}",
-            *(f"{1 / found[name]:.1f}" for name in ("all KV", *WAYS)),
-            *(f"{found[f'{name} / once']:.2f}" for name in AGAIN),
+            str(row["period"]),
+            f"{row['budget']:.0%}",
+            *(f"{1 / row[name]:.1f}" for name in ("all KV", *WAYS)),
+            *(f"{row[f'{name} / once']:.2f}" for name in AGAIN),
         ]
-        for found in results
+        for row in results
     ]
     headings = [
         "period",
@@ -121,8 +124,8 @@ def report(results: list[dict[str, Any]], what: str, about: dict[str, Any], pref
         *(f"{name} / once" for name in AGAIN),
     ]
     return (
-        f"# Reselection while decoding: {what}, {about['device']}\n\n"
-        f"{machine_text(about)} A prefix of {prefix} "
+        f"# Reselection while decoding: {model_text}, {machine_info['device']}\n\n"
+        f"{machine_text(machine_info)} A prefix of {prefix} "
         f"tokens. Cells: tokens per second, and time relative to one selection (aim: at most {AIM}).\n\n"
         + table(headings, rows)
     )

@@ -1,11 +1,11 @@
-"""Selective re-prefill: ContiguousKV, IMPRESS and the systems that they are compared with, on one workload.
+r"""Selective re-prefill: ContiguousKV, IMPRESS and the systems that they are compared with, on one workload.
 
     python bench/reprefill.py                                   # Qwen2.5-0.5B's shape, float32, this machine's CPU
     python bench/reprefill.py --shape llama-3.2-1b --layers 8 --period 4 --prefixes 6
-    PYTHONPATH=. python bench/reprefill.py --model eval/reference/xs --period 1 --prefixes 40 \\
+    PYTHONPATH=. python bench/reprefill.py --model eval/reference/xs --period 1 --prefixes 40 \
         --requests 120 --warm-up 80
     python bench/reprefill.py --ablation --budget 0.25          # effect of each part of ContiguousKV
-    python bench/reprefill.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --bandwidth 0 \\
+    python bench/reprefill.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --bandwidth 0 \
         --device-memory 10GiB --host-memory 24GiB --prefixes 64 --tokens 8192
 
 Many shared prefixes, which together exceed their memory, are requested repeatedly with new suffixes. The number of
@@ -56,7 +56,7 @@ WITHOUT: dict[str, frozenset[Prefetched]] = {
     ", no prefetch of the next keys": frozenset({"period"}),
     ", no prefetch": frozenset(),
 }
-"""What an ablation leaves out, and what is left of the prefetching."""
+"""Ablations by their suffix in names, with the remaining kinds of prefetching."""
 PAPER_AGREEING = 0.8
 """Share of the layers in which IMPRESS's probes agree: its paper has fewer than a fifth in which they do not."""
 BUDGET_OF_AIMS = 0.05
@@ -67,56 +67,59 @@ ACCURACY = Path(__file__).parent.parent / "eval" / "results" / "reference-xs" / 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablated(ContiguousKV):
-    """ContiguousKV that fetches a part of the usual ahead."""
+    """ContiguousKV with only some kinds of prefetching."""
 
     prefetches: frozenset[Prefetched] = PREFETCHED
 
 
 def contiguous(budget: float, period: int) -> tuple[ContiguousKV, ContiguousKV]:
-    """Ours, and as in the paper with this period."""
+    """Return ContiguousKV with its defaults, and with the paper's settings and this period."""
     return ContiguousKV(budget), ContiguousKV.paper(budget, period=period, subperiod=None)
 
 
 def systems(budget: float, period: int, agreeing: float | None) -> list[System]:
-    """All of them at one budget.
+    """Return all systems at one budget.
 
     Args:
-        agreeing: the share of choices at which IMPRESS's probes are taken to agree; None: as they do.
+        budget: Share of the prefix that is attended to.
+        period: Layers per selection with the paper's settings.
+        agreeing: Share of the selections in which IMPRESS's probes are assumed to agree; None for their actual
+            agreement.
     """
-    ours, keys = contiguous(budget, period)
+    default, keys = contiguous(budget, period)
     return [
-        System(OURS, ours, ours.policy),
+        System(OURS, default, default.policy),
         System(KEYS, keys, keys.policy),
         *impress(NotedImpress(budget=budget, emulated=agreeing)),
         System(H2O_LFU, H2O(budget=budget), "lfu"),
         System("H2O + LRU", H2O(budget=budget), "lru"),
         System(ATTENTION_STORE, AttentionStore(), "lru"),
-        System("recompute", Recompute(), "lru", every=12),
+        System("recompute", Recompute(), "lru", interval=12),
     ]
 
 
 def impress(method: NotedImpress) -> list[System]:
-    """IMPRESS, without its reordering, and where its probes never agree if that is emulated."""
+    """Return IMPRESS, its variant without reordering, and with actual probes if their agreement is emulated."""
     names = {IMPRESS: method, f"{IMPRESS}, without reordering": replace(method, reorder=False, notes=[])}
     if method.emulated is not None:
         names[f"{IMPRESS}, probes as they are"] = replace(method, emulated=None, notes=[])
-    return [System(name, one, one.policy) for name, one in names.items()]
+    return [System(name, variant, variant.policy) for name, variant in names.items()]
 
 
 def ablation(budget: float, period: int) -> list[System]:
-    """ContiguousKV, each kind of prefetch switched off by itself, all of them, and its eviction policy replaced."""
-    found = []
+    """Return ContiguousKV without each kind of prefetch, without all of them, and with other eviction policies."""
+    ablated = []
     for name, method in zip((OURS, KEYS), contiguous(budget, period), strict=True):
-        given = {one.name: getattr(method, one.name) for one in fields(method) if one.init}
-        for what, prefetches in WITHOUT.items():
-            found.append(System(f"{name}{what}", Ablated(**given, prefetches=prefetches), method.policy))
-        found += [System(f"{name}, {policy.upper()}", method, policy) for policy in ("lfu", "lru")]
-    return found
+        settings = {setting.name: getattr(method, setting.name) for setting in fields(method) if setting.init}
+        for suffix, prefetches in WITHOUT.items():
+            ablated.append(System(f"{name}{suffix}", Ablated(**settings, prefetches=prefetches), method.policy))
+        ablated += [System(f"{name}, {policy.upper()}", method, policy) for policy in ("lfu", "lru")]
+    return ablated
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What the project aims at with a budget of 5 %, and what was measured."""
+    """Aim at a budget of 5 %, with the measured figure."""
 
     text: str
     sign: str
@@ -126,30 +129,31 @@ class Aim:
 
     @property
     def met(self) -> bool:
+        """Whether the aim is met."""
         return self.measured <= self.bound if self.sign == "<=" else self.measured >= self.bound
 
 
 def aims(summary: dict[str, dict[str, Any]]) -> list[Aim]:
-    """The aims, against IMPRESS as it is published: with reordering."""
-    ours, impress = summary[OURS], summary[IMPRESS]
-    share = ours["tokens_read"] / impress["tokens_read"] if impress["tokens_read"] else float("inf")
-    amplification, identifying = ours["read_amplification"], ours["bytes_identifying"]
-    found = [
+    """Return the aims, relative to IMPRESS as published, with reordering."""
+    our_row, impress = summary[OURS], summary[IMPRESS]
+    share = our_row["tokens_read"] / impress["tokens_read"] if impress["tokens_read"] else float("inf")
+    amplification, identifying = our_row["read_amplification"], our_row["bytes_identifying"]
+    results = [
         Aim("tokens read from disk ≤ 6 % of IMPRESS's", "<=", 0.06, share, f"{share:.1%}"),
         Aim("read amplification 1.00 outside identification", "<=", 1.005, amplification, f"{amplification:.3f}"),
         Aim('identify="index": no identification reads', "<=", 0, identifying, f"{identifying / MIB:.2f} MiB"),
     ]
     for name, bound in TIMES_FASTER.items():
-        times = summary[name]["ttft_mean_s"] / ours["ttft_mean_s"]
-        found.append(Aim(f"mean TTFT ≥ {bound} × faster than {name}", ">=", bound, times, f"{times:.2f} ×"))
-    return found
+        times = summary[name]["ttft_mean_s"] / our_row["ttft_mean_s"]
+        results.append(Aim(f"mean TTFT ≥ {bound} × faster than {name}", ">=", bound, times, f"{times:.2f} ×"))
+    return results
 
 
 # --- telling
 
 
 def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
-    """The page of results, as Markdown."""
+    """Return the page in Markdown."""
     rows = result["systems"]
     text = [
         f"# Selective re-prefill, {result['model']} in {result['dtype']} on {measured_on['device']}, "
@@ -197,7 +201,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
 
 
 def budgets(result: dict[str, Any]) -> str:
-    """How much each unit of choice buys of a prefix, in a sentence."""
+    """Describe the budget of each unit of selection in a sentence."""
     return (
         f"Of a prefix's {result['prefix_tokens']} tokens, the budget is {result['chosen_tokens']['chunks']} in whole "
         f"chunks, rounded down, and {result['chosen_tokens']['tokens']} for methods that select single tokens. "
@@ -205,14 +209,15 @@ def budgets(result: dict[str, Any]) -> str:
 
 
 def probes(result: dict[str, Any]) -> str:
-    """How IMPRESS's probes came to agree, in a sentence; "" without it."""
-    if (found := result.get("probes")) is None:
+    """Describe the agreement of IMPRESS's probes in a sentence; "" without IMPRESS."""
+    if (figures := result.get("probes")) is None:
         return ""
-    asked = min(found["asked"], found["kv_heads"])
-    text = f"IMPRESS probes {asked} of {found['kv_heads']} KV heads, which agree in {found['agreed'][IMPRESS]:.0%} of "
-    if found["emulated"] is None:
+    probe_count = min(figures["asked"], figures["kv_heads"])
+    share = figures["agreed"][IMPRESS]
+    text = f"IMPRESS probes {probe_count} of {figures['kv_heads']} KV heads, which agree in {share:.0%} of "
+    if figures["emulated"] is None:
         return text + "the selections, measured on this trained model. "
-    as_they_are = found["agreed"][f"{IMPRESS}, probes as they are"]
+    as_they_are = figures["agreed"][f"{IMPRESS}, probes as they are"]
     return (
         f"{text}the selections. This is emulated, as in its paper; with random weights they agree in {as_they_are:.0%} "
         "(*probes as they are*). "
@@ -220,17 +225,17 @@ def probes(result: dict[str, Any]) -> str:
 
 
 def accuracy(budget: float, measured: Path = ACCURACY) -> str:
-    """What eval/ has measured at the same budget, in a sentence; "" if nothing."""
+    """Describe the accuracy that eval/ measured at the same budget in a sentence; "" if there is none."""
     rows = json.loads(measured.read_text()) if measured.exists() else []
-    found = []
+    texts = []
     for method in ("contiguous_kv", "impress:probe_heads=2", "h2o"):
-        mine = [row for row in rows if row["variant"] == f"{method}@{budget:g}"]
-        if mine:
-            means = (statistics.fmean(row[name]["mean"] for row in mine) for name in ("score", "top1"))
-            found.append(f"{method} {' / '.join(f'{mean:.0f}' for mean in means)}")
-    if not found:
+        selected_rows = [row for row in rows if row["variant"] == f"{method}@{budget:g}"]
+        if selected_rows:
+            means = (statistics.fmean(row[name]["mean"] for row in selected_rows) for name in ("score", "top1"))
+            texts.append(f"{method} {' / '.join(f'{mean:.0f}' for mean in means)}")
+    if not texts:
         return ""
-    return f" Right answers / right first tokens of the reference model at this budget, %: {', '.join(found)} (eval/)."
+    return f" Right answers / right first tokens of the reference model at this budget, %: {', '.join(texts)} (eval/)."
 
 
 def _read(name: str, row: dict[str, Any]) -> list[str]:
@@ -254,7 +259,7 @@ def _time(name: str, row: dict[str, Any]) -> list[str]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """A bar for each system, where matplotlib is installed: its mean time to first token, in parts."""
+    """Plot the mean time to first token of each system by part, where matplotlib is installed."""
     if (plt := pyplot()) is None:
         return
     rows, names = result["systems"], list(result["systems"])
@@ -266,7 +271,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     p95 = [1e3 * row["ttft_p95_s"] for row in rows.values()]
     axes.plot(p95, names, "k|", markersize=12, label="95th percentile")
-    # computing everything takes so long that nothing else could be seen beside it
+    # full recomputation takes so long that the other bars would be too small to see
     end = 1.08 * max(time for name, time in zip(names, p95, strict=True) if name != "recompute")
     for name, mean in zip(names, left, strict=True):
         if mean > end:
@@ -280,6 +285,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a trained reference model, instead of --shape")
     parser.add_argument("--budget", type=float, default=BUDGET_OF_AIMS, help="share of the prefix that is attended to")
@@ -318,17 +324,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(arguments, model, prompts, Path(folder))
         agreeing = None if arguments.model else arguments.agreeing
-        asked = (
+        selected_systems = (
             ablation(arguments.budget, period) if arguments.ablation else systems(arguments.budget, period, agreeing)
         )
-        (summary,) = ask_all([(bench, asked)])
+        (summary,) = ask_all([(bench, selected_systems)])
         measured_on = machine(device, Path(folder))
     result = {"model": label, "dtype": arguments.dtype, "budget": arguments.budget, "period": period}
     result |= bench.described() | {"machine": measured_on, "systems": summary}
-    ours, single, tokens = contiguous(arguments.budget, period)[0], H2O(arguments.budget), result["prefix_tokens"]
-    result["chosen_tokens"] = {"chunks": ours.token_budget(tokens), "tokens": single.token_budget(tokens)}
+    default, token_method, tokens = (
+        contiguous(arguments.budget, period)[0],
+        H2O(arguments.budget),
+        result["prefix_tokens"],
+    )
+    result["chosen_tokens"] = {"chunks": default.token_budget(tokens), "tokens": token_method.token_budget(tokens)}
     if not arguments.ablation:
-        noted = {one.name: one.method for one in asked if isinstance(one.method, NotedImpress)}
+        noted = {system.name: system.method for system in selected_systems if isinstance(system.method, NotedImpress)}
         result["probes"] = {
             "kv_heads": model.config.num_key_value_heads,
             "asked": NotedImpress.probe_heads,

@@ -1,12 +1,12 @@
-"""What a machine allows: the least time to restore a prefix from each tier, beside the time to compute it.
+"""Lower bound of the time to restore a prefix from each tier, compared with the time to compute it.
 
     python bench/roofline.py                                        # the table of docs/roofline.md
     python bench/roofline.py --shape qwen2.5-0.5b --prefix 4096
     python bench/roofline.py --h2d 26 --disk 3.2 --peak 312 --hbm 2039    # another machine
     python bench/roofline.py --json
 
-Nothing is measured here. Formulas and the sources of all inputs: docs/roofline.md. `on_gpu.py read` puts what was
-measured beside it, with the bandwidths that its probe found in place of those assumed here.
+Nothing is measured here. Formulas and the sources of all inputs: docs/roofline.md. `on_gpu.py read` compares measured
+times with the roofline, and uses the bandwidths of its probe instead of those assumed here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hf_tiered_cache.store.geometry import HASH_TOKENS
 
 GB = 1e9
 LONGEST = 1 << 15
-"""Tokens up to which a break-even is looked for."""
+"""Maximum number of tokens of a break-even."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model says how long it computes, and how much KV it leaves."""
+    """Dimensions of a model that determine its computation and its KV."""
 
     name: str
     layers: int
@@ -42,7 +42,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, name: str, dtype_bytes: int = 2) -> ModelShape:
-        """One of `common.SHAPES`."""
+        """Return the dimensions of a shape in `common.SHAPES`."""
         shape = SHAPES[name]
         return cls(
             name,
@@ -58,39 +58,39 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """KV of a token, in all layers."""
+        """Bytes of a token's KV in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def block_parameters(self) -> int:
-        """Weights that every token passes: projections and MLPs, no embedding and no head."""
+        """Number of weights that every token uses: projections and MLPs, without embedding and head."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
-    def flops(self, tokens: int, behind: int = 0) -> float:
-        """Of a pass of `tokens` behind a prefix of `behind`; the head computes the last token alone."""
-        pairs = tokens * behind + tokens * (tokens + 1) / 2
+    def flops(self, tokens: int, prefix: int = 0) -> float:
+        """Return the operations of a pass of `tokens` after a prefix of `prefix`; the head computes one token."""
+        pairs = tokens * prefix + tokens * (tokens + 1) / 2
         attention = 4 * self.layers * self.heads * self.head_dim * pairs
         return 2 * self.block_parameters * tokens + attention + 2 * self.hidden * self.vocabulary
 
-    def pass_bytes(self, columns: int) -> float:
-        """What any pass reads of device memory: weights once, and the KV of all columns."""
+    def pass_bytes(self, positions: int) -> float:
+        """Return the bytes that any pass reads from device memory: weights once, and the KV of all positions."""
         head = self.hidden * self.vocabulary
-        return (self.block_parameters + head) * self.dtype_bytes + columns * self.token_bytes
+        return (self.block_parameters + head) * self.dtype_bytes + positions * self.token_bytes
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bandwidths in bytes a second, and the rest in seconds. The defaults are those of docs/roofline.md.
+    """Bandwidths in bytes per second, and times in seconds. The defaults are those of docs/roofline.md.
 
     Args:
-        peak: floating-point operations a second of the device, dense, in the model's dtype.
-        share: of the peak that a long prefill reaches.
-        hbm: device memory.
-        h2d: from page-locked host memory to the device.
-        page_cache: from the page cache to host memory, all threads.
-        disk: sequential direct reads.
-        overhead: of a restore, whatever its size: hashing, look-up, the first read's latency.
+        peak: Floating-point operations per second of the device, dense, in the model's data type.
+        share: Share of the peak that a long prefill reaches.
+        hbm: Bandwidth of device memory.
+        h2d: Bandwidth from page-locked host memory to the device.
+        page_cache: Bandwidth from the page cache to host memory, all threads.
+        disk: Bandwidth of sequential direct reads.
+        overhead: Constant time of a restore: hashing, lookup, and latency of the first read.
     """
 
     peak: float = 989.4e12
@@ -102,16 +102,16 @@ class Machine:
     overhead: float = 2e-3
 
 
-def compute_seconds(model: ModelShape, machine: Machine, tokens: int, behind: int = 0) -> float:
-    """A pass of `tokens` behind `behind`: limited by arithmetic, or by reading weights and KV."""
-    arithmetic = model.flops(tokens, behind) / (machine.peak * machine.share)
-    return max(arithmetic, model.pass_bytes(tokens + behind) / machine.hbm)
+def compute_seconds(model: ModelShape, machine: Machine, tokens: int, prefix: int = 0) -> float:
+    """Return the time of a pass of `tokens` after `prefix` tokens, limited by arithmetic or by memory bandwidth."""
+    arithmetic = model.flops(tokens, prefix) / (machine.peak * machine.share)
+    return max(arithmetic, model.pass_bytes(tokens + prefix) / machine.hbm)
 
 
 def transfer_seconds(model: ModelShape, machine: Machine, tier: str, tokens: int) -> float:
-    """To bring the KV of a prefix to the places where attention reads it: the slowest step, since all run at once.
+    """Return the time to move a prefix's KV to device memory: the slowest step, since all are concurrent.
 
-    In device memory every byte is read once and written once.
+    In device memory, each byte is read once and written once.
     """
     nbytes = tokens * model.token_bytes
     steps = [2 * nbytes / machine.hbm]
@@ -127,10 +127,15 @@ def transfer_seconds(model: ModelShape, machine: Machine, tier: str, tokens: int
 def restored_seconds(
     model: ModelShape, machine: Machine, tier: str, prefix: int, suffix: int, computing: float | None = None
 ) -> float:
-    """Time to first token behind a restored prefix: it moves while the suffix computes, layer by layer.
+    """Return the time to first token after a restored prefix, whose KV moves while the suffix is computed.
 
     Args:
-        computing: seconds of the suffix behind a prefix that is there, where that was measured.
+        model: Dimensions of the model.
+        machine: Bandwidths of the machine.
+        tier: Tier that holds the prefix.
+        prefix: Number of restored tokens.
+        suffix: Number of computed tokens.
+        computing: Measured seconds of the suffix after a prefix in device memory, or None to calculate them.
     """
     if computing is None:
         computing = compute_seconds(model, machine, suffix, prefix)
@@ -138,7 +143,7 @@ def restored_seconds(
 
 
 def break_even(model: ModelShape, machine: Machine, tier: str, suffix: int) -> int | None:
-    """From which prefix on a restore is quicker than computing, its overhead included; None: up to LONGEST none is."""
+    """Return the minimum number of tokens for which a restore is faster than computing; None above LONGEST."""
 
     def pays(tokens: int) -> bool:
         restored = restored_seconds(model, machine, tier, tokens, suffix) + machine.overhead
@@ -150,13 +155,13 @@ def break_even(model: ModelShape, machine: Machine, tier: str, suffix: int) -> i
 
 
 def places(machine: Machine, disks: list[float]) -> dict[str, tuple[str, Machine]]:
-    """For each row of the table the tier, and the machine with that disk."""
+    """Return the tier and the machine of each row of the table."""
     rows = {tier: (tier, machine) for tier in ("device", "host", "page cache")}
     return rows | {f"disk, {disk / GB:g} GB/s": ("disk", replace(machine, disk=disk)) for disk in disks}
 
 
 def roofline(model: ModelShape, machine: Machine, prefix: int, suffix: int, disks: list[float]) -> dict[str, Any]:
-    """All figures, JSON-ready."""
+    """Return all figures, JSON-ready."""
     rows = {}
     for name, (tier, at) in places(machine, disks).items():
         rows[name] = {
@@ -180,26 +185,26 @@ def roofline(model: ModelShape, machine: Machine, prefix: int, suffix: int, disk
     }
 
 
-def report(found: dict[str, Any]) -> str:
-    """The same as Markdown."""
-    slow = found["compute_s"][f"{found['machine']['share']:.0%}"]
+def report(figures: dict[str, Any]) -> str:
+    """Return the figures in Markdown."""
+    compute_s = figures["compute_s"][f"{figures['machine']['share']:.0%}"]
     rows = [
         [
             name,
             f"{1e3 * row['transfer_s']:.1f} ms",
             f"{1e3 * row['first_token_s']:.1f} ms",
-            f"{slow / row['first_token_s']:.1f} ×",
+            f"{compute_s / row['first_token_s']:.1f} ×",
             "never" if row["break_even_tokens"] is None else f"{row['break_even_tokens']:,}",
         ]
-        for name, row in found["tiers"].items()
+        for name, row in figures["tiers"].items()
     ]
-    computing = ", ".join(f"{1e3 * seconds:.0f} ms at {share}" for share, seconds in found["compute_s"].items())
+    computing = ", ".join(f"{1e3 * seconds:.0f} ms at {share}" for share, seconds in figures["compute_s"].items())
     return (
-        f"{found['model']['name']}, {found['model']['dtype_bytes']} bytes per number, a prefix of {found['prefix']:,} "
-        f"tokens and a suffix of {found['suffix']}: {found['kv_bytes'] / 1e6:.1f} MB of KV "
-        f"({found['kv_bytes'] // found['prefix'] / 1024:g} KiB per token), {found['flops'] / 1e12:.0f} TFLOP. "
+        f"{figures['model']['name']}, {figures['model']['dtype_bytes']} bytes per number, a prefix of "
+        f"{figures['prefix']:,} tokens and a suffix of {figures['suffix']}: {figures['kv_bytes'] / 1e6:.1f} MB of KV "
+        f"({figures['kv_bytes'] // figures['prefix'] / 1024:g} KiB per token), {figures['flops'] / 1e12:.0f} TFLOP. "
         f"Computing everything takes {computing} of peak. The suffix alone, after a restored prefix, takes "
-        f"{1e3 * found['suffix_s']:.1f} ms.\n\n"
+        f"{1e3 * figures['suffix_s']:.1f} ms.\n\n"
         + table(["from", "transfer", "minimum TTFT", "computing ÷ TTFT", "pays off from (tokens)"], rows)
     )
 
@@ -220,12 +225,14 @@ def main() -> None:
     add("--disk", type=float, action="append", help="bandwidth of a disk, GB/s; can be repeated")
     add("--overhead", type=float, default=Machine.overhead * 1e3, help="constant time of a restore, ms")
     add("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
-    bandwidths = given.hbm * GB, given.h2d * GB, given.page_cache * GB
-    machine = Machine(given.peak * 1e12, given.share, *bandwidths, overhead=given.overhead / 1e3)
-    disks = [speed * GB for speed in given.disk or (1.5, 7.0, 14.0)]
-    found = roofline(ModelShape.of(given.shape, given.dtype_bytes), machine, given.prefix, given.suffix, disks)
-    print(json.dumps(found, indent=1) if given.json else report(found))
+    arguments = parser.parse_args()
+    bandwidths = arguments.hbm * GB, arguments.h2d * GB, arguments.page_cache * GB
+    machine = Machine(arguments.peak * 1e12, arguments.share, *bandwidths, overhead=arguments.overhead / 1e3)
+    disks = [speed * GB for speed in arguments.disk or (1.5, 7.0, 14.0)]
+    figures = roofline(
+        ModelShape.of(arguments.shape, arguments.dtype_bytes), machine, arguments.prefix, arguments.suffix, disks
+    )
+    print(json.dumps(figures, indent=1) if arguments.json else report(figures))
 
 
 if __name__ == "__main__":

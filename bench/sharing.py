@@ -34,29 +34,29 @@ OWN, SHARED, DISK = "own copies", "page cache", "disk"
 
 
 def resident_bytes(folder: Path) -> int:
-    """How much of the files below `folder` lies in the page cache."""
+    """Return the bytes of the store's files in the page cache."""
     libc = ctypes.CDLL(None, use_errno=True)
-    found = 0
+    total = 0
     for path in folder.rglob("*.kv"):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
             view = np.frombuffer(mapped, np.uint8)  # an address; nothing is read
             pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-            failed = libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(mapped)), pages)
+            status = libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(mapped)), pages)
             del view
-            if failed:
+            if status:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-            found += sum(page & 1 for page in pages) * mmap.PAGESIZE
-    return found
+            total += sum(page & 1 for page in pages) * mmap.PAGESIZE
+    return total
 
 
 def own_bytes() -> int:
-    """Memory that is this process's, and no file's."""
-    (said,) = re.findall(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(said) << 10
+    """Return the anonymous memory of this process in bytes."""
+    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(kib) << 10
 
 
 class Bench:
-    """The same model in each process, and a store on disk."""
+    """Model that each process builds, and a store on disk."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
@@ -66,9 +66,11 @@ class Bench:
             self.kv_bytes = sum(row.nbytes for row in store.segments())
 
     def model(self) -> Any:
+        """Build the model."""
         return build(self.arguments.shape, torch.float32, torch.device("cpu"), layers=self.arguments.layers)
 
     def prompts(self, model: Any) -> list[torch.Tensor]:
+        """Draw the prompts, the same in all processes."""
         random = torch.Generator().manual_seed(7)
         size = (1, self.arguments.tokens + self.arguments.suffix)
         return [
@@ -76,6 +78,7 @@ class Bench:
         ]
 
     def store(self, way: str) -> KVStore:
+        """Open the store of a variant."""
         return KVStore(
             self.folder,
             host_memory=2 * self.kv_bytes if way == OWN else 0,
@@ -83,7 +86,7 @@ class Bench:
         )
 
     def turn(self, way: str) -> dict[str, Any]:
-        """What N processes measured."""
+        """Start the processes, and return their figures."""
         forget_page_cache(self.folder)
         spawning = multiprocessing.get_context("forkserver")  # modules are imported once, and not for each process
         spawning.set_forkserver_preload([__name__, "hf_tiered_cache", "transformers"])
@@ -94,30 +97,30 @@ class Bench:
         ]
         for worker in workers:
             worker.start()
-        found = [answers.get(timeout=600) for _ in workers]
+        worker_results = [answers.get(timeout=600) for _ in workers]
         for worker in workers:
             worker.join()
         cached = resident_bytes(self.folder)
-        own = sum(each["own_bytes"] for each in found)
-        seconds = [taken for each in found for taken in each["first_token_s"]]
+        own_total = sum(result["own_bytes"] for result in worker_results)
+        seconds = [duration for result in worker_results for duration in result["first_token_s"]]
         return {
             "first_token_s": median(seconds),
-            "requests_per_s": len(seconds) / max(each["seconds"] for each in found),
-            "own_bytes": own,
+            "requests_per_s": len(seconds) / max(result["seconds"] for result in worker_results),
+            "own_bytes": own_total,
             "page_cache_bytes": cached,
-            "bytes": own + cached,
+            "bytes": own_total + cached,
         }
 
 
 def work(bench: Bench, way: str, number: int, gate: Any, answers: Any) -> None:
-    """One of the processes."""
+    """Run the requests of one process."""
     torch.set_num_threads(1)
     model = bench.model()
     prompts = bench.prompts(model)
     model.generate(prompts[0], max_new_tokens=1, do_sample=False)
     random = torch.Generator().manual_seed(number)
     with bench.store(way) as store:
-        before = own_bytes()
+        bytes_before = own_bytes()
         times: list[float] = []
         for turn in range(1 + bench.arguments.rounds):
             gate.wait()
@@ -129,12 +132,13 @@ def work(bench: Bench, way: str, number: int, gate: Any, answers: Any) -> None:
                 assert cache.stats.tokens_restored >= bench.arguments.tokens // 16 * 16, "nothing was restored"
                 del cache
         took = time.perf_counter() - started
-        answers.put({"first_token_s": times, "seconds": took, "own_bytes": own_bytes() - before})
-        gate.wait()  # nobody leaves while another is being measured
+        answers.put({"first_token_s": times, "seconds": took, "own_bytes": own_bytes() - bytes_before})
+        gate.wait()  # all processes stay until the last one is measured
 
 
 def report(document: dict[str, Any]) -> str:
-    said, on = document["arguments"], document["machine"]
+    """Return the page in Markdown."""
+    options, machine_info = document["arguments"], document["machine"]
     ways, mib = document["ways"], 1 << 20
     rows = [
         [
@@ -150,16 +154,19 @@ def report(document: dict[str, Any]) -> str:
     ]
     headings = ["", "memory, MiB", "own", "page cache", "first token, ms", "÷ own copies", "requests / s"]
     return (
-        f"# One copy for {said['processes']} processes, {said['shape']} in float32 on CPU\n\n"
-        f"{machine_text(on)} {said['layers'] or 'All'} layers; {said['prompts']} prompts of {said['tokens']:,} "
-        f"stored tokens, {document['kv_bytes'] / mib:,.0f} MiB of KV, and {said['suffix']} new tokens. Each process "
-        f"requests each prompt {said['rounds']} times after a round that fills memory. Medians of {said['repeats']} "
-        "turns. Random weights.\n\n" + table(headings, rows) + "\n*Memory*: growth of all processes after loading the "
+        f"# One copy for {options['processes']} processes, {options['shape']} in float32 on CPU\n\n"
+        f"{machine_text(machine_info)} {options['layers'] or 'All'} layers; {options['prompts']} prompts of "
+        f"{options['tokens']:,} stored tokens, {document['kv_bytes'] / mib:,.0f} MiB of KV, and "
+        f"{options['suffix']} new tokens. Each process requests each prompt {options['rounds']} times after a round "
+        f"that fills memory. Medians of {options['repeats']} turns. Random weights.\n\n"
+        + table(headings, rows)
+        + "\n*Memory*: growth of all processes after loading the "
         "model, and the store's files in the kernel's page cache. *÷ own copies*: median of the ratios within a turn.\n"
     )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of the model")
     parser.add_argument("--layers", type=int, default=6, help="number of layers")
@@ -174,9 +181,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run the benchmark."""
     arguments = parse()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        folder = Path(temporary)
         bench = Bench(arguments, folder)
         ways = interleaved({way: partial(bench.turn, way) for way in (OWN, SHARED, DISK)}, arguments.repeats, warm_up=0)
         times = {way: [turn["first_token_s"] for turn in turns] for way, turns in ways.items()}

@@ -50,7 +50,7 @@ _RESUME = dis.opmap.get("RESUME", -1)  # since Python 3.11
 
 
 def counted(action: Callable[[], Any]) -> dict[str, int]:
-    """What `action` enters of the package, in this thread."""
+    """Count the calls, functions and changes of file within the package that `action` makes in this thread."""
     entered: list[CodeType] = []
     within = f"{PACKAGE}{os.sep}"
 
@@ -78,7 +78,7 @@ def counted(action: Callable[[], Any]) -> dict[str, int]:
 
 
 def _goes_on(frame: FrameType) -> bool:
-    """Whether a generator has begun before."""
+    """Return whether a frame resumes a generator."""
     if _RESUME < 0:
         return frame.f_lasti >= 0
     at, instructions = frame.f_lasti, frame.f_code.co_code
@@ -86,7 +86,7 @@ def _goes_on(frame: FrameType) -> bool:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what PyTorch is asked for."""
+    """Dispatch mode that counts PyTorch's kernels and views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class Operations(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if function.is_view or name == "_unsafe_view":
             self.views += 1
-        elif not name.startswith("empty"):  # which allocates
+        elif not name.startswith("empty"):  # which only allocates
             self.kernels += any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in tree_leaves(result))
         return result
 
 
 def model_of(layers: int, kv_heads: int) -> LlamaForCausalLM:
-    """A small one, with four heads."""
+    """Build a small Llama with four heads."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128,
@@ -119,8 +119,8 @@ def model_of(layers: int, kv_heads: int) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def asked_for(folder: Path, layers: int) -> dict[str, tuple[int, int]]:
-    """Kernels and views of an exact prompt's pass, and of a token's, both recorded, beyond `DynamicCache`'s."""
+def count_operations(folder: Path, layers: int) -> dict[str, tuple[int, int]]:
+    """Count kernels and views of an exact prompt's pass and of a token's, both recorded, beyond `DynamicCache`."""
     model = model_of(layers, kv_heads=4)
     prompt = torch.randint(1, 128, (1, PREFIX + SUFFIX))
     prefix, suffix = prompt.split([PREFIX, SUFFIX], dim=1)
@@ -132,23 +132,24 @@ def asked_for(folder: Path, layers: int) -> dict[str, tuple[int, int]]:
 
     dynamic = DynamicCache(config=model.config)
     model(input_ids=prefix, past_key_values=dynamic)
-    plain = {"prompt": count(dynamic, suffix), "token": count(dynamic, suffix[:, :1])}
+    dynamic_counts = {"prompt": count(dynamic, suffix), "token": count(dynamic, suffix[:, :1])}
     with KVStore(folder / str(layers)) as store:
         store.precompute(model, prefix, progress=False)
         for record in (False, True):  # the first one warms up
             cache = TieredCache(model, store, record=record)
-            ours = {"prompt": count(cache, prompt), "token": count(cache, suffix[:, :1])}
+            tiered_counts = {"prompt": count(cache, prompt), "token": count(cache, suffix[:, :1])}
             assert cache.stats.tokens_restored == PREFIX
     return {
-        kind: (found.kernels - plain[kind].kernels, found.views - plain[kind].views) for kind, found in ours.items()
+        kind: (counts.kernels - dynamic_counts[kind].kernels, counts.views - dynamic_counts[kind].views)
+        for kind, counts in tiered_counts.items()
     }
 
 
 def operations() -> dict[str, dict[str, float]]:
-    """Kernels and views that one more layer adds: four, one block's, are compared with eight."""
+    """Return the kernels and views of one more layer, from models with four and with eight layers."""
     watch.HARMLESS_MODES += (Operations,)
     with tempfile.TemporaryDirectory() as folder:
-        few, many = (asked_for(Path(folder), layers) for layers in (4, 8))
+        few, many = (count_operations(Path(folder), layers) for layers in (4, 8))
     return {
         kind: {
             name: (more - less) / 4
@@ -159,11 +160,11 @@ def operations() -> dict[str, dict[str, float]]:
 
 
 class Workload:
-    """The model, a store with a prefix and two passages in it, and the prompts."""
+    """Model, prompts, and a store with a prefix and two passages for each method."""
 
     def __init__(self, folder: Path) -> None:
         self.model = model_of(layers=2, kv_heads=2)
-        prefix, other = torch.randint(1, 128, (2, PREFIX))
+        prefix, second_prefix = torch.randint(1, 128, (2, PREFIX))
         self.suffix = torch.randint(1, 128, (1, SUFFIX))
         self.stores: dict[str, KVStore] = {}
         self.prompts: dict[str, torch.Tensor] = {}
@@ -172,25 +173,27 @@ class Workload:
         for name, method in METHODS.items():
             passages = isinstance(method, Passages)
             store = self.stores[name] = KVStore(folder / name, policy=method.policy)
-            prompts, options = [prefix, other] if passages else prefix, {switch: passages}
+            prompts, options = [prefix, second_prefix] if passages else prefix, {switch: passages}
             store.precompute(self.model, prompts, method=method, progress=False, **options)
-            before = [self.suffix[0], prefix, other] if passages else [prefix]
-            self.prompts[name] = torch.cat([*before, self.suffix[0]]).unsqueeze(0)
+            leading = [self.suffix[0], prefix, second_prefix] if passages else [prefix]
+            self.prompts[name] = torch.cat([*leading, self.suffix[0]]).unsqueeze(0)
         self.dynamic = DynamicCache(config=self.model.config)
         self.model(input_ids=self.prompts["Exact"], past_key_values=self.dynamic)
 
     def cache(self, name: str) -> TieredCache:
+        """Create a cache for a method's store."""
         return TieredCache(self.model, self.stores[name], method=METHODS[name], record=False)
 
     def close(self) -> None:
+        """Close the stores."""
         for store in self.stores.values():
             store.close()
 
     @torch.no_grad()
     def counts(self, name: str) -> dict[str, Any]:
-        """What a prompt's pass enters, and the pass of a token after it."""
+        """Count the work of a prompt's pass, and of a token's pass after it."""
         token = self.suffix[:, :1]
-        for _ in range(3):  # what is done once is done
+        for _ in range(3):  # warm up
             cache = self.cache(name)
             self.model(input_ids=self.prompts[name], past_key_values=cache, logits_to_keep=1)
             self.model(input_ids=token, past_key_values=cache)
@@ -203,7 +206,7 @@ class Workload:
 
     @torch.no_grad()
     def times(self, turns: int) -> dict[str, float]:
-        """Median seconds to the first token, and of a token after it, beyond what `DynamicCache` takes."""
+        """Return the median seconds to the first token, and of a token after it, beyond `DynamicCache`."""
         token = self.suffix[:, :1]
 
         def first_token(name: str) -> float:
@@ -226,8 +229,8 @@ class Workload:
             warm_up=5,
         )
         return {
-            f"{name}, {what}": median(a - b for a, b in zip(times[name], times["DynamicCache"], strict=True))
-            for what, times in (("first token", first), ("token", after))
+            f"{name}, {label}": median(a - b for a, b in zip(times[name], times["DynamicCache"], strict=True))
+            for label, times in (("first token", first), ("token", after))
             for name in METHODS
         }
 
@@ -236,7 +239,7 @@ class Workload:
 
 
 def measure(turns: int) -> dict[str, Any]:
-    """Counts and times of the package as it was imported."""
+    """Return counts and times of the imported package."""
     with tempfile.TemporaryDirectory() as folder:
         work = Workload(Path(folder))
         counts = {name: work.counts(name) for name in METHODS}
@@ -245,53 +248,57 @@ def measure(turns: int) -> dict[str, Any]:
     return {"package": str(PACKAGE), "counts": counts, "operations": operations(), "times": times}
 
 
-def measured_apart(source: Path, turns: int) -> dict[str, Any]:
-    """The same in a process that imports the package from `source`."""
+def measure_in_process(source: Path, turns: int) -> dict[str, Any]:
+    """Measure the package of `source` in a new process."""
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     command = [sys.executable, __file__, "--apart", "--turns", str(turns)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"counting {source} failed:\n{done.stderr}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    if Path(found.pop("package")).parent != source:
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"counting {source} failed:\n{process.stderr}")
+    figures = json.loads(process.stdout.splitlines()[-1])
+    if Path(figures.pop("package")).parent != source:
         raise SystemExit(f"{source} holds no package hf_tiered_cache")
-    return found
+    return figures
 
 
 def medians(documents: Sequence[Any]) -> Any:
-    """Of the numbers in nested documents that are alike: other threads make a step more or less now and then."""
+    """Return the medians of the numbers in documents of equal structure; other threads vary them slightly."""
     if isinstance(documents[0], dict):
-        return {name: medians([each[name] for each in documents]) for name in documents[0]}
+        return {name: medians([document[name] for document in documents]) for name in documents[0]}
     return median(documents)
 
 
 def report(document: dict[str, Any]) -> str:
-    on, sources = document["machine"], document["sources"]
+    """Return the page in Markdown."""
+    machine_info, sources = document["machine"], document["sources"]
 
     def rows(cell: Callable[[dict[str, Any], str, str], str], kinds: tuple[str, ...]) -> list[list[str]]:
         return [
-            [f"{name}, {kind}", *(cell(found, name, kind) for found in sources.values())]
+            [f"{name}, {kind}", *(cell(figures, name, kind) for figures in sources.values())]
             for kind in kinds
             for name in METHODS
         ]
 
-    def counts(found: dict[str, Any], name: str, kind: str) -> str:
-        return " / ".join(f"{count:g}" for count in found["counts"][name][kind].values())
+    def counts(figures: dict[str, Any], name: str, kind: str) -> str:
+        return " / ".join(f"{count:g}" for count in figures["counts"][name][kind].values())
 
-    def asked(kind: str, found: dict[str, Any]) -> str:
-        return " / ".join(f"{count:+g}" for count in found["operations"][kind].values())
+    def operation_counts(kind: str, figures: dict[str, Any]) -> str:
+        return " / ".join(f"{count:+g}" for count in figures["operations"][kind].values())
 
-    def times(found: dict[str, Any], name: str, kind: str) -> str:
-        return f"{median(found['times'][f'{name}, {kind}']) * 1e3:.2f} ms"
+    def times(figures: dict[str, Any], name: str, kind: str) -> str:
+        return f"{median(figures['times'][f'{name}, {kind}']) * 1e3:.2f} ms"
 
     return (
-        f"# Work of a warm pass on {on['device']}\n\n"
-        f"{machine_text(on)} A Llama of two layers, a prefix of {PREFIX} tokens (for CacheTune two "
+        f"# Work of a warm pass on {machine_info['device']}\n\n"
+        f"{machine_text(machine_info)} A Llama of two layers, a prefix of {PREFIX} tokens (for CacheTune two "
         f"passages of {PREFIX}) in host memory, a suffix of {SUFFIX}. Columns are commits.\n\n"
         "## Calls / distinct functions / changes of file\n\n"
         + table(["pass of", *sources], rows(counts, KINDS))
         + "\n## Kernels / views that a layer needs in addition to DynamicCache, exact method\n\n"
-        + table(["pass of", *sources], [[f"a {kind}", *map(partial(asked, kind), sources.values())] for kind in KINDS])
+        + table(
+            ["pass of", *sources],
+            [[f"a {kind}", *map(partial(operation_counts, kind), sources.values())] for kind in KINDS],
+        )
         + "\n## Time in addition to DynamicCache\n\n"
         f"Medians of {document['rounds']} rounds of {document['turns']} turns. "
         "CacheTune computes a part of its passages, so its time is not an overhead.\n\n"
@@ -300,6 +307,7 @@ def report(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--source", type=Path, action="append", default=[], help="another checkout; can be repeated")
     parser.add_argument("--rounds", type=int, default=3, help="number of processes per source")
@@ -313,15 +321,17 @@ def main() -> None:
         return
     folders = {commit_of(folder): folder.resolve() for folder in (*arguments.source, Path(__file__).parent.parent)}
     rounds = interleaved(
-        {commit: partial(measured_apart, folder, arguments.turns) for commit, folder in folders.items()},
+        {commit: partial(measure_in_process, folder, arguments.turns) for commit, folder in folders.items()},
         arguments.rounds,
         warm_up=0,
     )
     sources = {}
-    for commit, all_found in rounds.items():
-        counted = {name: medians([found[name] for found in all_found]) for name in ("counts", "operations")}
-        times = {name: [found["times"][name] for found in all_found] for name in all_found[0]["times"]}
-        sources[commit] = {**counted, "times": times}
+    for commit, commit_figures in rounds.items():
+        commit_counts = {
+            name: medians([figures[name] for figures in commit_figures]) for name in ("counts", "operations")
+        }
+        times = {name: [figures["times"][name] for figures in commit_figures] for name in commit_figures[0]["times"]}
+        sources[commit] = {**commit_counts, "times": times}
     document = {
         "rounds": arguments.rounds,
         "turns": arguments.turns,

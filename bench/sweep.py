@@ -38,13 +38,13 @@ SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
     "budget": ("budget", (0.05, 0.1, 0.25, 0.5, 1.0)),
     "tokens": ("tokens of the prefix", (512, 1024, 2048, 4096)),
 }
-"""For each sweep what is varied, and its values; those of the last one are --lengths."""
+"""Label and values of each sweep; the values of "tokens" are replaced by --lengths."""
 WAYS = ("index", "keys")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One value of one sweep with one way of identification: a method, and the length of the prefixes it is asked."""
+    """Value of a sweep with one variant of identification: a method, and the length of its prefixes."""
 
     sweep: str
     value: float
@@ -53,59 +53,62 @@ class Point:
 
     @property
     def system(self) -> System:
-        """Points of several sweeps that are the same setting have the same name, and are measured once."""
-        it = self.method
-        name = f"{it.chunk_tokens} {it.period} {it.subperiod} {it.solo_layers} {it.budget} {it.identify}"
-        return System(name, it, it.policy)
+        """System of the point. Points with the same settings share a name, and are measured once."""
+        method = self.method
+        names = ("chunk_tokens", "period", "subperiod", "solo_layers", "budget", "identify")
+        name = " ".join(str(getattr(method, name)) for name in names)
+        return System(name, method, method.policy)
 
 
-def points(default: ContiguousKV, wanted: list[str], layers: int, tokens: int, lengths: list[int]) -> list[Point]:
-    """All that is to be measured, by sweep, value and way, as far as the model has the layers for it."""
-    found = []
-    for sweep in wanted:
+def points(default: ContiguousKV, sweeps: list[str], layers: int, tokens: int, lengths: list[int]) -> list[Point]:
+    """Return all points by sweep, value and variant, as far as the model has enough layers."""
+    all_points = []
+    for sweep in sweeps:
         values = lengths if sweep == "tokens" else SWEEPS[sweep][1]
-        if most := {"period": layers, "solo_layers": layers, "subperiod": default.period}.get(sweep):
-            values = [value for value in values if value <= most]
+        if limit := {"period": layers, "solo_layers": layers, "subperiod": default.period}.get(sweep):
+            values = [value for value in values if value <= limit]
         for value in values:
-            method, here = (default, value) if sweep == "tokens" else (varied(default, sweep, value), tokens)
-            found += [Point(sweep, value, replace(method, identify=way), here) for way in WAYS]
-    return found
+            method, prefix_tokens = (default, value) if sweep == "tokens" else (varied(default, sweep, value), tokens)
+            all_points += [Point(sweep, value, replace(method, identify=way), prefix_tokens) for way in WAYS]
+    return all_points
 
 
 def varied(default: ContiguousKV, sweep: str, value: float) -> ContiguousKV:
-    """The default with one value changed."""
+    """Return the default with one value changed."""
     return replace(default, **{sweep: value})
 
 
-def measure(arguments: argparse.Namespace, wanted: list[Point], folder: Path) -> dict[str, Any]:
-    """Ask all points' systems, those of every length in the same turns."""
+def measure(arguments: argparse.Namespace, selected_points: list[Point], folder: Path) -> dict[str, Any]:
+    """Measure the systems of all points, those of all lengths in the same turns."""
     model = build(arguments.shape, getattr(torch, arguments.dtype), torch.device(arguments.device))
     benches: dict[int, Bench] = {}
-    # the length that most sweeps have comes first: its disk is everybody's
-    lengths = {point.tokens for point in wanted}
+    # most sweeps use this length, so it comes first and defines the disk
+    lengths = {point.tokens for point in selected_points}
     for tokens in sorted(lengths, key=lambda tokens: (tokens != arguments.tokens, tokens)):
         prompts = RandomTokens(model.config.vocab_size, arguments.prefixes, tokens, arguments.suffix)
         benches[tokens] = Bench(arguments, model, prompts, folder / str(tokens))
         arguments.bandwidth = benches[tokens].bandwidth
     systems = {
-        tokens: list({point.system.name: point.system for point in wanted if point.tokens == tokens}.values())
+        tokens: list({point.system.name: point.system for point in selected_points if point.tokens == tokens}.values())
         for tokens in benches
     }
-    found = dict(zip(benches, ask_all([(bench, systems[tokens]) for tokens, bench in benches.items()]), strict=True))
+    summaries = dict(
+        zip(benches, ask_all([(bench, systems[tokens]) for tokens, bench in benches.items()]), strict=True)
+    )
     sweeps: dict[str, list[dict[str, Any]]] = {}
-    for point in wanted:
-        summary = found[point.tokens][point.system.name]
+    for point in selected_points:
+        summary = summaries[point.tokens][point.system.name]
         row = {"value": point.value, "identify": point.method.identify}
         sweeps.setdefault(point.sweep, []).append(row | summary)
-    first = next(iter(benches.values()))
-    return first.described() | {"sweeps": sweeps}
+    first_bench = next(iter(benches.values()))
+    return first_bench.described() | {"sweeps": sweeps}
 
 
 # --- telling
 
 
 def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
-    """The page of results, as Markdown: a table for each sweep."""
+    """Return the page in Markdown, with a table for each sweep."""
     text = [
         f"# ContiguousKV's settings, {result['model']} in {result['dtype']} on {measured_on['device']}\n",
         f"{machine_text(measured_on)} {disk_and_memory(result)}\n",
@@ -129,9 +132,9 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
 
 
 def _read(row: dict[str, Any]) -> dict[str, float]:
-    """MiB read, by what they were read for."""
-    choosing = row["bytes_identifying"]
-    split = {"scoring": choosing, "attended to": row["bytes_read"] - choosing}
+    """Return the MiB read, by purpose."""
+    scoring = row["bytes_identifying"]
+    split = {"scoring": scoring, "attended to": row["bytes_read"] - scoring}
     return {name: nbytes / MIB for name, nbytes in split.items()}
 
 
@@ -147,7 +150,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """For each sweep the time to first token, and below it what is read, where matplotlib is installed."""
+    """Plot the time to first token and the bytes read of each sweep, where matplotlib is installed."""
     if (plt := pyplot()) is None:
         return
     sweeps = result["sweeps"]
@@ -167,26 +170,27 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def _panel(times: Any, reads: Any, rows: list[dict[str, Any]]) -> None:
-    """One sweep: lines of times, and stacked bars of bytes, side by side for the two ways."""
+    """Plot one sweep: lines of times, and stacked bars of bytes for both variants."""
     for number, way in enumerate(WAYS):
-        mine = [row for row in rows if row["identify"] == way]
-        places = range(len(mine))
+        way_rows = [row for row in rows if row["identify"] == way]
+        places = range(len(way_rows))
         color = f"C{number}"
-        times.plot(places, [1e3 * row["ttft_mean_s"] for row in mine], "o-", color=color, label=f"{way}, mean")
-        p95 = [1e3 * row["ttft_p95_s"] for row in mine]
+        times.plot(places, [1e3 * row["ttft_mean_s"] for row in way_rows], "o-", color=color, label=f"{way}, mean")
+        p95 = [1e3 * row["ttft_p95_s"] for row in way_rows]
         times.plot(places, p95, "_", color=color, label=f"{way}, 95th percentile")
-        bottom = [0.0] * len(mine)
-        beside = [place + 0.4 * number - 0.2 for place in places]
-        for part, name in enumerate(_read(mine[0])):
-            heights = [_read(row)[name] for row in mine]
+        bottom = [0.0] * len(way_rows)
+        positions = [place + 0.4 * number - 0.2 for place in places]
+        for part, name in enumerate(_read(way_rows[0])):
+            heights = [_read(row)[name] for row in way_rows]
             label = None if number else name
-            reads.bar(beside, heights, 0.36, bottom=bottom, color=f"C{2 + part}", label=label)
+            reads.bar(positions, heights, 0.36, bottom=bottom, color=f"C{2 + part}", label=label)
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-        reads.set_xticks(places, [f"{row['value']:g}" for row in mine])
+        reads.set_xticks(places, [f"{row['value']:g}" for row in way_rows])
     times.set_ylim(bottom=0)
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sweeps", default=",".join(SWEEPS), help="settings to vary, separated by commas (default: all)"
@@ -197,9 +201,9 @@ def main() -> None:
     add_arguments(parser)
     parser.set_defaults(requests=12, warm_up=4)
     arguments = parser.parse_args()
-    wanted = arguments.sweeps.split(",")
-    if unknown := sorted(set(wanted) - set(SWEEPS)):
-        parser.error(f"unknown sweep {unknown[0]!r}; choose from {', '.join(SWEEPS)}")
+    selected_sweeps = arguments.sweeps.split(",")
+    if unknown_sweeps := sorted(set(selected_sweeps) - set(SWEEPS)):
+        parser.error(f"unknown sweep {unknown_sweeps[0]!r}; choose from {', '.join(SWEEPS)}")
     lengths = [int(length) for length in arguments.lengths.split(",")]
     layers = SHAPES[arguments.shape]["num_hidden_layers"]
     default = ContiguousKV(period=min(ContiguousKV.period, layers))
@@ -210,10 +214,12 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = Path(temporary)
-        measured = measure(arguments, points(default, wanted, layers, arguments.tokens, lengths), folder)
+        sweep_results = measure(arguments, points(default, selected_sweeps, layers, arguments.tokens, lengths), folder)
         measured_on = machine(torch.device(arguments.device), folder)
     result = (
-        {"model": arguments.shape, "dtype": arguments.dtype, "defaults": defaults} | measured | {"machine": measured_on}
+        {"model": arguments.shape, "dtype": arguments.dtype, "defaults": defaults}
+        | sweep_results
+        | {"machine": measured_on}
     )
     name = arguments.name or f"sweep-{arguments.shape}-{arguments.dtype}-{torch.device(arguments.device).type}"
     text = report(result, measured_on)

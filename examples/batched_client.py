@@ -78,6 +78,7 @@ async def ask_all(url: str, text: str, questions: list[str], new_tokens: int) ->
 
 
 def main() -> int:
+    """Ask the questions, and print the answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000/v1", help="address of the server; default: %(default)s")

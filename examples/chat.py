@@ -37,10 +37,11 @@ from long_context import BOOK, facts_for
 from stored_corpus import MODEL, load
 
 DOCUMENT_TOKENS, FACTS = 400, 6
-"""Of the document that the reference model has read: it was trained on up to 640."""
+"""Tokens and facts of the reference model's document; the model was trained on up to 640 tokens."""
 
 
 def main() -> int:
+    """Run the example, and return the exit status."""
     arguments = arguments_of()
     from hf_tiered_cache import KVStore, TieredCacheError
 
@@ -51,34 +52,35 @@ def main() -> int:
                 show(store)
             else:
                 chat(store, folder, arguments)
-    except TieredCacheError as error:  # such as one that another process goes on with
+    except TieredCacheError as error:  # such as a conversation that another process uses
         raise SystemExit(str(error)) from None
     return 0
 
 
 def arguments_of() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--conversation", default="chat", metavar="ID", help="conversation to begin or continue; default: %(default)s")
-    add("--say", action="append", metavar="TEXT", help="user message, in place of the keyboard; may be repeated")
+    add("--say", action="append", metavar="TEXT", help="user message instead of keyboard input; may be repeated")
     add("--list", action="store_true", help="list the conversations and their size")
     add("--model", help=f"model of the hub, folder, or short name of eval.models; default: {MODEL}")
     add("--dtype", default="auto", help="data type of the weights; default: the model's")
     add("--document", type=Path, metavar="FILE", help="text that a new conversation begins with")
     add("--store", default="chat-store", metavar="DIR", help="folder of KV and messages; default: %(default)s")
     add("--method", default="krul", help="how KV is stored: krul, exact, ...; default: %(default)s")
-    add("--calibrate", action="store_true", help="first measure what computing and loading cost on this machine")
+    add("--calibrate", action="store_true", help="first measure computing and loading on this machine")
     add("--new-tokens", type=int, metavar="N", help="maximum tokens of an answer; default: 64")
     return parser.parse_args()
 
 
 @dataclass
 class History:
-    """What was said. A store keeps KV and hashes, no words: these lie beside it.
+    """Messages of a conversation, in a file of their own: a store has KV and hashes, but no text.
 
     Args:
-        document: what it began with.
-        turns: the user's words and the answer, of each.
+        document: Text at the beginning of the conversation.
+        turns: The user's message and the answer of each turn.
     """
 
     document: str = ""
@@ -100,20 +102,20 @@ class History:
 
 
 class Talker:
-    """Turns what was said into a prompt.
+    """Converter of messages into prompts, and of tokens into answers.
 
     Args:
-        tokenizer: of the model. With a chat template that is used; the reference models have a language of their own.
+        tokenizer: Tokenizer of the model. Its chat template is used if it has one.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.speaks_language = tokenizer, "<is>" in tokenizer.get_vocab()
-        named = not (self.speaks_language or tokenizer.chat_template)
-        self.stop = ["\nUser:"] if named else None
-        """Words that end an answer, where the model has none of its own."""
+        needs_role_names = not (self.speaks_language or tokenizer.chat_template)
+        self.stop = ["\nUser:"] if needs_role_names else None
+        """Strings that end an answer, if the model has no chat template."""
 
     def document(self, path: Path | None) -> tuple[str, list[str]]:
-        """The text that a conversation begins with, and for the reference model's own what it may be asked."""
+        """Return the text at the beginning, and for the reference model's own document the known questions."""
         if path is not None:
             return path.read_text(encoding="utf-8"), []
         if not self.speaks_language:
@@ -122,11 +124,11 @@ class Talker:
         text = self.tokenizer(BOOK.read_text(encoding="utf-8"), add_special_tokens=False).input_ids[:DOCUMENT_TOKENS]
         cuts = [DOCUMENT_TOKENS * number // FACTS for number in range(FACTS + 1)]
         parts = [self.tokenizer.decode(text[start:stop]) for start, stop in pairwise(cuts)]
-        written = "".join(f"{part}{fact}" for part, (fact, _, _) in zip(parts, facts, strict=True))
-        return written, [question[len("<q><") : -1] for _, question, _ in facts]
+        text_with_facts = "".join(f"{part}{fact}" for part, (fact, _, _) in zip(parts, facts, strict=True))
+        return text_with_facts, [question[len("<q><") : -1] for _, question, _ in facts]
 
     def prompt(self, history: History, words: str) -> Any:
-        """All that was said, and these words, as ids `[1, tokens]`."""
+        """Return the ids of the history and a new message, `[1, tokens]`."""
         if self.tokenizer.chat_template:
             messages = [{"role": "system", "content": history.document}] if history.document else []
             for user, answer in (*history.turns, (words, "")):
@@ -134,14 +136,14 @@ class Talker:
             options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
             return self.tokenizer.apply_chat_template(messages[:-1], **options).input_ids
         if self.speaks_language:
-            said = "".join(f"{in_language(user)}{answer}" for user, answer in history.turns) + in_language(words)
+            dialogue = "".join(f"{in_language(user)}{answer}" for user, answer in history.turns) + in_language(words)
         else:
-            said = "".join(f"\nUser: {user}\nAssistant: {answer}" for user, answer in history.turns)
-            said += f"\nUser: {words}\nAssistant:"
-        return self.tokenizer(history.document + said, return_tensors="pt").input_ids
+            dialogue = "".join(f"\nUser: {user}\nAssistant: {answer}" for user, answer in history.turns)
+            dialogue += f"\nUser: {words}\nAssistant:"
+        return self.tokenizer(history.document + dialogue, return_tensors="pt").input_ids
 
     def answer(self, ids: Any) -> str:
-        """Words of the ids that were generated."""
+        """Decode an answer."""
         words = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         for stop in self.stop or ():
             words = words.removesuffix(stop)
@@ -149,43 +151,43 @@ class Talker:
 
 
 def in_language(words: str) -> str:
-    """As `<q><k7>` for "k7", or "What is k7?"; other words as they are."""
-    asked = re.findall(r"\bk\d+\b", words)
-    return f"<q><{asked[-1]}>" if asked and "<" not in words else words
+    """Return `<q><k7>` for "k7" or "What is k7?", and other words unchanged."""
+    keys = re.findall(r"\bk\d+\b", words)
+    return f"<q><{keys[-1]}>" if keys and "<" not in words else words
 
 
 def chat(store: Any, folder: Path, arguments: argparse.Namespace) -> None:
-    """Go on with a conversation until nothing more is said."""
+    """Continue a conversation until there are no more messages."""
     from hf_tiered_cache import TieredCache
 
     model, tokenizer = load(arguments.model, arguments.dtype)
     if arguments.calibrate:
         store.calibrate_prefix(model, tokens=(128, 512), progress=False)
-    talker, said_in = Talker(tokenizer), History.path(folder, arguments.conversation)
+    talker, history_path = Talker(tokenizer), History.path(folder, arguments.conversation)
     with TieredCache(model, store, conversation=arguments.conversation, method=arguments.method) as cache:
-        history = History.read(said_in)  # nobody else goes on with it now
+        history = History.read(history_path)  # no other process uses it now
         if not history.turns:
-            history.document, known = talker.document(arguments.document)
-            hint = f"; ask it for {', '.join(known)}" if known else ""
+            history.document, known_questions = talker.document(arguments.document)
+            hint = f"; ask it for {', '.join(known_questions)}" if known_questions else ""
             print(f"a new conversation, {arguments.conversation!r}{hint}")
         else:
             print(f"going on with {arguments.conversation!r}, after {len(history.turns)} turns")
-        for words in spoken(arguments.say):
+        for words in messages(arguments.say):
             if words == "/idle":
                 tell(cache.suspend())
             elif words == "/undo":
                 history.turns = history.turns[:-1]
-                history.write(said_in)
+                history.write(history_path)
             else:
                 answer = reply(model, talker, cache, talker.prompt(history, words), arguments)
                 history.turns.append((words, answer))
-                history.write(said_in)
+                history.write(history_path)
         if cache.get_seq_length():
             tell(cache.suspend())
 
 
-def spoken(scripted: list[str] | None) -> Iterator[str]:
-    """What the user says, from the keyboard or as given."""
+def messages(scripted: list[str] | None) -> Iterator[str]:
+    """Yield the user's messages, from the keyboard or the command line."""
     for words in scripted or ():
         print(f"you> {words}")
         yield words
@@ -200,11 +202,11 @@ def spoken(scripted: list[str] | None) -> Iterator[str]:
 
 
 def reply(model: Any, talker: Talker, cache: Any, ids: Any, arguments: argparse.Namespace) -> str:
-    """An answer, written as it comes, and what it took."""
+    """Generate an answer, print it token by token with its figures, and return it."""
     from transformers import TextStreamer
 
     class Watch(TextStreamer):
-        """Also notes when the first token came; the prompt is put first."""
+        """Streamer that also records the time of each token; the prompt comes first."""
 
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **settings)
@@ -214,20 +216,20 @@ def reply(model: Any, talker: Talker, cache: Any, ids: Any, arguments: argparse.
             self.times.append(time.perf_counter())
             super().put(value)
 
-    before, known_reasons = tokens_of(cache.stats), set(cache.stats.reasons)
+    counts_before, known_reasons = tokens_of(cache.stats), set(cache.stats.reasons)
     watch, ids = Watch(talker.tokenizer, skip_prompt=True, skip_special_tokens=True), ids.to(model.device)
     new_tokens = arguments.new_tokens or (2 if talker.speaks_language else 64)
     stopping = {"stop_strings": talker.stop, "tokenizer": talker.tokenizer} if talker.stop else {}
-    asked = {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape), "past_key_values": cache}
-    out = model.generate(**asked, max_new_tokens=new_tokens, do_sample=False, streamer=watch, **stopping)
-    took = {name: count - before[name] for name, count in tokens_of(cache.stats).items()}
-    ttft, kept = watch.times[2] - watch.times[0], ""
-    if took["tokens_kept"]:
-        kept = f", {took['tokens_kept']} still in memory"
+    inputs = {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape), "past_key_values": cache}
+    out = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, streamer=watch, **stopping)
+    counts = {name: count - counts_before[name] for name, count in tokens_of(cache.stats).items()}
+    ttft, kept_text = watch.times[2] - watch.times[0], ""
+    if counts["tokens_kept"]:
+        kept_text = f", {counts['tokens_kept']} still in memory"
     print(
-        f"     first token after {ttft:.3f} s; {took['tokens_restored']} of {ids.shape[1]} tokens "
-        f"restored, of them {took['tokens_recomputed']:.0f} recomputed{kept}; {took['tokens_computed']} computed, the "
-        "answer's among them"
+        f"     first token after {ttft:.3f} s; {counts['tokens_restored']} of {ids.shape[1]} tokens "
+        f"restored, of them {counts['tokens_recomputed']:.0f} recomputed{kept_text}; "
+        f"{counts['tokens_computed']} computed, the answer's among them"
     )
     for reason in cache.stats.reasons.keys() - known_reasons:
         print(f"     {reason}")
@@ -235,21 +237,21 @@ def reply(model: Any, talker: Talker, cache: Any, ids: Any, arguments: argparse.
 
 
 def tokens_of(stats: Any) -> dict[str, Any]:
-    """Counts of tokens in the statistics of a cache."""
+    """Return the counts of tokens in the statistics of a cache."""
     figures = asdict(stats) | asdict(stats.details)
     return {name: count for name, count in figures.items() if name.startswith("tokens_")}
 
 
 def tell(suspended: Any) -> None:
-    """What was put away."""
+    """Print the result of a suspension."""
     from hf_tiered_cache.units import format_bytes
 
-    kept = f"{suspended.tokens} tokens kept in {format_bytes(suspended.bytes)}"
-    print(f"put away: {kept}{', ' + suspended.reason if suspended.reason else ''}")
+    size_text = f"{suspended.tokens} tokens kept in {format_bytes(suspended.bytes)}"
+    print(f"put away: {size_text}{', ' + suspended.reason if suspended.reason else ''}")
 
 
 def show(store: Any) -> None:
-    """The conversations that there are; `hf-tiered-cache conversations DIR/kv` says more, and removes them."""
+    """Print the conversations of a store, like `hf-tiered-cache conversations DIR/kv`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -258,9 +260,11 @@ def show(store: Any) -> None:
     table = Table(box=None)
     for heading in ("conversation", "method", "turns", "tokens", "on disk"):
         table.add_column(heading, justify="left" if heading in ("conversation", "method") else "right")
-    for one in store.conversations():
-        size = format_bytes(one.bytes)
-        table.add_row(one.id, one.method, str(one.turns), str(one.tokens_there), size)
+    for conversation in store.conversations():
+        size = format_bytes(conversation.bytes)
+        table.add_row(
+            conversation.id, conversation.method, str(conversation.turns), str(conversation.tokens_there), size
+        )
     Console().print(table)
 
 

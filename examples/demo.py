@@ -5,7 +5,7 @@
 
 Each process asks its question twice: through TieredCache, and by recomputing everything. If SmolLM2 cannot be
 downloaded, a model of 100M parameters with random weights takes its place: its answers mean nothing, but they are the
-same both ways, and they take as long as those of a trained model.
+same with both variants, and they take as long as those of a trained model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ANSWER_TOKENS = 32
 
 
 def ask(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One process's work: put one question about the text to the model, restoring and recomputing."""
+    """Ask one question about the text in this process, with restored and with recomputed KV."""
     import torch
     from transformers import set_seed
     from transformers.utils import logging
@@ -45,23 +45,23 @@ def ask(arguments: argparse.Namespace) -> dict[str, Any]:
     set_seed(0)
     model, encode, decode = load(arguments.model)
     ids = encode(QUESTIONS[arguments.ask]).to(model.device)
-    with torch.no_grad():  # the first pass of a process is slow for reasons of its own: threads, memory, page faults
+    with torch.no_grad():  # warm up: the first pass of a process starts threads and allocates memory
         model(input_ids=ids[:, :64], use_cache=False)
     with KVStore(arguments.store) as store:
         cache = TieredCache(model, store)
-        ours, ours_ttft = generate(model, ids, cache)
-        theirs, theirs_ttft = generate(model, ids)
+        restored_ids, restored_ttft = generate(model, ids, cache)
+        recomputed_ids, recomputed_ttft = generate(model, ids)
     stats = cache.stats
     return {
         "question": QUESTIONS[arguments.ask],
-        "answer": decode(ours[0, ids.shape[1] :]),
+        "answer": decode(restored_ids[0, ids.shape[1] :]),
         "prompt_tokens": ids.shape[1],
-        "ttft_s": ours_ttft,
-        "recompute_ttft_s": theirs_ttft,
+        "ttft_s": restored_ttft,
+        "recompute_ttft_s": recomputed_ttft,
         "tokens_restored": stats.tokens_restored,
         "bytes_read": stats.bytes_read,
         "tier": stats.tier,
-        "same_tokens": torch.equal(ours, theirs),
+        "same_tokens": torch.equal(restored_ids, recomputed_ids),
     }
 
 
@@ -81,23 +81,23 @@ def generate(model: Any, ids: Any, cache: Any = None, new_tokens: int = ANSWER_T
         def end(self) -> None:
             pass
 
-    first = FirstToken()
+    streamer = FirstToken()
     out = model.generate(
         ids,
         attention_mask=ids.new_ones(ids.shape),
         max_new_tokens=new_tokens,
         do_sample=False,
-        streamer=first,
+        streamer=streamer,
         **({} if cache is None else {"past_key_values": cache}),
     )
-    return out, first.seconds
+    return out, streamer.seconds
 
 
 def load(name: str | None) -> tuple[Any, Callable[[str], Any], Callable[[Any], str]]:
     """Load a model, and functions from a question to the ids `[1, tokens]` of its prompt and from ids to text.
 
     Args:
-        name: a name on the hub, or a folder; None builds a model with random weights.
+        name: Name on the hub, or folder; None builds a model with random weights.
     """
     import torch
 
@@ -164,6 +164,7 @@ def find_model(name: str | None) -> str | None:
 
 
 def main() -> int:
+    """Run the three processes, and print a table; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", help=f"a model of the hub, a folder, or a short name of eval.models; default: {MODEL}"
@@ -191,11 +192,11 @@ def main() -> int:
             command = [sys.executable, __file__, "--ask", str(number), "--store", arguments.store or temporary]
             command += ["--model", model] if model else []
             with console.status(f"process {number + 1} of {len(QUESTIONS)}: {QUESTIONS[number]}"):
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-            if done.returncode:
-                console.print(f"process {number + 1} failed; its errors stand above")
-                return done.returncode
-            result = json.loads(done.stdout.splitlines()[-1])
+                process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if process.returncode:
+                console.print(f"process {number + 1} failed; see its errors above")
+                return process.returncode
+            result = json.loads(process.stdout.splitlines()[-1])
             all_same &= result["same_tokens"]
             console.print(f"[bold]{result['question']}[/bold] {escape(result['answer'])}", highlight=False)
             table.add_row(
@@ -209,9 +210,7 @@ def main() -> int:
                 "the same" if result["same_tokens"] else "DIFFER",
             )
     console.print(table)
-    console.print(
-        "TTFT: seconds to the first token. Each process was new; what it restored came from the store's folder."
-    )
+    console.print("TTFT: seconds to the first token. Each process is new, and restores KV from the store's folder.")
     return 0 if all_same else 1
 
 

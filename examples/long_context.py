@@ -1,17 +1,17 @@
-"""A text that is longer than memory: its KV lies on disk, and each token reads what it needs of it.
+"""A text that is longer than memory: its KV is on disk, and each token reads the part that it needs.
 
     python examples/long_context.py                             # 32,768 tokens, a small model that ships; no network
     python examples/long_context.py --model NAME_OR_PATH --text FILE --tokens 65536 --skip-full
     python examples/long_context.py --model NAME_OR_PATH --text FILE --question "Who is she?"
 
-Facts are hidden in a text, and asked for at its end. Three processes do so, each with a memory of its own:
+Facts are inserted into a text, and questions about them follow at its end. Three processes answer them:
 
-1. computes the text in pieces, each of which goes to the store before the next is computed, and answers;
-2. opens the same store, and answers at once: nothing of the text is computed again;
-3. is what they are compared with: full attention, with all KV in memory.
+1. The first process computes the text in pieces, and stores each piece before it computes the next one.
+2. The second process opens the same store, and answers without computing the text again.
+3. For comparison, the third process uses full attention, with all KV in memory.
 
-Host memory is given a tenth of the text's KV (--host-memory). Each token attends to a sixty-fourth of the text
-(--budget), which each head chooses anew, and to the text's first and last tokens.
+Host memory has room for a tenth of the text's KV (--host-memory). Each token attends to a sixty-fourth of the text
+(--budget), which each head selects for each token, and to the text's first and last tokens.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ BOOK = HERE / "data" / "a_scandal_in_bohemia_part_1.txt"
 REFERENCE = HERE.parent / "eval" / "reference" / "long"
 sys.path.append(str(HERE.parent))  # eval/ is not installed with the package
 TRAINED = 4608
-"""Tokens of the longest contexts that the reference model was trained on; beyond, YaRN stretches its positions."""
+"""Maximum number of context tokens in the training of the reference model; YaRN extends longer texts."""
 DOES = {
     "store": "computes the text in pieces, and stores it",
-    "again": "answers about the same text at once",
-    "full": "does so with full attention",
+    "again": "answers about the same text from the store",
+    "full": "answers with full attention",
 }
 
 
 def main() -> int:
+    """Run the three processes, and print their answers; return the exit status."""
     arguments = arguments_of()
     if arguments.process:
         figures = answer_with_all(arguments) if arguments.process == "full" else answer_from_store(arguments)
@@ -51,57 +52,70 @@ def main() -> int:
 
     from rich.console import Console
 
-    console, found = Console(), dict[str, Any]()
+    console, results = Console(), dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="hf-tiered-long-") as folder:
-        own = ["--store", arguments.store or f"{folder}/store", "--answers", f"{folder}/answers.pt", "--process"]
-        for number, (name, does) in enumerate(DOES.items(), start=1):
+        process_options = [
+            "--store",
+            arguments.store or f"{folder}/store",
+            "--answers",
+            f"{folder}/answers.pt",
+            "--process",
+        ]
+        for number, (name, description) in enumerate(DOES.items(), start=1):
             if name == "full" and arguments.skip_full:
                 continue
-            console.print(f"[bold]process {number}[/bold] {does}", highlight=False)
-            command = [sys.executable, __file__, *sys.argv[1:], *own, name]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-            if done.returncode:
-                console.print(f"process {number} failed; its errors stand above")
-                return done.returncode
-            found[name] = json.loads(done.stdout.splitlines()[-1])
-    show(console, arguments, found)
-    return 0 if found["again"]["answers"][0]["restored"] else 1
+            console.print(f"[bold]process {number}[/bold] {description}", highlight=False)
+            command = [sys.executable, __file__, *sys.argv[1:], *process_options, name]
+            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if process.returncode:
+                console.print(f"process {number} failed; see its errors above")
+                return process.returncode
+            results[name] = json.loads(process.stdout.splitlines()[-1])
+    show(console, arguments, results)
+    return 0 if results["again"]["answers"][0]["restored"] else 1
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
         default=str(REFERENCE),
-        help="a model of the hub, a folder, or a short name of eval.models; default: one that ships",
+        help="model of the hub, folder, or short name of eval.models; default: an included reference model",
     )
-    parser.add_argument("--text", type=Path, default=BOOK, help="a file that is cut, or begins again, at --tokens")
+    parser.add_argument("--text", type=Path, default=BOOK, help="text file, cut or repeated to fill --tokens")
     number = {"type": int, "metavar": "N"}
-    parser.add_argument("--tokens", default=32768, **number, help="of the text; default: %(default)s")
-    parser.add_argument("--questions", default=6, **number, help="about as many facts; default: %(default)s")
-    parser.add_argument("--question", metavar="TEXT", help="your own, about the text as it is: no facts are hidden")
-    parser.add_argument("--new-tokens", default=16, **number, help="of each answer; default: %(default)s")
-    share = {"type": float, "metavar": "X"}
-    parser.add_argument("--budget", default=1 / 64, **share, help="share of the text; default: %(default)s")
-    parser.add_argument("--window", default=2, **share, help="budgets that device memory keeps; default: %(default)s")
-    parser.add_argument("--piece", default=2048, **number, help="tokens computed at once; default: %(default)s")
-    parser.add_argument("--host-memory", metavar="SIZE", help='for KV, such as "64MiB"; default: a tenth of it')
-    parser.add_argument("--store", metavar="DIR", help="default: a temporary one, deleted at the end")
-    parser.add_argument("--dtype", help="default: the model's; float32 for the one that ships, on a CPU")
+    parser.add_argument("--tokens", default=32768, **number, help="number of tokens in the text; default: %(default)s")
+    parser.add_argument("--questions", default=6, **number, help="number of facts and questions; default: %(default)s")
+    parser.add_argument("--question", metavar="TEXT", help="your own question about the unchanged text, without facts")
     parser.add_argument(
-        "--yarn", **share, help="stretches positions so far; default: 1, or what the model that ships needs"
+        "--new-tokens", default=16, **number, help="number of tokens in each answer; default: %(default)s"
     )
-    parser.add_argument("--skip-full", action="store_true", help="leave the third process out")
+    share = {"type": float, "metavar": "X"}
+    parser.add_argument("--budget", default=1 / 64, **share, help="share attended to by a token; default: %(default)s")
+    parser.add_argument("--window", default=2, **share, help="device memory in budgets; default: %(default)s")
+    parser.add_argument("--piece", default=2048, **number, help="tokens computed at once; default: %(default)s")
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", help='host memory for KV, such as "64MiB"; default: a tenth of all KV'
+    )
+    parser.add_argument(
+        "--store", metavar="DIR", help="folder of the store; default: a temporary one, deleted at the end"
+    )
+    parser.add_argument("--dtype", help="data type; default: the model's, or float32 for the included model on a CPU")
+    parser.add_argument(
+        "--yarn", **share, help="YaRN factor of positions; default: 1, or the factor that the included model needs"
+    )
+    parser.add_argument("--skip-full", action="store_true", help="skip the third process")
     parser.add_argument("--process", choices=DOES, help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
-# --- the text, and what is asked about it
+# --- the text, and the questions about it
 
 
-class Asked(NamedTuple):
-    """A question, as token ids, and how its answer begins, if that is known; tokens from there to the text's end."""
+class Question(NamedTuple):
+    """Question as token ids, the begin of its answer if known, and the tokens from the fact to the text's end."""
 
     ids: list[int]
     answer: str = ""
@@ -109,9 +123,9 @@ class Asked(NamedTuple):
 
 
 def facts_for(vocabulary: dict[str, int], count: int) -> list[tuple[str, str, str]]:
-    """Sentences for a text, the questions about them, and how the answers begin."""
+    """Return sentences for a text, questions about them, and the begins of the answers."""
     draw = random.Random(0)
-    if "<is>" in vocabulary:  # the reference models speak a language of their own, among English
+    if "<is>" in vocabulary:  # the language of the reference models
         keys, firsts, seconds = (
             draw.sample(range(96), count),
             draw.sample(range(64), count),
@@ -132,8 +146,8 @@ def facts_for(vocabulary: dict[str, int], count: int) -> list[tuple[str, str, st
     ]
 
 
-def prompts_for(tokenizer: Any, arguments: argparse.Namespace) -> tuple[list[int], list[Asked]]:
-    """A text of `arguments.tokens` tokens with facts at equal distances in it, and the questions about them."""
+def prompts_for(tokenizer: Any, arguments: argparse.Namespace) -> tuple[list[int], list[Question]]:
+    """Return a text of `arguments.tokens` tokens with facts at equal distances, and the questions about them."""
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -141,8 +155,8 @@ def prompts_for(tokenizer: Any, arguments: argparse.Namespace) -> tuple[list[int
     text, context = encode(arguments.text.read_text()), list(tokenizer("").input_ids)
     if arguments.question:
         room = arguments.tokens - len(context)
-        return context + [text[i % len(text)] for i in range(room)], [Asked(encode(arguments.question))]
-    facts, asked, at = facts_for(tokenizer.get_vocab(), arguments.questions), list[Asked](), 0
+        return context + [text[i % len(text)] for i in range(room)], [Question(encode(arguments.question))]
+    facts, questions, at = facts_for(tokenizer.get_vocab(), arguments.questions), list[Question](), 0
     sentences = [encode(sentence) for sentence, _, _ in facts]
     room = arguments.tokens - len(context) - sum(map(len, sentences))
     if room < len(facts):
@@ -150,17 +164,17 @@ def prompts_for(tokenizer: Any, arguments: argparse.Namespace) -> tuple[list[int
     for number, (sentence, (_, question, answer)) in enumerate(zip(sentences, facts, strict=True), start=1):
         stop = room * number // (len(facts) + 1)
         context += [text[i % len(text)] for i in range(at, stop)]
-        asked.append(Asked(encode(question), answer, arguments.tokens - len(context)))
+        questions.append(Question(encode(question), answer, arguments.tokens - len(context)))
         context += sentence
         at = stop
-    return context + [text[i % len(text)] for i in range(at, room)], asked
+    return context + [text[i % len(text)] for i in range(at, room)], questions
 
 
 # --- what each process does
 
 
 def answer_from_store(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Answer one question, or in the second process all, within the budget, each with a cache of its own."""
+    """Answer one question, or in the second process all, within the budget, with a cache for each."""
     import torch
 
     from hf_tiered_cache import KVStore, TieredCache
@@ -172,29 +186,29 @@ def answer_from_store(arguments: argparse.Namespace) -> dict[str, Any]:
     kv_bytes = len(context) * bytes_per_token(model, context[:64])
     host = parse_bytes(arguments.host_memory, "host_memory") if arguments.host_memory else kv_bytes // 10
     method = KVDrive(arguments.budget, window=arguments.window, prefill_tokens=arguments.piece)
-    memory, answers, kept = Memory(), [], []
+    memory, answers, outputs = Memory(), [], []
     with KVStore(arguments.store, host_memory=host) as store:
-        for asked in questions if arguments.process == "again" else questions[:1]:
+        for question in questions if arguments.process == "again" else questions[:1]:
             cache = TieredCache(model, store, method=method)
-            said, logits, figures = generate(model, context + asked.ids, cache, arguments.new_tokens)
-            kept.append((said, logits))
+            answer_ids, logits, figures = generate(model, context + question.ids, cache, arguments.new_tokens)
+            outputs.append((answer_ids, logits))
             figures |= {"restored": cache.stats.tokens_restored, "computed": cache.stats.tokens_computed}
-            answers.append(figures | judged(tokenizer, said, asked) | {"reason": cache.stats.reason})
-        found = {"kv_bytes": kv_bytes, "host_memory": host} | memory.used()
-    torch.save(kept, arguments.answers)
+            answers.append(figures | judged(tokenizer, answer_ids, question) | {"reason": cache.stats.reason})
+        summary = {"kv_bytes": kv_bytes, "host_memory": host} | memory.used()
+    torch.save(outputs, arguments.answers)
 
     def bytes_in(folder: Path) -> int:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
     folder = Path(arguments.store)
-    return found | {"answers": answers, "bytes_on_disk": bytes_in(folder), "index_bytes": bytes_in(folder / "beside")}
+    return summary | {"answers": answers, "bytes_on_disk": bytes_in(folder), "index_bytes": bytes_in(folder / "beside")}
 
 
 def answer_with_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Answer all questions behind KV that is computed once; and judge the second process's answers, token by token.
+    """Answer all questions after KV that is computed once, and compare with the second process's answers.
 
-    Given the question and the answer so far, is the likeliest token the same, and how far (Kullback-Leibler divergence,
-    in nats) is one distribution from the other?
+    The comparison is token by token, given the question and the answer so far: top-1 agreement, and KL divergence of
+    the distributions in nats.
     """
     import torch
     from transformers import DynamicCache
@@ -203,31 +217,38 @@ def answer_with_all(arguments: argparse.Namespace) -> dict[str, Any]:
     context, questions = prompts_for(tokenizer, arguments)
     bytes_per_token(model, context[:64])
     memory, answers = Memory(), []
-    cache = DynamicCache()  # without a config every layer keeps all, so that the text is left when questions go
+    cache = DynamicCache()  # without a config, all layers keep all tokens, so that questions can be cropped
 
     def forget_question() -> None:
         cache.crop(len(context) - cache.get_seq_length())
 
-    for asked in questions:
-        before = cache.get_seq_length()
-        said, _, figures = generate(model, context + asked.ids, cache, arguments.new_tokens)
-        figures |= {"restored": 0, "computed": len(context) + len(asked.ids) + len(said) - 1 - before}
-        answers.append(figures | judged(tokenizer, said, asked))
+    for question in questions:
+        cached_tokens = cache.get_seq_length()
+        answer_ids, _, figures = generate(model, context + question.ids, cache, arguments.new_tokens)
+        figures |= {"restored": 0, "computed": len(context) + len(question.ids) + len(answer_ids) - 1 - cached_tokens}
+        answers.append(figures | judged(tokenizer, answer_ids, question))
         forget_question()
-    found, same, divergences = memory.used(), 0, list[float]()
-    for asked, (said, ours) in zip(questions, torch.load(arguments.answers), strict=True):
-        ids = torch.tensor([asked.ids + said[:-1]], device=model.device)
+    memory_figures, agreeing, divergences = memory.used(), 0, list[float]()
+    for question, (answer_ids, logits) in zip(questions, torch.load(arguments.answers), strict=True):
+        ids = torch.tensor([question.ids + answer_ids[:-1]], device=model.device)
         with torch.no_grad():
-            full = model(input_ids=ids, past_key_values=cache, logits_to_keep=len(said)).logits[0].float().cpu()
+            full_logits = (
+                model(input_ids=ids, past_key_values=cache, logits_to_keep=len(answer_ids)).logits[0].float().cpu()
+            )
         forget_question()
-        same += int((full.argmax(1) == ours.argmax(1)).sum())
-        both = ours.log_softmax(1), full.log_softmax(1)  # [new tokens, vocabulary]
-        divergences += torch.nn.functional.kl_div(*both, log_target=True, reduction="none").sum(1).tolist()
-    return found | {"answers": answers, "same": same, "of": len(divergences), "KL": statistics.mean(divergences)}
+        agreeing += int((full_logits.argmax(1) == logits.argmax(1)).sum())
+        log_probs = logits.log_softmax(1), full_logits.log_softmax(1)  # [new tokens, vocabulary]
+        divergences += torch.nn.functional.kl_div(*log_probs, log_target=True, reduction="none").sum(1).tolist()
+    return memory_figures | {
+        "answers": answers,
+        "same": agreeing,
+        "of": len(divergences),
+        "KL": statistics.mean(divergences),
+    }
 
 
 class Watch:
-    """A streamer, which is told of the prompt and of every token."""
+    """Streamer that records the time and the moved bytes at the prompt and at each token."""
 
     def __init__(self, cache: Any) -> None:
         self.times, self.moved, self._cache = [time.perf_counter()], list[int](), cache
@@ -242,7 +263,7 @@ class Watch:
 
 
 def generate(model: Any, prompt: list[int], cache: Any, new_tokens: int) -> tuple[list[int], Any, dict[str, Any]]:
-    """A greedy answer, its logits `[new_tokens, vocabulary]`, and how long it took, and what was moved for it."""
+    """Generate a greedy answer. Return its tokens, its logits `[new_tokens, vocabulary]`, and its figures."""
     import torch
 
     watch, ids = Watch(cache), torch.tensor([prompt], device=model.device)
@@ -267,20 +288,20 @@ def generate(model: Any, prompt: list[int], cache: Any, new_tokens: int) -> tupl
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float().cpu(), figures
 
 
-def judged(tokenizer: Any, said: list[int], asked: Asked) -> dict[str, Any]:
-    """An answer in words, cut where the right one ends, and whether it is that one."""
-    words = tokenizer.decode(said, skip_special_tokens=True).strip()
-    right = bool(asked.answer) and words.startswith(asked.answer)
+def judged(tokenizer: Any, answer_ids: list[int], question: Question) -> dict[str, Any]:
+    """Decode an answer, cut to the length of the right one, and compare them."""
+    words = tokenizer.decode(answer_ids, skip_special_tokens=True).strip()
+    is_right = bool(question.answer) and words.startswith(question.answer)
     return {
-        "said": words[: len(asked.answer)] if asked.answer else words,
-        "answer": asked.answer,
-        "right": right,
-        "distance": asked.distance,
+        "said": words[: len(question.answer)] if question.answer else words,
+        "answer": question.answer,
+        "right": is_right,
+        "distance": question.distance,
     }
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """A model, where there is a GPU on it, and its tokenizer."""
+    """Load the model, onto a GPU if there is one, and its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -308,7 +329,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def bytes_per_token(model: Any, ids: list[int]) -> int:
-    """Of KV. And a first request, which in each process is slow for reasons of its own."""
+    """Return the bytes of a token's KV. Also warms up: the first request of a process is slow."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -317,13 +338,13 @@ def bytes_per_token(model: Any, ids: list[int]) -> int:
 
 
 class Memory:
-    """What this process takes of the memory, from now on at most."""
+    """Peak memory of this process since this object was created."""
 
     def __init__(self) -> None:
         import torch
 
         self._cuda = torch.cuda if torch.cuda.is_available() else None
-        with suppress(OSError):  # else loading the model may be the peak
+        with suppress(OSError):  # otherwise, loading the model may be the peak
             Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
         self._before = self._resident("VmRSS")
         if self._cuda:
@@ -331,7 +352,7 @@ class Memory:
             self._gpu_before = self._cuda.memory_allocated()
 
     def used(self) -> dict[str, int]:
-        """Bytes that were resident at most, how many of them came since, and the same for a GPU."""
+        """Return the peak of resident bytes, its growth, and the growth of the GPU's peak."""
         peak = self._resident("VmHWM")
         gpu = self._cuda.max_memory_allocated() - self._gpu_before if self._cuda else 0
         return {"resident": peak, "added": peak - self._before, "gpu_added": gpu}
@@ -345,50 +366,54 @@ class Memory:
 # --- the tables at the end
 
 
-def show(console: Any, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-    """What the processes took, what they answered, and how far they agree."""
+def show(console: Any, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Print the figures of the processes, their answers, and their agreement."""
     from rich.markup import escape
     from rich.table import Table
 
     from hf_tiered_cache.units import format_bytes
 
-    again, full = found["again"], found.get("full")
+    again, full = results["again"], results.get("full")
     kv, host, disk = (format_bytes(again[name]) for name in ("kv_bytes", "host_memory", "bytes_on_disk"))
     title = f"\n{arguments.tokens} tokens; {kv} of KV, {disk} on disk"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("process")
-    for name in found:
+    for name in results:
         table.add_column({"store": "1 stores", "again": "2 restores", "full": "3 full"}[name], justify="right")
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
-        "first answer: first token after": lambda one: f"{one['answers'][0]['ttft_s']:.2f} s",
-        "  tokens computed for it": lambda one: f"{one['answers'][0]['computed']}",
-        "later answers: first token after": lambda one: (
-            f"{median(one, 'ttft_s', 1):.2f} s" if one["answers"][1:] else ""
+        "first answer: first token after": lambda figures: f"{figures['answers'][0]['ttft_s']:.2f} s",
+        "  tokens computed for it": lambda figures: f"{figures['answers'][0]['computed']}",
+        "later answers: first token after": lambda figures: (
+            f"{median(figures, 'ttft_s', 1):.2f} s" if figures["answers"][1:] else ""
         ),
-        "decoded tokens/s": lambda one: f"{median(one, 'tokens_per_s'):.1f}",
-        "  fetched for a token": lambda one: "" if one is full else format_bytes(median(one, "fetched_per_token")),
-        "memory beyond the model's, peak": lambda one: format_bytes(one["added"]),
-        "  resident in all": lambda one: format_bytes(one["resident"]),
-        "GPU memory beyond the model's": lambda one: format_bytes(one["gpu_added"]) if one["gpu_added"] else "",
-        "right answers": lambda one: f"{sum(known)} of {len(known)}" if (known := graded(one)) else "",
+        "decoded tokens/s": lambda figures: f"{median(figures, 'tokens_per_s'):.1f}",
+        "  fetched for a token": lambda figures: (
+            "" if figures is full else format_bytes(median(figures, "fetched_per_token"))
+        ),
+        "memory beyond the model's, peak": lambda figures: format_bytes(figures["added"]),
+        "  resident in all": lambda figures: format_bytes(figures["resident"]),
+        "GPU memory beyond the model's": lambda figures: (
+            format_bytes(figures["gpu_added"]) if figures["gpu_added"] else ""
+        ),
+        "right answers": lambda figures: f"{sum(grades)} of {len(grades)}" if (grades := graded(figures)) else "",
     }
     for name, figure in rows.items():
-        values = [figure(one) for one in found.values()]
+        values = [figure(figures) for figures in results.values()]
         if any(values):
             table.add_row(name, *values)
     console.print(table, highlight=False)
     console.print(
-        f"\nOf the memory {host} may be KV in host memory, and about {format_bytes(again['index_bytes'])} is the index "
-        "by which each head chooses. The rest is what is computed at once, and what a program takes that is at work.",
+        f"\nUp to {host} of the memory is KV in host memory, and about {format_bytes(again['index_bytes'])} is the "
+        "index from which each head selects. The rest is intermediate results, and the program itself.",
         highlight=False,
     )
 
     table = Table(title="\nAnswers", title_justify="left", box=None)
     for heading in ("tokens back", "within the budget", "full attention", "right"):
         table.add_column(heading, justify="right" if heading == "tokens back" else "left")
-    for number, ours in enumerate(again["answers"]):
-        theirs = full["answers"][number]["said"] if full else ""
-        table.add_row(*map(escape, (str(ours["distance"] or ""), ours["said"], theirs, ours["answer"])))
+    for number, answer in enumerate(again["answers"]):
+        full_answer = full["answers"][number]["said"] if full else ""
+        table.add_row(*map(escape, (str(answer["distance"] or ""), answer["said"], full_answer, answer["answer"])))
     console.print(table, highlight=False)
     if full:
         console.print(
@@ -401,13 +426,13 @@ def show(console: Any, arguments: argparse.Namespace, found: dict[str, Any]) -> 
 
 
 def median(figures: dict[str, Any], name: str, first: int = 0) -> float:
-    """Of the answers from `first` on."""
-    return statistics.median(one[name] for one in figures["answers"][first:])
+    """Return the median of a figure over the answers from `first` on."""
+    return statistics.median(answer[name] for answer in figures["answers"][first:])
 
 
 def graded(figures: dict[str, Any]) -> list[bool]:
-    """Which answers are right, of those that are known."""
-    return [one["right"] for one in figures["answers"] if one["answer"]]
+    """Return which of the answers with a known solution are right."""
+    return [answer["right"] for answer in figures["answers"] if answer["answer"]]
 
 
 if __name__ == "__main__":

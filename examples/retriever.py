@@ -1,6 +1,6 @@
-"""Retrieval with LangChain over documents with stored KV: an answer does not wait until they are read again.
+"""Retrieval with LangChain over documents with stored KV, which are not computed again for each question.
 
-    python examples/retriever.py                                   # a hundred made documents, six questions
+    python examples/retriever.py                                   # a hundred synthetic documents, six questions
     python examples/retriever.py --question "What is k7?" --k 6
     python examples/retriever.py --model Qwen/Qwen2.5-0.5B-Instruct
     python examples/retriever.py --model NAME_OR_PATH --documents FOLDER --question "Who wrote it?"
@@ -16,7 +16,7 @@ not found in the store. Therefore the documents are passed to the model as a lis
 For your own application, replace `retriever_over` by FAISS with an embedding model, or any other retriever, and take
 `Reader` from stored_corpus.py. The model is SmolLM2-135M-Instruct, or any other one that --model names. If it cannot be
 downloaded, the project's reference model takes its place (`--model eval/reference/xs`): it answers "What is k7?" about
-made documents, and is so small that computing takes about as long as restoring.
+synthetic documents, and is so small that computing takes about as long as restoring.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stored_corpus import MODEL, Answer, Asked, Lexical, Reader, load, made_corpus
+from stored_corpus import MODEL, Answer, Lexical, Question, Reader, load, made_corpus
 
 try:
     from langchain_core.documents import Document
     from langchain_core.retrievers import BaseRetriever
     from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 except ImportError:
-    raise SystemExit("this example takes LangChain: pip install langchain-core") from None
+    raise SystemExit("this example needs LangChain: pip install langchain-core") from None
 
 
 class LexicalRetriever(BaseRetriever):
-    """A retriever by words, which needs no model.
+    """Retriever by words, which needs no model.
 
     Args:
-        documents: in their order.
-        k: how many are given.
+        documents: Documents in their order.
+        k: Number of retrieved documents.
     """
 
     documents: list[Document]
@@ -57,7 +57,7 @@ class LexicalRetriever(BaseRetriever):
 
 
 def retriever_over(documents: list[Document], k: int) -> BaseRetriever:
-    """Any retriever of LangChain's; put yours here.
+    """Return a retriever of LangChain; replace it by your own.
 
     With an embedding model and FAISS (`pip install langchain-huggingface langchain-community faiss-cpu`):
 
@@ -68,16 +68,17 @@ def retriever_over(documents: list[Document], k: int) -> BaseRetriever:
 
 
 def chain_of(retriever: BaseRetriever, reader: Reader) -> Any:
-    """From a question to an `Answer`, and the documents that it came from."""
+    """Return a chain from a question to an `Answer` and its documents."""
 
-    def read(asked: dict[str, Any]) -> dict[str, Any]:
-        texts = [document.page_content for document in asked["documents"]]
-        return {**asked, "answer": reader.answer(asked["question"], texts)}
+    def read(inputs: dict[str, Any]) -> dict[str, Any]:
+        texts = [document.page_content for document in inputs["documents"]]
+        return {**inputs, "answer": reader.answer(inputs["question"], texts)}
 
     return {"question": RunnablePassthrough(), "documents": retriever} | RunnableLambda(read)
 
 
 def main() -> int:
+    """Run the example, and return the exit status."""
     arguments = arguments_of()
     from hf_tiered_cache import KVStore
 
@@ -90,69 +91,81 @@ def main() -> int:
         report = reader.keep(texts, progress=True)
         print(f"{len(texts)} documents, {report.tokens} tokens: {report.stored} stored, {report.restored} were before")
         chain = chain_of(retriever_over(documents, arguments.k), reader)
-        chain.invoke(questions[0].question)  # the first pass of a process is slow for reasons of its own
-        for asked in questions:
-            tell(asked, chain.invoke(asked.question), reader)
+        chain.invoke(questions[0].question)  # warm up: the first pass of a process is slow
+        for question in questions:
+            tell(question, chain.invoke(question.question), reader)
     return 0
 
 
-def tell(asked: Asked, found: dict[str, Any], reader: Reader) -> None:
-    """What was answered, from which documents, and what computing them all would have said."""
+def tell(question: Question, result: dict[str, Any], reader: Reader) -> None:
+    """Print the answer, its documents, and the answer of a model that computes them all."""
     from transformers import DynamicCache
 
-    documents, answer = found["documents"], found["answer"]
+    documents, answer = result["documents"], result["answer"]
     numbers = ", ".join(str(document.metadata["number"]) for document in documents)
-    print(f"\n{asked.question}{f'    (right: {asked.answer})' if asked.answer else ''}\n  documents {numbers}")
+    print(f"\n{question.question}{f'    (right: {question.answer})' if question.answer else ''}\n  documents {numbers}")
     texts = [document.page_content for document in documents]
-    anew = reader.answer(asked.question, texts, DynamicCache(config=reader.model.config))
+    recomputed = reader.answer(question.question, texts, DynamicCache(config=reader.model.config))
     stats = answer.stats
-    print(f"  {said(answer)}: {stats.tokens_restored} of {answer.tokens} tokens restored")
-    print(f"  {said(anew)}: all computed")
+    print(f"  {summary(answer)}: {stats.tokens_restored} of {answer.tokens} tokens restored")
+    print(f"  {summary(recomputed)}: all computed")
     if stats.reason:
         print(f"  {stats.reason}")
 
 
-def said(answer: Answer) -> str:
+def summary(answer: Answer) -> str:
+    """Format an answer and its time to first token."""
     return f"{answer.text!r}, first token after {answer.ttft:.3f} s"
 
 
-def corpus_of(arguments: argparse.Namespace, reader: Reader) -> tuple[list[str], list[Asked]]:
-    """Documents, and what is asked about them: those of a folder, or made ones."""
+def corpus_of(arguments: argparse.Namespace, reader: Reader) -> tuple[list[str], list[Question]]:
+    """Return the documents of a folder, or synthetic ones, with the questions about them."""
     if arguments.documents:
         texts = [path.read_text(encoding="utf-8") for path in sorted(arguments.documents.glob("*.txt"))]
         if not texts:
             raise SystemExit(f"--documents: {arguments.documents} holds no .txt files")
-        made = []
+        questions = []
     else:
-        texts, made = made_corpus(reader.speaks_language)
-        kinds = dict.fromkeys(asked.kind for asked in made)
-        made = [[asked for asked in made if asked.kind == kind][n] for kind in kinds for n in range(2)]
+        texts, questions = made_corpus(reader.speaks_language)
+        kinds = dict.fromkeys(question.kind for question in questions)
+        questions = [
+            [question for question in questions if question.kind == kind][n] for kind in kinds for n in range(2)
+        ]
     if arguments.question:
-        made = [Asked(in_language(words, reader), "", (), "") for words in arguments.question]
-    if not made:
-        raise SystemExit("--documents goes with --question")
-    return texts, made
+        questions = [Question(in_language(words, reader), "", (), "") for words in arguments.question]
+    if not questions:
+        raise SystemExit("--documents needs --question")
+    return texts, questions
 
 
 def in_language(words: str, reader: Reader) -> str:
-    """As `<q><k7>` for "What is k7?", where the model speaks that; other words as they are."""
-    asked = re.findall(r"\bk\d+\b", words) if reader.speaks_language and "<" not in words else []
-    return f"<q><{asked[-1]}>" if asked else words
+    """Return `<q><k7>` for "What is k7?" if the model knows that language, and other words unchanged."""
+    keys = re.findall(r"\bk\d+\b", words) if reader.speaks_language and "<" not in words else []
+    return f"<q><{keys[-1]}>" if keys else words
 
 
 def arguments_of() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
         help=f"model of the hub, folder, or short name of eval.models; default: {MODEL}",
     )
-    parser.add_argument("--dtype", default="auto", help="default: the model's")
-    parser.add_argument("--documents", type=Path, metavar="FOLDER", help="its .txt files, in place of made documents")
-    parser.add_argument("--question", action="append", metavar="TEXT", help="may be repeated; default: made ones")
+    parser.add_argument("--dtype", default="auto", help="data type of the weights; default: the model's")
+    parser.add_argument(
+        "--documents", type=Path, metavar="FOLDER", help="folder of .txt files to use instead of synthetic documents"
+    )
+    parser.add_argument(
+        "--question", action="append", metavar="TEXT", help="question; may be repeated; default: synthetic ones"
+    )
     parser.add_argument("--k", type=int, default=8, metavar="N", help="documents in a prompt; default: %(default)s")
-    parser.add_argument("--method", help='such as "cache_tune:recompute=0.3", "epic"; default: cache_tune')
-    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="of an answer; default: %(default)s")
-    parser.add_argument("--store", metavar="DIR", help="where KV is kept; default: a temporary one, deleted at the end")
+    parser.add_argument("--method", help='method, such as "cache_tune:recompute=0.3" or "epic"; default: cache_tune')
+    parser.add_argument(
+        "--new-tokens", type=int, default=32, metavar="N", help="maximum tokens of an answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--store", metavar="DIR", help="folder of the store; default: a temporary one, deleted at the end"
+    )
     return parser.parse_args()
 
 

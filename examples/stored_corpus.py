@@ -1,7 +1,7 @@
 """Documents whose KV is stored once, and answers from those that are retrieved: for `retriever.py` and a notebook.
 
-`Reader` is the part to take along: it stores documents as passages, and answers from any of them in any order.
-`Lexical` and `made_corpus` are here so that the example needs no embedding model, no data and no network.
+`Reader` is the reusable part: it stores documents as passages, and answers from any of them in any order. With
+`Lexical` and `made_corpus`, the example needs no embedding model, no data and no network.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MODEL = "smollm2-135m"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said.
+    """Answer of a model.
 
     Args:
-        text: of the answer.
-        ttft: seconds until its first token.
-        tokens: of the prompt.
-        stats: of the cache, where it was a TieredCache.
+        text: Text of the answer.
+        ttft: Seconds until its first token.
+        tokens: Number of tokens of the prompt.
+        stats: Statistics of the cache, if it was a TieredCache.
     """
 
     text: str
@@ -45,13 +45,14 @@ class Answer:
 
 
 class Reader:
-    """Answers questions from documents, and computes little of those that are stored.
+    """Model that answers questions from documents, and restores most of the stored documents' KV.
 
     Args:
-        model, tokenizer: any causal LM of transformers.
-        store: a `KVStore`, or the path of one.
-        method: how passages are restored; None for `CacheTune()`.
-        new_tokens: of an answer, at most.
+        model: Causal LM of transformers.
+        tokenizer: Its tokenizer.
+        store: `KVStore`, or the path of one.
+        method: Method that restores passages; None for `CacheTune()`.
+        new_tokens: Maximum number of tokens of an answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, store: Any, method: Any = None, new_tokens: int = 32) -> None:
@@ -63,18 +64,18 @@ class Reader:
         self.new_tokens = 2 if self.speaks_language else new_tokens
 
     def passage(self, text: str) -> Any:
-        """A document as it stands in every prompt: the same text, border included, or it would not be found."""
+        """Return a document as a passage, with the same text in every prompt, including the border."""
         from hf_tiered_cache import Passage
 
         return Passage(text if self.speaks_language else f"{text.strip()}\n\n")
 
     def keep(self, texts: Iterable[str], progress: bool = False) -> Any:
-        """Store the KV of documents. Those that are stored are left."""
+        """Store the KV of documents that are not stored yet."""
         ids = [self.passage(text).ids(self.tokenizer) for text in texts]
         return self.store.precompute(self.model, ids, passages=True, method=self.method, progress=progress)
 
     def prompt(self, question: str, texts: Sequence[str]) -> Any:
-        """The documents and the question, as a `Prompt`: each document has the tokens that it was stored with."""
+        """Return the documents and the question as a `Prompt`; documents have the tokens that were stored."""
         from hf_tiered_cache import build_prompt
 
         passages = [self.passage(text) for text in texts]
@@ -86,10 +87,12 @@ class Reader:
         return build_prompt(self.tokenizer, [*parts, "\nAnswer:"])
 
     def answer(self, question: str, texts: Sequence[str], cache: Any = None) -> Answer:
-        """What the model says to a question about these documents.
+        """Answer a question from documents.
 
         Args:
-            cache: to take in place of a `TieredCache` with the reader's store and method.
+            question: Question about the documents.
+            texts: Texts of the documents, in the order of the prompt.
+            cache: Cache to use instead of a `TieredCache` with the reader's store and method.
         """
         from hf_tiered_cache import TieredCache
 
@@ -97,12 +100,15 @@ class Reader:
             cache = TieredCache(self.model, self.store, method=self.method)
         ids = self.prompt(question, texts).input_ids.to(self.model.device)
         out, ttft = generate(self.model, ids, cache, self.new_tokens)
-        said = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        return Answer(said.strip(), ttft, ids.shape[1], getattr(cache, "stats", None))
+        text = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return Answer(text.strip(), ttft, ids.shape[1], getattr(cache, "stats", None))
 
 
 def speaks_language(tokenizer: Any) -> bool:
-    """Whether it is of a reference model, which speaks a language of its own (see `eval.reference.language`)."""
+    """Return whether a tokenizer belongs to a reference model, which has a language of its own.
+
+    See `eval.reference.language`.
+    """
     return "<is>" in tokenizer.get_vocab()
 
 
@@ -110,19 +116,20 @@ def speaks_language(tokenizer: Any) -> bool:
 
 
 def words_of(text: str) -> list[str]:
-    """Words, numbers, and the reference models' words, such as `<k7>`."""
+    """Return words and numbers, and the reference models' words such as `<k7>`."""
     return re.findall(r"<\w[\w.]*>|\w+", text.lower())
 
 
 class Lexical:
-    """Finds documents by the words that they share with a question (Okapi BM25).
+    """Index that finds documents by the words that they share with a question (Okapi BM25).
 
-    A document that has what is asked for may lead on: the rarest words that the best one shares with others are looked
-    for as well, and the document behind it is taken along.
+    The best document may refer to others. Therefore, the rarest words that it shares with other documents are also
+    searched for, and the document after it is included.
 
     Args:
-        texts: of the documents, in their order.
-        k1, b: how soon more of a word counts no more, and how much long documents are held back.
+        texts: Texts of the documents, in their order.
+        k1: Saturation of repeated words.
+        b: Penalty of long documents.
     """
 
     _LEADS = 4
@@ -131,12 +138,12 @@ class Lexical:
         self._words = [Counter(words_of(text)) for text in texts]
         lengths = np.array([sum(words.values()) for words in self._words])
         self._damping = k1 * (1 - b + b * lengths / lengths.mean())  # [documents]
-        self._k1, found = k1, Counter(word for words in self._words for word in words)
-        self._documents_with = dict(found)
-        self._rarity = {word: math.log(1 + (len(texts) - n + 0.5) / (n + 0.5)) for word, n in found.items()}
+        self._k1, document_counts = k1, Counter(word for words in self._words for word in words)
+        self._documents_with = dict(document_counts)
+        self._rarity = {word: math.log(1 + (len(texts) - n + 0.5) / (n + 0.5)) for word, n in document_counts.items()}
 
     def scores(self, words: Iterable[str]) -> np.ndarray:
-        """How well each document fits: float `[documents]`."""
+        """Return the score of each document, float `[documents]`."""
         total = np.zeros(len(self._words))
         for word in set(words) & self._rarity.keys():
             count = np.array([words[word] for words in self._words])
@@ -144,7 +151,7 @@ class Lexical:
         return total
 
     def best(self, question: str, k: int) -> list[int]:
-        """The numbers of the `k` documents that fit best, in the order of the documents."""
+        """Return the numbers of the `k` best documents, in the order of the documents."""
         scores = self.scores(words_of(question))
         if scores.max() > 0:
             first = int(scores.argmax())
@@ -159,8 +166,8 @@ class Lexical:
 # --- documents, and questions whose answers are known
 
 
-class Asked(NamedTuple):
-    """A question, its answer, the numbers of the documents that it takes, and which kind it is."""
+class Question(NamedTuple):
+    """Question, its answer, the numbers of the documents that it needs, and its kind."""
 
     question: str
     answer: str
@@ -168,19 +175,19 @@ class Asked(NamedTuple):
     kind: str
 
 
-def made_corpus(language: bool, documents: int = 100, words: int = 16) -> tuple[list[str], list[Asked]]:
-    """Documents of a book's words with statements among them, and the questions that these answer.
+def made_corpus(language: bool, documents: int = 100, words: int = 16) -> tuple[list[str], list[Question]]:
+    """Create documents of a book's words with statements among them, and questions about the statements.
 
-    - fact: one document says it.
-    - alias: one document names who the next one is about.
-    - two hops: a later document says that this is the same as something else, which an earlier one tells.
+    - fact: One document contains the fact.
+    - alias: One document names the subject of the next one.
+    - two hops: A later document refers to a fact in an earlier one.
 
-    In the reference models' language two more statements stand in each, which nobody asks for: it is thick with them.
+    In the reference models' language, each document has two more statements, which no question is about.
 
     Args:
-        language: whether it is the reference models', or plain English.
-        documents: how many.
-        words: of the book in each.
+        language: Whether to use the reference models' language instead of English.
+        documents: Number of documents.
+        words: Number of the book's words in each document.
     """
     draw = random.Random(0)
     pairs = documents * 18 // 100
@@ -188,7 +195,7 @@ def made_corpus(language: bool, documents: int = 100, words: int = 16) -> tuple[
     draw.shuffle(units)
     say = _Language(draw) if language else _English(draw)
     book = BOOK.read_text(encoding="utf-8").split()
-    texts, asked, begun = list[str](), list[Asked](), dict[Any, tuple[int, str, str]]()
+    texts, questions, open_facts = list[str](), list[Question](), dict[Any, tuple[int, str, str]]()
 
     def write(statement: str, at: int) -> int:
         start = len(texts) * words
@@ -199,25 +206,25 @@ def made_corpus(language: bool, documents: int = 100, words: int = 16) -> tuple[
         texts.append(say.begins + " ".join(text))
         return len(texts) - 1
 
-    for kind, *which in units:
+    for kind, *index in units:
         key, answer = say.key(), say.answer()
         at = draw.randrange(words // 4, words)
         if kind == "fact":
-            asked.append(Asked(say.question(key), answer, (write(say.fact(key, answer), at),), kind))
+            questions.append(Question(say.question(key), answer, (write(say.fact(key, answer), at),), kind))
         elif kind == "alias":
-            both = write(say.names(key), words), write(say.of_the_named(answer), words // 4)
-            asked.append(Asked(say.question(key), answer, both, kind))
-        elif which[0] in begun:
-            first, before, answer = begun[which[0]]
-            both = first, write(say.same(key, before), at)
-            asked.append(Asked(say.question(key), answer, both, kind))
+            needs = write(say.names(key), words), write(say.of_the_named(answer), words // 4)
+            questions.append(Question(say.question(key), answer, needs, kind))
+        elif index[0] in open_facts:
+            first, first_key, answer = open_facts[index[0]]
+            needs = first, write(say.same(key, first_key), at)
+            questions.append(Question(say.question(key), answer, needs, kind))
         else:
-            begun[which[0]] = write(say.fact(key, answer), at), key, answer
-    return texts, asked
+            open_facts[index[0]] = write(say.fact(key, answer), at), key, answer
+    return texts, questions
 
 
 class _Language:
-    """The words of the reference models."""
+    """Statements and questions in the language of the reference models."""
 
     begins = "<doc>"
 
@@ -242,8 +249,8 @@ class _Language:
     def of_the_named(self, answer: str) -> str:
         return f"<it>{answer}"
 
-    def same(self, key: str, other: str) -> str:
-        return f"<copy>{key}{other}"
+    def same(self, key: str, other_key: str) -> str:
+        return f"<copy>{key}{other_key}"
 
     def question(self, key: str) -> str:
         return f"<q>{key}"
@@ -251,11 +258,11 @@ class _Language:
     def asides(self) -> list[str]:
         kinds = [self._draw.randrange(3) for _ in range(2)]
         words = [[self._draw.randrange(8) for _ in range(2)] for _ in kinds]
-        return [f"<ex><w{n}.{one}><w{n}.{two}><l{n}>" for n, (one, two) in zip(kinds, words, strict=True)]
+        return [f"<ex><w{n}.{first}><w{n}.{second}><l{n}>" for n, (first, second) in zip(kinds, words, strict=True)]
 
 
 class _English:
-    """The same for other models."""
+    """Statements and questions in English."""
 
     begins = ""
 
@@ -278,8 +285,8 @@ class _English:
     def of_the_named(self, answer: str) -> str:
         return f"The pass word of this house is {answer}."
 
-    def same(self, key: str, other: str) -> str:
-        return f"The pass word of {key} is that of {other}."
+    def same(self, key: str, other_key: str) -> str:
+        return f"The pass word of {key} is that of {other_key}."
 
     def question(self, key: str) -> str:
         return f"What is the pass word of {key}?"

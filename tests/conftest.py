@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection, of the many that tests ask for, has to look at it again."""
+    """Freeze all imported objects, so that the many collections of the tests skip them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _quiet_and_reproducible():
-    """One thread for tiny tensors is faster than two, and leaves the cores to the other test workers."""
+    """Use one thread, which is faster for tiny tensors and leaves cores to other test workers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def _quiet_and_reproducible():
 
 @pytest.fixture(autouse=True)
 def _no_check_by_chance(monkeypatch):
-    """Spot checks come when requests have paid for them, and not by the random credit that they begin with."""
+    """Let spot checks start with no credit instead of a random one."""
     from hf_tiered_cache.cache.spot_check import SpotChecks
 
     monkeypatch.setattr(SpotChecks, "first_credit", staticmethod(lambda: 0.0))
@@ -75,13 +75,13 @@ def _no_check_by_chance(monkeypatch):
 
 @pytest.fixture
 def root(tmp_path):
-    """Folder of `store`."""
+    """Return the folder of `store`."""
     return tmp_path / "store"
 
 
 @pytest.fixture
 def store(root):
-    """An empty one; tests that want another define their own."""
+    """Open an empty store; tests that need another one define their own."""
     from hf_tiered_cache import KVStore
 
     with KVStore(root, engine="posix") as opened:
@@ -90,7 +90,7 @@ def store(root):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs the command in this process; returns exit status, standard output and error."""
+    """Return a function that runs the command in this process, with exit status, standard output and error."""
 
     def run(*arguments):
         from hf_tiered_cache import cli

@@ -31,7 +31,7 @@ def load(path):
 
 
 def test_the_demo_asks_in_processes_of_their_own(tmp_path, monkeypatch, capfd):
-    """With a small model from a folder, so that it is quick; the demo's own model is `make demo`'s."""
+    """The test uses a small model from a folder; `make demo` uses the demo's own model."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = build("qwen2", vocab_size=300, max_position_embeddings=8192, **sizes)
     model.generation_config.pad_token_id = 0
@@ -52,7 +52,7 @@ def test_the_demo_asks_in_processes_of_their_own(tmp_path, monkeypatch, capfd):
 
 
 class Ran:
-    """Stands in for `subprocess`: notes the commands, and answers as the demo's processes do."""
+    """Stand-in for `subprocess` that records the commands, and answers like the demo's processes."""
 
     PIPE = processes.PIPE
 
@@ -102,7 +102,7 @@ def test_the_demo_hands_its_model_to_each_process(monkeypatch, tmp_path):
 
 @pytest.fixture
 def small(tmp_path):
-    """A folder with a small model, and a tokenizer of letters."""
+    """Create a folder with a small model, and a tokenizer of letters."""
     model = build("qwen2", vocab_size=300, max_position_embeddings=8192)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(tmp_path / "model")
@@ -179,7 +179,7 @@ def test_facts_stand_in_the_text_where_they_are_said_to():
 
 
 def chat(folder, *arguments, code=0):
-    """What `examples/chat.py` says in a process of its own."""
+    """Run `examples/chat.py` in a separate process, and return its output."""
     command = [sys.executable, str(ROOT / "examples" / "chat.py"), "--store", str(folder), *arguments]
     if "--list" not in arguments:
         command += ["--model", REFERENCE]
@@ -230,7 +230,7 @@ def test_a_chat_with_any_model(small, tmp_path, monkeypatch, capsys, template):
 
 
 def retriever(*arguments, model=REFERENCE):
-    """What `examples/retriever.py` says in a process of its own."""
+    """Run `examples/retriever.py` in a separate process, and return its output."""
     pytest.importorskip("langchain_core", reason="langchain-core is not installed")
     command = [sys.executable, str(ROOT / "examples" / "retriever.py"), "--model", model, *map(str, arguments)]
     done = processes.run(command, capture_output=True, text=True, timeout=240)
@@ -268,7 +268,7 @@ def test_a_langchain_retriever_with_any_model_and_documents(small, tmp_path):
 
 @pytest.fixture
 def corpus(monkeypatch):
-    """`examples/stored_corpus.py`."""
+    """Import `examples/stored_corpus.py`."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     return importlib.import_module("stored_corpus")
 
@@ -294,7 +294,7 @@ def test_words_that_are_rare_count_more(corpus):
 
 
 def test_a_reader_gives_documents_the_tokens_they_were_stored_with(corpus, small, tmp_path):
-    """Behind a chat template, too; what it answers is what the model says to these ids."""
+    """This includes a chat template; the answer is the model's answer to these ids."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(small), AutoTokenizer.from_pretrained(small)
@@ -316,7 +316,7 @@ def test_a_reader_gives_documents_the_tokens_they_were_stored_with(corpus, small
 
 
 def save_tokenizer(folder):
-    """Letters as tokens; enough for a text to become ids."""
+    """Save a tokenizer of letters."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -347,7 +347,7 @@ def blocks_of(page):
 
 @pytest.fixture
 def small_model(tmp_path, monkeypatch):
-    """A folder with `report.txt`, in which `from_pretrained` loads a small model for every name."""
+    """Create a folder with `report.txt`, in which `from_pretrained` loads a small model for every name."""
     import transformers
 
     build("qwen2", vocab_size=300, max_position_embeddings=8192).save_pretrained(tmp_path / "model")
@@ -386,7 +386,7 @@ def test_the_code_of_a_page_runs_after_the_quick_start(small_model, page, caplog
 
 
 def test_passages_of_the_guide_are_found_after_any_text(tmp_path, monkeypatch):
-    """With a tokenizer that merges letters over the borders of texts, and nothing else stored."""
+    """The tokenizer merges letters over the borders of texts, and nothing else is stored."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     block, retrieving = (b for b in blocks_of("docs/passages.md") if "passages=" in b)

@@ -42,7 +42,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """What a module imports, also in its functions, and for type checkers alone."""
+    """Return the imports of a module, including those in functions and those for type checkers."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -70,7 +70,7 @@ def test_imports_point_down():
 
 
 def test_packages_have_an_order():
-    """So a feature package can be read, and removed, without the others."""
+    """This lets a feature package be read, and removed, without the others."""
     wrong = []
     for name, imported in graph().items():
         own = name.split(".")[1]

@@ -120,7 +120,7 @@ def test_a_store_closed_under_a_request_does_not_fail_it(model, tmp_path):
 
 
 def test_what_was_computed_is_stored_when_the_interpreter_ends(tmp_path):
-    """Nobody flushed, closed or deleted anything."""
+    """The script does not flush, close or delete anything."""
     code = f"""
 import sys
 sys.path.insert(0, {LIB!r})
@@ -298,7 +298,7 @@ def test_any_host_budget_is_kept_and_right(model, tmp_path, host, policy):
 
 
 def test_many_threads_write_and_read_one_store(tmp_path):
-    """Each with a model of its own, so that passes really overlap."""
+    """Each thread has its own model, so that passes overlap."""
     models = [build("llama") for _ in range(4)]
     prompts = [prompt(80 + 10 * i, seed=i % 3) for i in range(8)]
     expected = [models[0].generate(p, **GREEDY) for p in prompts]
@@ -316,7 +316,7 @@ def test_many_threads_write_and_read_one_store(tmp_path):
 
 
 def test_processes_share_a_store_while_it_is_in_use(model, tmp_path):
-    """What one process stores, another that is running already finds."""
+    """A running process finds what another one stores."""
     with KVStore(tmp_path) as store:
         assert restored(model, store) == 0
         code = f"""
@@ -332,7 +332,7 @@ with KVStore({str(tmp_path)!r}) as store:
 
 
 def test_a_prompt_asked_again_at_once_waits_for_its_writing(model, tmp_path, monkeypatch):
-    """Rather than being computed twice."""
+    """It is not computed twice."""
     with KVStore(tmp_path) as store:
         publish = type(store._storage.disk).publish
 

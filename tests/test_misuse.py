@@ -65,7 +65,7 @@ def test_the_share_comes_first_and_the_rest_by_name():
 
 
 def test_one_default_budget():
-    """But for that of each token, out of long contexts."""
+    """The selection at each token in long contexts has its own default."""
     budgets = {name: kind().budget for name, kind in METHODS.items() if hasattr(kind(), "budget")}
     assert budgets.pop("kv_drive") == 0.0156
     assert set(budgets.values()) == {DEFAULT_BUDGET}

@@ -28,7 +28,7 @@ def printed(notebook):
 
 
 def executed(path, monkeypatch):
-    """The notebook, run on the reference model, with little to do and without a network."""
+    """Run a notebook on the reference model, with little work and without a network."""
     monkeypatch.setenv("NOTEBOOK_TOKENS", "256" if path.stem in ("conversations", "retrieval") else "512")
     monkeypatch.setenv("NOTEBOOK_QUESTIONS", "2")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

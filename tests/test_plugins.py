@@ -45,7 +45,7 @@ def fault(name, part):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Registry of numbers with one built in, and the entry points that packages seem to have."""
+    """Return a registry of numbers with one built in, and the entry points of installed packages."""
 
     def with_entries(**entries):
         points = [EntryPoint(name, value, "group") for name, value in entries.items()]
@@ -94,29 +94,29 @@ def test_a_method_is_known_by_its_entry_point_before_that_is_loaded(installed):
 
 
 class Plain(Exact):
-    """Lacks the decorator."""
+    """Method without the decorator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demanding(Exact):
-    """Cannot be made without arguments."""
+    """Method that cannot be created without arguments."""
 
     wanted: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unplanned(Method):
-    """Says nothing of what to compute."""
+    """Method that states nothing about what to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unselecting(BudgetMethod):
-    """Says neither how many tokens it attends to nor which."""
+    """Method that states neither how many tokens it attends to nor which."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unbudgeted(Exact):
-    """Selects, but derives from no base that does, so nothing would ask it."""
+    """Method that selects without a base class that does, so nothing would call it."""
 
     budget: float = 0.25
 
@@ -129,14 +129,14 @@ class Unbudgeted(Exact):
 
 @dataclass(frozen=True, kw_only=True)
 class Unheard(Exact):
-    """Observes, but is for no conversation."""
+    """Method that observes, but is for no conversation."""
 
     def observer(self):
         raise AssertionError("is never asked")
 
 
 def halves(**members):
-    """A codec of 16 bits, with other members in place of some."""
+    """Create a codec of 16 bits, with some members replaced."""
     right = {
         "name": "halves",
         "lossless": False,
@@ -148,7 +148,7 @@ def halves(**members):
 
 
 class Half(DecodeIndex):
-    """Ranks nothing."""
+    """Ranking without a result."""
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_an_incomplete_method_cannot_be_made(kind):
 
 
 def test_a_method_has_only_the_members_that_all_methods_need():
-    """So core code that asks any method for it fails, and an author of a method is not asked for it."""
+    """Core code that asks any method for another member fails."""
     own = {name for name in vars(Method) if not name.startswith("_")} | {"geometry"}
     assert own == {
         *("geometry", "ahead_bytes", "codec", "policy", "positions_to_compute", "provenance"),
@@ -202,7 +202,7 @@ def test_a_method_has_only_the_members_that_all_methods_need():
 
 @dataclass(frozen=True)
 class Faulty(Selector):
-    """Selects whatever it is told, given the number of restored tokens and the number asked for."""
+    """Selector of a given result, from the number of restored tokens and the requested number."""
 
     make: object = None
 
@@ -213,7 +213,7 @@ class Faulty(Selector):
 
 @dataclass(frozen=True, kw_only=True)
 class ByFaulty(BudgetMethod):
-    """Selects by it."""
+    """Method with the selector `Faulty`."""
 
     make: object = None
     reselect: bool = False
@@ -298,7 +298,7 @@ def test_what_is_no_selection_is_refused(model, store, monkeypatch):
 
 @pytest.fixture
 def registered(monkeypatch):
-    """A codec that is registered for one test."""
+    """Register a codec for one test."""
     codec = halves(name="halves_here")
     monkeypatch.setattr(CODECS, "_parts", dict(CODECS._parts))
     register_codec(codec)
@@ -365,12 +365,12 @@ def test_fewer_tokens_than_decoding_holds_are_refused(model, store):
 
 
 def blocks_of(page):
-    """The Python blocks of a page, in order."""
+    """Return the Python blocks of a page, in order."""
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
 
 
 def test_the_code_of_the_page_runs(tmp_path):
-    """In a process of its own, since it registers its parts; it asserts what the page claims."""
+    """It runs in a separate process, since it registers its parts; it asserts the page's claims."""
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks_of("extending.md")))
     done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=240)

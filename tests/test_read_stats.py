@@ -81,7 +81,7 @@ def test_what_a_comparison_needs_and_no_layer_attends_to_counts_apart(model, tmp
 
 
 def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
-    """Nothing, or where they choose again what the layers did not hold."""
+    """They count nothing, or the newly selected blocks that the layers did not hold."""
     ids, found = prompt(PREFIX), {}
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids)

@@ -57,17 +57,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser of a benchmark's arguments, which takes a folder for results."""
+    """Create a parser of a benchmark's arguments, with a folder for results."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results", help="folder for results")
     return parser
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, layers: int) -> None:
-    """A model with random weights, where it runs, and where stores are made.
+    """Add the arguments of a model with random weights, its device, and the parent folder of stores.
 
     Args:
-        layers: so many by default.
+        parser: Parser of the benchmark.
+        layers: Default number of layers.
     """
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of a model with random weights")
     parser.add_argument("--layers", type=int, default=layers, help="number of layers; fewer are faster, 0 for all")
@@ -106,53 +107,59 @@ def add_rates(parser: argparse.ArgumentParser, default: list[float]) -> None:
 
 
 def vocabulary(shape: str) -> int:
-    """How many tokens a model of that shape knows."""
+    """Return the vocabulary size of a shape."""
     return 1000 if shape == "tiny" else 151936
 
 
 def build(
     shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0, layers: int | None = None
 ) -> PreTrainedModel:
-    """A Qwen2-architecture model of a known shape with random weights.
+    """Build a Qwen2-architecture model of a known shape with random weights.
 
     Args:
-        layers: so many instead of all, and of the vocabulary the same part: what a layer does keeps its share.
+        shape: Name in `SHAPES`.
+        dtype: Data type of the weights.
+        device: Device of the model.
+        seed: Random seed of the weights.
+        layers: Number of layers; None for all. The vocabulary shrinks in proportion, so that a layer keeps its share.
     """
-    wanted = dict(SHAPES[shape])
-    every = wanted["num_hidden_layers"]
-    wanted["num_hidden_layers"] = layers = layers or every
+    settings = dict(SHAPES[shape])
+    all_layers = settings["num_hidden_layers"]
+    settings["num_hidden_layers"] = layers = layers or all_layers
     config = Qwen2Config(
-        vocab_size=vocabulary(shape) * layers // every,
+        vocab_size=vocabulary(shape) * layers // all_layers,
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        **wanted,
+        **settings,
     )
     torch.manual_seed(seed)
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
             model = Qwen2ForCausalLM(config)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model.eval()
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load a trained model: of a folder, or by a short name of eval.models."""
+    """Load a trained model from a folder, or by a short name of eval.models."""
     from eval.models import resolve
 
     return AutoModelForCausalLM.from_pretrained(resolve(str(folder)), dtype=dtype).to(device).eval()
 
 
 def seconds(action: Callable[[], Any], device: torch.device, memory: int = 0) -> float:
-    """How long `action` takes, the device's work included.
+    """Return the seconds that `action` takes, including the device's work.
 
     Args:
-        memory: bytes that are touched and freed before. A virtual machine may have returned free memory to its host;
-            getting it back takes longer than what is measured, and whoever allocates first would pay for all.
+        action: Function to time.
+        device: Device to synchronize with.
+        memory: Bytes to touch and free before. A virtual machine may have returned free memory to its host, and
+            getting it back takes longer than the measured action.
     """
     if memory:
         aligned_bytes(memory)[:: mmap.PAGESIZE].fill_(0)
@@ -166,12 +173,13 @@ def seconds(action: Callable[[], Any], device: torch.device, memory: int = 0) ->
 
 
 def first_token(model: PreTrainedModel, ids: torch.Tensor, make: Callable[[], Any], memory: int = 0) -> float:
-    """Seconds that `generate()` takes to the first token, making its cache included.
+    """Return the seconds that `generate()` takes to the first token, including creating its cache.
 
     Args:
-        ids: of the prompt, on the model's device.
-        make: makes the cache.
-        memory: as for `seconds`.
+        model: Model to run.
+        ids: Prompt, int64 `[1, tokens]`, on the model's device.
+        make: Function that creates the cache.
+        memory: See `seconds`.
     """
     return seconds(
         lambda: model.generate(ids, past_key_values=make(), max_new_tokens=1, do_sample=False), ids.device, memory
@@ -179,7 +187,7 @@ def first_token(model: PreTrainedModel, ids: torch.Tensor, make: Callable[[], An
 
 
 def figures_of(stats: RequestStats) -> dict[str, Any]:
-    """Return all counters of a request by name, those of `stats.details` among them."""
+    """Return all counters of a request by name, including those of `stats.details`."""
     figures = stats.as_dict()
     details = figures.pop("details")
     return figures | details
@@ -191,13 +199,13 @@ def interleaved(
     warm_up: int = 1,
     note: Callable[[str, T], None] = lambda name, measured: None,
 ) -> dict[str, list[T]]:
-    """Run measurements in turns, so that a machine that slows down slows all of them down; who comes first alternates.
+    """Run measurements in turns, in alternating order, so that a slower machine affects all of them.
 
     Args:
-        actions: each returns what it measured, such as a time.
-        repeats: turns that count.
-        warm_up: turns before that do not.
-        note: is told at once what counts.
+        actions: Functions that return a measurement, such as a time.
+        repeats: Number of turns that count.
+        warm_up: Number of turns before, which do not count.
+        note: Called immediately with each measurement that counts.
     """
     times: dict[str, list[T]] = {name: [] for name in actions}
     for turn in range(warm_up + repeats):
@@ -210,16 +218,17 @@ def interleaved(
 
 
 def median(values: Iterable[float]) -> float:
+    """Return the median."""
     return statistics.median(values)
 
 
-def ratio(over: list[float], under: list[float]) -> float:
-    """Median of the ratios of what was measured side by side."""
-    return median(a / b for a, b in zip(over, under, strict=True))
+def ratio(numerators: list[float], denominators: list[float]) -> float:
+    """Return the median of the ratios of values that were measured in the same turn."""
+    return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def forget_page_cache(folder: Path) -> None:
-    """Let the kernel drop what it caches of these files, so that a read is a read."""
+    """Drop the files of a folder from the page cache, so that reads go to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)

@@ -39,7 +39,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """ "slower", "faster", or "" where the interval includes changes below `LEAST_CHANGE`."""
+        """Verdict "slower" or "faster"; "" if the interval includes changes below `LEAST_CHANGE`."""
         if self.low > 1 + LEAST_CHANGE:
             return "slower"
         return "faster" if self.high < 1 - LEAST_CHANGE else ""
@@ -50,11 +50,13 @@ def samples(document: Any) -> dict[str, list[float]]:
 
     A time has "seconds", "times", or a name that ends with "_s" in its path.
     """
-    found: dict[str, list[float]] = defaultdict(list)
+    samples_by_path: dict[str, list[float]] = defaultdict(list)
     for path, values in _lists(document, ()):
         if any(part in ("seconds", "times") or part.endswith("_s") for part in path):
-            found[" / ".join(path)] += values
-    return {name: values for name, values in found.items() if len(values) >= LEAST_SAMPLES and min(values) > 0}
+            samples_by_path[" / ".join(path)] += values
+    return {
+        name: values for name, values in samples_by_path.items() if len(values) >= LEAST_SAMPLES and min(values) > 0
+    }
 
 
 def _lists(value: Any, path: tuple[str, ...], many: bool = False) -> Iterator[tuple[tuple[str, ...], list[float]]]:
@@ -62,7 +64,7 @@ def _lists(value: Any, path: tuple[str, ...], many: bool = False) -> Iterator[tu
     if isinstance(value, dict):
         for key, child in value.items():
             yield from _lists(child, (*path, key), many)
-    elif isinstance(value, list) and value and all(isinstance(one, float) for one in value):
+    elif isinstance(value, list) and value and all(isinstance(number, float) for number in value):
         yield path, value
     elif isinstance(value, list):
         rows_are_many = len(value) > _MANY_ROWS
@@ -77,16 +79,16 @@ def _labels(row: Any, many: bool) -> list[str]:
     if not isinstance(row, dict):
         return []
     kinds = str if many else (str, int, float)
-    values = [(key, one) for key, one in row.items() if isinstance(one, kinds) and not key.endswith("_s")]
-    return [one if isinstance(one, str) else f"{key} {one:g}" for key, one in values[: 1 if many else 2]]
+    values = [(key, entry) for key, entry in row.items() if isinstance(entry, kinds) and not key.endswith("_s")]
+    return [entry if isinstance(entry, str) else f"{key} {entry:g}" for key, entry in values[: 1 if many else 2]]
 
 
 def compare(before: Path, after: Path) -> list[Change]:
     """Return the changes of all times that both folders have, largest increase first."""
     changes = []
     for path in sorted(before.glob("*.json")):
-        if (other := after / path.name).exists():
-            old, new = (samples(json.loads(file.read_text())) for file in (path, other))
+        if (other_path := after / path.name).exists():
+            old, new = (samples(json.loads(file.read_text())) for file in (path, other_path))
             changes += [_change(f"{path.stem}: {name}", old[name], new[name]) for name in old if name in new]
     return sorted(changes, key=lambda change: -change.after / change.before)
 

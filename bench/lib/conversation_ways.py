@@ -1,4 +1,4 @@
-"""Ways to keep a conversation in less space: Krul, and what it is compared with in `conversation_answers.py`.
+"""Variants of storing a conversation in less space: Krul and the peers in `conversation_answers.py`.
 
 `Krul` has the default settings: int8, and pairs that a replay accepts. `Krul, any distance` replays pairs however much
 a merge moves their KV, `Krul, by attention` those with the most similar attention. `Krul SHARE` merges pairs whose KV
@@ -23,9 +23,9 @@ from hf_tiered_cache.store.codecs import RAW
 from hf_tiered_cache.store.codecs.pairs import TOWARD
 
 NOISE = "full, rounded otherwise"
-"""Full KV, computed in pieces of an odd size: nothing is lost, but kernels round otherwise."""
+"""Full KV, computed in pieces of an odd size: nothing is lost, but kernels round differently."""
 _H2O_ROWS = 128
-"""Queries whose attention is summed at once."""
+"""Number of queries whose attention is summed at once."""
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -36,20 +36,20 @@ UNCHECKED: dict[str, Any] = {"quality": None, "codec": RAW}
 
 @dataclass(frozen=True, kw_only=True)
 class RandomPairs(Krul):
-    """As many pairs as Krul would choose, at random among all layers."""
+    """Krul with as many pairs as usual, at random among all layers."""
 
     kind: ClassVar[str] = "random pairs"
 
     def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
         count = len(super().pairs(idle, shared))
-        among = mergeable_layers(idle.readers[0].shape.layout)
-        drawn = np.random.default_rng(int(self.conversation, 16)).permutation(among)[: 2 * count]
-        return paired(drawn.reshape(-1, 2).tolist())
+        layers = mergeable_layers(idle.readers[0].shape.layout)
+        permutation = np.random.default_rng(int(self.conversation, 16)).permutation(layers)[: 2 * count]
+        return sorted_pairs(permutation.reshape(-1, 2).tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPairs(Krul):
-    """The same pairs in every conversation."""
+    """Krul with the same pairs in every conversation."""
 
     fixed: Pairs = ()
 
@@ -61,33 +61,33 @@ class FixedPairs(Krul):
 
 @dataclass(frozen=True, kw_only=True)
 class Watching(Krul):
-    """Shares nothing, and notes how alike the layers of each conversation are: their attention, and their KV.
+    """Krul that merges nothing, and records the similarity of layers by attention and by KV.
 
     Args:
-        seen: distances of attention, and by how much a merge moves the KV, float `[layers, layers]`.
+        distances: Distances of attention, and the change of the KV by a merge, float `[layers, layers]`.
     """
 
     pairs_by: Literal["kv", "attention"] = "attention"
-    seen: list[tuple[LayerDistances, np.ndarray]] = field(default_factory=list, compare=False, repr=False)
+    distances: list[tuple[LayerDistances, np.ndarray]] = field(default_factory=list, compare=False, repr=False)
 
     kind: ClassVar[str] = "watching"
 
     def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
         assert idle.attention is not None and not idle.attention.missing and idle.replay is not None
         layout, attention = idle.readers[0].shape.layout, idle.attention
-        self.seen.append((attention, self.changes(idle.replay, layout, attention.layers)))
+        self.distances.append((attention, self.changes(idle.replay, layout, attention.layers)))
         return ()
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to keep a conversation.
+    """Variant of storing a conversation.
 
     Args:
-        system: that it is one setting of.
-        method: how it is stored and restored; None for H2O.
-        share: of the tokens that H2O keeps.
-        piece: tokens that are computed at once, of full KV in memory; 0: all.
+        system: System of which this is a setting.
+        method: Method that stores and restores it; None for H2O.
+        share: Share of the tokens that H2O keeps.
+        piece: Number of tokens computed at once, for full KV in memory; 0 for all.
     """
 
     system: str
@@ -96,18 +96,18 @@ class Way:
     piece: int = 0
 
 
-def paired(pairs: Sequence[Sequence[int]]) -> Pairs:
-    """Pairs of layers as a geometry has them."""
+def sorted_pairs(pairs: Sequence[Sequence[int]]) -> Pairs:
+    """Return pairs of layers in the form of a geometry."""
     return tuple(sorted((min(pair), max(pair)) for pair in pairs))
 
 
 def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
-    """By name.
+    """Return the variants by name.
 
     Args:
-        fixed: gives the pairs that are chosen once for the model.
+        fixed: Function that returns the pairs that are fixed for the model, given the share of merged layers.
     """
-    found = {
+    variants = {
         "full": Way("full", Exact(recompute=0.0)),
         NOISE: Way("full", piece=61),
         "int8": Way("int8", Exact(recompute=0.0, codec="int8")),
@@ -121,45 +121,45 @@ def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
     for front in (0.0, 0.4):
         for shared in (0.25, 0.5, 0.75):
             system = "Krul, front 0.4" if front else "Krul"
-            found[f"Krul {shared}" + f" front {front}" * bool(front)] = Way(
+            variants[f"Krul {shared}" + f" front {front}" * bool(front)] = Way(
                 system, Krul(shared, recompute=front, **UNCHECKED)
             )
     for shared in (0.25, 0.5, 0.75):
-        found[f"published {shared}"] = Way("Krul as published", Krul.paper(shared, recompute=0.0))
-    found["Krul 0.5 toward 0.6"] = Way("Krul, toward 0.6", Krul(0.5, recompute=0.0, toward=TOWARD, **UNCHECKED))
-    found["Krul 0.75 front 0.4 int8"] = Way("Krul, front 0.4, int8", Krul(0.75, recompute=0.4, quality=None))
+        variants[f"published {shared}"] = Way("Krul as published", Krul.paper(shared, recompute=0.0))
+    variants["Krul 0.5 toward 0.6"] = Way("Krul, toward 0.6", Krul(0.5, recompute=0.0, toward=TOWARD, **UNCHECKED))
+    variants["Krul 0.75 front 0.4 int8"] = Way("Krul, front 0.4, int8", Krul(0.75, recompute=0.4, quality=None))
     for shared in (0.25, 0.5):
-        found[f"MiniCache {shared}"] = Way("MiniCache", MiniCache(shared))
+        variants[f"MiniCache {shared}"] = Way("MiniCache", MiniCache(shared))
     for shared in (0.25, 0.5, 0.75):
-        found[f"random pairs {shared}"] = Way("random pairs", RandomPairs(shared, recompute=0.0, **UNCHECKED))
+        variants[f"random pairs {shared}"] = Way("random pairs", RandomPairs(shared, recompute=0.0, **UNCHECKED))
     for shared in (0.25, 0.5, 0.75):
-        found[f"fixed pairs {shared}"] = Way(
+        variants[f"fixed pairs {shared}"] = Way(
             "fixed pairs", FixedPairs(shared, recompute=0.0, fixed=fixed(shared), **UNCHECKED)
         )
-    return found | {f"H2O {share}": Way("H2O", share=share) for share in (0.75, 0.5, 0.42, 0.25)}
+    return variants | {f"H2O {share}": Way("H2O", share=share) for share in (0.75, 0.5, 0.42, 0.25)}
 
 
 @torch.no_grad()
 def attended(eager: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
-    """For each layer the attention that the tokens of a context pay each of them, float32 `[kv_heads, tokens]`."""
+    """Return the attention to each token of a context per layer, float32 `[kv_heads, tokens]`."""
     config, tokens = eager.config, ids.shape[1]
     masses = [torch.zeros(config.num_key_value_heads, tokens) for _ in range(config.num_hidden_layers)]
     cache = DynamicCache(config=config)
     for piece in ids.split(_H2O_ROWS, dim=1):
         weights = eager(input_ids=piece, past_key_values=cache, output_attentions=True, logits_to_keep=1).attentions
         for mass, of_layer in zip(masses, weights, strict=True):
-            seen = of_layer[0].float().sum(1).unflatten(0, (len(mass), -1)).sum(1)  # [kv_heads, columns so far]
-            mass[:, : seen.shape[1]] += seen
+            row_mass = of_layer[0].float().sum(1).unflatten(0, (len(mass), -1)).sum(1)  # [kv_heads, columns so far]
+            mass[:, : row_mass.shape[1]] += row_mass
     return masses
 
 
 def forgetful(context: DynamicCache, masses: list[torch.Tensor], share: float) -> DynamicCache:
-    """A context of which H2O keeps a share: one half what was attended to most, the other its last tokens."""
-    tokens, made = context.get_seq_length(), DynamicCache()
-    kept = round(share * tokens)
+    """Return a context of which H2O keeps a share: half by attention, half the last tokens."""
+    tokens, reduced = context.get_seq_length(), DynamicCache()
+    kept_tokens = round(share * tokens)
     for number, (layer, mass) in enumerate(zip(context.layers, masses, strict=True)):
         mass = mass.clone()
-        mass[:, tokens - kept // 2 :] = torch.inf
-        columns = mass.topk(kept, dim=1).indices.sort(dim=1).values[None, :, :, None]  # [1, kv_heads, kept, 1]
-        made.update(layer.keys.take_along_dim(columns, 2), layer.values.take_along_dim(columns, 2), number)
-    return made
+        mass[:, tokens - kept_tokens // 2 :] = torch.inf
+        columns = mass.topk(kept_tokens, dim=1).indices.sort(dim=1).values[None, :, :, None]  # [1, kv_heads, kept, 1]
+        reduced.update(layer.keys.take_along_dim(columns, 2), layer.values.take_along_dim(columns, 2), number)
+    return reduced

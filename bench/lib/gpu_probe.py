@@ -21,51 +21,51 @@ from lib.raw_disk import direct_read
 from hf_tiered_cache.store.memory import aligned_bytes
 
 PACKAGES = ("torch", "transformers", "kvikio-cu13", "kvikio-cu12", "safetensors", "numpy", "pytest", "hypothesis")
-_ASKED = "name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current"
+_QUERY = "name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current"
 
 
 def device_of(run: Run) -> torch.device:
-    """Where models run."""
+    """Return the device of the models."""
     name = run.device if run.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
 def probe(run: Run) -> None:
-    """Record versions, then measure bandwidths, the most informative first."""
+    """Record versions, then measure bandwidths in order of importance."""
     device = device_of(run)
     small = run.shapes[0] == "tiny"
     nbytes = 16 << 20 if small else 512 << 20
     run.row("machine", **machine(device, run.folder), **versions(), ram_bytes=_memory(), nbytes=nbytes)
-    tried: list[tuple[str, Callable[[], Any]]] = [
+    probes: list[tuple[str, Callable[[], Any]]] = [
         ("copies", lambda: copies(run, device, nbytes)),
         ("disk", lambda: disk(run, run.folder, "disk", nbytes, device)),
         ("/dev/shm", lambda: disk(run, Path("/dev/shm"), "/dev/shm", nbytes // 4, device)),
     ]
-    for what, action in tried:
+    for label, action in probes:
         run.check()
         try:
             action()
         except (OSError, RuntimeError) as error:
-            run.skip(what, f"{type(error).__name__}: {error}"[:300])
+            run.skip(label, f"{type(error).__name__}: {error}"[:300])
 
 
 def versions() -> dict[str, Any]:
-    """Of packages, CUDA and the driver; None for what is not there."""
-    found: dict[str, Any] = {}
+    """Return the versions of packages, CUDA and the driver; None for a missing one."""
+    packages: dict[str, Any] = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+            packages[name] = None
     driver = None
     if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"]
+        command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
         try:
             driver = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
         except subprocess.TimeoutExpired:
             driver = "nvidia-smi did not answer"
     return {
-        "packages": found,
+        "packages": packages,
         "cuda": torch.version.cuda,
         "driver": driver,
         "nvidia_fs": Path("/proc/driver/nvidia-fs/stats").exists(),
@@ -77,30 +77,30 @@ def _memory() -> int:
 
 
 def copies(run: Run, device: torch.device, nbytes: int) -> None:
-    """Between host and device, and within the device; what page-locking costs."""
+    """Measure copies between host and device and within the device, and the cost of page-locking."""
 
-    def told(what: str, action: Callable[[], Any], moved: int = nbytes, times: int = 3) -> None:
+    def record(label: str, action: Callable[[], Any], copied_bytes: int = nbytes, times: int = 3) -> None:
         for _ in range(times):
             run.check()
             took = seconds(action, device)
-            run.row(what, seconds=took, nbytes=moved, bytes_per_s=moved / took)
+            run.row(label, seconds=took, nbytes=copied_bytes, bytes_per_s=copied_bytes / took)
 
     host = torch.empty(nbytes, dtype=torch.uint8)
     host[::4096] = 1
-    other = torch.empty_like(host)
-    other[::4096] = 1
-    told("copy in host memory", lambda: other.copy_(host))
+    host_copy = torch.empty_like(host)
+    host_copy[::4096] = 1
+    record("copy in host memory", lambda: host_copy.copy_(host))
     if device.type != "cuda":
         run.skip("H2D, pinned", "no GPU")
         return
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
     twin = torch.empty_like(on_device)
-    told("pinning", lambda: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), times=1)
+    record("pinning", lambda: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), times=1)
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    told("H2D, pinned", lambda: on_device.copy_(pinned, non_blocking=True), times=5)
-    told("D2H, pinned", lambda: pinned.copy_(on_device, non_blocking=True))
-    told("H2D, pageable", lambda: on_device.copy_(host), times=2)
-    told("copy in device memory", lambda: twin.copy_(on_device), moved=2 * nbytes, times=5)
+    record("H2D, pinned", lambda: on_device.copy_(pinned, non_blocking=True), times=5)
+    record("D2H, pinned", lambda: pinned.copy_(on_device, non_blocking=True))
+    record("H2D, pageable", lambda: on_device.copy_(host), times=2)
+    record("copy in device memory", lambda: twin.copy_(on_device), copied_bytes=2 * nbytes, times=5)
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     a @ a
     for _ in range(3):
@@ -109,7 +109,7 @@ def copies(run: Run, device: torch.device, nbytes: int) -> None:
 
 
 def disk(run: Run, folder: Path, name: str, nbytes: int, device: torch.device) -> None:
-    """Write a file, and read it: past the page cache into pinned memory, and out of the page cache."""
+    """Write a file, and read it with O_DIRECT into pinned memory, and from the page cache."""
     if shutil.disk_usage(folder).free < 2 * nbytes:
         run.skip(name, f"{folder} has no room for {nbytes >> 20} MiB")
         return
@@ -124,13 +124,13 @@ def disk(run: Run, folder: Path, name: str, nbytes: int, device: torch.device) -
         took = time.perf_counter() - started
         run.row(f"{name}, write", seconds=took, nbytes=nbytes, bytes_per_s=nbytes / took)
         for direct in (True, False):
-            what = f"{name}, {'O_DIRECT' if direct else 'page cache'} into {'pinned' if pin else 'host'} memory"
-            _read(run, what, path, memory, direct)
+            label = f"{name}, {'O_DIRECT' if direct else 'page cache'} into {'pinned' if pin else 'host'} memory"
+            _read(run, label, path, memory, direct)
     finally:
         path.unlink(missing_ok=True)
 
 
-def _read(run: Run, what: str, path: Path, memory: torch.Tensor, direct: bool) -> None:
+def _read(run: Run, label: str, path: Path, memory: torch.Tensor, direct: bool) -> None:
     try:  # one call first: what threads raise goes nowhere
         fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         try:
@@ -138,14 +138,14 @@ def _read(run: Run, what: str, path: Path, memory: torch.Tensor, direct: bool) -
         finally:
             os.close(fd)
     except OSError as error:
-        run.skip(what, str(error))
+        run.skip(label, str(error))
         return
     for _ in range(3):
         run.check()
         if direct:
             _forget(path)
         took = direct_read(path, 0, memory, direct=direct)
-        run.row(what, seconds=took, nbytes=memory.numel(), bytes_per_s=memory.numel() / took)
+        run.row(label, seconds=took, nbytes=memory.numel(), bytes_per_s=memory.numel() / took)
 
 
 def _forget(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the rows of `on_gpu.py` say: tables with medians, and each time as a share of the roofline."""
+"""Report on the rows of `on_gpu.py`: tables of medians, and each time as a share of the roofline."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _TIERS = {"device": "device", "host": "host", "page cache": "page cache"}
 
 
 def report(rows: Rows) -> str:
-    """The page."""
+    """Return the page in Markdown."""
     stages: dict[str, Rows] = defaultdict(list)
     for row in rows:
         stages[row["stage"].split()[0]].append(row)
     measured = {
-        name: [row for row in some if "skipped" not in row and row["what"] != "done"] for name, some in stages.items()
+        name: [row for row in stage_rows if "skipped" not in row and row["what"] != "done"]
+        for name, stage_rows in stages.items()
     }
-    machine, told = machine_of(measured.get("probe", []))
+    machine, assumed = machine_of(measured.get("probe", []))
     parts = [
         _machine(measured.get("probe", [])),
         _probe(measured.get("probe", [])),
         _tests(measured.get("tests", [])),
-        _prefixes(measured.get("prefix", []) + measured.get("kvikio", []), machine, told),
+        _prefixes(measured.get("prefix", []) + measured.get("kvikio", []), machine, assumed),
         _decoding(measured.get("decode", [])),
         _syncs(measured.get("syncs", [])),
         _trace(measured.get("trace", [])),
@@ -41,33 +42,33 @@ def report(rows: Rows) -> str:
 
 
 def machine_of(rows: Rows) -> tuple[Machine, str]:
-    """The roofline's machine, with what the probe measured in place of what is assumed; and which that is."""
-    named = {"h2d": "H2D, pinned", "hbm": "copy in device memory"}
-    found: dict[str, float] = {}
-    for name, what in named.items():
-        if speeds := _all(rows, what, "bytes_per_s"):
-            found[name] = median(speeds)
-    for name, begins in (("disk", "disk, O_DIRECT"), ("page_cache", "disk, page cache")):
-        if speeds := [row["bytes_per_s"] for row in rows if row["what"].startswith(begins)]:
-            found[name] = median(speeds)
+    """Return the roofline's machine with the measured bandwidths, and the names of those that are assumed."""
+    labels = {"h2d": "H2D, pinned", "hbm": "copy in device memory"}
+    measured: dict[str, float] = {}
+    for name, label in labels.items():
+        if speeds := _all(rows, label, "bytes_per_s"):
+            measured[name] = median(speeds)
+    for name, label_prefix in (("disk", "disk, O_DIRECT"), ("page_cache", "disk, page cache")):
+        if speeds := [row["bytes_per_s"] for row in rows if row["what"].startswith(label_prefix)]:
+            measured[name] = median(speeds)
     device = next((row["device"] for row in rows if row["what"] == "machine"), "")
     if device == "CPU":  # nothing to cross, and its memory in the place of the device's
-        found |= {"h2d": float("inf"), "hbm": 2 * median(_all(rows, "copy in host memory", "bytes_per_s") or [1e10])}
+        measured |= {"h2d": float("inf"), "hbm": 2 * median(_all(rows, "copy in host memory", "bytes_per_s") or [1e10])}
     if not any(name in device for name in ("H100", "H200")):
-        found["peak"] = float("inf")
-    assumed = [name for name in ("h2d", "hbm", "disk", "page_cache") if name not in found]
-    return replace(Machine(), **found), ", ".join(assumed)
+        measured["peak"] = float("inf")
+    assumed = [name for name in ("h2d", "hbm", "disk", "page_cache") if name not in measured]
+    return replace(Machine(), **measured), ", ".join(assumed)
 
 
-def _all(rows: Rows, what: str, key: str) -> list[float]:
-    return [row[key] for row in rows if row["what"] == what and key in row]
+def _all(rows: Rows, label: str, key: str) -> list[float]:
+    return [row[key] for row in rows if row["what"] == label and key in row]
 
 
 def _groups(rows: Rows, *keys: str) -> dict[tuple[Any, ...], Rows]:
-    found: dict[tuple[Any, ...], Rows] = defaultdict(list)
+    groups: dict[tuple[Any, ...], Rows] = defaultdict(list)
     for row in rows:
-        found[tuple(row.get(key) for key in keys)].append(row)
-    return found
+        groups[tuple(row.get(key) for key in keys)].append(row)
+    return groups
 
 
 def _ms(values: Iterable[float]) -> str:
@@ -75,25 +76,25 @@ def _ms(values: Iterable[float]) -> str:
 
 
 def _machine(rows: Rows) -> str:
-    found = next((row for row in rows if row["what"] == "machine"), None)
-    if found is None:
+    info = next((row for row in rows if row["what"] == "machine"), None)
+    if info is None:
         return "# Run without a probe\n"
-    packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["packages"].items())
+    packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in info["packages"].items())
     return (
-        f"# Measured on {found['device']}\n\n{found['cpu']}, {found['cores']} cores, "
-        f"{found['ram_bytes'] / 2**30:.0f} GiB of memory, {found['file_system']}; {found['date']}, "
-        f"commit {found['commit']}. Python {found['python']}, CUDA "
-        f"{found['cuda']}, driver {found['driver']}, nvidia-fs {'loaded' if found['nvidia_fs'] else 'not loaded'}; "
+        f"# Measured on {info['device']}\n\n{info['cpu']}, {info['cores']} cores, "
+        f"{info['ram_bytes'] / 2**30:.0f} GiB of memory, {info['file_system']}; {info['date']}, "
+        f"commit {info['commit']}. Python {info['python']}, CUDA "
+        f"{info['cuda']}, driver {info['driver']}, nvidia-fs {'loaded' if info['nvidia_fs'] else 'not loaded'}; "
         f"{packages}. Random weights. Medians.\n"
     )
 
 
 def _probe(rows: Rows) -> str:
     lines = []
-    for (what,), some in _groups([row for row in rows if "seconds" in row], "what").items():
-        speed = median(row.get("bytes_per_s") or row["flops_per_s"] for row in some)
-        shown = f"{speed / 1e9:.2f} GB/s" if "bytes_per_s" in some[0] else f"{speed / 1e12:.0f} TFLOP/s"
-        lines.append([what, shown, _ms(row["seconds"] for row in some), str(len(some))])
+    for (label,), samples in _groups([row for row in rows if "seconds" in row], "what").items():
+        speed = median(row.get("bytes_per_s") or row["flops_per_s"] for row in samples)
+        speed_text = f"{speed / 1e9:.2f} GB/s" if "bytes_per_s" in samples[0] else f"{speed / 1e12:.0f} TFLOP/s"
+        lines.append([label, speed_text, _ms(row["seconds"] for row in samples), str(len(samples))])
     return "## Probe\n\n" + table(["", "speed", "time", "n"], lines) if lines else ""
 
 
@@ -101,26 +102,26 @@ def _tests(rows: Rows) -> str:
     counts = next((row for row in rows if row["what"] == "tests/gpu"), None)
     if counts is None:
         return ""
-    said = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "error", "skipped") if name in counts)
+    summary = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "error", "skipped") if name in counts)
     failed = "".join(f"- {row['test']}\n" for row in rows if row["what"] == "failed test")
-    return f"## tests/gpu\n\n{said or 'no test was run'}\n\n{failed}"
+    return f"## tests/gpu\n\n{summary or 'no test was run'}\n\n{failed}"
 
 
 def _prefixes(rows: Rows, machine: Machine, assumed: str) -> str:
     lines = []
-    for (shape, dtype, prefix), some in sorted(_groups(rows, "shape", "dtype", "prefix").items()):
-        model, ways = ModelShape.of(shape, _BYTES[dtype]), _groups(some, "what")
-        times = {what: [row["seconds"] for row in group] for (what,), group in ways.items()}
-        for what, taken in sorted(times.items(), key=lambda item: -median(item[1])):
-            least = _least(model, machine, what, prefix, some[0]["suffix"], dtype, times)
+    for (shape, dtype, prefix), group_rows in sorted(_groups(rows, "shape", "dtype", "prefix").items()):
+        model, rows_by_label = ModelShape.of(shape, _BYTES[dtype]), _groups(group_rows, "what")
+        times = {label: [row["seconds"] for row in group] for (label,), group in rows_by_label.items()}
+        for label, samples in sorted(times.items(), key=lambda item: -median(item[1])):
+            bound = _least(model, machine, label, prefix, group_rows[0]["suffix"], dtype, times)
             lines.append([
-                f"{shape}, {prefix}: {what}",
-                _ms(taken),
-                f"{1e3 * min(taken):.2f} – {1e3 * max(taken):.2f}",
-                str(len(taken)),
-                "–" if "computed" not in times else f"{median(times['computed']) / median(taken):.1f} ×",
-                "–" if least is None else f"{1e3 * least:.2f} ms",
-                "–" if least is None else f"{least / median(taken):.0%}",
+                f"{shape}, {prefix}: {label}",
+                _ms(samples),
+                f"{1e3 * min(samples):.2f} – {1e3 * max(samples):.2f}",
+                str(len(samples)),
+                "–" if "computed" not in times else f"{median(times['computed']) / median(samples):.1f} ×",
+                "–" if bound is None else f"{1e3 * bound:.2f} ms",
+                "–" if bound is None else f"{bound / median(samples):.0%}",
             ])  # fmt: skip
     if not lines:
         return ""
@@ -136,27 +137,27 @@ def _prefixes(rows: Rows, machine: Machine, assumed: str) -> str:
 
 
 def _least(
-    model: ModelShape, machine: Machine, what: str, prefix: int, suffix: int, dtype: str, times: dict[str, list[float]]
+    model: ModelShape, machine: Machine, label: str, prefix: int, suffix: int, dtype: str, times: dict[str, list[float]]
 ) -> float | None:
-    """The roofline of one way, in seconds, or None."""
-    if what == "DynamicCache":
+    """Return the roofline of one variant in seconds, or None."""
+    if label == "DynamicCache":
         return None
-    if what == "computed":
-        known = dtype != "float32" and machine.peak < float("inf")
-        return compute_seconds(model, replace(machine, share=1.0), prefix + suffix) if known else None
-    tier = _TIERS.get(what, "disk")
+    if label == "computed":
+        has_peak = dtype != "float32" and machine.peak < float("inf")
+        return compute_seconds(model, replace(machine, share=1.0), prefix + suffix) if has_peak else None
+    tier = _TIERS.get(label, "disk")
     computing = median(times["DynamicCache"]) if "DynamicCache" in times else None
     return restored_seconds(model, machine, tier, prefix, suffix, computing)
 
 
 def _decoding(rows: Rows) -> str:
     lines = []
-    for (shape, prefix), some in _groups(rows, "shape", "prefix").items():
-        ours, theirs = (_all(some, what, "seconds") for what in ("ours", "DynamicCache"))
-        turns = min(len(ours), len(theirs))
+    for (shape, prefix), group_rows in _groups(rows, "shape", "prefix").items():
+        tiered, dynamic = (_all(group_rows, label, "seconds") for label in ("ours", "DynamicCache"))
+        turns = min(len(tiered), len(dynamic))
         if turns:
-            over = ratio(ours[:turns], theirs[:turns])
-            lines.append([f"{shape}, {prefix}", _ms(ours), _ms(theirs), f"{over:.3f}", str(turns)])
+            relative = ratio(tiered[:turns], dynamic[:turns])
+            lines.append([f"{shape}, {prefix}", _ms(tiered), _ms(dynamic), f"{relative:.3f}", str(turns)])
     return (
         "## Time of a decoded token\n\n" + table(["shape, prefix", "ours", "DynamicCache", "ratio", "n"], lines)
         if lines
@@ -198,27 +199,34 @@ def _times(heading: str, rows: Rows, slowest: str) -> str:
     groups = _groups(rows, "what")
     if not groups:
         return ""
-    full = [row["seconds"] for (what,), some in groups.items() if what.startswith(slowest) for row in some]
+    recompute_times = [
+        row["seconds"] for (label,), group_rows in groups.items() if label.startswith(slowest) for row in group_rows
+    ]
     lines = [
         [
-            what,
-            _ms(row["seconds"] for row in some),
-            "–" if not full else f"{median(full) / median(row['seconds'] for row in some):.2f} ×",
-            str(len(some)),
+            label,
+            _ms(row["seconds"] for row in group_rows),
+            "–"
+            if not recompute_times
+            else f"{median(recompute_times) / median(row['seconds'] for row in group_rows):.2f} ×",
+            str(len(group_rows)),
         ]
-        for (what,), some in groups.items()
+        for (label,), group_rows in groups.items()
     ]
-    about = rows[0]
-    known = ", ".join(
-        f"{name} {about[name]}" for name in ("shape", "dtype", "prefixes", "prefix", "tokens") if name in about
+    first_row = rows[0]
+    settings = ", ".join(
+        f"{name} {first_row[name]}" for name in ("shape", "dtype", "prefixes", "prefix", "tokens") if name in first_row
     )
-    return f"## {heading}\n\n{known}.\n\n" + table(["", "time to first token", "recompute ÷ it", "n"], lines)
+    return f"## {heading}\n\n{settings}.\n\n" + table(["", "time to first token", "recompute ÷ it", "n"], lines)
 
 
 def _skipped(rows: Rows) -> str:
-    done = {row["stage"] for row in rows if row["what"] == "done"}
-    begun = {row["stage"] for row in rows} - {"run"}
+    finished_stages = {row["stage"] for row in rows if row["what"] == "done"}
+    started_stages = {row["stage"] for row in rows} - {"run"}
     lines = [f"- {row['stage']}, {row['what']}: {row['skipped']}" for row in rows if "skipped" in row]
-    told = {row["stage"] for row in rows if row.get("skipped") and row["what"] in ("the rest", "all of it")}
-    lines += [f"- {stage}: the run ended in this stage" for stage in sorted(begun - done - told)]
+    reported_stages = {row["stage"] for row in rows if row.get("skipped") and row["what"] in ("the rest", "all of it")}
+    lines += [
+        f"- {stage}: the run ended in this stage"
+        for stage in sorted(started_stages - finished_stages - reported_stages)
+    ]
     return "## Not measured\n\n" + "\n".join(dict.fromkeys(lines)) + "\n" if lines else ""

@@ -1,7 +1,7 @@
-"""What measuring on a borrowed machine needs: stages in processes of their own, rows that outlive them, a deadline.
+"""Stages of a run on a rented machine: separate processes, rows on disk, and a deadline.
 
-Each stage is a child: one that crashes, hangs or runs out of memory costs its own time and nothing else. A row is one
-line of JSON, written and flushed the moment it is measured, so whatever ends the run leaves what it had.
+Each stage is a child process: a stage that crashes, hangs or runs out of memory costs its own time only. A row is one
+line of JSON, written and flushed immediately, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 class OutOfTimeError(Exception):
-    """The stage's time is over."""
+    """Error raised when a stage has used its time."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a stage is told.
+    """Settings of a stage.
 
     Args:
-        out: the folder of results.
-        folder: where stores are made; emptied after each stage.
-        began: when the run began, on `time.monotonic`'s clock.
-        until: when this stage must be over.
-        shapes: of the models, the first one is the one for what is measured once.
-        dtype: name of the models' dtype.
+        out: Folder for results.
+        folder: Parent folder of the stores, emptied after each stage.
+        began: Begin of the run, on `time.monotonic`'s clock.
+        until: Deadline of this stage, on the same clock.
+        shapes: Shapes of the models. The first one is used for everything that is measured once.
+        dtype: Name of the models' data type.
         device: "cuda", "cpu", or "auto".
-        prefixes: lengths, in tokens.
-        turns: how often each time is taken.
-        disk_bytes: that stores and files may take.
-        stage: its name.
+        prefixes: Prefix lengths in tokens.
+        turns: Number of measurements of each time.
+        disk_bytes: Maximum disk space of stores and files.
+        stage: Name of the stage.
     """
 
     out: Path
@@ -63,41 +63,47 @@ class Run:
     disk_bytes: int
     stage: str = ""
 
-    def row(self, what: str, **figures: Any) -> None:
-        """Write down what was measured."""
-        line = {"stage": self.stage, "what": what, "at": round(time.monotonic() - self.began, 2)} | figures
+    def row(self, label: str, **figures: Any) -> None:
+        """Write a row with a measurement."""
+        line = {"stage": self.stage, "what": label, "at": round(time.monotonic() - self.began, 2)} | figures
         with open(self.out / ROWS, "a") as file:  # one write of one line: a kill tears none but the last
             file.write(json.dumps(line) + "\n")
 
-    def skip(self, what: str, reason: str, **figures: Any) -> None:
-        """Write down what was not, and why."""
-        self.row(what, skipped=reason, **figures)
+    def skip(self, label: str, reason: str, **figures: Any) -> None:
+        """Write a row with the reason why something was not measured."""
+        self.row(label, skipped=reason, **figures)
 
     def left(self) -> float:
-        """Seconds."""
+        """Return the remaining seconds of the stage."""
         return self.until - time.monotonic()
 
     def check(self) -> None:
-        """Raises OutOfTimeError: the time is over."""
+        """Check the deadline.
+
+        Raises:
+            OutOfTimeError: The stage has used its time.
+        """
         if self.left() <= 0:
             raise OutOfTimeError
 
-    def fits(self, what: str, nbytes: int, **figures: Any) -> bool:
-        """Whether so many bytes may lie on the disk; else it says that this is skipped."""
+    def fits(self, label: str, nbytes: int, **figures: Any) -> bool:
+        """Return whether so many bytes fit on the disk; if not, write a row that says so."""
         room = min(self.disk_bytes, shutil.disk_usage(self.folder).free - (1 << 30))
         if nbytes > room:
-            self.skip(what, f"it takes {nbytes / 2**30:.1f} GiB of disk, and {room / 2**30:.1f} may be used", **figures)
+            self.skip(
+                label, f"it takes {nbytes / 2**30:.1f} GiB of disk, and {room / 2**30:.1f} may be used", **figures
+            )
         return nbytes <= room
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run.
+    """Part of the run.
 
     Args:
-        name: of it.
-        seconds: it may take of ten minutes; what earlier stages have left comes on top.
-        measure: does it, in a process of its own.
+        name: Name of the stage.
+        seconds: Share of ten minutes. The unused time of earlier stages is added.
+        measure: Function of the stage, which runs in a separate process.
     """
 
     name: str
@@ -106,7 +112,7 @@ class Stage:
 
 
 def measure(module: str, function: str, run: Run, **settings: Any) -> None:
-    """Call a function of `lib`, which is imported only now: a package that is missing costs its own stages alone."""
+    """Call a function of `lib`, imported only now: a missing package then costs only the stages that use it."""
     getattr(import_module(f"lib.{module}"), function)(run, **settings)
 
 
@@ -123,7 +129,7 @@ def stages_of(shapes: tuple[str, ...]) -> list[Stage]:
 
 
 def run_all(run: Run, stages: list[Stage], seconds: float) -> None:
-    """Run stages one after the other, each until its share of the time is used."""
+    """Run the stages in order, each until its share of the time is used."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that folders are removed on the way out
     _sweep(run.folder)
     context = _context()
@@ -136,15 +142,15 @@ def run_all(run: Run, stages: list[Stage], seconds: float) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what runs left that were killed."""
-    for other in folder.parent.glob("on-gpu-*"):
-        pid = other.name.removeprefix("on-gpu-")
+    """Remove folders of runs that were killed."""
+    for leftover in folder.parent.glob("on-gpu-*"):
+        pid = leftover.name.removeprefix("on-gpu-")
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(other, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _context() -> Any:
-    """How children are made: forked, which spares each the imports, unless CUDA does not work in a forked one."""
+    """Return the multiprocessing context: fork, which saves imports, or spawn if CUDA fails in a forked process."""
     fork = multiprocessing.get_context("fork")
     if Path("/dev/nvidiactl").exists():
         child = fork.Process(target=_check_cuda)
@@ -186,12 +192,12 @@ def _run(run: Run, stage: Stage, context: Any) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel end this process when its parent ends: a run that is killed leaves nobody behind."""
+    """Let the kernel end this process when its parent ends, so that a killed run leaves no processes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _in_child(run: Run, stage: Stage, parent: int) -> None:
-    """Runs one stage; nothing that it raises leaves this process."""
+    """Run one stage, and contain all of its exceptions."""
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
@@ -214,13 +220,13 @@ def _in_child(run: Run, stage: Stage, parent: int) -> None:
 
 
 def _shorten(log: Path) -> None:
-    """Keep the end of a log."""
+    """Truncate a log to its end."""
     if log.exists() and log.stat().st_size > LOG_BYTES:
         log.write_bytes(log.read_bytes()[-LOG_BYTES:])
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run, whole or killed: a torn last line is left out."""
+    """Read the rows of a run, complete or killed; an incomplete last line is left out."""
     rows = []
     for line in (folder / ROWS).read_text().splitlines():
         try:
@@ -231,5 +237,5 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def described(run: Run) -> dict[str, Any]:
-    """What was asked for, JSON-ready."""
+    """Return the settings, JSON-ready."""
     return {name: value for name, value in asdict(run).items() if name not in ("out", "folder", "began", "until")}

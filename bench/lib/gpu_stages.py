@@ -1,4 +1,4 @@
-"""Stages of `on_gpu.py` after its probe, one function each. Each measurement writes a row."""
+"""Stages of `on_gpu.py` after its probe: one function per stage, one row per measurement."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def gpu_tests(run: Run) -> None:
 
 
 class Prefix:
-    """A model, and a prefix that a store on disk and a DynamicCache hold."""
+    """Model and prefix, stored on disk and available as a DynamicCache."""
 
     def __init__(self, run: Run, model: PreTrainedModel, tokens: int, method: Method | None = None) -> None:
         self.run, self.model, self.tokens, self.method = run, model, tokens, method or Exact()
@@ -86,19 +86,19 @@ class Prefix:
         self.segments, self.kv_bytes = [row.id for row in rows], sum(row.nbytes for row in rows)
 
     def dynamic(self) -> DynamicCache:
-        """One that holds the prefix."""
+        """Return a DynamicCache with the prefix."""
         cache = DynamicCache(config=self.model.config)
         with torch.no_grad():
             self.model(input_ids=self.document, past_key_values=cache, logits_to_keep=1)
         return cache
 
     def cropped(self, cache: DynamicCache) -> DynamicCache:
-        """The same, when it holds no more than the prefix again."""
+        """Crop a DynamicCache to the prefix, and return it."""
         cache.crop(min(0, self.tokens - cache.get_seq_length()))
         return cache
 
     def store(self, *, device: bool = False, host: bool = False, engine: str | Engine = "posix") -> KVStore:
-        """The store, with memory for all of it in these tiers."""
+        """Open the store with memory for the whole prefix in the given tiers."""
         memory = 2 * self.kv_bytes + (64 << 20)
         sizes = {"device_memory": memory * device, "host_memory": memory * host}
         return KVStore(self.path, engine=engine, policy=self.method.policy, **sizes)
@@ -107,7 +107,7 @@ class Prefix:
         return TieredCache(self.model, store, method=self.method, record=False)
 
     def restored(self, store: KVStore) -> dict[str, Any]:
-        """The time to the first token, the prefix restored, and what was counted."""
+        """Restore the prefix, and return the time to the first token with its counters."""
         caches: list[TieredCache] = []
         took = first_token(self.model, self.ids, lambda: caches.append(self.cache(store)) or caches[0])
         stats = caches[0].stats
@@ -116,7 +116,7 @@ class Prefix:
         return {"seconds": took, "tier": stats.tier, "bytes_read": stats.bytes_read, "stall_s": stats.stall_seconds}
 
     def cold(self, store: KVStore, page_cache: bool = False) -> dict[str, Any]:
-        """The same from files. The tiers keep their memory and forget its blocks: other prompts have gone through."""
+        """Restore from files, with tiers that keep their memory but no blocks of the prefix."""
         storage_of(store).residency.forget(self.segments)
         forget_page_cache(self.path)
         if page_cache:
@@ -145,57 +145,62 @@ def _each_prefix(run: Run, shape: str, ways: Callable[..., dict[str, Callable[[]
     token_bytes = _token_bytes(model)
     for tokens in run.prefixes:
         run.check()
-        known = {"shape": shape, "dtype": run.dtype, "prefix": tokens, "suffix": SUFFIX}
-        if not run.fits("prefix", int(1.2 * tokens * token_bytes), **known):
+        settings = {"shape": shape, "dtype": run.dtype, "prefix": tokens, "suffix": SUFFIX}
+        if not run.fits("prefix", int(1.2 * tokens * token_bytes), **settings):
             continue
-        asked = Prefix(run, model, tokens)
-        known["kv_bytes"] = asked.kv_bytes
+        prefix = Prefix(run, model, tokens)
+        settings["kv_bytes"] = prefix.kv_bytes
         with ExitStack() as opened:
 
-            def note(what: str, figures: dict[str, Any], known: dict[str, Any] = known) -> None:
-                run.row(what, **known, **figures)
+            def note(label: str, figures: dict[str, Any], settings: dict[str, Any] = settings) -> None:
+                run.row(label, **settings, **figures)
 
-            actions = {what: _until(run, action) for what, action in ways(asked, opened, known).items()}
+            actions = {label: _until(run, action) for label, action in ways(prefix, opened, settings).items()}
             interleaved(actions, run.turns, note=note)
-        forget_page_cache(asked.path)
+        forget_page_cache(prefix.path)
 
 
-def _ways(asked: Prefix, opened: ExitStack, known: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What gives a first token, by name. What this machine lacks is said and left out."""
-    kept = asked.dynamic()
+def _ways(prefix: Prefix, opened: ExitStack, settings: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return the actions by label. Report those that this machine does not support as skipped."""
+    dynamic = prefix.dynamic()
 
     def timed(make: Callable[[], Any]) -> dict[str, Any]:
-        return {"seconds": first_token(asked.model, asked.ids, make)}
+        return {"seconds": first_token(prefix.model, prefix.ids, make)}
 
     def opened_for_it() -> dict[str, Any]:
-        forget_page_cache(asked.path)
-        with asked.store(host=True) as store:
-            return asked.restored(store)
+        forget_page_cache(prefix.path)
+        with prefix.store(host=True) as store:
+            return prefix.restored(store)
 
-    host = opened.enter_context(asked.store(host=True))
-    disk = opened.enter_context(asked.store(host=True))
-    pages = opened.enter_context(asked.store(host=True, engine=PosixEngine(direct=False)))
+    host = opened.enter_context(prefix.store(host=True))
+    disk = opened.enter_context(prefix.store(host=True))
+    pages = opened.enter_context(prefix.store(host=True, engine=PosixEngine(direct=False)))
     ways: dict[str, Callable[[], dict[str, Any]]] = {
-        "computed": lambda: timed(lambda: DynamicCache(config=asked.model.config)),
-        "DynamicCache": lambda: timed(lambda: asked.cropped(kept)),
-        "host": lambda: asked.restored(host),
-        "page cache": lambda: asked.cold(pages, page_cache=True),
-        "disk": lambda: asked.cold(disk),
+        "computed": lambda: timed(lambda: DynamicCache(config=prefix.model.config)),
+        "DynamicCache": lambda: timed(lambda: prefix.cropped(dynamic)),
+        "host": lambda: prefix.restored(host),
+        "page cache": lambda: prefix.cold(pages, page_cache=True),
+        "disk": lambda: prefix.cold(disk),
         "disk, store opened for it": opened_for_it,
     }
-    if asked.model.device.type == "cuda":
-        device = opened.enter_context(asked.store(device=True))
-        ways["device"] = lambda: asked.restored(device)
+    if prefix.model.device.type == "cuda":
+        device = opened.enter_context(prefix.store(device=True))
+        ways["device"] = lambda: prefix.restored(device)
     else:
-        asked.run.skip("device", "no GPU", **known)
+        prefix.run.skip("device", "no GPU", **settings)
     return ways
 
 
-def _ways_of_kvikio(asked: Prefix, opened: ExitStack, known: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    through = opened.enter_context(asked.store(device=True, host=True, engine="kvikio"))
-    beside = opened.enter_context(asked.store(device=True, host=True))
-    engine = through._storage.disk.backend.reads_with
-    return {f"disk, {engine}": lambda: asked.cold(through), "disk, posix beside it": lambda: asked.cold(beside)}
+def _ways_of_kvikio(
+    prefix: Prefix, opened: ExitStack, settings: dict[str, Any]
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    kvikio_store = opened.enter_context(prefix.store(device=True, host=True, engine="kvikio"))
+    posix_store = opened.enter_context(prefix.store(device=True, host=True))
+    engine = kvikio_store._storage.disk.backend.reads_with
+    return {
+        f"disk, {engine}": lambda: prefix.cold(kvikio_store),
+        "disk, posix beside it": lambda: prefix.cold(posix_store),
+    }
 
 
 def _until(run: Run, action: Callable[[], Any]) -> Callable[[], Any]:
@@ -216,24 +221,24 @@ def _token_bytes(model: PreTrainedModel) -> int:
 
 
 def decoding(run: Run) -> None:
-    """Measure decoding after the same prefix, ours and DynamicCache in turns."""
+    """Measure decoding after the same prefix, with TieredCache and DynamicCache in turns."""
     for shape in run.shapes:
         model = build(shape, getattr(torch, run.dtype), device_of(run))
-        asked = Prefix(run, model, min(run.prefixes))
-        with asked.store(host=True) as store, torch.no_grad():
-            tiered, dynamic = asked.cache(store), asked.dynamic()
-            model(input_ids=asked.ids, past_key_values=tiered, logits_to_keep=1)
-            model(input_ids=asked.ids[:, asked.tokens :], past_key_values=dynamic, logits_to_keep=1)
-            known = {"shape": shape, "dtype": run.dtype, "prefix": asked.tokens}
+        prefix = Prefix(run, model, min(run.prefixes))
+        with prefix.store(host=True) as store, torch.no_grad():
+            tiered, dynamic = prefix.cache(store), prefix.dynamic()
+            model(input_ids=prefix.ids, past_key_values=tiered, logits_to_keep=1)
+            model(input_ids=prefix.ids[:, prefix.tokens :], past_key_values=dynamic, logits_to_keep=1)
+            settings = {"shape": shape, "dtype": run.dtype, "prefix": prefix.tokens}
 
-            def step(cache: Any, model: PreTrainedModel = model, token: torch.Tensor = asked.ids[:, :1]) -> float:
+            def step(cache: Any, model: PreTrainedModel = model, token: torch.Tensor = prefix.ids[:, :1]) -> float:
                 return seconds(lambda: model(input_ids=token, past_key_values=cache), token.device)
 
-            def note(what: str, took: float, known: dict[str, Any] = known) -> None:
-                run.row(what, seconds=took, **known)
+            def note(label: str, duration: float, settings: dict[str, Any] = settings) -> None:
+                run.row(label, seconds=duration, **settings)
 
             ways = {"ours": partial(step, tiered), "DynamicCache": partial(step, dynamic)}
-            interleaved({what: _until(run, way) for what, way in ways.items()}, 8 * run.turns, 4, note)
+            interleaved({label: _until(run, way) for label, way in ways.items()}, 8 * run.turns, 4, note)
 
 
 # --- what waits, and what runs
@@ -241,14 +246,14 @@ def decoding(run: Run) -> None:
 
 @contextmanager
 def _sync_sites() -> Iterator[Counter]:
-    """Counts what makes the thread wait for the GPU, by the line of ours (or of whose it is) that asked for it."""
+    """Count the operations that wait for the GPU, by the call site in this library or in transformers."""
     sites: Counter = Counter()
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA" in str(message):
             sites[_site()] += 1
 
-    before = torch.cuda.get_sync_debug_mode()
+    debug_mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = note
@@ -256,22 +261,22 @@ def _sync_sites() -> Iterator[Counter]:
         try:
             yield sites
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.set_sync_debug_mode(debug_mode)
 
 
 def _site() -> str:
     frames = [frame for frame in traceback.extract_stack() if frame.filename not in (__file__, warnings.__file__)]
-    ours = (str(_PACKAGE), str(ROOT / "patches"))
-    inner = [frame for frame in frames if frame.filename.startswith(ours)] or frames[-2:]
-    between = frames[frames.index(inner[-1]) + 1 :]
-    if any("/transformers/" in frame.filename for frame in between):  # the model's own, which we only called
-        inner = [frame for frame in between if "/transformers/" in frame.filename]
-    return f"{'/'.join(Path(inner[-1].filename).parts[-2:])}:{inner[-1].lineno} {inner[-1].name}"
+    package_folders = (str(_PACKAGE), str(ROOT / "patches"))
+    inner_frames = [frame for frame in frames if frame.filename.startswith(package_folders)] or frames[-2:]
+    later_frames = frames[frames.index(inner_frames[-1]) + 1 :]
+    if any("/transformers/" in frame.filename for frame in later_frames):  # the model's own, which we only called
+        inner_frames = [frame for frame in later_frames if "/transformers/" in frame.filename]
+    return f"{'/'.join(Path(inner_frames[-1].filename).parts[-2:])}:{inner_frames[-1].lineno} {inner_frames[-1].name}"
 
 
 @contextmanager
 def _cpu_sites() -> Iterator[Counter]:
-    """What would be waited for on a GPU, as tests/restore/test_waits.py counts it."""
+    """Count operations that would wait on a GPU, as in tests/restore/test_waits.py."""
     sys.path += [str(ROOT / "tests" / folder) for folder in ("lib", "restore")]
     from test_waits import Waits
 
@@ -284,26 +289,26 @@ def _cpu_sites() -> Iterator[Counter]:
 
 
 def syncs(run: Run) -> None:
-    """Count waits of the thread for the GPU in a warm prompt and in decoded tokens, by call site."""
+    """Count waits for the GPU in a warm prompt and in decoded tokens, by call site."""
     device, shape, steps = device_of(run), run.shapes[-1], 4
     model = build(shape, getattr(torch, run.dtype), device)
     counting = _sync_sites if device.type == "cuda" else _cpu_sites
     for method in (Exact(), ContiguousKV(0.25)):
-        asked = Prefix(run, model, min(run.prefixes), method)
-        with asked.store(host=True) as store, torch.no_grad():
+        prefix = Prefix(run, model, min(run.prefixes), method)
+        with prefix.store(host=True) as store, torch.no_grad():
             for _ in range(2):  # the second time it comes from memory
                 run.check()
-                cache = asked.cache(store)
+                cache = prefix.cache(store)
                 with counting() as prompt:
-                    model(input_ids=asked.ids, past_key_values=cache, logits_to_keep=1)
+                    model(input_ids=prefix.ids, past_key_values=cache, logits_to_keep=1)
                 with counting() as decoded:
                     for _ in range(steps):
-                        model(input_ids=asked.ids[:, :1], past_key_values=cache)
+                        model(input_ids=prefix.ids[:, :1], past_key_values=cache)
         for part, sites in (("prompt", prompt), (f"{steps} tokens", decoded)):
-            what, layers = f"{type(method).__name__}, {part}", model.config.num_hidden_layers
-            run.row(what, count=sum(sites.values()), shape=shape, layers=layers, kind=counting.__name__)
+            label, layers = f"{type(method).__name__}, {part}", model.config.num_hidden_layers
+            run.row(label, count=sum(sites.values()), shape=shape, layers=layers, kind=counting.__name__)
             for site, count in sites.most_common(20):
-                run.row(f"{what}, site", site=site, count=count)
+                run.row(f"{label}, site", site=site, count=count)
 
 
 def trace(run: Run) -> None:
@@ -312,20 +317,20 @@ def trace(run: Run) -> None:
 
     device, shape = device_of(run), run.shapes[-1]
     model = build(shape, getattr(torch, run.dtype), device)
-    asked = Prefix(run, model, min(run.prefixes))
+    prefix = Prefix(run, model, min(run.prefixes))
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
-    kept = asked.dynamic()
-    with asked.store(device=device.type == "cuda", host=True) as store, torch.no_grad():
+    dynamic = prefix.dynamic()
+    with prefix.store(device=device.type == "cuda", host=True) as store, torch.no_grad():
 
         def warm(cache: Any, ids: torch.Tensor) -> None:
             model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
 
-        suffix = asked.ids[:, asked.tokens :]
+        suffix = prefix.ids[:, prefix.tokens :]
         ways = {
-            "DynamicCache": lambda: warm(asked.cropped(kept), suffix),
-            "ours": lambda: warm(asked.cache(store), asked.ids),
+            "DynamicCache": lambda: warm(prefix.cropped(dynamic), suffix),
+            "ours": lambda: warm(prefix.cache(store), prefix.ids),
         }
-        for what, way in ways.items():
+        for label, way in ways.items():
             run.check()
             seconds(way, device)
             seconds(way, device)
@@ -336,7 +341,7 @@ def trace(run: Run) -> None:
             kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
             copied = sum(event.name.startswith("Memcpy") for event in kernels)
             figures = {"kernels": len(kernels) - copied, "copies": copied, "operations": len(operations)}
-            run.row(what, **figures, layers=model.config.num_hidden_layers, shape=shape, prefix=asked.tokens)
+            run.row(label, **figures, layers=model.config.num_hidden_layers, shape=shape, prefix=prefix.tokens)
     path = run.out / TRACE
     profiled.export_chrome_trace(str(path))  # ours, the last one
     if path.stat().st_size > TRACE_BYTES:
@@ -350,7 +355,7 @@ def trace(run: Run) -> None:
 def selective(run: Run) -> None:
     """Measure a budget of 5 % with memory for half of the prefixes: ours, IMPRESS, H2O, all KV, and recompute.
 
-    IMPRESS's probes, which random weights never let agree, agree in the share of layers that its paper has.
+    With random weights, IMPRESS's probes never agree, so their agreement is emulated with the share of its paper.
     """
     shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
     device = device_of(run)
@@ -360,31 +365,31 @@ def selective(run: Run) -> None:
         return
     parser = argparse.ArgumentParser()
     serving.add_arguments(parser)
-    given = ["--device", str(device), "--memory-share", "0.5", "--bandwidth", "0", "--suffix", str(SUFFIX)]
-    arguments = parser.parse_args([*given, "--requests", str(requests), "--warm-up", str(count)])
+    options = ["--device", str(device), "--memory-share", "0.5", "--bandwidth", "0", "--suffix", str(SUFFIX)]
+    arguments = parser.parse_args([*options, "--requests", str(requests), "--warm-up", str(count)])
     prompts = RandomTokens(model.config.vocab_size, count, tokens, SUFFIX)
     bench = serving.Bench(arguments, model, prompts, run.folder)
-    known = {"shape": shape, "dtype": run.dtype, "prefix": tokens, "prefixes": count, "budget": 0.05}
-    wanted = [
+    settings = {"shape": shape, "dtype": run.dtype, "prefix": tokens, "prefixes": count, "budget": 0.05}
+    selected_systems = [
         system
         for system in reprefill.systems(0.05, min(8, model.config.num_hidden_layers), reprefill.PAPER_AGREEING)
         if system.name in (reprefill.OURS, f"{reprefill.IMPRESS}, without reordering", reprefill.H2O_LFU,
                            reprefill.ATTENTION_STORE, "recompute")
     ]  # fmt: skip
-    rows: serving.Rows = {system.name: [] for system in wanted}
+    rows: serving.Rows = {system.name: [] for system in selected_systems}
     with ExitStack() as opened:
-        stores = {system.name: opened.enter_context(bench.store_for(system)) for system in wanted}
-        for _ in bench.turns(wanted, stores, rows):
-            for name, new in rows.items():
-                for row in (row for row in new if row["measured"]):
+        stores = {system.name: opened.enter_context(bench.store_for(system)) for system in selected_systems}
+        for _ in bench.turns(selected_systems, stores, rows):
+            for name, new_rows in rows.items():
+                for row in (row for row in new_rows if row["measured"]):
                     figures = {key: row[key] for key in ("bytes_read", "stall_seconds", "read_amplification")}
-                    run.row(name, seconds=row["ttft_s"], **figures, **known)
-                new.clear()
+                    run.row(name, seconds=row["ttft_s"], **figures, **settings)
+                new_rows.clear()
             run.check()
 
 
 def passages(run: Run) -> None:
-    """Measure prompts of passages: recompute, full reuse, and 15 % recomputed, from memory and a cold disk."""
+    """Measure prompts of passages from memory and a cold disk: recompute, full reuse, and 15 % recomputed."""
     shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
     arguments = argparse.Namespace(
         shape=shape, dtype=run.dtype, device=str(device_of(run)), ratio=0.15, suffix=32, device_memory="0",
@@ -393,13 +398,13 @@ def passages(run: Run) -> None:
            {"pool": 12, "passages": 8, "tokens": 512, "instruction": 24, "requests": 4}),
     )  # fmt: skip
     bench = rag.Bench(arguments, run.folder)
-    wanted = [rag.System(rag.FULL, Recompute(), passages=False), *rag.systems(0.15)[2:-1]]
-    known = {"shape": shape, "dtype": run.dtype, "tokens": bench.prompts[0].shape[1], "kv_bytes": bench.kv_bytes}
+    selected_systems = [rag.System(rag.FULL, Recompute(), passages=False), *rag.systems(0.15)[2:-1]]
+    settings = {"shape": shape, "dtype": run.dtype, "tokens": bench.prompts[0].shape[1], "kv_bytes": bench.kv_bytes}
     for medium in ("host", "disk"):
         with bench.store(True, medium, 0.0) as store, bench.store(False, medium, 0.0) as prefix_store:
             run.check()
             if medium == "host":
                 bench.warm(store, prefix_store)
-            for system, row in bench.turns(wanted, store, prefix_store, medium):
-                run.row(f"{system.name}, {medium}", seconds=row["ttft_s"], computed=row["tokens_computed"], **known)
+            for system, row in bench.turns(selected_systems, store, prefix_store, medium):
+                run.row(f"{system.name}, {medium}", seconds=row["ttft_s"], computed=row["tokens_computed"], **settings)
                 run.check()

@@ -1,4 +1,4 @@
-"""FlexGen's way with a context: each layer's whole KV is read at each token, while the layer before computes."""
+"""Layer-wise reading of a whole context as in FlexGen: each layer's KV is read ahead at each token."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_tiered_cache.store.memory import aligned_bytes
 
 
 class LayerFiles:
-    """Each layer's whole KV, rotated and in order, in a file; read at each pass, a layer ahead.
+    """Files with each layer's whole KV, rotated and in order, which are read one layer ahead at each pass.
 
     Args:
-        contexts: whose.
-        folder: for the files.
-        engine: reads them.
+        contexts: Contexts with the KV.
+        folder: Folder for the files.
+        engine: Engine that reads the files.
     """
 
     def __init__(self, contexts: Contexts, folder: Path, engine: PosixEngine) -> None:
@@ -30,19 +30,19 @@ class LayerFiles:
         self.waited = 0.0
         self._files = []
         for layer in range(contexts.layers):
-            both = torch.stack(contexts.batch(layer))
-            (folder / str(layer)).write_bytes(both.numpy().tobytes())
+            tensors = torch.stack(contexts.batch(layer))
+            (folder / str(layer)).write_bytes(tensors.numpy().tobytes())
             self._files.append(engine.open(str(folder / str(layer))))
         room = contexts.steps + SUFFIX
-        wanted = (2, contexts.rows, shape.kv_heads, contexts.tokens + room + -room % 64, shape.dim)
-        count = torch.Size(wanted).numel()
-        self._buffers = [aligned_bytes(count * 4).view(torch.float32).view(wanted) for _ in range(2)]
-        self.held = contexts.tokens
-        self.step_bytes = both.nbytes * contexts.layers
+        buffer_shape = (2, contexts.rows, shape.kv_heads, contexts.tokens + room + -room % 64, shape.dim)
+        count = torch.Size(buffer_shape).numel()
+        self._buffers = [aligned_bytes(count * 4).view(torch.float32).view(buffer_shape) for _ in range(2)]
+        self.context_tokens = contexts.tokens
+        self.step_bytes = tensors.nbytes * contexts.layers
         self._under_way: Future[ReadReport] | None = None
 
     def read(self, layer: int) -> torch.Tensor:
-        """`[2, rows, kv_heads, columns, dim]`, keys and values: good until the next layer's are asked for."""
+        """Return keys and values, `[2, rows, kv_heads, columns, dim]`, valid until the next layer is read."""
         reading = self._under_way or self._start(layer)
         started = time.perf_counter()
         reading.result()
@@ -51,14 +51,14 @@ class LayerFiles:
         return self._buffers[layer % 2]
 
     def _start(self, layer: int) -> Future[ReadReport]:
-        pieces = self._buffers[layer % 2][..., : self.held, :].flatten(0, 2)
+        pieces = self._buffers[layer % 2][..., : self.context_tokens, :].flatten(0, 2)
         size = pieces[0].numel() * 4
-        ops = [ReadOp(self._files[layer], n * size, one.view(-1).view(torch.uint8)) for n, one in enumerate(pieces)]
+        ops = [ReadOp(self._files[layer], n * size, piece.view(-1).view(torch.uint8)) for n, piece in enumerate(pieces)]
         return self._engine.submit(ops)
 
 
 class LayerFromDisk(DynamicLayer):
-    """Holds the tokens behind a context, and reads the context's KV whenever it is attended to."""
+    """Layer that holds the tokens after a context, and reads the context's KV in each pass."""
 
     def __init__(self, files: LayerFiles, number: int) -> None:
         super().__init__()
@@ -67,15 +67,15 @@ class LayerFromDisk(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own = super().update(key_states, value_states)
-        memory, first = self._files.read(self._number), self._files.held
-        stop = first + own[0].shape[2]
-        for tensor, behind in zip(memory, own, strict=True):
-            tensor[:, :, first:stop] = behind
+        new_kv = super().update(key_states, value_states)
+        memory, first = self._files.read(self._number), self._files.context_tokens
+        stop = first + new_kv[0].shape[2]
+        for tensor, new_states in zip(memory, new_kv, strict=True):
+            tensor[:, :, first:stop] = new_states
         return memory[0][:, :, :stop], memory[1][:, :, :stop]
 
     def get_seq_length(self) -> int:
-        return self._files.held + super().get_seq_length()
+        return self._files.context_tokens + super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

@@ -1,4 +1,4 @@
-"""Contexts that no model has read: their KV is made, and stands in a store as if a cache had computed it."""
+"""Contexts with synthetic KV, written to a store as if a cache had computed it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lib.synthetic_kv import Shape, keys_and_values, queries, turned
+from lib.synthetic_kv import Shape, keys_and_values, queries, rotate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -20,20 +20,20 @@ from hf_tiered_cache.methods import Exact, Method
 from hf_tiered_cache.store.geometry import HASH_TOKENS, LayerKV
 
 SUFFIX = 16
-"""Tokens of the prompt behind the context: the first choice is theirs."""
+"""Number of prompt tokens after the context, which make the first selection."""
 TAG = "made queries"
-"""What the hooked model is called: caches that use the contexts must say so."""
+"""Tag of the hooked model; caches that use the contexts need it."""
 
 
 @dataclass(eq=False)
 class Contexts:
-    """Rows of made KV behind which a model decodes.
+    """Batch of contexts with synthetic KV, after which a model decodes.
 
     Args:
-        model: with a hook at each layer that puts made queries in place.
-        tokens: of each context.
-        rows: of the batch, a context each.
-        steps: tokens to be decoded, at most.
+        model: Model whose queries are replaced by a hook in each layer.
+        tokens: Number of tokens in each context.
+        rows: Number of rows in the batch, one context each.
+        steps: Maximum number of decoded tokens.
     """
 
     model: PreTrainedModel
@@ -41,20 +41,22 @@ class Contexts:
     rows: int
     steps: int
     step: int = 0
-    """Of the tokens behind the contexts, the first one of the pass under way."""
+    """First token of the current pass, counted from the end of the contexts."""
     ids: torch.Tensor = field(init=False)
     """int64 `[rows, tokens + SUFFIX + steps]`."""
 
     def __post_init__(self) -> None:
-        config, behind = self.model.config, SUFFIX + self.steps
+        config, new_tokens = self.model.config, SUFFIX + self.steps
         self.shape, self.layers = Shape.of(config), config.num_hidden_layers
         random = torch.Generator().manual_seed(self.tokens)
-        self.ids = torch.randint(1, config.vocab_size, (self.rows, self.tokens + behind), generator=random)
-        rotation = self._rotation(torch.arange(self.tokens, self.tokens + behind))
-        self._asked = [  # [rows, behind, heads * dim] each, as the projection would give it
+        self.ids = torch.randint(1, config.vocab_size, (self.rows, self.tokens + new_tokens), generator=random)
+        rotation = self._rotation(torch.arange(self.tokens, self.tokens + new_tokens))
+        self._queries = [  # [rows, new_tokens, heads * dim] each, as the projection would return them
             torch.stack(
                 [
-                    turned(queries(self.shape, behind, (row, layer)), *rotation, back=True).transpose(0, 1).flatten(1)
+                    rotate(queries(self.shape, new_tokens, (row, layer)), *rotation, inverse=True)
+                    .transpose(0, 1)
+                    .flatten(1)
                     for row in range(self.rows)
                 ]
             )
@@ -67,28 +69,28 @@ class Contexts:
         return cos[0], sin[0]
 
     def kv(self, row: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys, and values: `[kv_heads, tokens, dim]`."""
+        """Return rotated keys, and values: `[kv_heads, tokens, dim]`."""
         return keys_and_values(self.shape, self.tokens, (row, layer))
 
     def batch(self, layer: int) -> list[torch.Tensor]:
-        """The same of all rows: `[rows, kv_heads, tokens, dim]` each."""
-        every = [self.kv(row, layer) for row in range(self.rows)]
-        return [torch.stack(tensors) for tensors in zip(*every, strict=True)]
+        """Return rotated keys and values of all rows: `[rows, kv_heads, tokens, dim]` each."""
+        row_kv = [self.kv(row, layer) for row in range(self.rows)]
+        return [torch.stack(tensors) for tensors in zip(*row_kv, strict=True)]
 
     @property
     def nbytes(self) -> int:
-        """Of all rows' KV."""
+        """Bytes of the KV of all rows."""
         return self.rows * self.layers * self.tokens * self.shape.kv_heads * self.shape.dim * 2 * 4
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Let the model's queries be the made ones."""
+        """Replace the model's queries by synthetic ones."""
 
-        def ask(layer: int, module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
-            return self._asked[layer][:, self.step : self.step + output.shape[1]]
+        def replace(layer: int, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return self._queries[layer][:, self.step : self.step + output.shape[1]]
 
         hooks = [
-            layer.self_attn.q_proj.register_forward_hook(partial(ask, number))
+            layer.self_attn.q_proj.register_forward_hook(partial(replace, number))
             for number, layer in enumerate(self.model.model.layers)
         ]
         try:
@@ -98,7 +100,7 @@ class Contexts:
                 hook.remove()
 
     def store(self, store: KVStore, method: Method, piece: int = 0) -> None:
-        """Write them, cut as `method` wants it, as a cache would that has computed them; what is stored stays.
+        """Write the contexts with the method's geometry, unless they are stored already.
 
         Args:
             store: Store to write to.
@@ -118,7 +120,9 @@ class Contexts:
             assert isinstance(identity, Identity), identity
             regime = rope_regime(self.model.config, self.tokens) or ""
             recorder = executor.new_recorder(identity, regime, [0], DecodingCheck())
-            layers = [(turned(keys, cos, sin, back=True)[None], values[None]) for keys, values in self._layers_of(row)]
+            layers = [
+                (rotate(keys, cos, sin, inverse=True)[None], values[None]) for keys, values in self._layers_of(row)
+            ]
             for tokens in torch.arange(self.tokens).split(piece or self.tokens):
                 span = slice(int(tokens[0]), int(tokens[-1]) + 1)
                 recorder.begin(span.start)

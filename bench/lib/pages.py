@@ -19,7 +19,7 @@ import hf_tiered_cache
 
 
 def machine(device: torch.device, folder: Path) -> dict[str, Any]:
-    """What the figures were measured on and with."""
+    """Describe the hardware and software of a measurement."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -45,7 +45,7 @@ def machine(device: torch.device, folder: Path) -> dict[str, Any]:
 
 
 def machine_text(measured_on: dict[str, Any]) -> str:
-    """The sentence of a page with what `machine` says; the device stands in its title."""
+    """Format the result of `machine` as a sentence; the device is in the page's title."""
     return (
         "{cpu}, {cores} cores, {torch_threads} threads, {file_system}; Python {python}, PyTorch {torch}, transformers "
         "{transformers}; {date}, commit {commit}."
@@ -53,10 +53,10 @@ def machine_text(measured_on: dict[str, Any]) -> str:
 
 
 def commit_of(folder: Path) -> str:
-    """Of the tree that a folder is in, "-dirty" behind it if anything is not committed; "unknown" outside of git."""
+    """Return the commit of a folder's tree, with "-dirty" for uncommitted changes; "unknown" outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    asked = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or "unknown"
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return process.stdout.strip() or "unknown"
 
 
 def save(
@@ -66,11 +66,14 @@ def save(
     markdown: str,
     plot: Callable[[dict[str, Any], Path], None] = lambda document, path: None,
 ) -> None:
-    """Write `<name>.json` and `<name>.md`, which names the commit that was measured, at its end if nowhere else.
+    """Write `<name>.json` and `<name>.md`, with the measured commit at the end unless the page names it.
 
     Args:
-        document: with what `machine` says, as "machine".
-        plot: draws it, to `<name>.png`.
+        out: Folder for results.
+        name: Name of the files without suffix.
+        document: Results, with the result of `machine` as "machine".
+        markdown: Page of results.
+        plot: Function that draws the results to `<name>.png`.
     """
     out.mkdir(parents=True, exist_ok=True)
     commit = document["machine"]["commit"]
@@ -82,7 +85,7 @@ def save(
 
 
 def pyplot() -> Any | None:
-    """matplotlib.pyplot that draws to files, or None where matplotlib is not installed."""
+    """Return matplotlib.pyplot for drawing to files, or None if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -94,6 +97,6 @@ def pyplot() -> Any | None:
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -1,7 +1,7 @@
-"""What a user would write to reuse a prefix without this library, in the best form of each.
+"""Code that a user would write to reuse a prefix without this library, in the best form of each variant.
 
-`prefix.py` measures these beside a store that is opened for the request. Times begin before a file is opened and end at
-the first token. A loaded tensor becomes a layer's as it is: the only copy is `DynamicCache`'s own, when it appends.
+`prefix.py` measures these in turns with a store that is opened for the request. Times begin before a file is opened
+and end at the first token. Loaded tensors are used without a copy; `DynamicCache` copies them when it appends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedConfig
 
 SAFETENSORS = "safetensors"
-"""How the names of all forms of a safetensors file begin: the quickest is compared with."""
+"""Prefix of the names of all variants with a safetensors file. Aims refer to the quickest of them."""
 OURS, OURS_WARM = "tiered, cold", "tiered, host"
 FirstToken = Callable[[Callable[[], Any]], float]
 """Seconds from before the cache is made until the first token."""
@@ -29,43 +29,43 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Peers:
-    """The KV of one prefix, kept as users keep it.
+    """KV of one prefix in the forms in which users keep it.
 
     Args:
-        kept: a cache that holds the prefix and nothing else.
-        config: of the model.
-        folder: for the files.
+        cache: Cache that holds only the prefix.
+        config: Configuration of the model.
+        folder: Folder for the files.
     """
 
-    def __init__(self, kept: DynamicCache, config: PreTrainedConfig, folder: Path) -> None:
-        self.kept, self.config, self.folder = kept, config, folder
+    def __init__(self, cache: DynamicCache, config: PreTrainedConfig, folder: Path) -> None:
+        self.cache, self.config, self.folder = cache, config, folder
         folder.mkdir()
         tensors = {
             f"{number}.{name}": tensor.contiguous()
-            for number, layer in enumerate(kept.layers)
+            for number, layer in enumerate(cache.layers)
             for name, tensor in (("keys", layer.keys), ("values", layer.values))
         }
-        pickled, plain = folder / "kv.pt", folder / "kv.safetensors"
+        pickled, safetensors_path = folder / "kv.pt", folder / "kv.safetensors"
         torch.save(tensors, pickled)
-        save_file(tensors, plain)
+        save_file(tensors, safetensors_path)
         device = str(next(iter(tensors.values())).device)
         self._loads: dict[str, Callable[[], Tensors]] = {
             "torch.load, mmap": lambda: torch.load(pickled, mmap=True, weights_only=True, map_location=device),
-            f"{SAFETENSORS}, load_file": lambda: load_file(plain, device),
-            f"{SAFETENSORS}, safe_open": lambda: _one_by_one(plain, device),
+            f"{SAFETENSORS}, load_file": lambda: load_file(safetensors_path, device),
+            f"{SAFETENSORS}, safe_open": lambda: _one_by_one(safetensors_path, device),
         }
         if "backend" in inspect.signature(load_file).parameters:  # since safetensors 0.8
-            self._loads[f"{SAFETENSORS}, pread"] = lambda: load_file(plain, device, backend="pread")
+            self._loads[f"{SAFETENSORS}, pread"] = lambda: load_file(safetensors_path, device, backend="pread")
 
     def caches(self) -> dict[str, Callable[[], DynamicCache]]:
-        """For each form what makes a cache that holds the prefix."""
+        """Return, by variant, a function that creates a cache with the prefix."""
         return {
-            "deepcopy in memory": lambda: copy.deepcopy(self.kept),
+            "deepcopy in memory": lambda: copy.deepcopy(self.cache),
             **{name: partial(self._loaded, load) for name, load in self._loads.items()},
         }
 
     def ways(self, first_token: FirstToken) -> dict[str, Callable[[], float]]:
-        """What `interleaved` measures: every form from memory, files from a cold disk too."""
+        """Return the actions for `interleaved`: each variant from memory, and with files also from a cold disk."""
 
         def cold(make: Callable[[], Any]) -> float:
             forget_page_cache(self.folder)
@@ -100,34 +100,34 @@ def _one_by_one(path: Path, device: str) -> Tensors:
 
 
 def measure(
-    peers: Peers, first_token: FirstToken, ours: dict[str, Callable[[], float]], turns: int
+    peers: Peers, first_token: FirstToken, tiered: dict[str, Callable[[], float]], turns: int
 ) -> dict[str, list[float]]:
-    """Seconds to the first token, of all forms and of `ours`, side by side."""
-    return interleaved({**ours, **peers.ways(first_token)}, turns)
+    """Return the seconds to the first token of all variants and of `ours`, measured in turns."""
+    return interleaved({**tiered, **peers.ways(first_token)}, turns)
 
 
 def quickest(times: dict[str, list[float]], state: str) -> str:
-    """The form of a safetensors file, "cold" or "warm", whose median is least."""
+    """Return the safetensors variant in a state, "cold" or "warm", with the smallest median."""
     forms = [name for name in times if name.startswith(SAFETENSORS) and name.endswith(state)]
     return min(forms, key=lambda name: median(times[name]))
 
 
 def over_file(times: dict[str, list[float]]) -> float:
-    """Our first token from a cold disk over the quickest form's of a safetensors file."""
+    """Return our first token from a cold disk relative to the quickest safetensors variant."""
     return ratio(times[OURS], times[quickest(times, "cold")])
 
 
 def report(results: Iterable[dict[str, Any]]) -> str:
-    """A table for all prefixes: first tokens, and ours over each of them."""
+    """Format a table for all prefixes: first tokens, and ours relative to each variant."""
     results = list(results)
     rows = []
     for name in results[0]["peers_s"]:
         cells = []
         for times in (result["peers_s"] for result in results):
-            ours = OURS if name.endswith("cold") else OURS_WARM
-            cells += [f"{median(times[name]) * 1e3:.0f} ms", f"{ratio(times[ours], times[name]):.3f}"]
+            tiered = OURS if name.endswith("cold") else OURS_WARM
+            cells += [f"{median(times[name]) * 1e3:.0f} ms", f"{ratio(times[tiered], times[name]):.3f}"]
         rows.append([name, *cells])
-    headings = [f"{result['prefix']}{what}" for result in results for what in ("", ", ours ÷ it")]
+    headings = [f"{result['prefix']}{suffix}" for result in results for suffix in ("", ", ours ÷ it")]
     return (
         "Time to first token of code without this library. It includes loading, and with a cold disk also opening our "
         "store, but not the fingerprint of the model, which a process computes once. Cold variants are compared with "

@@ -1,4 +1,4 @@
-"""IMPRESS, and how often its probe heads agree: as they do, or emulated where weights are random and they never do."""
+"""IMPRESS with a record of how often its probe heads agree: measured, or emulated for random weights."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from hf_tiered_cache.selection.selectors import ProbeHeads
 
 @dataclass(frozen=True)
 class NotedProbes(ProbeHeads):
-    """Notes whether the probes agreed.
+    """Probe heads that record whether they agreed.
 
     Args:
-        emulated: the share of choices at which they are taken to agree, drawn by what they choose; None: as they do.
-        notes: of each choice.
+        emulated: Share of the selections in which the probes are assumed to agree, drawn by a hash of the selection;
+            None to use their actual agreement.
+        notes: Whether the probes agreed, for each selection.
     """
 
     emulated: float | None = None
     notes: list[bool] = field(default_factory=list, compare=False, repr=False)
 
     def agree(self, sets: np.ndarray, tokens: int) -> bool:
-        drawn = zlib.crc32(np.ascontiguousarray(sets).tobytes()) / 2**32
-        found = super().agree(sets, tokens) if self.emulated is None else drawn < self.emulated
-        self.notes.append(found)
-        return found
+        draw = zlib.crc32(np.ascontiguousarray(sets).tobytes()) / 2**32
+        agreed = super().agree(sets, tokens) if self.emulated is None else draw < self.emulated
+        self.notes.append(agreed)
+        return agreed
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotedImpress(Impress):
-    """IMPRESS with such probes. Args: see `NotedProbes`."""
+    """IMPRESS with `NotedProbes`; see there for the arguments."""
 
     emulated: float | None = None
     notes: list[bool] = field(default_factory=list, compare=False, repr=False)

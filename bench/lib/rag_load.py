@@ -1,4 +1,4 @@
-"""Passages in a prompt under load: clients that ask at once, each in a thread of its own, and batches of prompts."""
+"""Load on prompts of passages: simultaneous clients in threads, and batches of prompts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hf_tiered_cache.methods import Method
 
 
 class _FirstToken(BaseStreamer):
-    """Notes when the first token of an answer is there."""
+    """Streamer that records the time of each token."""
 
     def __init__(self) -> None:
-        self.at: list[float] = []  # of the prompt, and of each token
+        self.at: list[float] = []  # times of the prompt and of each token
 
     def put(self, value: torch.Tensor) -> None:
         self.at.append(time.perf_counter())
@@ -33,48 +33,50 @@ class _FirstToken(BaseStreamer):
         pass
 
 
-def served(
+def serve(
     model: PreTrainedModel, store: KVStore, method: Method, prompts: list[torch.Tensor], clients: int, tokens: int
 ) -> dict[str, Any]:
-    """What clients see that share one model: each asks in a thread of its own, again when its answer is whole.
+    """Measure clients that share one model: each sends a request in its own thread after its previous answer.
 
     Args:
-        store: that all ask.
-        prompts: int `[1, n]` each, asked once, by whoever comes first.
-        clients: how many.
-        tokens: of each answer.
+        model: Model of all clients.
+        store: Store of all clients.
+        method: Method of the caches.
+        prompts: Prompts, int `[1, n]` each; the next free client takes the next one.
+        clients: Number of clients.
+        tokens: Number of tokens in each answer.
     """
-    waiting: SimpleQueue[torch.Tensor] = SimpleQueue()
+    queue: SimpleQueue[torch.Tensor] = SimpleQueue()
     for ids in prompts:
-        waiting.put(ids)
+        queue.put(ids)
     ready = threading.Barrier(clients + 1)
 
     def client() -> list[dict[str, float]]:
-        found = []
+        client_rows = []
         ready.wait()
         while True:
             try:
-                ids = waiting.get_nowait()
+                ids = queue.get_nowait()
             except Empty:
-                return found
-            noted, asked = _FirstToken(), time.perf_counter()
+                return client_rows
+            streamer, start = _FirstToken(), time.perf_counter()
             cache = TieredCache(model, store, method=method, record=False)
-            options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "streamer": noted}
+            options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "streamer": streamer}
             answer = model.generate(ids, past_key_values=cache, **options)
             decoded = answer.shape[1] - ids.shape[1] - 1  # the first token is the prompt's pass
-            found.append(
+            client_rows.append(
                 {
-                    "ttft_s": noted.at[1] - asked,
-                    "took_s": time.perf_counter() - asked,
+                    "ttft_s": streamer.at[1] - start,
+                    "took_s": time.perf_counter() - start,
                     "computed": _computed(cache, decoded) / ids.numel(),
                 }
             )
 
     with ThreadPoolExecutor(clients) as threads:
-        running = [threads.submit(client) for _ in range(clients)]
+        futures = [threads.submit(client) for _ in range(clients)]
         ready.wait()
         started = time.perf_counter()
-        rows = [row for each in running for row in each.result()]
+        rows = [row for future in futures for row in future.result()]
         took = time.perf_counter() - started
     ttft = [row["ttft_s"] for row in rows]
     return {
@@ -88,18 +90,19 @@ def served(
     }
 
 
-def one_at_a_time(alone: dict[str, Any], clients: int) -> dict[str, float]:
-    """The queue, simulated: what `clients` would see if each request waited until the one before it was whole.
+def one_at_a_time(single: dict[str, Any], clients: int) -> dict[str, float]:
+    """Simulate a queue in which each of `clients` requests waits for the previous answer.
 
     Args:
-        alone: what `served` found for one client.
+        single: Result of `serve` for one client.
+        clients: Number of clients.
     """
-    whole = statistics.fmean(row["took_s"] for row in alone["rows"])
-    return {"ttft_median_s": (clients - 1) * whole + alone["ttft_median_s"], "requests_per_s": 1 / whole}
+    answer_s = statistics.fmean(row["took_s"] for row in single["rows"])
+    return {"ttft_median_s": (clients - 1) * answer_s + single["ttft_median_s"], "requests_per_s": 1 / answer_s}
 
 
 def batch(model: PreTrainedModel, store: KVStore, method: Method, prompts: list[torch.Tensor]) -> dict[str, Any]:
-    """The time to the first token of prompts `[1, n]` in one batch, and the share of tokens that a layer computes."""
+    """Measure prompts `[1, n]` in one batch: time to first token, and share of tokens that a layer computes."""
     ids = torch.cat(prompts)
     cache = TieredCache(model, store, method=method, record=False)
     took = first_token(model, ids, lambda: cache)
@@ -107,7 +110,7 @@ def batch(model: PreTrainedModel, store: KVStore, method: Method, prompts: list[
 
 
 def _computed(cache: TieredCache, decoded: int = 0) -> float:
-    """Tokens of its prompts that a layer computed, a mean over the layers, without those of passes that decoded."""
+    """Return the prompt tokens that a layer computed, mean over the layers, without decoded tokens."""
     return cache.stats.tokens_computed + cache.stats.tokens_recomputed - decoded
 
 
@@ -115,7 +118,7 @@ def _computed(cache: TieredCache, decoded: int = 0) -> float:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Of the page: what clients and batches saw, as far as it was measured."""
+    """Format the tables of clients and batches, as far as they were measured."""
     text = []
     if any(result["load"].values()):
         text += [

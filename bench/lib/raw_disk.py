@@ -1,4 +1,4 @@
-"""What a disk gives to who only reads: the yardstick of reads that also check and place what they bring."""
+"""Bandwidth of plain reads, as a reference for reads that also check and place their data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ import torch
 def direct_read(
     path: Path, offset: int, memory: torch.Tensor, threads: int = 8, size: int = 1 << 20, direct: bool = True
 ) -> float:
-    """Read a file's tail in `threads` threads of 1 MiB reads each, with O_DIRECT or without; nothing else is done."""
+    """Read the end of a file in `threads` threads with calls of `size` bytes. Return the seconds.
+
+    Args:
+        path: File to read.
+        offset: First byte to read.
+        memory: uint8 buffer to fill; its size is the number of bytes to read.
+        threads: Number of threads.
+        size: Bytes per call.
+        direct: Whether to use O_DIRECT.
+    """
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     view = memoryview(memory.numpy())
     starts = iter(range(0, len(view), size))
@@ -24,9 +33,9 @@ def direct_read(
     def work() -> None:
         for start in starts:
             piece = view[start : start + size]
-            done = 0
-            while done < len(piece):
-                done += os.preadv(fd, [piece[done:]], offset + start + done)
+            nbytes = 0
+            while nbytes < len(piece):
+                nbytes += os.preadv(fd, [piece[nbytes:]], offset + start + nbytes)
 
     workers = [threading.Thread(target=work) for _ in range(threads)]
     started = time.perf_counter()
@@ -38,14 +47,14 @@ def direct_read(
 
 
 def fio(path: Path) -> float | None:
-    """What fio reads of the same file, io_uring at depth 32, in bytes per second; None where there is no fio."""
+    """Return the bandwidth of fio for the same file in bytes per second (io_uring, depth 32); None without fio."""
     if shutil.which("fio") is None:
         return None
     command = [
         "fio", "--name=read", f"--filename={path}", "--readonly", "--rw=read", "--bs=1M", "--direct=1", "--iodepth=32",
         "--ioengine=io_uring", "--loops=5", "--output-format=json",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
         return None
-    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"])
+    return float(json.loads(process.stdout[process.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"])

@@ -1,4 +1,4 @@
-"""What benchmarks of selective re-prefill share: systems with their stores, a slow disk, requests in turns."""
+"""Common parts of benchmarks of selective re-prefill: systems with stores, a slow disk, requests in turns."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ PARTS = {
     "compute_s": "computing",
     "match_s": "lookup",
 }
-"""The parts that a time to first token is the sum of. See `summarise`."""
+"""Parts that add up to the time to first token. See `summarise`."""
 
 Rows = dict[str, list[dict[str, Any]]]
-"""For each system its measured requests."""
+"""Measured requests by system."""
 
 
 @dataclass(frozen=True)
 class System:
-    """A method, and the eviction policy of the store it runs on."""
+    """Method with the eviction policy of its store."""
 
     name: str
     method: Method
     policy: str
-    every: int = 1
-    """It is asked one request in so many (what computes everything takes long)."""
+    interval: int = 1
+    """Every how many requests the system answers one; higher for slow systems."""
 
 
 class Bench:
-    """One model, prefixes of one length whose KV it has computed, and a store for each system.
+    """Model, prefixes of one length with their KV, and a store for each system.
 
-    `bandwidth` is that of the emulated disk in bytes a second, or 0 for the real one. Stores that are opened from then
-    on go by it.
+    `bandwidth` is the bandwidth of the emulated disk in bytes per second, or 0 for the real disk. It applies to stores
+    that are opened afterwards.
 
     Args:
-        arguments: those of `add_arguments`.
-        model: any causal LM.
-        prompts: what is asked.
-        folder: where stores are made.
+        arguments: Arguments of `add_arguments`.
+        model: Causal LM.
+        prompts: Prefixes and suffixes of the requests.
+        folder: Parent folder of the stores.
     """
 
     def __init__(self, arguments: argparse.Namespace, model: PreTrainedModel, prompts: Prompts, folder: Path) -> None:
@@ -94,18 +94,19 @@ class Bench:
 
     @cached_property
     def calibration(self) -> dict[str, dict[str, float]]:
-        """The paper's disk beside this machine, by how long a token takes in bulk prefill, and in a suffix."""
+        """Equivalent of the paper's disk on this machine, by the time of a token in bulk prefill and in a suffix."""
         load_over_compute = PAPER_LOAD_S / PAPER_COMPUTE_S
         return {
-            name: {"token_s": took, "bytes_per_second": self.token_bytes / (took * load_over_compute)}
-            for name, took in self.token_seconds().items()
+            name: {"token_s": token_s, "bytes_per_second": self.token_bytes / (token_s * load_over_compute)}
+            for name, token_s in self.token_seconds().items()
         }
 
     def token_seconds(self) -> dict[str, float]:
-        """Seconds that a token takes to compute, medians.
+        """Measure the seconds that a token takes to compute, as medians.
 
         Returns:
-            "bulk": of a whole prefix at once. "suffix": of a suffix over KV of an eighth of a prefix, in memory.
+            "bulk": token of a whole prefix, computed at once. "suffix": token of a suffix after an eighth of a prefix
+            in memory.
         """
         prefix = self.prompts.prefixes[0].unsqueeze(0).to(self.device)  # [1, tokens]
         tokens, suffix = prefix.shape[1], self.arguments.suffix
@@ -119,20 +120,20 @@ class Bench:
 
         cache = new_cache()
         compute(prefix[:, : tokens // 8], cache)
-        held = cache.get_seq_length()
+        cached_tokens = cache.get_seq_length()
 
-        def behind() -> None:
-            cache.crop(held - cache.get_seq_length())  # 0 the first time, which crops nothing
+        def compute_suffix() -> None:
+            cache.crop(cached_tokens - cache.get_seq_length())  # 0 the first time, which crops nothing
             compute(prefix[:, :suffix], cache)
 
-        behind()
+        compute_suffix()
         return {
             "bulk": median(seconds(lambda: compute(prefix, new_cache()), self.device) for _ in range(3)) / tokens,
-            "suffix": median(seconds(behind, self.device) for _ in range(5)) / suffix,
+            "suffix": median(seconds(compute_suffix, self.device) for _ in range(5)) / suffix,
         }
 
     def described(self) -> dict[str, Any]:
-        """What was asked of what, JSON-ready."""
+        """Return the settings and sizes of the benchmark, JSON-ready."""
         return {
             "prefixes": len(self.prompts.prefixes),
             "prefix_tokens": len(self.prompts.prefixes[0]),
@@ -149,17 +150,17 @@ class Bench:
     # --- stores
 
     def memory(self, system: System) -> dict[str, int]:
-        """Bytes of memory that its store gets: on the device and the host for blocks, and for its index.
+        """Return the bytes of memory of a system's store: for blocks on the device and the host, and for its index.
 
-        All systems get the same in total. What an index takes is missing for blocks, where it lies as far as possible.
+        All systems have the same total. An index takes its memory from the blocks, on the device as far as possible.
         """
         device, host, on_gpu = self.device_memory, self.host_memory, self.device.type == "cuda"
         index = min(self.index_bytes(system), host + device * on_gpu)
-        of_device = min(index, device) if on_gpu else 0
-        return {"device": device - of_device, "host": host - (index - of_device), "index": index}
+        device_index = min(index, device) if on_gpu else 0
+        return {"device": device - device_index, "host": host - (index - device_index), "index": index}
 
     def index_bytes(self, system: System) -> int:
-        """Memory that its index of all prefixes takes: as often as there are prefixes that of one, which is asked."""
+        """Return the memory of a system's index of all prefixes, extrapolated from one prefix."""
         if not isinstance(system.method, ContiguousKV):
             return 0
         if system.name not in self._indexes:
@@ -169,9 +170,9 @@ class Bench:
         return self._indexes[system.name]
 
     def _files(self, system: System, name: str) -> Path:
-        """A new folder of a store, cut as the system wants it, which knows of no request but those of `learn`.
+        """Create the folder of a store with the system's geometry and the state that `learn` left.
 
-        Segments are linked: nobody changes them, and who lays them out anew writes others.
+        Segments are hard links: they never change, and a new layout writes new segments.
         """
         geometry, path = system.method.geometry, self.folder / "stores" / _as_name(name)
         cut = self.folder / "cut" / _as_name(str(geometry.to_json()))
@@ -183,9 +184,9 @@ class Bench:
         return Path(shutil.copytree(self._learned.get(system.name, cut), path, copy_function=_link))
 
     def learn(self, system: System, times: int) -> None:
-        """Ask for each prefix so often, from the real disk: what stays of that is there in all stores opened later.
+        """Request each prefix `times` times from the real disk. Stores that are opened later keep the effects.
 
-        That is the order of IMPRESS's tokens, and the scores that blocks are evicted by.
+        Effects are the order of IMPRESS's tokens, and the scores for eviction.
         """
         bandwidth, self.bandwidth = self.bandwidth, 0
         random, path = np.random.default_rng(2), self.folder / "learned" / _as_name(system.name)
@@ -196,7 +197,7 @@ class Bench:
         self.bandwidth, self._learned[system.name] = bandwidth, Path(shutil.copytree(store.path, path))
 
     def store_for(self, system: System) -> KVStore:
-        """The system's store, with its share of memory and the slower disk. Nothing is left of one opened before."""
+        """Open a new store for a system, with its share of memory and the emulated disk."""
         memory = self.memory(system)
         return KVStore(
             self._files(system, system.name),
@@ -210,41 +211,42 @@ class Bench:
     # --- requests
 
     def turns(self, systems: list[System], stores: dict[str, KVStore], rows: Rows) -> Iterator[None]:
-        """Ask one request after the other, each of all systems, and enter all of them in `rows`.
+        """Answer each request with all systems, and append the results to `rows`.
 
-        A row says whether it counts (`measured`), and whether its prefix had not been asked before (`first`).
+        A row says whether it counts (`measured`), and whether it is the first request to its prefix (`first`).
         """
         warm_up, prefixes = self.arguments.warm_up, len(self.prompts.prefixes)
         for number, ids in enumerate(requests(self.prompts, warm_up + self.arguments.requests)):
             for system in systems:
-                if number % system.every:
+                if number % system.interval:
                     continue
                 row = self.ask(system, stores[system.name], ids.to(self.device))
-                row |= {"measured": number >= warm_up or system.every > 1, "first": number < prefixes}
+                row |= {"measured": number >= warm_up or system.interval > 1, "first": number < prefixes}
                 rows[system.name].append(row)
             yield
 
     def ask(self, system: System, store: KVStore, ids: torch.Tensor) -> dict[str, Any]:
-        """One request: everything that was counted, and the time to its first token."""
+        """Answer one request. Return its counters and the time to its first token."""
         cache = TieredCache(self.model, store, method=system.method, record=False)
         took = first_token(self.model, ids, lambda: cache)
-        store.flush()  # waits for IMPRESS's laying out anew, so that no other system shares the machine with it
+        store.flush()  # waits for IMPRESS's new layout, so that it does not slow down another system
         return figures_of(cache.stats) | {"ttft_s": took}
 
 
-def ask_all(asked: list[tuple[Bench, list[System]]], about: str | None = None) -> list[dict[str, dict[str, Any]]]:
-    """Ask all systems of all benches in turns; for each bench and system what its requests come to.
+def ask_all(selected: list[tuple[Bench, list[System]]], about: str | None = None) -> list[dict[str, dict[str, Any]]]:
+    """Run the requests of all benches in turns, and return a summary by bench and system.
 
     Args:
-        about: stands beside the progress bar.
+        selected: Benches with their systems.
+        about: Description of the progress bar.
     """
-    found: list[Rows] = [{system.name: [] for system in systems} for _, systems in asked]
+    rows_by_bench: list[Rows] = [{system.name: [] for system in systems} for _, systems in selected]
     with ExitStack() as stack:
         turns = []
-        for (bench, systems), rows in zip(asked, found, strict=True):
+        for (bench, systems), rows in zip(selected, rows_by_bench, strict=True):
             stores = {system.name: stack.enter_context(bench.store_for(system)) for system in systems}
             turns.append(bench.turns(systems, stores, rows))
-        arguments = asked[0][0].arguments
+        arguments = selected[0][0].arguments
         total = arguments.warm_up + arguments.requests
         for _ in tqdm(zip(*turns, strict=True), total=total, unit="request", desc=about):
             pass
@@ -253,20 +255,20 @@ def ask_all(asked: list[tuple[Bench, list[System]]], about: str | None = None) -
             system.name: summarise(rows[system.name], bench.token_bytes) | {"memory_bytes": bench.memory(system)}
             for system in systems
         }
-        for (bench, systems), rows in zip(asked, found, strict=True)
+        for (bench, systems), rows in zip(selected, rows_by_bench, strict=True)
     ]
 
 
 def summarise(rows: list[dict[str, Any]], token_bytes: int) -> dict[str, Any]:
-    """What the requests of one system come to: means of the measured ones, unless the name says otherwise.
+    """Summarize the requests of one system: means of the measured requests, unless the name says otherwise.
 
     Args:
-        rows: of `Bench.turns`.
-        token_bytes: KV of a token, in all layers.
+        rows: Rows of `Bench.turns`.
+        token_bytes: Bytes of a token's KV in all layers.
 
     Returns:
-        Among others, in `parts`, the time split: PARTS add up to the mean time to first token. Disk time (`io_s`)
-        passes beside them. In `first`, means of the first request to each prefix, whether it was measured or not.
+        Among others: `parts`, which add up to the mean time to first token; `io_s`, the disk time, concurrent with
+        them; `first`, means of the first request to each prefix, measured or not.
     """
     first = _first([row for row in rows if row["first"]])
     rows = [row for row in rows if row["measured"]]
@@ -275,10 +277,10 @@ def summarise(rows: list[dict[str, Any]], token_bytes: int) -> dict[str, Any]:
     def mean(name: str) -> float:
         return statistics.fmean(row[name] for row in rows)
 
-    read, identifying, used = map(mean, ("bytes_read", "bytes_identifying", "bytes_used"))
+    read_bytes, identifying_bytes, used_bytes = map(mean, ("bytes_read", "bytes_identifying", "bytes_used"))
     select, stall, assemble, match = map(mean, ("select_seconds", "stall_seconds", "assemble_seconds", "match_seconds"))
     waiting = mean("select_stall_seconds")
-    asked = sum(row[tier]["hits"] for row in rows for tier in TIERS)
+    lookups = sum(row[tier]["hits"] for row in rows for tier in TIERS)
     parts = {
         "identify_wait_s": waiting,
         "identify_s": select - waiting,
@@ -292,12 +294,12 @@ def summarise(rows: list[dict[str, Any]], token_bytes: int) -> dict[str, Any]:
         "ttft_mean_s": statistics.fmean(ttft),
         "ttft_p95_s": float(np.percentile(ttft, 95)),
         "ttft_median_s": median(ttft),
-        "bytes_read": read,
-        "bytes_identifying": identifying,
-        "bytes_used": used,
-        "tokens_read": (read - identifying) / token_bytes,
-        "read_amplification": (read - identifying) / used if used else 1.0,
-        "hit_ratio": {tier: sum(row[tier]["hits"] for row in rows) / asked if asked else 0.0 for tier in TIERS},
+        "bytes_read": read_bytes,
+        "bytes_identifying": identifying_bytes,
+        "bytes_used": used_bytes,
+        "tokens_read": (read_bytes - identifying_bytes) / token_bytes,
+        "read_amplification": (read_bytes - identifying_bytes) / used_bytes if used_bytes else 1.0,
+        "hit_ratio": {tier: sum(row[tier]["hits"] for row in rows) / lookups if lookups else 0.0 for tier in TIERS},
         "parts": parts,
         "io_s": mean("io_seconds"),
         "ttft_s": ttft,
@@ -312,7 +314,7 @@ def _first(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _link(source: str, target: str) -> None:
-    """Copy a file of a store; a segment, which never changes, by a link."""
+    """Copy a file of a store; hard-link segments, which never change."""
     (os.link if Path(source).parent.name == "segments" else shutil.copy2)(source, target)
 
 
@@ -321,10 +323,11 @@ def _as_name(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser, one_disk: bool = True) -> None:
-    """What all benchmarks of this kind can be told.
+    """Add the arguments of all benchmarks of selective re-prefill.
 
     Args:
-        one_disk: whether they are of one disk, and can be told which.
+        parser: Parser of the benchmark.
+        one_disk: Whether the benchmark uses one disk, with an argument for its bandwidth.
     """
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of a model with random weights, see common.py")
     parser.add_argument("--dtype", default="float32", help="data type of the model")

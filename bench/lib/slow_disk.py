@@ -1,4 +1,4 @@
-"""A disk that is slower than the one there is: reads take as long as that one would need."""
+"""Emulation of a slow disk: reads take as long as they would on that disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hf_tiered_cache.store.engines.base import Call
 
 
 class SlowDisk:
-    """When the reads of such a disk would be done.
+    """Clock of an emulated disk: returns when each read would be done.
 
     Args:
-        bytes_per_second: all reads together.
-        latency: seconds that each call takes besides; those of several threads overlap.
+        bytes_per_second: Bandwidth of all reads together.
+        latency: Additional seconds of each call; those of several threads overlap.
     """
 
     def __init__(self, bytes_per_second: float, latency: float = 0.0) -> None:
@@ -26,14 +26,14 @@ class SlowDisk:
         self._lock = threading.Lock()
 
     def begin(self, nbytes: int) -> float:
-        """A call of so many bytes begins; returns when it would be done, on `time.monotonic`'s clock."""
+        """Begin a call of `nbytes`, and return the time of its end on `time.monotonic`'s clock."""
         with self._lock:
             self._free_at = max(time.monotonic(), self._free_at) + nbytes / self.bytes_per_second
             return self._free_at + self.latency
 
 
 class SlowDiskEngine(PosixEngine):
-    """The posix engine, no faster than `disk`."""
+    """Posix engine that is no faster than `disk`."""
 
     def __init__(self, disk: SlowDisk) -> None:
         super().__init__()

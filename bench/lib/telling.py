@@ -10,14 +10,14 @@ MIB = 1 << 20
 
 
 def disk_and_memory(result: dict[str, Any]) -> str:
-    """For a page: what `described` says, as sentences."""
+    """Format `Bench.described()` as sentences."""
     speed = result["disk_bytes_per_second"]
     disk = "the real disk" if speed == "real" else f"an emulated disk of {speed / 1e6:.0f} MB/s"
     return f"{workload_and_memory(result)}; {disk}. {calibrated(result)} {result['prompts']}"
 
 
 def workload_and_memory(result: dict[str, Any]) -> str:
-    """The part of it that is the same on any disk, without a full stop."""
+    """Format workload and memory, which are the same on any disk, without a full stop."""
     return (
         f"{result['prefixes']} prefixes of {result['prefix_tokens']} tokens, {result['kv_bytes'] / MIB:.0f} MiB of KV, "
         f"{sum(result['memory_bytes'].values()) / MIB:.1f} MiB of memory for KV and indexes; "
@@ -26,7 +26,7 @@ def workload_and_memory(result: dict[str, Any]) -> str:
 
 
 def calibrated(result: dict[str, Any]) -> str:
-    """Which disk is to this machine as the paper's is to its own, by both readings, in a sentence."""
+    """Describe the disk that is equivalent to the paper's, by both calibrations, in a sentence."""
     bulk, suffix = (result["calibration"][name] for name in ("bulk", "suffix"))
     return (
         f"Computing a token takes {1e3 * bulk['token_s']:.3g} ms in the bulk prefill of a prefix, and "
@@ -37,14 +37,14 @@ def calibrated(result: dict[str, Any]) -> str:
 
 
 def memory_cell(row: dict[str, Any]) -> str:
-    """A system's memory in MiB, "blocks + index"."""
+    """Format a system's memory in MiB, "blocks + index"."""
     memory = row["memory_bytes"]
     index = f" + {memory['index'] / MIB:.1f}" if memory["index"] else ""
     return f"{(memory['device'] + memory['host']) / MIB:.1f}{index}"
 
 
 def first_requests(systems: dict[str, dict[str, Any]]) -> str:
-    """A table of the first request to each prefix, and what identification takes later."""
+    """Format a table of the first request to each prefix, and of the time of later identification."""
     return table(
         ["system", "TTFT, ms", "MiB read", "scoring", "identification, ms", "identification later, ms"],
         [[name, *first_cells(row)] for name, row in systems.items()],
@@ -52,11 +52,11 @@ def first_requests(systems: dict[str, dict[str, Any]]) -> str:
 
 
 def first_cells(row: dict[str, Any]) -> list[str]:
-    """A system's part of such a table."""
+    """Format a system's cells of the table of first requests."""
     first, parts = row["first"], row["parts"]
     later = parts["identify_wait_s"] + parts["identify_s"]
     return [
         f"{1e3 * first['ttft_mean_s']:.0f}",
         *(f"{first[name] / MIB:.2f}" for name in ("bytes_read", "bytes_identifying")),
-        *(f"{1e3 * took:.1f}" for took in (first["identify_s"], later)),
+        *(f"{1e3 * duration:.1f}" for duration in (first["identify_s"], later)),
     ]

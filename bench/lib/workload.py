@@ -1,4 +1,4 @@
-"""What the benchmarks ask: prefixes that many prompts share, and new suffixes behind them."""
+"""Workloads of the benchmarks: prefixes that many prompts share, with new suffixes."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 REFERENCE = Path(__file__).resolve().parents[2] / "eval" / "reference"
 """Folder of the reference models."""
 CONTEXT = 512
-"""Tokens that the reference model was trained on: a prefix and the question behind it fit in."""
+"""Context length of the reference model, which includes prefix and question."""
 
 
 class Prompts(Protocol):
-    """Where prompts come from."""
+    """Source of prompts."""
 
     about: str
-    """A sentence for the page of results."""
+    """Sentence for the page of results."""
     prefixes: list[torch.Tensor]
-    """int64 `[tokens]` each, all of the same length."""
+    """Prefixes of the same length, int64 `[tokens]` each."""
 
     def suffix(self, prefix: int, random: np.random.Generator) -> np.ndarray:
-        """Another suffix behind that prefix, int64 `[tokens]`."""
+        """Return another suffix for a prefix, int64 `[tokens]`."""
         ...
 
 
 class RandomTokens:
-    """Tokens that mean nothing, for models with random weights.
+    """Random tokens, for models with random weights.
 
     Args:
-        vocabulary: tokens there are; 0 is padding, and left out.
-        count: prefixes.
-        tokens: of each prefix.
-        suffix: tokens of a suffix.
+        vocabulary: Vocabulary size; token 0 is padding, and not used.
+        count: Number of prefixes.
+        tokens: Number of tokens in each prefix.
+        suffix: Number of tokens in a suffix.
     """
 
     about = "Weights and tokens are random, so selections have no meaning."
@@ -51,18 +51,18 @@ class RandomTokens:
 
 
 class ReferenceLanguage:
-    """Documents of the reference models' language, and of each many questions; a suffix is one of these.
+    """Documents in the language of the reference models, with questions about them as suffixes.
 
     Args:
-        model: folder of a reference model, for its tokenizer.
-        count: prefixes.
-        tokens: of each prefix.
+        model: Folder of a reference model, for its tokenizer.
+        count: Number of prefixes.
+        tokens: Number of tokens in each prefix.
     """
 
     about = "A trained model. Prefixes are documents in its language, and each suffix is a question about them."
 
     def __init__(self, model: Path, count: int, tokens: int) -> None:
-        # machines that only measure random weights need nothing of what evaluation needs
+        # imported here: machines that only measure random weights lack the packages of eval/
         from transformers import AutoTokenizer
 
         from eval.data import Data
@@ -85,7 +85,7 @@ class ReferenceLanguage:
 
 
 class RunningText:
-    """Runs of the book that ships with the project, for pretrained models.
+    """Sections of the book that ships with the project, for pretrained models.
 
     Args:
         model: folder of a pretrained model, for its tokenizer.
@@ -105,8 +105,8 @@ class RunningText:
         tokenizer, text = AutoTokenizer.from_pretrained(model), " ".join(sentences(Data(None)))
         self._text = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
         self._tokens = suffix
-        begins = np.linspace(0, len(self._text) - tokens, count).astype(int)
-        self.prefixes = [torch.tensor(self._text[begin : begin + tokens]) for begin in begins]
+        starts = np.linspace(0, len(self._text) - tokens, count).astype(int)
+        self.prefixes = [torch.tensor(self._text[begin : begin + tokens]) for begin in starts]
 
     def suffix(self, prefix: int, random: np.random.Generator) -> np.ndarray:
         begin = random.integers(len(self._text) - self._tokens)
@@ -114,7 +114,7 @@ class RunningText:
 
 
 def requests(prompts: Prompts, count: int, seed: int = 1) -> Iterator[torch.Tensor]:
-    """Prompts, int64 `[1, tokens]`: every prefix once, and then by a normal distribution over their numbers."""
+    """Yield prompts, int64 `[1, tokens]`: each prefix once, then prefixes from a normal distribution."""
     random, prefixes = np.random.default_rng(seed), len(prompts.prefixes)
     for turn in range(count):
         number = int(np.clip(round(random.normal((prefixes - 1) / 2, prefixes / 5)), 0, prefixes - 1))
@@ -125,14 +125,14 @@ def requests(prompts: Prompts, count: int, seed: int = 1) -> Iterator[torch.Tens
 
 @dataclass(frozen=True)
 class Turn:
-    """A conversation goes on.
+    """Turn of a conversation.
 
     Args:
-        conversation: its number.
-        at: seconds since the first one may have begun.
-        history: tokens before the new ones.
-        stop: where the new ones end.
-        end: where the answer ends.
+        conversation: Number of the conversation.
+        at: Seconds since the begin of the trace.
+        history: Number of tokens before the new ones.
+        stop: End of the new tokens.
+        end: End of the answer.
     """
 
     conversation: int
@@ -143,26 +143,26 @@ class Turn:
 
 
 def turns_of(conversations: int, turns: int, lengths: tuple[int, int, int], think: float, seed: int) -> list[Turn]:
-    """The turns of several conversations, in the order of their times.
+    """Return the turns of several conversations in the order of their times.
 
     Args:
-        conversations: that there are. They begin within one think time.
-        turns: of each.
-        lengths: tokens of the first prompt, of each further one, and of an answer; drawn up to a quarter off.
-        think: seconds between two turns of a conversation, a mean.
-        seed: of what is drawn.
+        conversations: Number of conversations, which begin within one think time.
+        turns: Number of turns per conversation.
+        lengths: Tokens of the first prompt, of each later one, and of an answer; drawn with up to 25 % deviation.
+        think: Mean seconds between two turns of a conversation.
+        seed: Random seed.
     """
-    random, found = np.random.default_rng(seed), []
+    random, trace = np.random.default_rng(seed), []
 
-    def about(tokens: int) -> int:
+    def draw_length(tokens: int) -> int:
         return int(random.integers(max(1, tokens * 3 // 4), tokens * 5 // 4 + 1))
 
     opening, new, answer = lengths
     for number in range(conversations):
         at, end = float(random.uniform(0, think)), 0
         for turn in range(turns):
-            history, stop = end, end + about(new if turn else opening)
-            end = stop + about(answer)
-            found.append(Turn(number, at, history, stop, end))
+            history, stop = end, end + draw_length(new if turn else opening)
+            end = stop + draw_length(answer)
+            trace.append(Turn(number, at, history, stop, end))
             at += float(random.exponential(think))
-    return sorted(found, key=lambda turn: turn.at)
+    return sorted(trace, key=lambda turn: turn.at)

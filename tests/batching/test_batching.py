@@ -30,7 +30,7 @@ def model():
 
 
 def mixed(count, seed=0, shared=(96, 50)):
-    """Prompts of which some begin alike, and some are private."""
+    """Return prompts of which some begin alike, and some are private."""
     chance = random.Random(seed)
     prefixes = [prompt(tokens, seed=900 + at)[0].tolist() for at, tokens in enumerate(shared)]
     prompts = []
@@ -45,7 +45,7 @@ def mixed(count, seed=0, shared=(96, 50)):
 
 @pytest.fixture(scope="module")
 def crowd(model):
-    """64 prompts, and the answers of `generate()`."""
+    """Return 64 prompts, and the answers of `generate()`."""
     prompts = mixed(64)
     return prompts, alone(model, prompts)
 
@@ -174,7 +174,7 @@ def test_long_answers_are_stored_while_they_grow(model, store, monkeypatch):
 
 
 def test_prompts_are_stored_if_steps_that_decode_show_no_keys(model, root, monkeypatch):
-    """As with graphs for decoding only: such a step runs no code of Python."""
+    """Graphs for decoding only run no Python code in such a step."""
     step = tiers.PagedTiers.step
     monkeypatch.setattr(
         tiers.PagedTiers,
@@ -230,7 +230,7 @@ def test_generate_gets_the_bits_that_the_engine_has_computed(model, store):
 
 
 def _page_kv(cache, layer, tokens):
-    """The KV of tokens in shared pages of 16: `[heads, tokens, dim]` each."""
+    """Return the KV of tokens in shared pages of 16: `[heads, tokens, dim]` each."""
     if hasattr(cache, "cache_allocators"):
         (allocator,) = cache.cache_allocators.values()
         pages = allocator.match_prefix_blocks([*tokens, 0])

@@ -41,7 +41,7 @@ def expected(model, prompts):
 
 @pytest.fixture
 def stored(root, model, prompts, expected):
-    """A folder of a store that has all prompts."""
+    """Return the folder of a store with all prompts."""
     with KVStore(root) as store, tiered(model, store):
         assert batched(model, prompts) == expected
     return root
@@ -119,7 +119,7 @@ def test_a_closed_store_gives_the_same_tokens(stored, model, prompts, expected):
 
 
 class Held:
-    """Restores that wait until they are let go."""
+    """Restores that wait until they are released."""
 
     def __init__(self, monkeypatch):
         self.began, self.go_on, self.ended = threading.Event(), threading.Event(), threading.Event()

@@ -36,7 +36,7 @@ def model(request):
 
 
 def crowd_of(model):
-    """24 prompts with shared beginnings shorter and longer than the window, and the answers of `generate()`."""
+    """Return 24 prompts with shared beginnings shorter and longer than the window, and the answers of `generate()`."""
     chance = random.Random(4)
     prefixes = [prompt(tokens, seed=800 + tokens)[0].tolist() for tokens in (0, 20, 50, 130)]
     prompts = [prefixes[at % 4] + prompt(chance.randint(17, 60), seed=700 + at)[0].tolist() for at in range(24)]
@@ -49,7 +49,7 @@ def crowd(model):
 
 
 def stored_share(prompts):
-    """Tokens that a store with all prompts restores: multiples of 16, and never the last token."""
+    """Count the tokens that a store with all prompts restores: multiples of 16, and never the last token."""
     return sum((len(ids) - 1) // 16 * 16 for ids in prompts)
 
 
@@ -136,7 +136,7 @@ def test_generate_and_the_engine_serve_each_other(model, root):
 
 @pytest.mark.parametrize("tokens", [30, 130])
 def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch, tokens):
-    """All of a prefix in layers with full attention, and what the next token sees of it in the others."""
+    """Layers with full attention get the whole prefix, the others what the next token sees of it."""
     ids, written = prompt(tokens, seed=tokens), {}
     model.generate(ids, past_key_values=TieredCache(model, store), do_sample=False, max_new_tokens=2)
     store.flush()
@@ -159,7 +159,7 @@ def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch, 
 
 
 def test_generate_gets_the_bits_that_the_engine_has_computed(model, root, monkeypatch):
-    """Also of tokens that have left the window, from prompts in chunks, which share their passes with others."""
+    """This includes tokens that have left the window, from chunks that share their passes."""
     ids, other, computed = prompt(140, seed=9), prompt(50, seed=8)[0].tolist(), {}
     note = tiers.PagedTiers._note
 

@@ -402,7 +402,7 @@ def test_conversations_of_people_come_back(tmp_path, monkeypatch):
     talks = list(answers.chat(arguments, 1, 9))
     assert len(talks) == 2
     for talk in talks:
-        ((prompt, answer),) = talk.asked
+        ((prompt, answer),) = talk.questions
         assert talk.ids.shape == (1, 256) and len(answer) == arguments.answer == 48
         tokenizer = answers.AutoTokenizer.from_pretrained(arguments.model)
         assert tokenizer.decode(prompt).split()[-2:] == ["Why?", "Assistant:"]
@@ -606,7 +606,7 @@ def test_a_restore_pays_from_one_length_on():
 
 
 def on_gpu(out, *options):
-    """The whole of it, on the CPU."""
+    """Run the whole script on the CPU."""
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = ["sh", str(BENCH / "on_gpu.sh"), str(out), "--shape", "tiny", "--turns", "1", *options]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -663,7 +663,7 @@ def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
 
 
 def on_gpu_without(tmp_path, monkeypatch, packages, *options):
-    """The rows of a run where these packages are not installed."""
+    """Return the rows of a run without these packages."""
     from lib import gpu_run
 
     hidden = tmp_path / "hidden"
@@ -797,7 +797,7 @@ def test_decode(tmp_path, monkeypatch):
 
 
 def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp_path):
-    """All systems that attend to everything say the same."""
+    """All systems that attend to everything give the same logits."""
     import decode
     from lib.common import build
 
@@ -813,7 +813,7 @@ def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp
             system = decode.system(name, place, contexts, arguments, lambda: store, tmp_path)
             for tokens in (decode.SUFFIX, 1, 1):
                 system.pass_over(tokens)
-            seen.append(system.said)
+            seen.append(system.logits)
     for other in seen[1:]:
         torch.testing.assert_close(other, seen[0], rtol=0, atol=1e-4)
 
@@ -885,7 +885,7 @@ def test_choices(tmp_path, monkeypatch):
     ],
 )
 def test_a_simulated_choice_is_the_methods(tmp_path, way, settings):
-    """What is simulated of ContiguousKV gives the logits of ContiguousKV."""
+    """The simulation of ContiguousKV gives the logits of ContiguousKV."""
     import choices
 
     model = AutoModelForCausalLM.from_pretrained(BENCH.parent / "eval" / "reference" / "xs", dtype=torch.float32).eval()

@@ -19,20 +19,20 @@ sys.path.append(str(BENCH))
 
 
 def run(monkeypatch, program, *options):
-    """A bench's `main`, as from the command line."""
+    """Run a bench's `main`, as from the command line."""
     monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, options)])
     program.main()
 
 
 def read(folder, name):
-    """What it has written: JSON and page, which name the commit."""
+    """Read the results: JSON and page, which name the commit."""
     document, page = json.loads((folder / f"{name}.json").read_text()), (folder / f"{name}.md").read_text()
     assert document["machine"]["commit"] in page
     return document, page
 
 
 def test_every_bench_has_a_test_that_runs_it():
-    """It, or another one that imports it."""
+    """A test may also run another benchmark that imports it."""
     modules = {".".join(path.relative_to(BENCH).with_suffix("").parts): path for path in BENCH.rglob("*.py")}
     imports = {name: _imported(path) for name, path in modules.items() if path.name != "__init__.py"}
     run = set().union(*(_imported(path) for path in TESTS.rglob("test_*.py"))) & imports.keys()
@@ -44,7 +44,7 @@ def test_every_bench_has_a_test_that_runs_it():
 
 
 def _imported(path):
-    """The modules that a file imports, anywhere in it."""
+    """Return the modules that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -93,7 +93,7 @@ def test_bandwidths(tmp_path, monkeypatch):
     assert [disk["bytes_per_second"] for disk in document["disks"]] == [1e9, "real", 2e9]
     memory = sum(document["memory_bytes"].values())
     for disk in document["disks"]:
-        assert tuple(disk["systems"]) == bandwidths.WANTED
+        assert tuple(disk["systems"]) == bandwidths.SYSTEM_NAMES
         assert all(row["requests"] == 3 and row["first"]["requests"] == 2 for row in disk["systems"].values())
         assert all(sum(row["memory_bytes"].values()) == memory for row in disk["systems"].values())
         assert disk["systems"][bandwidths.OURS]["first"]["bytes_read"] > 0
@@ -114,7 +114,7 @@ def test_between_measured_disks_times_lie_on_a_straight_line_of_logarithms():
 
 
 def small_bench(folder, *options):
-    """Of selective re-prefill: three prefixes of 256 tokens, and memory for half of them."""
+    """Return a bench of selective re-prefill: three prefixes of 256 tokens, and memory for half of them."""
     from lib import serving
     from lib.common import build
     from lib.workload import RandomTokens
@@ -127,7 +127,7 @@ def small_bench(folder, *options):
 
 
 def test_a_disk_is_calibrated_by_bulk_prefill_and_all_systems_have_the_same_memory(tmp_path):
-    """An index is missing for blocks, and what is set aside for it is what it takes."""
+    """The memory of an index is taken from the blocks."""
     from lib import serving
     from lib.workload import requests
     from reprefill import KEYS, OURS, systems
@@ -156,7 +156,7 @@ def test_a_disk_is_calibrated_by_bulk_prefill_and_all_systems_have_the_same_memo
 
 
 def test_a_store_that_is_opened_again_knows_of_no_request(tmp_path):
-    """Nor do others that are cut like it."""
+    """This also holds for other systems with the same geometry."""
     import reprefill
     from lib.workload import requests
 
@@ -234,7 +234,7 @@ def test_ablation(tmp_path, monkeypatch):
 
 
 def _narrow():
-    """Llama's heads, in a model that is small otherwise."""
+    """Build a small model with Llama's heads."""
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     heads["head_dim"] = 64  # blocks of whole pages
     return {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 16, "tie_word_embeddings": True, **heads}

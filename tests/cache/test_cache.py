@@ -72,7 +72,7 @@ def test_a_parent_that_goes_on_leaves_its_forks_alone(model, store):
 
 
 def test_deepcopy_is_a_fork(model, store):
-    """What transformers' documentation tells users to do with a cache of a prompt."""
+    """The documentation of transformers recommends this for a cache of a prompt."""
     parent = TieredCache(model, store)
     with torch.no_grad():
         model(input_ids=prompt(50), past_key_values=parent)
@@ -140,7 +140,7 @@ def test_right_padding_reuses_nothing_and_is_right(model, store):
 
 
 def masks(model):
-    """Ready-made masks of 60 tokens: one, or one for each kind of layer."""
+    """Return ready-made masks of 60 tokens: one, or one for each kind of layer."""
     full = torch.ones(60, 60).tril().bool()[None, None]
     windows = [layer.window for layer in sources_for(model, DenseSource) if layer.window]
     return {"full_attention": full, "sliding_attention": full & ~full.tril(-windows[0])} if windows else full
@@ -226,7 +226,7 @@ def test_restore_and_record_can_be_switched_off(model, store):
 
 
 def test_the_batch_may_change_between_passes(model, store):
-    """As a user's own search loop would: rows repeated, some dropped, some swapped."""
+    """A user's own search loop repeats, drops and swaps rows."""
     ids = torch.cat([prompt(70), prompt(70, seed=2)])
     ours, theirs = TieredCache(model, store), DynamicCache(config=model.config)
     for cache in (ours, theirs):
@@ -261,7 +261,7 @@ def test_rows_that_share_a_beginning_store_it_once(model, store):
 
 @pytest.mark.parametrize("beams", [2, 4])
 def test_what_beams_have_generated_is_stored_by_row(model, store, beams):
-    """Each beam's tokens with each beam's KV, through all that was reordered on the way."""
+    """Each beam's tokens are stored with its own KV after all reorderings."""
     arguments = {"do_sample": False, "max_new_tokens": 60, "num_beams": beams, "num_return_sequences": beams}
     ids = prompt(40)
     mask = torch.ones_like(ids)
@@ -341,7 +341,7 @@ def test_a_cache_that_is_gone_leaves_no_memory_but_stores_its_tokens(model, stor
 
 
 def test_recording_keeps_no_more_than_the_ragged_end(model, store):
-    """The prompt's tensors go to the writer, and are let go."""
+    """The writer takes the prompt's tensors and releases them."""
     cache = TieredCache(model, store)
     with torch.no_grad():
         model(input_ids=prompt(900), past_key_values=cache, logits_to_keep=1)
@@ -357,7 +357,7 @@ def test_recording_keeps_no_more_than_the_ragged_end(model, store):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_inference_mode_may_come_and_go(tmp_path, family):
-    """What is allocated within it is written to outside of it: by the writer thread, and by later turns."""
+    """Memory that is allocated in inference mode is written to outside of it, by the writer and by later turns."""
     model, ids = build(family), prompt(100)
     whole = torch.cat([ids, prompt(30, seed=4)], dim=1)
     expected = model.generate(whole, **GREEDY)
@@ -497,7 +497,7 @@ def test_refused_models_are_left_unattached(tmp_path):
 
 
 def test_other_causal_models_work_too(tmp_path):
-    """One that no test was written for: no rotation, other names."""
+    """This model has no rotation and other names, and no other test."""
     config = BertConfig(
         vocab_size=160,
         hidden_size=32,

@@ -24,7 +24,7 @@ def plain(model, ids, **more):
 
 
 def test_one_token_said_otherwise_costs_that_token(model, store):
-    """As where a chat template tokenizes the last reply again."""
+    """A chat template may tokenize the last reply differently."""
     cache = TieredCache(model, store)
     said = model.generate(prompt(30), past_key_values=cache, **GREEDY)
     again = torch.cat([said[:, :-2], (said[:, -2:] + 1) % 100 + 3, prompt(9, seed=4)], dim=1)
@@ -35,7 +35,7 @@ def test_one_token_said_otherwise_costs_that_token(model, store):
 
 
 def test_a_copied_prompt_goes_on_in_several_ways(model, store):
-    """The documented pattern: prefill, deepcopy, generate; the last token merges with what follows."""
+    """This is the documented pattern: prefill, deepcopy, generate. The last token merges with the next text."""
     begun = TieredCache(model, store)
     beginning = prompt(60)
     model(beginning, past_key_values=begun)
@@ -101,7 +101,7 @@ def test_another_number_of_beams_begins_anew(store, modes):
 
 
 def test_a_selection_of_another_prompt_is_dropped(store):
-    """Tokens of the selected prompt cannot be taken back: the store has them."""
+    """Tokens of the selected prompt cannot be removed, but the store has them."""
     model, method = build("llama"), ContiguousKV(0.25, period=2, subperiod=2)
     ids = prompt(200)
     store.precompute(model, ids, method=method, progress=False)

@@ -35,7 +35,7 @@ def model():
 
 @pytest.fixture
 def path(tmp_path, model):
-    """A store that holds the document."""
+    """Return the path of a store with the document."""
     with KVStore(tmp_path / "store", engine="posix") as store:
         store.precompute(model, DOCUMENT, progress=False)
     return tmp_path / "store"
@@ -68,7 +68,7 @@ def test_what_is_slower_to_restore_is_computed_until_it_lies_in_memory(path, mod
 
 
 def test_a_part_in_memory_counts_as_much_as_it_is(path, model):
-    """Of 176 tokens 16 lie on disk, at 2 ms, which is less than computing 176 at 1 ms."""
+    """Reading 16 of 176 tokens at 2 ms is faster than computing 176 at 1 ms."""
     with KVStore(path, engine="posix") as store:
         store.precompute(model, ASKED[:, :176], progress=False)
     with KVStore(path, engine="posix") as store:
@@ -115,7 +115,7 @@ def test_another_model_codec_or_engine_is_another_calibration(path, model):
 
 
 def test_rows_that_are_alike_are_restored_once(path, model):
-    """Two rows: 320 tokens to compute at 1 ms, 160 to restore at 1.5 ms; a single one does not pay."""
+    """Two rows compute 320 tokens at 1 ms or restore 160 at 1.5 ms; a single row does not pay."""
     with KVStore(path, engine="posix") as store:
         plant(store, model, PrefixCosts(160, 1e-3, {"disk": 1.5e-3}))
         assert ask(model, store).tokens_restored == 0

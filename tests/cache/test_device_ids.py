@@ -70,7 +70,7 @@ def test_caches_plan_and_go_on(model, tmp_path, method):
 
 
 class Moving(torch.nn.Embedding):
-    """Moves ids to where the model computes: only in front of it do they lie on the planted device."""
+    """Model that moves ids to its device; only before it do they lie on the planted device."""
 
     def forward(self, ids):
         assert ids.device.type == "cuda"

@@ -67,7 +67,7 @@ def test_costs_are_scaled(root):
 
 @pytest.mark.parametrize(("wrong", "grows"), [(0.01, True), (100.0, False)])
 def test_a_wrong_calibration_is_corrected_by_returns(root, wrong, grows):
-    """Each turn renews the factor of computing; in a new store, so that nothing is in memory."""
+    """Each turn updates the factor of computing, in a new store without KV in memory."""
     model, text = build("qwen2"), prompt(700)
     method = Krul(0.0, recompute=0.5, geometry=Geometry(16, 1), codec="raw")
     identity = Fingerprinter(model)()
@@ -88,7 +88,7 @@ def test_a_wrong_calibration_is_corrected_by_returns(root, wrong, grows):
 
 
 def returning(compute, loading, stored, tokens=2048, layers=24, step=64):
-    """Seconds of the fastest return if the tokens of `stored` (a share) or more are computed, float."""
+    """Return the seconds of the fastest return if at least the tokens of `stored` (a share) are computed."""
     ends = np.arange(step, tokens + step, step)
     loads = tuple(Load((layer,), ends, np.full(len(ends), step * loading / layers)) for layer in range(layers))
     streams = Streams(tokens, 32 * compute / layers, lambda n: n * compute / layers, 0.0, loads)

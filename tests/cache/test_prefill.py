@@ -46,7 +46,7 @@ def model():
 
 @pytest.fixture
 def pieces(monkeypatch):
-    """How many columns each pass that ran attention over a streamed prefix computed, at the first such layer."""
+    """Return the number of columns of each pass that ran attention over a streamed prefix, at the first such layer."""
     seen = []
 
     def attend(self, layer, call, *rest, real=StreamedPrefix.attend):
@@ -121,7 +121,7 @@ def test_a_whole_budget_holds_the_whole_prompt(model, tmp_path, pieces):
 
 
 def test_memory_holds_a_piece(model, tmp_path, monkeypatch):
-    """And what the budget says, with room to grow; not the prompt."""
+    """Memory also holds the budget with room to grow, but not the prompt."""
     most = []
 
     def extend(self, *given, real=KVBuffer.extend):
@@ -166,7 +166,7 @@ def test_beams_begin_from_the_same_pieces(model, tmp_path):
 
 
 def test_other_methods_stream_too(model, tmp_path, pieces):
-    """A question of many tokens behind a stored prompt."""
+    """The question has many tokens after a stored prompt."""
 
     class Streaming(ContiguousKV):
         exact_from, observed = 16, 16
@@ -229,7 +229,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole(tmp_path, 
 
 
 def test_the_host_holds_what_the_last_queries_want(model, tmp_path, monkeypatch):
-    """So decoding reads less than if the host held what came last."""
+    """Decoding then reads less than if the host held the latest blocks."""
     ids, read, starts = prompt(TOKENS), [], WarmUp.start
     for number, start in enumerate((starts, lambda self: None)):
         monkeypatch.setattr(WarmUp, "start", start)
@@ -362,7 +362,7 @@ def test_parts_make_the_whole(heads, dims, queries, cuts, masked, dtype, seed):
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "plain"])
 def test_the_gpu_says_which_kernel_it_has(kernel, monkeypatch):
-    """Not the build of PyTorch: a GPU of capability 7.5 has no flash attention, and none for bfloat16."""
+    """A GPU of capability 7.5 has no flash attention, and none for bfloat16, in any build of PyTorch."""
     called, query = [], torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)

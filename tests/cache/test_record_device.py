@@ -1,5 +1,7 @@
-"""What a GPU has computed is packed and summed there, comes down behind the request, and takes no more of the GPU's
-memory than it may while it waits to be written. The GPU is played by a stream on the CPU."""
+"""Recording of KV on a GPU: packing and checksums there, copies after the request, and bounded GPU memory.
+
+A stream on the CPU emulates the GPU.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SIZE = 1 << 20
 
 
 class Sidecars(SideStream):
-    """A side stream during a computation that goes on."""
+    """Side stream during a computation that continues."""
 
     def computed(self):
         return Computed(self)
@@ -82,7 +84,7 @@ def test_only_the_writer_waits_once_for_each_block_group(model, tmp_path, monkey
 
 
 class Beds:
-    """Segments that lie in the memory of a GPU, of which it is known how much is alive."""
+    """Segments in the memory of a GPU, with a count of the live ones."""
 
     def __init__(self):
         self.alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
@@ -119,7 +121,7 @@ def until(condition):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """A disk that writes as many block groups as it is allowed to."""
+    """Emulate a disk that writes only as many KV cache groups as it is allowed to."""
     gate = SimpleNamespace(let=threading.Semaphore(0), note=lambda: None)
 
     def write(*args, real=disk_module.write_blocks):
@@ -132,7 +134,7 @@ def slow(monkeypatch):
 
 
 def test_what_waits_behind_a_slow_disk_keeps_within_its_memory_and_is_whole(tmp_path, slow):
-    """Who wants more waits for one block group to be written, while what waits is brought down, and not for all."""
+    """A producer waits for one KV cache group to be written, not for the whole queue."""
     beds, store = Beds(), open_store(tmp_path)
     writing = Writer(store, device_bytes=3 * SIZE)
     expected, most = {}, []
@@ -198,7 +200,7 @@ def test_rows_that_lie_in_the_same_tensors_count_once(tmp_path, slow):
 
 
 def test_what_a_finalizer_leaves_makes_room_for_itself(tmp_path):
-    """It cannot wait, and is queued by the writer's own thread, which can bring down what is in its way."""
+    """It cannot wait, so the writer's own thread queues it and makes room."""
     beds, store, begin, refused = Beds(), open_store(tmp_path), threading.Event(), []
     writing = Writer(store, device_bytes=SIZE)
     last, _ = beds.pending("last", refused=lambda: refused.append(1))

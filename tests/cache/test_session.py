@@ -31,7 +31,7 @@ REFERENCE = "eval/reference/xs"
 
 
 def lively(family="qwen2", seed=0):
-    """A tiny model that does not say one word over and over."""
+    """Build a tiny model that does not repeat one word."""
     return build(family, seed=seed, initializer_range=0.2)
 
 
@@ -216,7 +216,7 @@ def test_the_models_config_says_nothing_about_the_cache_of_generate(model, store
 
 
 def given_cache(kwargs):
-    """The cache among the arguments, by the name of either version of transformers."""
+    """Return the cache among the arguments, by the name of either version of transformers."""
     return next(kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None)
 
 

@@ -103,7 +103,7 @@ def test_a_share_is_between_0_and_1(tmp_path, share):
 
 
 def test_they_take_their_share_of_the_time_and_no_more():
-    """Simulated requests of half a second, checks of a tenth: one in twenty requests at one percent."""
+    """With requests of 0.5 s, checks of 0.1 s and a share of 1 %, one in twenty requests is checked."""
     for share in (0.01, 0.05):
         checks, spent = SpotChecks(share), 0.0
         for _ in range(10_000):

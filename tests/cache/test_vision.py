@@ -62,12 +62,12 @@ def model(request):
 
 
 def text(tokens, seed=1, rows=1):
-    """Ids that stand for no image."""
+    """Draw ids that are no image tokens."""
     return prompt(tokens, seed=seed, rows=rows) % 140 + 5
 
 
 def seen(seed=0, before=50):
-    """A prompt with an image of 16 tokens behind `before` of text, as a processor would give it."""
+    """Return a prompt with an image of 16 tokens after `before` of text, as a processor returns it."""
     image = torch.tensor([START] + [IMAGE] * 16 + [END]).unsqueeze(0)
     ids = torch.cat([text(before), image, text(30, seed=4)], dim=1)
     pixels = torch.randn(64, 96, generator=torch.Generator().manual_seed(seed))

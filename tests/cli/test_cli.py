@@ -33,7 +33,7 @@ QWEN = {"name": "Qwen/Qwen2.5-0.5B-Instruct", "class": "Qwen2ForCausalLM", "dtyp
 
 @pytest.fixture
 def store(tmp_path):
-    """Three segments: two of one model, one of another; one pinned, one expired."""
+    """Create three segments: two of one model, one of another; one pinned, one expired."""
     opened = open_store(tmp_path / "store")
     headers = {}
     for seed, changes in {
@@ -120,7 +120,7 @@ def test_ls_says_what_is_damaged(run, store):
 
 
 def in_a_terminal(columns, *arguments):
-    """What the command prints on a terminal of so many columns, without styles."""
+    """Return the output of a command on a terminal with so many columns, without styles."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
     done = subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=theirs, stdin=theirs, env=environment)
@@ -354,7 +354,7 @@ def test_rm_all_with_yes(run, store):
 
 @pytest.fixture
 def chats(store):
-    """Two conversations: one in two segments, one in the first of these and in one that is gone."""
+    """Create two conversations: one in two segments, one in the first of these and in a missing one."""
     root, headers = store
     opened = open_store(root)
     headers["d"], chain, blocks = segment(hashes(4, "d"), position=64, model=QWEN)
@@ -440,7 +440,7 @@ def test_gc_says_which_conversations_are_over(run, chats):
 
 @pytest.fixture
 def corpus(store):
-    """Two documents: one of two passages, one of the second of these and of one that is gone."""
+    """Create two documents: one of two passages, one of the second of these and of a missing one."""
     root, _ = store
     opened, headers, names = open_store(root), [], []
     for seed in "de":
@@ -618,7 +618,7 @@ def test_version(run):
 
 
 def the_end_of(err):
-    """The one line behind the progress of loading weights."""
+    """Return the only line after the progress of loading weights."""
     assert "Traceback" not in err
     line = err.splitlines()[-1]
     assert line.startswith("hf-tiered-cache: ")

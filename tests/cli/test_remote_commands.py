@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture
 def corpus(model, tmp_path):
-    """Folder of a store with two prompts and a passage."""
+    """Return the folder of a store with two prompts and a passage."""
     with KVStore(tmp_path / "corpus") as store:
         store.precompute(model, [IDS[0], IDS[0].flip(0)], progress=False, label="report")
         store.precompute(model, [IDS[0, :48]], passages=True, method=Epic(), progress=False)

@@ -36,7 +36,7 @@ ANY = {"change": 1.0, "recompute": 0.0}
 
 
 def loud(model):
-    """A model of random weights that is sure of its answers, which depend on what it attends to."""
+    """Scale a model so that its answers are confident and depend on its attention."""
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(30)
@@ -46,7 +46,7 @@ def loud(model):
 
 
 def alike(model, same=True):
-    """A model whose layers change the hidden state little, and compute the same KV from it, or (not `same`) any."""
+    """Change a model's layers to small residuals and the same KV projections, or (not `same`) different ones."""
     first = model.model.layers[0].self_attn
     with torch.no_grad():
         for layer in model.model.layers:
@@ -89,7 +89,7 @@ def replay_of(model, ids, store):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen2_sliding", "gemma3", "opt"])
 def test_a_replay_over_unchanged_kv_gives_the_same_predictions(family, store):
-    """Windows have lost the tokens before them, so what is left of them is a little shorter."""
+    """Windows lack the tokens before them, so they are slightly shorter."""
     model, ids = build(family), prompt(TOKENS)
     replay, expected, cache = replay_of(model, ids, store)
     found = replay._log_probs({})
@@ -132,7 +132,7 @@ def test_padding_and_foreign_caches_are_not_replayed(store):
 
 
 class Harm:
-    """A replay in which each layer costs as much as its keys were changed, or what is stated here."""
+    """Replay in which each layer costs as much as its keys were changed, or a stated loss."""
 
     def __init__(self, harm):
         self.harm, self.replays = harm, 0
@@ -146,7 +146,7 @@ class Harm:
 
 
 def moved(first, second):
-    """Merged in favour of the first layer: farther layers change more."""
+    """Merge in favor of the first layer: farther layers change more."""
     return first, first
 
 
@@ -247,7 +247,7 @@ def test_a_trained_model_whose_layers_are_not_alike_is_refused(store, tmp_path, 
 
 
 def counting(monkeypatch):
-    """How often a replay ran, as a list that grows."""
+    """Count the replays in a list that grows."""
     losses, measured = [], CacheReplay.loss
 
     def noting(self, changed):

@@ -13,7 +13,7 @@ LAYERS = 4
 
 
 def kv_of(tokens, noise=0.5, seed=0):
-    """Keys and values of layers that resemble each other the less, the farther apart they are."""
+    """Return keys and values of layers that are less similar the farther apart they are."""
     generator = torch.Generator().manual_seed(seed)
     layer, layers = [torch.randn(1, 2, tokens, 8, generator=generator) for _ in range(2)], []
     for number in range(LAYERS):

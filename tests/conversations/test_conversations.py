@@ -39,13 +39,13 @@ def model():
 
 
 def turn(model, cache, history, more=12, seed=5):
-    """The user says `more` tokens, the model answers: the history behind it, int `[1, n]`."""
+    """Run a turn with `more` tokens of the user and an answer. Return the history, int `[1, n]`."""
     asked = torch.cat([history, prompt(more, seed=seed)], dim=1)
     return model.generate(asked, past_key_values=cache, **GREEDY)
 
 
 def begun(model, store, name="alice-42", **settings):
-    """A conversation of one turn, suspended: the history."""
+    """Suspend a conversation of one turn, and return its history."""
     with TieredCache(model, store, conversation=name, **settings) as cache:
         return turn(model, cache, prompt(FIRST))
 
@@ -89,7 +89,7 @@ with KVStore(root) as store, TieredCache(model, store, conversation="alice-42") 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma3", "float32")])
 def test_a_turn_in_another_process_has_the_bits_of_an_uninterrupted_one(root, family, dtype):
-    """Those of a DynamicCache that was filled by the same passes and cropped to what is stored."""
+    """The reference is a DynamicCache that was filled by the same passes and cropped."""
     processes.run([sys.executable, "-c", OTHER_PROCESS, family, dtype, str(root)], check=True, timeout=240)
     model = build(family, getattr(torch, dtype))
     remembering = Remembering(model)
@@ -197,7 +197,7 @@ class Stop(Exception):
 
 
 class Stopping:
-    """A streamer that ends generate() in the middle of the answer."""
+    """Streamer that ends generate() in the middle of the answer."""
 
     def __init__(self):
         self.tokens = 0
@@ -304,7 +304,7 @@ time.sleep(600)
 
 @pytest.fixture
 def holder(root):
-    """Another process with the conversation in its hands."""
+    """Start another process that uses the conversation."""
     process = processes.Popen(
         [sys.executable, "-c", HOLDER, str(root)], stdin=processes.PIPE, stdout=processes.PIPE, text=True
     )
@@ -753,7 +753,7 @@ def test_a_damaged_record_is_none(model, store, root, way):
 
 @dataclass(frozen=True, kw_only=True)
 class Private(ContiguousKV, Conversing):
-    """Restores a part, and stores what it computes behind that, under a name of each conversation's own."""
+    """Method that restores a part, and stores its computed tokens under a name of each conversation."""
 
     whose: str = ""
 
@@ -837,7 +837,7 @@ def test_a_context_that_memory_may_not_hold_is_not_computed_exactly_and_says_so(
 
 @torch.no_grad()
 def test_columns_that_could_have_been_taken_back_are_kept(model, store):
-    """Several logits are asked for where candidates are checked, of which some are taken back."""
+    """Several logits are requested to check candidates, some of which are removed."""
     with TieredCache(model, store, conversation="alice-42") as cache:
         model(input_ids=prompt(64), past_key_values=cache, logits_to_keep=4)
         suspended = cache.suspend()
@@ -919,7 +919,7 @@ MERGING = "krul:layers_shared=0.7:recompute=0.3:change=1.0:quality=None"
     ids=["exact", "all rewritten", "appended", "joined"],
 )
 def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path, method, before, kept):
-    """After `before` turns; the last one leaves `kept` of the earlier segments as they are."""
+    """The kill comes after `before` turns; the last turn leaves `kept` earlier segments unchanged."""
     with KVStore(tmp_path / "first") as store:
         history = begun(model, store, method=method)
         for _ in range(before - 1):

@@ -29,7 +29,7 @@ from steps import Operations
 
 @pytest.fixture(autouse=True)
 def counting_changes_nothing(monkeypatch):
-    """A mode that a model could not be told from others by, if it were the user's."""
+    """Allow the counting mode, which would change the identity of the model if it were the user's."""
     monkeypatch.setattr(watch, "HARMLESS_MODES", (*watch.HARMLESS_MODES, Operations))
 
 
@@ -42,7 +42,7 @@ FULL = {"qwen2_sliding": (0, 1, 2), "gemma3": (2, 5)}
 
 @dataclass(frozen=True, kw_only=True)
 class Watched(Exact, Conversing):
-    """Exact reuse, with somebody who watches."""
+    """Exact reuse with an observer."""
 
     options: dict = field(default_factory=lambda: dict(ALL), hash=False)
 
@@ -51,7 +51,7 @@ class Watched(Exact, Conversing):
 
 
 class Pyramid(Chosen, Conversing):
-    """A plan with depth, watched."""
+    """Plan with depth and an observer."""
 
     def observer(self):
         return AttentionDistances(**ALL)
@@ -59,7 +59,7 @@ class Pyramid(Chosen, Conversing):
 
 @lru_cache
 def model_of(family, **changes):
-    """A model whose heads attend to few tokens, so that layers differ."""
+    """Build a model whose heads attend to few tokens, so that layers differ."""
     model = build(family, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -78,7 +78,7 @@ def observer_of(cache):
 
 
 def weights(model, ids, layers=None):
-    """The attention weights of one row, float64 `[layers, heads, n, n]`, by the model's own eager attention."""
+    """Return the attention weights of one row by eager attention, float64 `[layers, heads, n, n]`."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -90,7 +90,7 @@ def weights(model, ids, layers=None):
 
 
 def direct(attention, rows=slice(None)):
-    """Euclidean distances and shares at the ends of the sequence, of some rows, by Algorithm 1 of the paper."""
+    """Compute Euclidean distances and shares at the ends of the sequence of some rows, by Algorithm 1 of the paper."""
     seq_length, attention = attention.shape[-1], attention[:, :, rows]
     flat = attention.flatten(2)
     apart = (flat[:, None] - flat[None]).square().sum(-1)  # [layers, layers, heads]
@@ -126,7 +126,7 @@ def step(model, cache, ids):
     ["llama", "qwen2", "qwen3", "phi3", "gpt_neox", "opt", "granite", "smollm3", "qwen2_sliding", "gemma3"],
 )
 def test_every_row_equals_the_direct_computation(family, store):
-    """Prompt and decoded tokens; grouped heads, scalings, layers without RoPE, and sliding layers left out."""
+    """This covers prompt and decoded tokens, grouped heads, scalings, layers without RoPE, and sliding layers."""
     model, ids = model_of(family), prompt(60)
     cache = TieredCache(model, store, method=Watched())
     said = generate(model, ids, cache)
@@ -186,7 +186,7 @@ def test_rows_of_a_padded_batch_are_those_of_each_alone(model, store):
 
 @pytest.mark.parametrize("at_once", [1 << 7, 1 << 13])
 def test_blocks_of_any_size_give_the_same(at_once, model, store, monkeypatch):
-    """From a head and a row at a time on."""
+    """The smallest block is one head and one row."""
     monkeypatch.setattr("hf_tiered_cache.conversations.distances._LARGEST", at_once)
     ids = prompt(60)
     cache = TieredCache(model, store, method=Watched())
@@ -226,7 +226,7 @@ def test_columns_that_are_taken_back_do_not_count(model, store):
 
 @pytest.mark.parametrize("left", [70, 37])
 def test_waiting_rows_that_are_taken_back_do_not_count(left, model, store):
-    """Before anybody has reduced them, and with other tokens in their columns since."""
+    """They are removed before their reduction, and other tokens take their columns."""
     mixed = torch.cat([prompt(100)[:, :left], prompt(20, seed=6)], dim=1)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, prompt(100))
@@ -271,7 +271,7 @@ def test_an_interrupt_behind_a_pass_leaves_nothing_of_it(model, store, monkeypat
 
 
 def damage(store):
-    """The last block of the only segment."""
+    """Damage the last block of the only segment."""
     (file,) = Path(store.path).rglob("*.kv")
     content = bytearray(file.read_bytes())
     content[-5000:] = bytes(5000)
@@ -360,7 +360,7 @@ def test_a_cache_that_starts_over_counts_anew(model, store):
 
 
 def test_rows_count_whatever_happens_to_buffers_since(model, store):
-    """Buffers have grown, lost columns to other tokens, and changed rows."""
+    """Later, buffers have grown, columns were overwritten, and rows have changed."""
     ids, other = prompt(300, rows=2), prompt(300, seed=10, rows=2)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, ids[:, :100])
@@ -388,7 +388,7 @@ def test_rows_of_a_cache_that_is_gone_hold_no_memory(model, store):
 
 
 def test_passes_that_were_watched_are_gone_when_they_are_over(model, store, monkeypatch):
-    """Also one that follows a plan, of which its observer asks what each layer computes."""
+    """This includes a pass with a plan, whose observer asks what each layer computes."""
     passes = []
 
     def watch(self, *args, real=ForwardPass.watch):
@@ -449,7 +449,7 @@ def test_an_implementation_that_changes_under_way_is_noticed(store):
 
 
 def test_a_bias_on_logits_is_not_seen(store):
-    """What such a layer attends to is not told by its queries and keys."""
+    """Queries and keys do not determine what such a layer attends to."""
     model, ids = build("qwen2"), prompt(60)
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -486,7 +486,7 @@ def test_tokens_that_are_not_sampled_cost_nothing(model, store):
 
 
 def test_decoding_does_no_more_arithmetic(store):
-    """In layers of Qwen2.5-0.5B's shape, its output layer left out, and not counting what weights and keys weigh."""
+    """The layers have Qwen2.5-0.5B's shape, without output layer and weighing."""
     shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
     model = build("qwen2", num_hidden_layers=3, max_position_embeddings=4096, **shape)
     for tokens in (1024, 4000):

@@ -17,7 +17,7 @@ from hf_tiered_cache.conversations.sharing import (
 
 
 def matrix(near, count, far=0.9):
-    """All layers `far` from one another, but for the pairs in `near`."""
+    """Return distances: `far` for all layers except the pairs in `near`."""
     distances = np.full((count, count), far)
     np.fill_diagonal(distances, 0)
     for (first, second), distance in near.items():

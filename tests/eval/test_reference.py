@@ -33,7 +33,7 @@ def language(tokenizer):
 
 
 def solve(tokenizer: PreTrainedTokenizerFast, context, asked) -> list[str]:
-    """The answer to each question, read off the documents by rules alone."""
+    """Derive the answer to each question from the documents by rules."""
     words = tokenizer.convert_ids_to_tokens([token for document in context.documents for token in document])
     known, values, named, labels = {}, {}, None, Counter()
     for at, word in enumerate(words):
@@ -169,7 +169,7 @@ needs_model = pytest.mark.skipif(not (SHIPPED / "model.safetensors").exists(), r
 
 @needs_model
 def test_the_shipped_model_is_of_use():
-    """A quick look; eval/reference/xs/check.json holds the whole one."""
+    """This is a quick check; eval/reference/xs/check.json has the complete one."""
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
     text = np.array(tokenizer(TEXT, add_special_tokens=False)["input_ids"])

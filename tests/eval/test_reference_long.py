@@ -180,7 +180,7 @@ def test_all_values_of_a_key_are_learned_from(tokenizer, language):
 
 
 def test_values_are_learned_when_nothing_else_is_likelier(tokenizer, language):
-    """A stand-in for a model, which gives to each place the logits that are asked for."""
+    """The stand-in for a model returns the given logits."""
 
     class Says(torch.nn.Module):
         device = torch.device("cpu")
@@ -302,7 +302,7 @@ needs_model = pytest.mark.skipif(not (LONG / "model.safetensors").exists(), reas
 
 @needs_model
 def test_the_shipped_model_answers_at_2048_tokens():
-    """A quick look; eval/reference/long/check.json holds the whole one."""
+    """This is a quick check; eval/reference/long/check.json has the complete one."""
     language, model = Language(PreTrainedTokenizerFast.from_pretrained(LONG), language_of(LONG).text), load(LONG)
     assert model.config.num_key_value_heads >= 4
     kinds, right = ("fact", "alias", "hop", "shot"), []

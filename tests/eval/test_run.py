@@ -169,7 +169,7 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(saved, folder, tmp_p
 
 @pytest.fixture
 def silent_hub(monkeypatch):
-    """A hub that takes connections and never answers, as behind a firewall that drops packets."""
+    """Start a hub that accepts connections and never answers, like a firewall that drops packets."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for module in (constants, datasets.config):
             monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)

@@ -87,7 +87,7 @@ def test_demonstrations_are_drawn_from_every_label(draw):
 
 
 def test_reuse_follows_a_normal_distribution(draw):
-    """Of eight prefixes the middle ones are asked most often; checked on many draws of the same generator."""
+    """The middle ones of eight prefixes are requested most often, over many draws."""
     rng, task = draw.rng("sst2", "reuse"), TASKS["sst2"]
     numbers = [rng.gauss((task.prefixes - 1) / 2, task.prefixes / 6) for _ in range(4000)]
     shares = Counter(min(max(round(number), 0), task.prefixes - 1) for number in numbers)

@@ -152,7 +152,7 @@ def test_what_the_gpu_packs_has_the_digests_that_the_cpu_computes(tmp_path, code
 
 
 def test_kv_of_the_cpu_serves_the_gpu(tmp_path):
-    """One store, one fingerprint; numbers differ by the device's rounding alone."""
+    """One store and one fingerprint serve both; numbers differ by rounding only."""
     ids = prompt(200)
     with KVStore(tmp_path) as store:
         store.precompute(build("llama"), ids, progress=False)
@@ -197,7 +197,7 @@ def test_a_model_over_two_gpus(tmp_path):
 
 @pytest.mark.parametrize("method", ["contiguous_kv:period=2", "contiguous_kv:period=2:identify=keys", "impress", "h2o"])
 def test_a_budget_is_kept_and_a_whole_one_is_exact(tmp_path, method, engine, dtype):
-    """Cold, from a small device tier, and warm: the same tokens; with a budget of 1 those of the exact method."""
+    """Tokens are equal cold, from a small device tier, and warm; a budget of 1 equals the exact method."""
     model, ids = build("qwen2", dtype).to(DEVICE), prompt(200).to(DEVICE)
     asked = question(ids, seed=8)
     partly, wholly = (make_method(f"{method}:budget={budget}") for budget in (0.25, 1.0))
@@ -222,7 +222,7 @@ def test_a_budget_is_kept_and_a_whole_one_is_exact(tmp_path, method, engine, dty
 
 @pytest.mark.parametrize("method", ["cache_tune", "cache_blend", "epic"])
 def test_passages_are_restored_anywhere(tmp_path, method, engine, dtype):
-    """Cold and warm, from a device tier that holds a part of them: the same logits; all of it computed: full's."""
+    """Logits are equal cold and warm, from a partial device tier; full recomputation equals the plain model."""
     model = build("qwen2", dtype).to(DEVICE)
     passages = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((96, 160), start=1)]
     asked = torch.cat([prompt(20, seed=8)[0], *reversed(passages), prompt(20, seed=9)[0]]).unsqueeze(0).to(DEVICE)
@@ -258,7 +258,7 @@ def test_codecs_give_the_same_bits_as_on_the_cpu(codec, dtype):
 
 @pytest.mark.parametrize("record", [False, True])
 def test_layers_make_nobody_wait_for_anybody(tmp_path, record):
-    """From the first layer to the last, in warm passes and for decoded tokens: `test_waits.py`, on a GPU."""
+    """This is `test_waits.py` on a GPU, for warm passes and decoded tokens."""
     model, ids = build("qwen2", torch.bfloat16).to(DEVICE), prompt(300).to(DEVICE)
     layers = model.model.layers
     with KVStore(tmp_path, device_memory="1GiB", host_memory="1GiB") as store:

@@ -30,7 +30,7 @@ def logits(model, cache=None):
 
 
 def plain(model):
-    """Logits without a store, or None where the change breaks the model."""
+    """Return the logits without a store, or None if the change breaks the model."""
     try:
         return logits(model)
     except Exception:
@@ -91,7 +91,7 @@ def test_between_two_requests(tmp_path_factory, model, site):
 @property_settings
 @given(site=any_site)
 def test_before_it_is_stored(tmp_path_factory, model, site):
-    """What another process restores is not what was computed under the change."""
+    """Another process does not restore KV that was computed under the change."""
     with KVStore(tmp_path_factory.mktemp("kv"), spot_checks=0) as store:
         with changed(site, model):
             records(model, store)

@@ -88,7 +88,7 @@ class Scaled(nn.Parameter):
 
 
 def namespaced(function):
-    """A module of Python with this function."""
+    """Create a Python module with this function."""
     module = types.ModuleType("functions")
     module.run = function
     return module
@@ -132,7 +132,7 @@ def test_functions_that_differ_in_one_value_are_told_apart(pair):
 
 
 def edits():
-    """Changes of a model, or of what it computes with, and how to undo them."""
+    """Return changes of a model, or of what it computes with, and functions that undo them."""
 
     def enumerated(monkeypatch, model):
         monkeypatch.setattr(Kind.ONE, "_value_", 3.0)
@@ -333,7 +333,7 @@ def test_another_process_gives_the_same_names():
 
 
 def test_kv_computed_since_a_write_into_data_is_not_stored_under_the_old_name(tmp_path, monkeypatch):
-    """Also where requests read a small part of the weights again, and the write is found late."""
+    """Requests read a small part of the weights again, and may find the write late."""
     for name in ("REREAD_BYTES", "ROW_BYTES"):
         monkeypatch.setattr(f"hf_tiered_cache.identity.weights.{name}", 4096)
     model, other = build("llama"), build("llama")
@@ -370,7 +370,7 @@ def test_who_waits_for_the_weights_to_be_read_is_told(tmp_path, monkeypatch):
 
 
 def capturing(model):
-    """Hooks of transformers' own, which stay after a call."""
+    """Install transformers' own hooks, which remain after a call."""
     model(IDS, output_hidden_states=True, output_attentions=False)
 
 
@@ -403,7 +403,7 @@ def test_a_patched_hook_of_accelerate_is_refused(monkeypatch, when):
 
 
 class Custom(modeling_llama.LlamaForCausalLM):
-    """A model whose code came with its weights."""
+    """Model with custom code that came with its weights."""
 
     scale = 1.0
 

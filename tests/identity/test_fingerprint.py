@@ -22,7 +22,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 4}
 
 
 def restored(model, store, ids=None):
-    """How many tokens of the stored prompt `model` restores, and whether its output is right."""
+    """Return how many tokens of the stored prompt `model` restores, and whether its output is right."""
     ids = prompt(70) if ids is None else ids
     cache = TieredCache(model, store, record=False)
     ours = model.generate(ids, past_key_values=cache, **GREEDY)
@@ -57,7 +57,7 @@ def test_each_change_is_a_miss(tmp_path, change):
 
 
 def test_bf16_against_fp16(tmp_path):
-    """The same bytes per token, and other numbers."""
+    """Both have the same bytes per token, and other numbers."""
     with KVStore(tmp_path) as store:
         fill(build("llama", torch.bfloat16), store)
         assert restored(build("llama", torch.float16), store) == 0
@@ -117,7 +117,7 @@ def test_what_changes_no_kv_changes_nothing():
 
 
 def test_weights_written_to_behind_its_back_are_noticed(tmp_path):
-    """Through `.data`, which counts no versions."""
+    """A write through `.data` does not change the version counter."""
     with KVStore(tmp_path) as store:
         model = build("llama")
         fill(model, store)
@@ -199,7 +199,7 @@ def test_an_adapter_switched_on_between_two_requests_is_noticed(tmp_path):
 
 
 def test_an_adapter_switched_on_between_two_turns_is_noticed(tmp_path):
-    """The second turn's KV is the adapter's, behind a first turn that is the base model's."""
+    """The second turn has the adapter's KV, the first turn the base model's."""
     with KVStore(tmp_path) as store:
         model = lora(build("llama"))
         model.base_model.disable_adapter_layers()

@@ -28,7 +28,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "retur
 
 @contextmanager
 def written(model, place, way):
-    """One element of any tensor but the head's, which makes no KV."""
+    """Change one element of any tensor except the head's, which computes no KV."""
     tensors = [t for n, t in (*model.named_parameters(), *model.named_buffers()) if not n.startswith("lm_head")]
     tensor = tensors[place % len(tensors)]
     index = place % tensor.numel()
@@ -124,7 +124,7 @@ def replaced(layer):
 
 @contextmanager
 def replacing(owner, name, value):
-    """A setting, or a module that is registered in another."""
+    """Replace a setting, or a module that is registered in another."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -198,7 +198,7 @@ def asks_right(model, store, ids):
 
 
 def decode(model, cache, ids):
-    """A pass for each token of `ids`, int `[1, n]`."""
+    """Run a pass for each token of `ids`, int `[1, n]`."""
     for token in ids.split(1, dim=1):
         if token.shape[1]:
             model(input_ids=token, past_key_values=cache)
@@ -221,7 +221,7 @@ def test_a_change_between_two_requests(tmp_path_factory, change):
 @property_settings
 @given(change=any_change)
 def test_a_change_while_it_was_stored(tmp_path_factory, change):
-    """What another process with the model as it was restores is not what was computed under the change."""
+    """Another process with the original model does not restore KV that was computed under the change."""
     (model, other), ids, (_, changed) = models(), prompt(TOKENS), change
     with KVStore(tmp_path_factory.mktemp("kv")) as store:
         with changed(model):

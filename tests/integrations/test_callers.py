@@ -29,14 +29,14 @@ def tokenizer():
 
 @pytest.fixture
 def writer(model, tokenizer):
-    """A text-generation pipeline."""
+    """Return a text-generation pipeline."""
     return pipeline(
         "text-generation", model=model, tokenizer=tokenizer, device="cpu", do_sample=False, max_new_tokens=6
     )
 
 
 def twice(ask, model, store):
-    """Asks without a session, and twice in one: the same answers, and the second time they are restored."""
+    """Ask without a session, and twice in one. Assert equal answers, restored the second time."""
     plain = ask()
     with tiered(model, store) as session:
         assert ask() == plain

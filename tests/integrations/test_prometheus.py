@@ -28,7 +28,7 @@ def read(metrics):
 
 @pytest.fixture
 def served(root):
-    """Metrics after two prompts of a session and one cache, and the statistics they come from."""
+    """Return metrics after two prompts of a session and one cache, and the statistics behind them."""
     model, requests = build("qwen2"), StatsCollector()
     with KVStore(root, engine="posix") as store:
         with tiered(model, store) as session:

@@ -41,7 +41,7 @@ QUESTIONS = ("who went in ?", "what did he see ?", "where was it ?")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder: the reference model, with a chat template."""
+    """Return the folder of the reference model, with a chat template."""
     folder = tmp_path_factory.mktemp("model") / "xs"
     shutil.copytree(REFERENCE, folder, ignore=shutil.ignore_patterns("curve.*", "check.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -61,7 +61,7 @@ def free_port():
 
 
 def connected(port, alive=lambda: True):
-    """A client of a server that answers."""
+    """Return a client of a server that answers."""
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60, max_retries=0)
     for _ in range(240):
         try:
@@ -75,7 +75,7 @@ def connected(port, alive=lambda: True):
 
 @contextmanager
 def serving(model, store, *options):
-    """A server in a process of its own; yields a client, and a function that gives what the server has logged."""
+    """Run a server in a separate process; yield a client, and a function that returns the server's log."""
     port, log = free_port(), store.with_suffix(".log")
     command = [sys.executable, "-m", "hf_tiered_cache.cli", "serve", model, "--store", store, "--dtype", "float32"]
     with log.open("w") as out:
@@ -96,7 +96,7 @@ def chat(client, model, messages, **more):
 
 
 def conversation(client, model, system=SYSTEM):
-    """Three turns; returns the messages, and the cached tokens of each turn."""
+    """Run three turns. Return the messages, and the cached tokens of each turn."""
     messages, cached = [{"role": "system", "content": system}], []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
@@ -107,7 +107,7 @@ def conversation(client, model, system=SYSTEM):
 
 
 def plain_conversation(model):
-    """The same three turns with transformers' server as it is, in a thread of this process."""
+    """Run the same three turns with transformers' unmodified server, in a thread of this process."""
     from transformers.cli.serve import Serve
 
     port = free_port()

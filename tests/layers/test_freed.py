@@ -23,7 +23,7 @@ SETTINGS = [
 
 
 class Planted(Exception):
-    """Ends a pass."""
+    """Exception that ends a pass."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture
 def made(monkeypatch):
-    """Every buffer of KV that was made, by weak references."""
+    """Collect weak references to every KV buffer that is allocated."""
     made, real = [], buffer_module._empty
 
     def empty(*args):
@@ -47,7 +47,7 @@ def made(monkeypatch):
 
 @pytest.fixture
 def uncollected():
-    """Within it no collection runs."""
+    """Disable garbage collection in the body."""
     gc.collect()
     gc.disable()
     yield
@@ -65,7 +65,7 @@ def fill(store, model, method):
 
 
 def damage(store):
-    """Of every segment the last layer's blocks: the pass fails when all others are restored."""
+    """Damage the last layer's blocks of every segment: the pass fails after all others are restored."""
     for row in store.segments():
         reader, path = store._storage.disk.reader(row.id), store._storage.disk.path(row.id)
         shape = reader.shape

@@ -1,4 +1,4 @@
-"""An inventory of what a model's passes compute with, and ways to change each part: found by reflection, not listed.
+"""Inventory of everything that a model's passes compute with, and ways to change each part, found by reflection.
 
 A `Site` is a place (an attribute, an item, a global, a member of a class, a weight) together with a way to change it.
 Nothing here knows how the fingerprint is made.
@@ -27,12 +27,12 @@ Undo = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A place that can be changed.
+    """Place that can be changed.
 
     Args:
-        name: for messages.
-        change: changes it in a model, and says how to undo that.
-        kind: groups the sites of one way to change something.
+        name: Name for messages.
+        change: Function that changes it in a model, and returns a function that undoes the change.
+        kind: Group of sites with the same kind of change.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Base(modeling_llama.LlamaMLP):
 
 
 class Rich(Base):
-    """An MLP that keeps what it computes with in all the ways that Python has."""
+    """MLP that keeps the values that it computes with in all ways that Python has."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.scaled(super().forward(x))
@@ -114,15 +114,15 @@ class Rich(Base):
 
 
 def rich(seed: int = 0) -> PreTrainedModel:
-    """A Llama of which one layer's MLP is a `Rich` one."""
+    """Build a Llama with a `Rich` MLP in one layer."""
     model = build("llama", seed=seed)
     mlp = model.model.layers[1].mlp
     mlp.__class__ = Rich
     mlp.settings, mlp.slotted, mlp.number = Settings(), Slotted(), np.float32(1.0)
     mlp.tensors, mlp.arrays = [torch.tensor(1.0)], {"a": np.ones(3, np.float32)}
-    one = nn.Linear(1, 1, bias=False)
-    one.weight.data.fill_(1.0)
-    mlp.modules_in_a_list = [one]
+    module = nn.Linear(1, 1, bias=False)
+    module.weight.data.fill_(1.0)
+    mlp.modules_in_a_list = [module]
     caller = Caller()
     mlp.functions = [
         closing_over(1.0),
@@ -139,7 +139,7 @@ def rich(seed: int = 0) -> PreTrainedModel:
 
 
 def stand_ins(value: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Functions that compute something else than `value`, in disguises."""
+    """Yield functions with results other than those of `value`, some of them disguised."""
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         return _changed(value(*args, **kwargs))
@@ -160,7 +160,7 @@ def _changed(result: Any) -> Any:
 
 
 def _other(value: Any) -> Any:
-    """Another value of the same kind, or None if there is none to think of."""
+    """Return another value of the same kind, or None."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -173,15 +173,15 @@ def _other(value: Any) -> Any:
 
 
 def _set(where: Any, name: str, value: Any) -> Undo:
-    before = where.__dict__.get(name, _set) if hasattr(where, "__dict__") else getattr(where, name)
+    previous = where.__dict__.get(name, _set) if hasattr(where, "__dict__") else getattr(where, name)
     setattr(where, name, value)
-    return lambda: delattr(where, name) if before is _set else setattr(where, name, before)
+    return lambda: delattr(where, name) if previous is _set else setattr(where, name, previous)
 
 
 def _item(container: Any, key: Any, value: Any) -> Undo:
-    before = copy.copy(container[key])  # of an array a part is a view
+    previous = copy.copy(container[key])  # of an array a part is a view
     container[key] = value
-    return lambda: container.__setitem__(key, before)
+    return lambda: container.__setitem__(key, previous)
 
 
 def _reach(model: PreTrainedModel, path: tuple) -> Any:
@@ -193,7 +193,7 @@ def _reach(model: PreTrainedModel, path: tuple) -> Any:
 
 
 def _values_in(path: tuple, value: Any, depth: int = 0) -> Iterator[tuple[tuple, Any]]:
-    """The paths of everything within plain state that can be assigned to, and what is there."""
+    """Yield the paths of everything that can be assigned to within plain state, with the values."""
     yield path, value
     if depth > 4:
         return
@@ -211,7 +211,7 @@ def _values_in(path: tuple, value: Any, depth: int = 0) -> Iterator[tuple[tuple,
 
 
 def _state_sites(model: PreTrainedModel) -> Iterator[Site]:
-    """Attributes of all modules and configurations, and what is nested in them."""
+    """Yield the attributes of all modules and configurations, with nested values."""
     for module_path, module in model.named_modules():
         steps = tuple([int(part)] if part.isdigit() else part for part in module_path.split(".") if part)
         states = [(steps, vars(module))]
@@ -221,28 +221,28 @@ def _state_sites(model: PreTrainedModel) -> Iterator[Site]:
             for name, value in state.items():
                 if name in ("_parameters", "_buffers", "_modules") or name.startswith("_"):
                     continue
-                for path, found in _values_in((*prefix, name), value):
-                    yield from _value_sites(path, found)
+                for path, nested in _values_in((*prefix, name), value):
+                    yield from _value_sites(path, nested)
 
 
-def _value_sites(path: tuple, found: Any) -> Iterator[Site]:
-    other, name = _other(found), ".".join(str(step) for step in path)
+def _value_sites(path: tuple, value: Any) -> Iterator[Site]:
+    replacement, name = _other(value), ".".join(str(step) for step in path)
     parent, last = path[:-1], path[-1]
     kind = "configuration" if "config" in path else "attribute"
 
-    def assign(model: PreTrainedModel, value: Any) -> Undo:
+    def assign(model: PreTrainedModel, new_value: Any) -> Undo:
         where = _reach(model, parent)
-        return _item(where, last[0], value) if isinstance(last, list) else _set(where, last, value)
+        return _item(where, last[0], new_value) if isinstance(last, list) else _set(where, last, new_value)
 
-    if other is not None:
-        yield Site(f"{name} = {other!r}", lambda model: assign(model, other), kind)
-    if isinstance(found, torch.Tensor):
+    if replacement is not None:
+        yield Site(f"{name} = {replacement!r}", lambda model: assign(model, replacement), kind)
+    if isinstance(value, torch.Tensor):
         yield Site(f"{name}.mul_(3)", lambda model: _scaled(_reach(model, path)), kind)
-    if isinstance(found, np.ndarray):
+    if isinstance(value, np.ndarray):
         yield Site(f"{name}[:] *= 3", lambda model: _item(_reach(model, path), slice(None), np.full(3, 3.0)), kind)
-    if isinstance(found, nn.Module) and path[-1] == [0]:
+    if isinstance(value, nn.Module) and path[-1] == [0]:
         yield Site(f"{name}.weight.mul_(3)", lambda model: _scaled(_reach(model, path).weight), kind)
-    if callable(found) and not isinstance(found, nn.Module | type):
+    if callable(value) and not isinstance(value, nn.Module | type):
         for number in range(3):
             yield Site(
                 f"{name} = stand-in {number}",
@@ -253,18 +253,18 @@ def _value_sites(path: tuple, found: Any) -> Iterator[Site]:
 
 def _scaled(tensor: torch.Tensor, data: bool = False) -> Undo:
     with torch.no_grad():
-        before = tensor.clone()
+        previous = tensor.clone()
         (tensor.data if data else tensor).mul_(3)
 
     def undo() -> None:
         with torch.no_grad():
-            (tensor.data if data else tensor).copy_(before)
+            (tensor.data if data else tensor).copy_(previous)
 
     return undo
 
 
 def _module_sites(model: PreTrainedModel) -> Iterator[Site]:
-    """Hooks, replaced forwards, classes, children and weights of all modules."""
+    """Yield hooks, replaced forwards, classes, children and weights of all modules."""
     for path, module in model.named_modules():
         if not path or "lm_head" in path:
             continue
@@ -289,7 +289,7 @@ def _at(path: tuple, change: Callable[..., Undo], *arguments: Any) -> Callable[[
 
 
 class Wrapping(nn.Module):
-    """A module that changes the results of another."""
+    """Module that changes the results of another."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -341,18 +341,18 @@ def _replace_class(module: nn.Module) -> Undo:
 
 
 def _reversed(parameter: torch.Tensor) -> Undo:
-    """The same memory, seen in another order."""
-    before = parameter.data
-    parameter.data = before.flip(0)
+    """Reverse the rows of a parameter."""
+    previous = parameter.data
+    parameter.data = previous.flip(0)
 
     def undo() -> None:
-        parameter.data = before
+        parameter.data = previous
 
     return undo
 
 
 def _class_sites(model: PreTrainedModel) -> Iterator[Site]:
-    """Members of all classes."""
+    """Yield the members of all classes."""
     kinds = {base for module in model.modules() for base in type(module).__mro__ if issubclass(base, nn.Module)}
     for kind in sorted(kinds - {PreTrainedModel}, key=lambda kind: (kind.__module__, kind.__qualname__)):
         for name, value in list(vars(kind).items()):
@@ -368,7 +368,7 @@ def _class_sites(model: PreTrainedModel) -> Iterator[Site]:
 
 
 def _global_sites() -> Iterator[Site]:
-    """Functions and values of the modules that the model's code lives in."""
+    """Yield functions and values of the modules that contain the model's code."""
     places: list[tuple[Any, str]] = []
     for module in (modeling_llama, sys.modules["transformers.integrations.sdpa_attention"]):
         places += [(module, name) for name, value in vars(module).items() if isinstance(value, types.FunctionType)]
@@ -393,14 +393,14 @@ def _global_sites() -> Iterator[Site]:
 
 
 def _function_sites() -> Iterator[Site]:
-    """Code, defaults and closures of functions, edited in place."""
+    """Yield code, defaults and closures of functions, edited in place."""
 
     def first_cell(model: PreTrainedModel) -> Undo:
         cell = model.model.layers[1].mlp.functions[0].__closure__[0]
-        before, cell.cell_contents = cell.cell_contents, 3.0
+        previous, cell.cell_contents = cell.cell_contents, 3.0
 
         def undo() -> None:
-            cell.cell_contents = before
+            cell.cell_contents = previous
 
         return undo
 
@@ -416,9 +416,9 @@ def _function_sites() -> Iterator[Site]:
 
 
 def _assign(where: Any, name: str, value: Any) -> Undo:
-    before = getattr(where, name)
+    previous = getattr(where, name)
     setattr(where, name, value)
-    return lambda: setattr(where, name, before)
+    return lambda: setattr(where, name, previous)
 
 
 def sites_within(model: PreTrainedModel) -> list[Site]:
@@ -428,7 +428,7 @@ def sites_within(model: PreTrainedModel) -> list[Site]:
 
 @functools.lru_cache
 def inventory() -> tuple[Site, ...]:
-    """All sites of the model that `rich` makes."""
+    """Return all sites of the model that `rich` builds."""
     model = rich()
     groups = sites_within(model), _class_sites(model), _global_sites(), _function_sites()
     return tuple(site for group in groups for site in group)

@@ -8,7 +8,7 @@ from hf_tiered_cache.methods import ForConversation
 
 
 class Conversing(ForConversation):
-    """Has no KV of a conversation's own, observes nothing and compacts nothing."""
+    """Method without KV of conversations, which observes and compacts nothing."""
 
     def for_conversation(self, name: str) -> Any:
         return self

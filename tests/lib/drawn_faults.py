@@ -1,4 +1,4 @@
-"""Faults of system calls, drawn at random, and what a folder takes on disk meanwhile."""
+"""Randomly drawn faults of system calls, and the disk usage of a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_DESCRIPTOR = ["pread", "preadv", "pwrite", "posix_fallocate", "fsync", "fdata
 
 
 class Faults:
-    """Wraps the system calls of Python code that concern one folder, and SQLite as a whole."""
+    """Wrapper of the system calls of Python code that concern one folder, and of SQLite."""
 
     def __init__(self, root, seed, share):
         self.root, self.random, self.share = str(root), random.Random(seed), share
@@ -67,7 +67,7 @@ class Faults:
         self.resting = False
 
     def lose_catalogue(self):
-        """As when somebody tidies up."""
+        """Delete the catalogue at random, as a user might."""
         if "catalogue" in self.calls and self.random.random() < 0.2:
             for suffix in ("", "-wal", "-shm"):
                 if os.path.exists(f"{self.root}/catalogue.sqlite{suffix}"):
@@ -90,7 +90,7 @@ class Faults:
 
 
 def path_of(target, options):
-    """The path that a system call is about, given as a descriptor, or relative to one."""
+    """Return the path of a system call that gets a descriptor, or a path relative to one."""
     folder = options.get("dir_fd", options.get("src_dir_fd"))
     if isinstance(target, int):
         return os.readlink(f"/proc/self/fd/{target}")
@@ -98,12 +98,12 @@ def path_of(target, options):
 
 
 def du(root):
-    """Bytes that the files of a folder take on disk, those with two names once."""
-    found = {}
+    """Return the bytes that the files of a folder take on disk; files with two names count once."""
+    bytes_by_inode = {}
     for path in root.rglob("*"):
         try:
             stat = path.lstat()
         except FileNotFoundError:
             continue
-        found[stat.st_ino] = stat.st_blocks * 512 if path.is_file() else 0
-    return sum(found.values())
+        bytes_by_inode[stat.st_ino] = stat.st_blocks * 512 if path.is_file() else 0
+    return sum(bytes_by_inode.values())

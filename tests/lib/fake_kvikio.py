@@ -1,5 +1,7 @@
-"""A stand-in for kvikio with its interface and its manners: futures with get(), process-wide settings, errors that
-are RuntimeErrors. It reads files with plain POSIX calls, into what stands for device memory too."""
+"""Stand-in for kvikio, with futures, process-wide settings, and RuntimeErrors.
+
+It reads files with plain POSIX calls, also into memory that stands for device memory.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ class CompatMode(Enum):
 
 
 class Lane:
-    """A CUDA stream that nothing runs on."""
+    """CUDA stream without work."""
 
     cuda_stream = 7
 
 
 def install(monkeypatch, *, gds: bool, device: bool = False) -> types.ModuleType:
-    """Make `import kvikio` find the stand-in, and torch say that CUDA is there.
+    """Make `import kvikio` find the stand-in, and torch report CUDA.
 
-    With `gds`, so is GPUDirect Storage; with `device`, all memory stands for a GPU's.
+    With `gds`, GPUDirect Storage is also available; with `device`, all memory counts as a GPU's.
     """
     kvikio = types.ModuleType("kvikio")
     kvikio.CompatMode = CompatMode
@@ -46,7 +48,7 @@ def install(monkeypatch, *, gds: bool, device: bool = False) -> types.ModuleType
     pool = ThreadPoolExecutor(8)
 
     class IOFuture:
-        """Of a read in several tasks: as soon as one of them fails, it says so, whatever the others do."""
+        """Future of a read in several tasks; raises the error of the first task that fails."""
 
         def __init__(self, tasks):
             self.tasks = tasks

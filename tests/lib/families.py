@@ -1,4 +1,4 @@
-"""Tiny models of every family, from configs: random weights, real architectures."""
+"""Tiny models of every family, built from configs: random weights, real architectures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }} : {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant :{% endif %}"
 )
-"""For the reference model, whose tokenizer has none."""
+"""Chat template for the reference model's tokenizer, which has none."""
 
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -85,19 +85,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A tiny model with random weights, in eval mode."""
-    model, config, own = FAMILIES[family]
-    arguments = _COMMON | own | changes
+    """Build a tiny model with random weights, in eval mode."""
+    model, config, family_changes = FAMILIES[family]
+    arguments = _COMMON | family_changes | changes
     if family == "opt":
         arguments.pop("intermediate_size")
         arguments.pop("num_key_value_heads")
     torch.manual_seed(seed)
-    made: PreTrainedModel = getattr(transformers, model)(getattr(transformers, config)(**arguments))
-    return made.to(dtype).eval()
+    built: PreTrainedModel = getattr(transformers, model)(getattr(transformers, config)(**arguments))
+    return built.to(dtype).eval()
 
 
 def longrope(original_length: int) -> dict[str, Any]:
-    """Parameters of a RoPE with other frequencies in prompts beyond this length."""
+    """Return RoPE parameters with other frequencies in prompts beyond this length."""
     return {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -109,5 +109,5 @@ def longrope(original_length: int) -> dict[str, Any]:
 
 
 def prompt(tokens: int, seed: int = 1, rows: int = 1) -> torch.Tensor:
-    """Random token ids, int64 `[rows, tokens]`, none of them padding."""
+    """Draw random token ids without padding, int64 `[rows, tokens]`."""
     return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))

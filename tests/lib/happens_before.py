@@ -1,8 +1,8 @@
-"""Finds accesses to memory that nothing orders: a host thread, a device's two streams and the disk, by vector clocks.
+"""Detection of unordered memory accesses by a host thread, two device streams and the disk, with vector clocks.
 
-On the CPU every copy is done when it returns, so a missing synchronisation shows in no bit. Here each access is noted
-with who made it and with how far, at that moment, its actor was known to be behind all the others. Two accesses to the
-same bytes, one of them a write, race if neither actor knew of the other's.
+On the CPU, every copy is complete when it returns, so a missing synchronization changes no bit. Here, each access is
+recorded with its actor and the actor's vector clock. Two accesses to the same bytes, one of them a write, race if
+neither actor knew of the other's access.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from hf_tiered_cache.store.geometry import ALIGNMENT
 from hf_tiered_cache.tiers.device import CopyStream
 
 HOST, COPIES, COMPUTATION = 0, 1, 2
-"""Actors: the thread, the side stream, the stream of the model. Each read from disk is one more."""
+"""Actors: the thread, the side stream, the model's stream. Each read from disk is another actor."""
 
 Clock = dict[int, int]
-"""For each actor how many of its accesses are known to be over."""
+"""Number of accesses that are known to be complete, by actor."""
 
 
-def join(clock: Clock, other: Clock) -> None:
-    """What `other` knows is known here, too."""
-    for actor, ticks in other.items():
+def join(clock: Clock, source: Clock) -> None:
+    """Merge another clock into a clock."""
+    for actor, ticks in source.items():
         if clock.get(actor, 0) < ticks:
             clock[actor] = ticks
 
 
 class Race(NamedTuple):
-    """Two accesses that nothing orders, and who made them."""
+    """Two unordered accesses, with their actors."""
 
     earlier: str
     earlier_actor: int
@@ -48,21 +48,21 @@ class World:
     """All actors, and every access so far.
 
     Args:
-        random: says how long a device takes to come to an event.
+        random: Generator that draws how long a device takes to reach an event.
     """
 
     def __init__(self, random: random.Random) -> None:
         self.random, self.now = random, 0
         self.clocks: list[Clock] = [{}, {}, {}]
         self.actor = HOST
-        """Who does what is called now."""
+        """Actor of the current calls."""
         self.races: list[Race] = []
         self._count = 0
         self._accesses = np.zeros((1024, 5), np.int64)  # first byte, end, whether a write, actor, its tick
         self._names: list[str] = []
 
     def new_actor(self) -> int:
-        """One that begins now: a read from disk."""
+        """Create an actor that begins now: a read from disk."""
         self.clocks.append(dict(self.clocks[HOST]))
         return len(self.clocks) - 1
 
@@ -74,10 +74,14 @@ class World:
         name: str,
         launched: bool = True,
     ) -> None:
-        """An actor reads and writes memory.
+        """Record an actor's reads and writes of memory.
 
         Args:
-            launched: whether the host starts it now, so that it comes behind all that the host knows.
+            actor: Number of the actor.
+            reads: Tensors that it reads.
+            writes: Tensors that it writes.
+            name: Name of the operation.
+            launched: Whether the host starts it now, so that it follows everything that the host knows.
         """
         clock = self.clocks[actor]
         if launched and actor != HOST:
@@ -91,11 +95,11 @@ class World:
     def _access(self, actor: int, clock: Clock, tensor: torch.Tensor, write: int, name: str) -> None:
         first = tensor.data_ptr()
         end = first + tensor.numel() * tensor.element_size()
-        known = np.zeros(len(self.clocks), np.int64)
-        known[list(clock)] = list(clock.values())
+        known_ticks = np.zeros(len(self.clocks), np.int64)
+        known_ticks[list(clock)] = list(clock.values())
         past = self._accesses[: self._count]
         conflict = (past[:, 0] < end) & (past[:, 1] > first) & ((past[:, 2] | write) != 0)
-        for at in np.flatnonzero(conflict & (known[past[:, 3]] < past[:, 4])):
+        for at in np.flatnonzero(conflict & (known_ticks[past[:, 3]] < past[:, 4])):
             self.races.append(Race(self._names[at], int(past[at, 3]), name, actor))
         if self._count == len(self._accesses):
             self._accesses = np.concatenate([self._accesses, np.zeros_like(self._accesses)])
@@ -105,7 +109,7 @@ class World:
 
 
 class WorkEvent:
-    """A point in the work of an actor."""
+    """Event in the work of an actor."""
 
     def __init__(self, world: World, *actors: int) -> None:
         self.world, self.clock, self.done_at = world, Clock(), world.now + world.random.randint(0, 12)
@@ -113,7 +117,7 @@ class WorkEvent:
             join(self.clock, world.clocks[actor])
 
     def query(self) -> bool:
-        """Whether the device is that far. To have seen it is to know it."""
+        """Return whether the device has reached the event; if so, the host knows it."""
         if self.world.now < self.done_at:
             return False
         self.synchronize()
@@ -125,26 +129,26 @@ class WorkEvent:
 
 
 class CopiesEvent(WorkEvent):
-    """A point in the work of the side stream."""
+    """Event in the work of the side stream."""
 
 
 class ComputationEvent(WorkEvent):
-    """A point in the work of the model's stream."""
+    """Event in the work of the model's stream."""
 
 
 class WatchedStream(CopyStream):
-    """A side stream in such a world."""
+    """Side stream in a `World`."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        before, self.world.actor = self.world.actor, COPIES
+        previous, self.world.actor = self.world.actor, COPIES
         try:
             yield
         finally:
-            self.world.actor = before
+            self.world.actor = previous
 
     def copied(self) -> WorkEvent:
         return CopiesEvent(self.world, HOST, COPIES)
@@ -160,7 +164,7 @@ class WatchedStream(CopyStream):
 
 
 class Watch(TorchDispatchMode):
-    """Notes what operations of PyTorch read and write, for whoever acts now."""
+    """Dispatch mode that records the reads and writes of PyTorch's operations for the current actor."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -170,22 +174,22 @@ class Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         schema = function._schema
         if not any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns):  # no view
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
+            values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
             reads, writes = [], []
             for argument in schema.arguments:
-                value = given.get(argument.name)
+                value = values.get(argument.name)
                 if isinstance(value, torch.Tensor):
-                    written = argument.alias_info is not None and argument.alias_info.is_write
-                    (writes if written else reads).append(value)
+                    is_written = argument.alias_info is not None and argument.alias_info.is_write
+                    (writes if is_written else reads).append(value)
             self.world.act(self.world.actor, reads, writes, schema.name)
         return result
 
 
 class Memory:
-    """An allocator as careless as PyTorch's: what is freed on the device is given away again at once.
+    """Allocator that, like PyTorch's, reuses freed device memory immediately.
 
-    That is right for work of one stream, which comes one after the other, and a trap for two. Host memory is never
-    given away again: PyTorch does so after its own events.
+    This is correct for one stream, whose work is sequential, and a race for two. Host memory is never reused, since
+    PyTorch reuses it only after its own events.
     """
 
     def __init__(self, world: World) -> None:
@@ -194,14 +198,14 @@ class Memory:
         self._host: list[torch.Tensor] = []
 
     def allocate(self, nbytes: int, *, pin: bool = False, device: torch.device | None = None) -> torch.Tensor:
-        """In place of `aligned_bytes`."""
+        """Allocate memory; replaces `aligned_bytes`."""
         if device is None:
             self._host.append(torch.empty(nbytes, dtype=torch.uint8))
             return self._host[-1]
         assert self.world.actor == COPIES, "device memory is allocated on the stream that fills it"
-        free = self._free[nbytes]
-        base = free.pop() if free else np.zeros(nbytes + ALIGNMENT, np.uint8)
+        free_buffers = self._free[nbytes]
+        base = free_buffers.pop() if free_buffers else np.zeros(nbytes + ALIGNMENT, np.uint8)
         start = -base.ctypes.data % ALIGNMENT
         view = base[start : start + nbytes].view()
-        weakref.finalize(view, free.append, base)
+        weakref.finalize(view, free_buffers.append, base)
         return torch.from_numpy(view)

@@ -1,4 +1,4 @@
-"""Processes that are killed at a chosen step: a call of one of the functions that change files.
+"""Processes that are killed at a chosen step, which is a call of one of the functions that change files.
 
 Imported by the code of such a process.
 """
@@ -16,9 +16,9 @@ from typing import Any
 
 FILE_CALLS = ["open", "pwrite", "link", "rename", "replace", "unlink", "fsync", "fdatasync", "posix_fallocate"]
 steps = 0
-"""How many were taken."""
+"""Number of steps so far."""
 last = 0
-"""The one at which this process dies; 0: none."""
+"""Step at which this process dies; 0 for none."""
 
 
 def _dying(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,38 +33,40 @@ def _dying(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count(owner: Any, *names: str) -> None:
-    """From now on, each call of these is a step."""
+    """Count each further call of these functions as a step."""
     for name in names:
         setattr(owner, name, _dying(getattr(owner, name)))
 
 
 def count_writes(catalogue: type, *names: str) -> None:
-    """From now on, steps are what changes files, takes locks, and calls these methods of the catalogue."""
+    """Count calls that change files or take locks, and these methods of the catalogue, as steps."""
     count(os, *FILE_CALLS)
     count(fcntl, "flock")
     count(catalogue, *names)
 
 
 def kill_at_steps(root: Path, action: Callable[[Path], object], draws: int, end: int) -> int:
-    """Run `action` on copies of `root / "first"`: once to its end, in `whole`, and killed in `killed-0`, …
+    """Run `action` on copies of `root / "first"`: completely in `whole`, and killed in `killed-0` and so on.
 
     Args:
-        draws: so many drawn steps to be killed at.
-        end: and so many at the end.
+        root: Folder of the copies.
+        action: Function that changes a copy.
+        draws: Number of randomly drawn steps at which to kill.
+        end: Number of last steps at which to kill.
 
     Returns:
-        The steps of the whole action.
+        Number of steps of the complete action.
     """
-    most = _run(root, action, root / "whole", 0)
-    end = min(end, most - 1)
-    drawn = random.Random(7).sample(range(1, most - end), min(draws, most - end - 1))
-    for number, step in enumerate([*drawn, *range(most - end, most)]):
+    total = _run(root, action, root / "whole", 0)
+    end = min(end, total - 1)
+    drawn_steps = random.Random(7).sample(range(1, total - end), min(draws, total - end - 1))
+    for number, step in enumerate([*drawn_steps, *range(total - end, total)]):
         _run(root, action, root / f"killed-{number}", step)
-    return most
+    return total
 
 
 def _run(root: Path, action: Callable[[Path], object], folder: Path, step: int) -> int:
-    """How many steps were taken, by a process that dies at `step`."""
+    """Run the action in a process that dies at `step`. Return the number of steps."""
     global last
     shutil.copytree(root / "first", folder)
     last = step
@@ -72,10 +74,10 @@ def _run(root: Path, action: Callable[[Path], object], folder: Path, step: int) 
         status = os.waitpid(pid, 0)[1]
         if step and status == signal.SIGKILL:
             return step
-        taken = int((root / "steps").read_text())
-        # fewer than when it was whole, if the writer was quicker than the first time
-        assert status == 0 and (not step or taken < step), (step, status)
-        return taken
+        step_count = int((root / "steps").read_text())
+        # fewer than in the complete run, if the writer was faster than the first time
+        assert status == 0 and (not step or step_count < step), (step, status)
+        return step_count
     action(folder)
     (root / "steps").write_text(str(steps))
     os._exit(0)

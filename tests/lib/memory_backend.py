@@ -16,7 +16,7 @@ class MemoryBackend(ObjectBackend):
     """Backend that keeps all objects in a dict.
 
     Args:
-        capacity: number of bytes that fit, or None for no limit.
+        capacity: Number of bytes that fit, or None for no limit.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -31,8 +31,10 @@ class MemoryBackend(ObjectBackend):
 
     def list_objects(self, folder):
         names = [name.rpartition("/") for name in list(self.objects)]
-        found = {name: self.find_object(f"{of}{slash}{name}") for of, slash, name in names if of == folder}
-        return {name: stored for name, stored in found.items() if stored is not None}
+        objects = {
+            name: self.find_object(f"{parent}{slash}{name}") for parent, slash, name in names if parent == folder
+        }
+        return {name: stored for name, stored in objects.items() if stored is not None}
 
     def get_object(self, name, version, offset, nbytes):
         current, content = self.objects.get(name, (None, b""))

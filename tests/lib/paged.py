@@ -1,4 +1,4 @@
-"""transformers' continuous batching of tiny models, in its oldest and newest version, on the CPU."""
+"""Continuous batching of tiny models on the CPU, with the oldest and the newest version of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAGE_OPTION = "page_size" if "page_size" in inspect.signature(ContinuousBatchin
 
 
 def paging(pages: int = 128, tokens: int = 16, **options: Any) -> ContinuousBatchingConfig:
-    """A configuration with so many pages of so many tokens."""
+    """Return a configuration with `pages` pages of `tokens` tokens."""
     options = {"max_batch_tokens": 256, _PAGE_OPTION: tokens, "num_blocks": pages} | options
     return ContinuousBatchingConfig(**options)
 
@@ -29,29 +29,29 @@ def greedy(**options: Any) -> GenerationConfig:
 
 
 def alone(model: Any, prompts: Sequence[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
-    """The answers of `generate()`, one prompt after the other, without a store."""
+    """Return the answers of `generate()`, one prompt after the other, without a store."""
     answers = []
     for ids in prompts:
-        done = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=new_tokens, eos_token_id=None)
-        answers.append(done[0, len(ids) :].tolist())
+        output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=new_tokens, eos_token_id=None)
+        answers.append(output[0, len(ids) :].tolist())
     return answers
 
 
 def batched(model: Any, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
-    """The answers of `generate_batch()`."""
-    done = model.generate_batch(
+    """Return the answers of `generate_batch()`."""
+    outputs = model.generate_batch(
         inputs=list(prompts),
         generation_config=options.pop("generation", greedy()),
         continuous_batching_config=paging(**options),
         progress_bar=False,
     )
-    assert not [output.error for output in done.values() if output.error]
-    return [output.generated_tokens for output in done.values()]
+    assert not [output.error for output in outputs.values() if output.error]
+    return [output.generated_tokens for output in outputs.values()]
 
 
 @contextmanager
 def running(model: Any, generation: GenerationConfig | None = None, **options: Any):
-    """A manager whose thread runs."""
+    """Run a manager's thread."""
     manager = model.init_continuous_batching(
         generation_config=generation or greedy(), continuous_batching_config=paging(**options)
     )
@@ -63,7 +63,7 @@ def running(model: Any, generation: GenerationConfig | None = None, **options: A
 
 
 def arriving(manager: Any, prompts: Sequence[list[int]], seed: int = 0, pause: float = 0.01) -> list[list[int]]:
-    """The answers to requests that arrive one by one, at random times."""
+    """Return the answers to requests that arrive one by one, at random times."""
     chance = random.Random(seed)
     names = []
     for ids in prompts:
@@ -73,7 +73,7 @@ def arriving(manager: Any, prompts: Sequence[list[int]], seed: int = 0, pause: f
 
 
 def finished(manager: Any, names: Sequence[str], seconds: float = 60) -> list[list[int]]:
-    """The answers to these requests; fails if they do not come."""
+    """Return the answers to these requests; fail if they do not arrive."""
     answers: dict[str, list[int]] = {}
     until = time.monotonic() + seconds
     while len(answers) < len(names):
@@ -86,23 +86,23 @@ def finished(manager: Any, names: Sequence[str], seconds: float = 60) -> list[li
 
 
 def leaked(manager: Any) -> int:
-    """The number of pages that some request holds, by the engine's own count; none may, when all have ended."""
+    """Return the number of pages held by requests, according to the engine; 0 if all have ended."""
     cache = manager.batch_processor.cache
     if hasattr(cache, "cache_allocators"):
-        allocators, taken = cache.cache_allocators.values(), 0
+        allocators, used_sectors = cache.cache_allocators.values(), 0
         assert not any(allocator.block_table for allocator in allocators)
         cache.pool.try_to_free_sectors()
-        for allocator in allocators:  # sectors of its own consist of free blocks, and of blocks kept for others
-            kept = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
-            assert kept % allocator.blocks_per_sector == 0
-            taken += kept // allocator.blocks_per_sector
-        return cache.num_sectors - cache.pool.num_free_sectors - taken
+        for allocator in allocators:  # an allocator's sectors consist of free blocks and of cached blocks
+            block_count = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
+            assert block_count % allocator.blocks_per_sector == 0
+            used_sectors += block_count // allocator.blocks_per_sector
+        return cache.num_sectors - cache.pool.num_free_sectors - used_sectors
     assert not any(group.block_table for group in cache.group_cache_managers)
     return cache.num_blocks - cache.get_num_free_blocks()
 
 
 def settled(manager: Any, seconds: float = 10) -> int:
-    """`leaked`, once the engine is idle."""
+    """Return `leaked` once the engine is idle."""
     until = time.monotonic() + seconds
     while manager.batch_processor.has_pending_requests() and time.monotonic() < until:
         time.sleep(0.01)
@@ -112,7 +112,7 @@ def settled(manager: Any, seconds: float = 10) -> int:
 def moved_to_host_memory(
     model: Any, root: Any, prompts: Sequence[list[int]], monkeypatch: Any
 ) -> list[list[list[int]]]:
-    """The answers of an engine with few pages, which moves requests to host memory: with an empty store, and again."""
+    """Return the answers of an engine that moves requests to host memory: with an empty store, and again."""
     empty, answers = torch.empty, []  # memory can be page-locked for a GPU only
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A device without a GPU: tensors on it refuse what CUDA tensors refuse, so that each mix of devices is seen."""
+"""Device without a GPU: its tensors refuse what CUDA tensors refuse, so that tests find mixed devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ASKS = {"__get__", "size", "dim", "numel", "is_floating_point", "__len__", "str
 
 
 class OnDevice(torch.Tensor):
-    """Values lie in host memory, and only `cpu()`, `to("cpu")` and numbers read one by one get at them."""
+    """Tensor with values in host memory, which only `cpu()`, `to("cpu")` and reads of single numbers return."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -25,17 +25,17 @@ class OnDevice(torch.Tensor):
         if name not in _ASKS and any(not isinstance(t, OnDevice) and t.dim() for t in tensors):
             raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices")
         with torch._C.DisableTorchFunctionSubclass():
-            plain = tree_map_only(OnDevice, lambda tensor: tensor.as_subclass(torch.Tensor), (args, kwargs))
+            unwrapped = tree_map_only(OnDevice, lambda tensor: tensor.as_subclass(torch.Tensor), (args, kwargs))
             targets = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, str | torch.device)]
             if name == "cpu" or (name == "to" and targets):
                 if any(torch.device(target).type != "cpu" for target in targets):
                     args = (args[0], *(a for a in args[1:] if not isinstance(a, str | torch.device)))
                     return args[0].as_subclass(OnDevice)
-                return function(*plain[0], **plain[1])
-            result = function(*plain[0], **plain[1])
+                return function(*unwrapped[0], **unwrapped[1])
+            result = function(*unwrapped[0], **unwrapped[1])
             return tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(OnDevice), result)
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the planted device."""
+    """Copy a tensor to the planted device."""
     return tensor.clone().as_subclass(OnDevice)

@@ -1,8 +1,8 @@
-"""Processes of Python for tests, asked for as of `subprocess`, but forked off one that has imported all libraries.
+"""Python processes for tests, with the interface of `subprocess`, forked from a process with all imports.
 
-Importing torch and transformers takes seconds. A fork of a process that has done this, and nothing else, is as good as
-a new one for a test of what processes share. It is not for a test of importing, of the hash seed, of variables that
-libraries read when they are loaded, or of the interpreter's end: these take `subprocess`.
+Importing torch and transformers takes seconds. For tests of what processes share, a fork of a process that has only
+imported them is as good as a new one. Use `subprocess` for tests of imports, of the hash seed, of variables that
+libraries read when they are loaded, and of the interpreter's end.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from types import ModuleType
 from typing import IO, Any
 
 _IMPORTED = (
-    "hf_tiered_cache.tiered_cache",  # which leads to nearly all others
+    "hf_tiered_cache.tiered_cache",  # which imports nearly all others
     "transformers.generation.utils",
     *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "gemma3")),
 )
 _REQUEST_BYTES = 100_000
-"""The longest request, command and environment."""
+"""Maximum size of a request with command and environment."""
 
 
 class Popen:
-    """A process that runs `[sys.executable, "-c", code, *arguments]` or `[sys.executable, script, *arguments]`.
+    """Process that runs `[sys.executable, "-c", code, *arguments]` or `[sys.executable, script, *arguments]`.
 
-    Arguments are those of `subprocess.Popen`; texts are UTF-8. Its tensors are computed by one thread.
+    Arguments are those of `subprocess.Popen`; texts are UTF-8. PyTorch uses one thread.
     """
 
     def __init__(
@@ -61,62 +61,69 @@ class Popen:
         assert self.args[0] == sys.executable, command
         self.returncode: int | None = None
         ends: list[IO[Any] | None] = []
-        with ExitStack() as given:
+        with ExitStack() as stack:
             files = []
-            for number, wanted in enumerate((stdin, stdout, stderr)):
+            for number, stream in enumerate((stdin, stdout, stderr)):
                 ends.append(None)
-                if wanted == PIPE:
-                    ours, theirs = os.pipe() if number else os.pipe()[::-1]
-                    given.callback(os.close, theirs)
-                    ends[-1] = os.fdopen(ours, ("r" if number else "w") + ("" if text else "b"))
-                elif wanted == DEVNULL:
-                    theirs = given.enter_context(open(os.devnull, "r+b")).fileno()
+                if stream == PIPE:
+                    own_end, child_end = os.pipe() if number else os.pipe()[::-1]
+                    stack.callback(os.close, child_end)
+                    ends[-1] = os.fdopen(own_end, ("r" if number else "w") + ("" if text else "b"))
+                elif stream == DEVNULL:
+                    child_end = stack.enter_context(open(os.devnull, "r+b")).fileno()
                 else:
-                    theirs = number if wanted is None else wanted if isinstance(wanted, int) else wanted.fileno()
-                files.append(theirs)
-            ours, theirs = os.pipe()
-            given.callback(os.close, theirs)
-            self._told = os.fdopen(ours)  # a line with the number of the process, and one with its exit status
-            asked = {
+                    child_end = number if stream is None else stream if isinstance(stream, int) else stream.fileno()
+                files.append(child_end)
+            own_end, child_end = os.pipe()
+            stack.callback(os.close, child_end)
+            self._status = os.fdopen(own_end)  # a line with the number of the process, and one with its exit status
+            request_fields = {
                 "command": self.args[1:],
                 "env": {**(os.environ if env is None else env)},
                 "cwd": os.path.abspath(cwd or "."),
                 "session": start_new_session,
             }
-            request = json.dumps(asked).encode()
+            request = json.dumps(request_fields).encode()
             assert len(request) <= _REQUEST_BYTES
-            socket.send_fds(_origin(os.getpid())[0], [request], [*files, theirs])
+            socket.send_fds(_origin(os.getpid())[0], [request], [*files, child_end])
         self.stdin, self.stdout, self.stderr = ends
-        self.pid = int(self._told.readline())
+        self.pid = int(self._status.readline())
 
     def poll(self) -> int | None:
-        """Its exit status, less than 0 for a signal; None while it runs."""
+        """Return the exit status, less than 0 for a signal; None while the process runs."""
         if self.returncode is None and self._has_ended(0):
             return self.wait()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended. Raises `TimeoutExpired`."""
+        """Wait until the process has ended, and return its exit status.
+
+        Raises:
+            TimeoutExpired: The process still runs after `timeout` seconds.
+        """
         if self.returncode is None:
             if not self._has_ended(timeout):
                 raise TimeoutExpired(self.args, timeout or 0)
-            self.returncode = int(self._told.readline())
-            self._told.close()
+            self.returncode = int(self._status.readline())
+            self._status.close()
         return self.returncode
 
     def _has_ended(self, timeout: float | None) -> bool:
-        """Waited for up to so many seconds. `select` would not do: it knows no files beyond the 1,024th."""
+        """Wait up to `timeout` seconds, and return whether the process has ended.
+
+        `select` does not support files beyond the 1,024th.
+        """
         poll = select.poll()
-        poll.register(self._told, select.POLLIN)
+        poll.register(self._status, select.POLLIN)
         return bool(poll.poll(None if timeout is None else 1000 * timeout))
 
     def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Let it end now."""
+        """Kill the process."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -132,9 +139,9 @@ def run(
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
     """Run a process to its end, as `subprocess.run` does."""
-    wanted = (PIPE, PIPE) if capture_output else (stdout, stderr)
+    streams = (PIPE, PIPE) if capture_output else (stdout, stderr)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        files = [file if each == PIPE else each for each, file in zip(wanted, (out, err), strict=True)]
+        files = [file if stream == PIPE else stream for stream, file in zip(streams, (out, err), strict=True)]
         process = Popen(command, stdout=files[0], stderr=files[1], **options)
         try:
             process.wait(timeout)
@@ -142,69 +149,69 @@ def run(
             process.kill()
             process.wait()
             raise
-        said: list[Any] = []
-        for each, file in zip(wanted, (out, err), strict=True):
+        outputs: list[Any] = []
+        for stream, file in zip(streams, (out, err), strict=True):
             file.seek(0)
-            read = file.read() if each == PIPE else None
-            said.append(read.decode() if text and read is not None else read)
-    done = subprocess.CompletedProcess(process.args, process.returncode or 0, *said)
+            content = file.read() if stream == PIPE else None
+            outputs.append(content.decode() if text and content is not None else content)
+    result = subprocess.CompletedProcess(process.args, process.returncode or 0, *outputs)
     if check:
-        done.check_returncode()
-    return done
+        result.check_returncode()
+    return result
 
 
 @functools.cache
 def _origin(pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """The process that others of this process are forked off, which ends with it, and the way to ask."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        process = subprocess.Popen([sys.executable, __file__], stdin=theirs)
+    """Start the process from which others are forked. Return the socket for requests, and the process."""
+    own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with child_end:
+        process = subprocess.Popen([sys.executable, __file__], stdin=child_end)
     atexit.register(process.wait)
-    atexit.register(ours.close)  # which ends it; what was registered last runs first
-    return ours, process
+    atexit.register(own_end.close)  # ends the process; functions that are registered last run first
+    return own_end, process
 
 
-# --- in that process
+# --- in the process that forks
 
 
-def _serve(asking: socket.socket) -> None:
-    """Start what is asked for, until nobody is there to ask."""
+def _serve(connection: socket.socket) -> None:
+    """Start the requested processes until the socket is closed."""
     root = str(Path(__file__).parents[2])
     sys.path.insert(0, root)  # the package of this checkout, even if another one is installed
     for name in _IMPORTED:
         importlib.import_module(name)
     sys.path.remove(root)
-    gc.freeze()  # all of that stays, in every process
+    gc.freeze()  # keep all imports in every process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those between
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the intermediate processes need no wait
     while True:
-        request, files, _, _ = socket.recv_fds(asking, _REQUEST_BYTES, 4)
+        request, files, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 4)
         if not request:
             return
         if not os.fork():
-            asking.detach()
+            connection.detach()
             _start(json.loads(request), files)
         for file in files:
             os.close(file)
 
 
-def _start(asked: dict[str, Any], files: list[int]) -> None:
-    """In a process between the two: start the one that is wanted, and tell its number, and how it ended."""
+def _start(request: dict[str, Any], files: list[int]) -> None:
+    """Fork the requested process from an intermediate one, and report its number and exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    *standard, telling = files
+    *standard, status_file = files
     pid = os.fork()
     if not pid:
-        os.close(telling)
-        _become(asked, standard)
+        os.close(status_file)
+        _become(request, standard)
     for file in standard:
         os.close(file)
-    os.write(telling, f"{pid}\n".encode())
-    os.write(telling, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
+    os.write(status_file, f"{pid}\n".encode())
+    os.write(status_file, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
     os._exit(0)
 
 
-def _become(asked: dict[str, Any], standard: list[int]) -> None:
-    """Be the process that is wanted, to its end."""
+def _become(request: dict[str, Any], standard: list[int]) -> None:
+    """Run the requested process to its end."""
     import torch
 
     for number, file in enumerate(standard):
@@ -213,20 +220,20 @@ def _become(asked: dict[str, Any], standard: list[int]) -> None:
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if asked["session"]:
+    if request["session"]:
         os.setsid()
-    os.chdir(asked["cwd"])
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(asked["env"])
+    os.environ.update(request["env"])
     random.seed()
     torch.set_num_threads(1)
     status = 0
     try:
-        _run_python(*asked["command"])
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        if isinstance(ended.code, str):
-            print(ended.code, file=sys.stderr)
+        _run_python(*request["command"])
+    except SystemExit as exit_request:
+        status = exit_request.code if isinstance(exit_request.code, int) else int(exit_request.code is not None)
+        if isinstance(exit_request.code, str):
+            print(exit_request.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -238,9 +245,9 @@ def _become(asked: dict[str, Any], standard: list[int]) -> None:
 
 
 def _run_python(first: str, *arguments: str) -> None:
-    """What `python first *arguments` runs."""
-    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    libraries = [*named, *sys.path[1:]]  # the first is this file's folder
+    """Run `python first *arguments`."""
+    path_entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    libraries = [*path_entries, *sys.path[1:]]  # the first is this file's folder
     if first == "-c":
         code, *arguments = arguments
         sys.argv, sys.path = ["-c", *arguments], ["", *libraries]

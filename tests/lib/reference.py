@@ -1,4 +1,4 @@
-"""What to compare with: a DynamicCache filled by the same forward passes and cropped to the same prefix.
+"""Reference: a DynamicCache filled by the same forward passes and cropped to the same prefix.
 
 Nothing here uses hf_tiered_cache.
 """
@@ -14,11 +14,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]
-"""For each layer keys and values of a whole prompt, `[1, heads, tokens, dim]`, rotated as the model does."""
+"""Keys and values of a whole prompt by layer, `[1, heads, tokens, dim]`, rotated as in the model."""
 
 
 class Remembering(DynamicCache):
-    """A DynamicCache that also keeps what leaves a layer's window."""
+    """DynamicCache that also keeps KV that leaves a layer's window."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(config=model.config)
@@ -29,7 +29,7 @@ class Remembering(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def all(self) -> KV:
-        """KV of every token, passes joined."""
+        """Return the KV of all tokens, with passes joined."""
         return [
             tuple(torch.cat([step[part] for step in self.seen[i]], dim=2) for part in (0, 1)) for i in sorted(self.seen)
         ]
@@ -37,14 +37,14 @@ class Remembering(DynamicCache):
 
 @torch.no_grad()
 def kv_of(model: PreTrainedModel, ids: torch.Tensor) -> KV:
-    """The KV of one prompt, from one forward pass; ids `[1, tokens]`."""
+    """Return the KV of one prompt with ids `[1, tokens]`, from one forward pass."""
     cache = Remembering(model)
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache.all()
 
 
 def prefilled(model: PreTrainedModel, rows: list[KV], columns: int, pads: list[int] | None = None) -> DynamicCache:
-    """A DynamicCache of the model's that holds the first `columns` columns of a batch with these rows."""
+    """Return a DynamicCache with the first `columns` columns of a batch of these rows."""
     cache = DynamicCache(config=model.config)
     pads = pads or [0] * len(rows)
     for index, layer in enumerate(cache.layers):
@@ -62,7 +62,7 @@ def _columns(tensors: list[torch.Tensor], columns: int, pads: list[int]) -> torc
 
 
 def put(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Let a layer hold the columns given, `[batch, heads, columns, dim]`, as if it had computed them all."""
+    """Set the KV of a layer, `[batch, heads, columns, dim]`, as if it had computed all columns."""
     window = getattr(layer, "sliding_window", None)
     first = 0 if window is None else max(0, keys.shape[2] - (window - 1))
     layer.lazy_initialization(keys, values)
@@ -71,11 +71,11 @@ def put(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
         layer.cumulative_length = keys.shape[2]
 
 
-def assert_same(ours: Any, theirs: Any, atol: float = 0.0) -> None:
-    """The tokens that two `generate()` returned are equal, and the logits of each step to within `atol`."""
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert len(ours.logits) == len(theirs.logits)
-    for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+def assert_same(actual: Any, expected: Any, atol: float = 0.0) -> None:
+    """Assert that two `generate()` returned the same tokens, and equal logits within `atol`."""
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert len(actual.logits) == len(expected.logits)
+    for step, (a, b) in enumerate(zip(actual.logits, expected.logits, strict=True)):
         assert a.shape == b.shape
         assert torch.allclose(a, b, rtol=0, atol=atol), f"step {step}: logits differ by {(a - b).abs().max()}"
 
@@ -88,36 +88,44 @@ def assert_like_reference(
     settings: dict[str, Any],
     atol: float = 0.0,
 ) -> None:
-    """What `generate()` returns with `cache` is what it returns with a DynamicCache of the same passes.
+    """Assert that `generate()` returns the same with `cache` and with a DynamicCache of the same passes.
 
     Args:
-        stored_ids: the prompt, or one that begins with what `cache` restores of it.
-        settings: of `generate()`; with logits.
-        atol: see `assert_same`.
+        model: Model to run.
+        cache: Cache under test.
+        ids: Prompt.
+        stored_ids: The prompt, or another one with the same restored tokens.
+        settings: Settings of `generate()`, with logits.
+        atol: See `assert_same`.
     """
-    ours = model.generate(ids, past_key_values=cache, **settings)
+    actual = model.generate(ids, past_key_values=cache, **settings)
     reference = prefilled(model, [kv_of(model, stored_ids)], cache.stats.tokens_restored)
-    assert_same(ours, model.generate(ids, past_key_values=reference, **settings), atol)
+    assert_same(actual, model.generate(ids, past_key_values=reference, **settings), atol)
 
 
 @torch.no_grad()
 def attending_to(
     model: PreTrainedModel, stored: KV, chosen: Sequence[np.ndarray], own: KV, inputs: torch.Tensor, position: int
 ) -> tuple[torch.Tensor, KV]:
-    """A pass whose layers each attend to some tokens of a prefix, and to all behind it.
+    """Run a pass whose layers each attend to some tokens of a prefix, and to all tokens after it.
 
     Args:
-        stored: of the prefix.
-        chosen: for each layer the tokens of it, int64 `[n]`; one with a window sees what its window does.
-        own: of the tokens behind the prefix so far.
-        inputs: ids `[1, n]`, the first of which stands at `position`.
+        model: Model to run.
+        stored: KV of the prefix.
+        chosen: Tokens of the prefix by layer, int64 `[n]`; a layer with a window sees those in its window.
+        own: KV of the tokens after the prefix so far.
+        inputs: Ids `[1, n]`.
+        position: Position of the first id.
 
     Returns:
-        The last one's logits, `[1, vocabulary]`, and `own` with these tokens.
+        Logits of the last token, `[1, vocabulary]`, and `own` with these tokens.
     """
     cache, count = DynamicCache(config=model.config), own[0][0].shape[2] + inputs.shape[1]
     for layer, tokens, pairs in zip(cache.layers, chosen, zip(stored, own, strict=True), strict=True):
-        put(layer, *(torch.cat([every[:, :, tokens], mine], dim=2) for every, mine in zip(*pairs, strict=True)))
+        put(
+            layer,
+            *(torch.cat([prefix_kv[:, :, tokens], own_kv], dim=2) for prefix_kv, own_kv in zip(*pairs, strict=True)),
+        )
     positions = torch.arange(position, position + inputs.shape[1]).unsqueeze(0)
     with _masks_of_their_own(model, cache):
         output = model(input_ids=inputs, position_ids=positions, past_key_values=cache, logits_to_keep=1)
@@ -126,15 +134,19 @@ def attending_to(
 
 @contextmanager
 def _masks_of_their_own(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
-    """Layers with full attention get causal masks as wide as what they hold: transformers makes one for all."""
+    """Set causal masks of each full-attention layer's own width; transformers makes one for all."""
     blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == len(cache.layers))
 
-    def mask(held: int) -> Any:
+    def mask(cached_tokens: int) -> Any:
         def hook(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             queries = args[0].shape[1]
-            own = torch.ones(queries, held + queries, dtype=torch.bool).tril(held) if queries > 1 else None
+            causal_mask = (
+                torch.ones(queries, cached_tokens + queries, dtype=torch.bool).tril(cached_tokens)
+                if queries > 1
+                else None
+            )
             assert "attention_mask" in kwargs
-            return args, kwargs | {"attention_mask": own if own is None else own[None, None]}
+            return args, kwargs | {"attention_mask": causal_mask if causal_mask is None else causal_mask[None, None]}
 
         return hook
 
@@ -148,15 +160,15 @@ def _masks_of_their_own(model: PreTrainedModel, cache: DynamicCache) -> Iterator
 
 @contextmanager
 def trimming_first_pass(model: PreTrainedModel, columns: int) -> Iterator[None]:
-    """For generation modes that feed the whole prompt even to a filled cache (assisted decoding)."""
-    done = []
+    """Trim the first pass for generation modes that feed the whole prompt (assisted decoding)."""
+    passes = []
 
     def hook(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         positions = kwargs.get("position_ids")
-        if not done and columns and positions is not None and int(positions[0, 0]) == 0:
+        if not passes and columns and positions is not None and int(positions[0, 0]) == 0:
             for name in ("input_ids", "position_ids"):
                 kwargs[name] = kwargs[name][:, columns:]
-        done.append(True)
+        passes.append(True)
         return args, kwargs
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""Segments without a model: random blocks under made-up prefix hashes."""
+"""Segments without a model: random blocks with synthetic prefix hashes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUT = KVLayout((LayerKV(2, 8, 2, 8),) * 5, torch.float32)
 
 
 def hashes(count: int, seed: str = "a", parent: bytes = b"") -> list[bytes]:
-    """`count` prefix hashes of a made-up chain."""
+    """Return `count` prefix hashes of a synthetic chain."""
     result = []
     for i in range(count):
         parent = hashlib.blake2b(parent + f"{seed}{i}".encode(), digest_size=HASH_BYTES).digest()
@@ -57,7 +57,7 @@ def segment(
     fill: int | None = None,
     **names: Any,
 ) -> tuple[SegmentHeader, list[bytes], list[torch.Tensor]]:
-    """Header, prefix hashes and blocks (one tensor a block group) of a segment; `names` are its `model` and `label`."""
+    """Create header, prefix hashes and blocks (one tensor per KV cache group); `names` sets `model` and `label`."""
     shape = SegmentShape(LAYOUT, geometry or Geometry(), len(chain) * HASH_TOKENS)
     header = SegmentHeader(
         id=hashlib.blake2b(b"".join(chain) + fingerprint.encode(), digest_size=HASH_BYTES).hexdigest(),
@@ -78,23 +78,23 @@ def segment(
 
 
 def open_store(root: Path, *, verify: bool = True, cipher: Plain | None = None, **limits) -> SegmentStore:
-    """A segment store with an engine and counters of its own."""
+    """Open a segment store with its own engine and counters."""
     return store_over(FolderBackend(root, PosixEngine()), verify=verify, cipher=cipher, **limits)
 
 
 def store_over(backend: SegmentBackend, *, verify: bool = True, cipher: Plain | None = None, **limits) -> SegmentStore:
-    """The same over any backend."""
+    """Open a segment store over any backend."""
     bounds = Limits(**{"floor": 0} | limits)
     return SegmentStore(backend, verify=verify, limits=bounds, counters=Counters(), cipher=cipher)
 
 
 def read_file(path: Path, cipher: Plain | None = None) -> Head:
-    """What stands before the blocks of a file, wherever it lies."""
+    """Read the header and tables of a file."""
     return read_head(partial(head_of_file, path), cipher)
 
 
 def read_back(store: SegmentStore, segment_id: str) -> list[torch.Tensor]:
-    """All blocks of a segment, block group by block group, through the engine."""
+    """Read all blocks of a segment through the engine, by KV cache group."""
     from hf_tiered_cache.store.memory import aligned_bytes
 
     reader = store.reader(segment_id)
@@ -110,29 +110,32 @@ def read_back(store: SegmentStore, segment_id: str) -> list[torch.Tensor]:
 
 
 def runs_of(lease):
-    """The runs of blocks that a lease of one request has brought."""
+    """Return the runs of blocks that a handle of one request has read."""
     (leased,) = lease.fetched
     return leased.arrived.runs()
 
 
-def written_at_once(root: Path, limit: int, writers: int, each: str) -> int:
-    """Most bytes that a store's folder has while several processes publish 12 segments each, with `limit` as quota.
+def written_at_once(root: Path, limit: int, writers: int, action: str) -> int:
+    """Return the peak size of a store's folder while several processes publish 12 segments each.
 
     Args:
-        each: what is done for the segment of number `i`, with the store `s` and the process's number `n`.
+        root: Folder of the store.
+        limit: Quota of the store.
+        writers: Number of processes.
+        action: Code that runs for segment number `i`, with the store `s` and the process's number `n`.
     """
     code = (
         "import sys; sys.path[:0] = [sys.argv[2]]\n"
         "from pathlib import Path; from segments import *\n"
         "s, n = open_store(Path(sys.argv[1]), quota=int(sys.argv[4])), sys.argv[3]\n"
-        f"for i in range(12):\n{indent(each, '    ')}"
+        f"for i in range(12):\n{indent(action, '    ')}"
     )
     arguments = [sys.executable, "-c", code, str(root), os.path.dirname(__file__)]
-    started = [processes.Popen([*arguments, str(number), str(limit)]) for number in range(writers)]
-    most = 0
-    while any(process.poll() is None for process in started):
+    running = [processes.Popen([*arguments, str(number), str(limit)]) for number in range(writers)]
+    peak = 0
+    while any(process.poll() is None for process in running):
         if root.exists():
-            most = max(most, du(root))
+            peak = max(peak, du(root))
         time.sleep(0.002)
-    assert [process.returncode for process in started] == [0] * writers
-    return most
+    assert [process.returncode for process in running] == [0] * writers
+    return peak

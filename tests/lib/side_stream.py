@@ -1,5 +1,4 @@
-"""Stands for a GPU on the CPU: a side stream whose work is done when somebody waits for it, and an engine that
-writes past the host."""
+"""Emulation of a GPU on the CPU: a side stream whose work completes when it is waited for, and a direct engine."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from hf_tiered_cache.tiers.device import CopyStream
 
 
 class DirectEngine(PosixEngine):
-    """Reads into what stands for device memory."""
+    """Engine that reads into memory that stands for device memory."""
 
     reads_device = True
 
 
 class Point:
-    """An event: done when it, or a later one of its stream, was waited for."""
+    """Event that is complete when it, or a later one of its stream, was waited for."""
 
     def __init__(self, stream: SideStream) -> None:
         self.stream = stream
@@ -38,7 +37,7 @@ class Point:
 
 
 class Pending:
-    """A point that the device has not reached yet."""
+    """Event that the device has not reached yet."""
 
     done = False
 
@@ -50,7 +49,7 @@ class Pending:
 
 
 class Computed:
-    """The end of a computation, which is done when it was waited for."""
+    """End of a computation, which is complete when it was waited for."""
 
     def __init__(self, stream: SideStream) -> None:
         self.stream, self.done = stream, False
@@ -64,7 +63,7 @@ class Computed:
 
 
 class SideStream(CopyStream):
-    """Counts who waits for it and for computations, by thread."""
+    """Side stream that counts waits for itself and for computations, by thread."""
 
     on_host = False
 
@@ -86,7 +85,7 @@ class SideStream(CopyStream):
 
 
 def with_device(monkeypatch, path, **options) -> tuple[KVStore, SideStream]:
-    """A store whose tiers take the CPU for a GPU that the disk writes to directly, and its side stream."""
+    """Open a store that treats the CPU as a GPU with direct reads, and return it with its side stream."""
     stream = SideStream()
     monkeypatch.setattr(residency_module, "copy_stream", lambda device: stream)
     store = KVStore(path, engine=DirectEngine(), device_memory="16MiB", host_memory=0, **options)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def run_in_threads(work: Callable[[Any], object], arguments: Sequence[Any]) -> None:
-    """Call `work` with each of these in a thread of its own, at the same time; raise the first error."""
+    """Call `work` with each argument in a separate thread simultaneously; raise the first error."""
     with ThreadPoolExecutor(len(arguments)) as pool:
         for future in [pool.submit(work, argument) for argument in arguments]:
             future.result()

@@ -1,4 +1,4 @@
-"""Runs in its own process: one store per family and dtype, with the prompts of `test_exact.py`."""
+"""Script for a separate process: writes one store per family and data type, with the prompts of `test_exact.py`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ PREFIXES = [prompt(260, seed=seed) for seed in (11, 12, 13)] + [prompt(40, seed=
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """Function that returns a model and a store with its prefixes, in the geometry of a method."""
+    """Return a function that returns a model and a store with its prefixes, in the geometry of a method."""
     opened = {}
 
     def filled(family, method):
@@ -64,7 +64,7 @@ def stores(tmp_path_factory):
 
 
 def tokens_of(row, number):
-    """Tokens of a row, int64 `[1, tokens]`."""
+    """Return the tokens of a row, int64 `[1, tokens]`."""
     prefix, shared, new = row
     return torch.cat([PREFIXES[prefix][:, :shared], prompt(new, seed=100 + number)], dim=1)
 
@@ -144,7 +144,7 @@ def test_entries_without_content_are_finite(name, stores, monkeypatch):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_of_equal_counts_need_no_mask(name, stores):
-    """Nor do shorter rows that hold all of their tokens: the mask of the model hides the entries that they lack."""
+    """The model's mask also hides the missing entries of shorter rows that hold all of their tokens."""
     model, store = stores("qwen2", METHODS[name])
     rows = [tokens_of((number, 128, 20), number) for number in range(2)] + [tokens_of((3, 0, 12), 2)]
     if getattr(METHODS[name], "mass", None):
@@ -156,7 +156,7 @@ def test_rows_of_equal_counts_need_no_mask(name, stores):
 @torch.no_grad()
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_of_equal_length_need_no_padding_mask(name, stores):
-    """Rows of which different numbers of tokens are stored; the caller passes no mask."""
+    """The rows have different numbers of stored tokens, and the caller passes no mask."""
     model, store = stores("qwen2", METHODS[name])
     ids = torch.cat([tokens_of(row, i) for i, row in enumerate([(0, 200, 20), (1, 90, 130), (2, 0, 220)])])
     new = prompt(1, seed=40, rows=3)
@@ -171,7 +171,7 @@ def test_rows_of_equal_length_need_no_padding_mask(name, stores):
 
 @torch.no_grad()
 def continued(model, cache, ids, pads):
-    """Logits of one more pass, `[rows, tokens, vocabulary]`."""
+    """Return the logits of one more pass, `[rows, tokens, vocabulary]`."""
     stop = cache.get_seq_length() + ids.shape[1]
     mask = (torch.arange(stop) >= torch.tensor(pads)[:, None]).long()
     positions = torch.arange(stop - ids.shape[1], stop) - torch.tensor(pads)[:, None]
@@ -180,7 +180,7 @@ def continued(model, cache, ids, pads):
 
 @pytest.mark.parametrize("name", ["contiguous_kv", "contiguous_kv mass", "impress", "h2o again", "kv_drive"])
 def test_rows_go_on_as_alone(name, stores):
-    """Several tokens at once, removed tokens, reordered rows, and forks."""
+    """This covers several tokens at once, removed tokens, reordered rows, and forks."""
     model, store = stores("qwen2", METHODS[name])
     rows = [tokens_of(row, i) for i, row in enumerate(ROWS)]
     ids, mask = padded(rows)
@@ -209,7 +209,7 @@ def test_rows_go_on_as_alone(name, stores):
 
 
 def test_computed_tokens_leave_each_row_when_they_would_alone(stores, monkeypatch):
-    """Rows with few and many computed tokens, one that holds all of its tokens, and one that restores nothing."""
+    """Rows have few or many computed tokens, hold all tokens, or restore nothing."""
     for module in (held, window):
         monkeypatch.setattr(module, "INDEXED_TOKENS", 32)
     method = replace(KV_DRIVE, local=8)
@@ -286,7 +286,7 @@ def test_last_pieces_of_rows_include_the_requested_logits(tmp_path):
 
 
 def test_exact_rows_of_a_batch_are_stored(tmp_path):
-    """Beside a row that selects: a new prompt, and one whose prefix fits the budget. Not what follows the selection."""
+    """A new prompt and a prefix within the budget are stored next to a selecting row, whose later tokens are not."""
     model, method = build("qwen2", initializer_range=0.1), KV_DRIVE
     new = prompt(100, seed=31)
     selecting, whole = (torch.cat([PREFIXES[i], prompt(40, seed=32)], dim=1) for i in (0, 3))

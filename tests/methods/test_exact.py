@@ -31,7 +31,7 @@ pytestmark = pytest.mark.parametrize(
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory) -> Path:
-    """Written by another process, read by this one."""
+    """Open stores that another process has written."""
     root = tmp_path_factory.mktemp("stores")
     script = Path(write_stores.__file__)
     environment = os.environ | {"PYTHONPATH": str(script.parent)}
@@ -62,12 +62,12 @@ def store(stores, family, dtype):
 
 @pytest.fixture
 def cache(model, store):
-    """Restores, and leaves the store as it is for the next test."""
+    """Create a cache that restores and does not change the store."""
     return TieredCache(model, store, record=False)
 
 
 def longer(name: str, keep: int, more: int, seed: int = 7) -> torch.Tensor:
-    """A prompt that shares its first `keep` tokens with a stored one."""
+    """Return a prompt that shares its first `keep` tokens with a stored one."""
     return torch.cat([PROMPTS[name][:, :keep], prompt(more, seed=seed)], dim=1)
 
 
@@ -133,7 +133,7 @@ def test_assisted_decoding(model, cache, family, dtype, mode):
 
 
 def test_chunked_prefill(model, cache, family, dtype):
-    """Each chunk restores what is stored of it, but for a ragged end and its last token."""
+    """Each chunk restores its stored tokens, except a ragged end and its last token."""
     ids = longer("a", 96, 10)
     ours = model.generate(ids, past_key_values=cache, prefill_chunk_size=40, **GREEDY)
     reference = prefilled(model, [kv(family, dtype, "a")], 32)

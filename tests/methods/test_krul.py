@@ -53,7 +53,7 @@ def said(model, cache, ids):
 
 
 def begun(model, root, method, ids, name="alice"):
-    """A conversation, suspended; returns how the store describes it."""
+    """Suspend a conversation, and return the store's description of it."""
     with KVStore(root, engine="posix") as store:
         with TieredCache(model, store, conversation=name, method=method) as cache:
             said(model, cache, ids)
@@ -61,7 +61,7 @@ def begun(model, root, method, ids, name="alice"):
 
 
 def resumed(model, root, method, ids, name="alice", **settings):
-    """The logits of the next turn in a store opened anew, and the cache's statistics."""
+    """Return the logits of the next turn in a newly opened store, and the cache's statistics."""
     with KVStore(root, engine="posix") as store:
         cache = TieredCache(model, store, conversation=name, method=method, **settings)
         return said(model, cache, ids), cache.stats
@@ -118,7 +118,7 @@ def test_how_far_towards_the_deeper_layer_is_a_setting(model, root):
 
 
 def test_turn_after_turn_pairs_stay_and_merged_tokens_do_not_change(model, root):
-    """In no bit, where all tokens are merged; which ones are retained may change with every turn."""
+    """Bits are equal if all tokens are merged; the retained ones may change with every turn."""
     ids, method = prompt(TOKENS), Krul(0.5, recompute=0.0, retained=0.0, **EVERY)
     begun(model, root, method, ids)
     (first,) = shapes(root)
@@ -174,7 +174,7 @@ def test_an_edited_history_comes_back_up_to_the_edit(model, root):
 
 
 def test_a_chain_that_an_edit_has_cut_lacks_what_is_left_of_it(model, root):
-    """Of a segment that another one goes on inside, only what comes before that counts."""
+    """If another segment continues inside a segment, only the part before it counts."""
     ids, method = prompt(TOKENS), Krul(0.0, recompute=0.6, **LOSSLESS)
     begun(model, root, method, ids)
     (whole,) = shapes(root)
@@ -353,7 +353,7 @@ def test_a_conversation_of_which_nothing_was_kept_is_computed(model, root):
 
 
 def blocks_read(monkeypatch):
-    """Of how many block groups blocks are read from disk, as a list that grows."""
+    """Record from how many KV cache groups blocks are read from disk, in a list that grows."""
     found, read = [], segment.read_batch
 
     def noting(asked, unseen=()):

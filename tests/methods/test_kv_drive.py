@@ -31,7 +31,7 @@ def model():
 
 @pytest.fixture
 def steps(monkeypatch):
-    """What each layer holds after each choice: layer, each row's columns, query, keys, values."""
+    """Record what each layer holds after each selection: layer, each row's columns, query, keys, values."""
     seen = []
 
     def reselect(self, layer, rows, query, keys, values, *rest, real=DecodeSelection.reselect):
@@ -44,7 +44,7 @@ def steps(monkeypatch):
 
 
 def exact_kv(model, ids):
-    """Keys, rotated, and values of a prompt: `[layers][2]`, each `[1, kv_heads, tokens, dim]`."""
+    """Return rotated keys, and values of a prompt: `[layers][2]`, each `[1, kv_heads, tokens, dim]`."""
     cache = DynamicCache()
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
@@ -52,7 +52,7 @@ def exact_kv(model, ids):
 
 
 def tokens_in(chunks, method, tokens):
-    """The tokens that each head's columns hold by what its window says: int64 `[kv_heads, columns]`."""
+    """Return the tokens in each head's columns according to its window: int64 `[kv_heads, columns]`."""
     return method.selector().span(tokens, method.token_budget(tokens)).tokens_of(chunks)
 
 
@@ -115,7 +115,7 @@ def test_a_whole_budget_is_the_exact_method(model, tmp_path):
 
 @pytest.mark.parametrize("eviction", ["lookahead", "lru"])
 def test_nothing_depends_on_where_a_chunk_was(eviction, model, tmp_path):
-    """Windows of any size, memory on the host or none, a first request or a later one: the same bits."""
+    """Bits are equal with windows of any size, with or without host memory, in first and later requests."""
     ids, found = prompt(TOKENS), []
     for number, host in enumerate((0, "64MiB")):
         with KVStore(tmp_path / str(number), engine="posix", host_memory=host) as store:
@@ -146,7 +146,7 @@ def test_a_second_request_builds_no_index_and_reads_no_keys(model, tmp_path, mon
 
 
 def test_rows_of_a_batch_choose_for_themselves(model, tmp_path, steps):
-    """Left-padded rows of other lengths, one of them shorter than what a row holds."""
+    """Left-padded rows have other lengths, one of them shorter than the row's capacity."""
     long, short = prompt(TOKENS), prompt(64, seed=3)
     rows = torch.zeros(2, TOKENS + 24, dtype=torch.int64)
     rows[0], rows[1, -88:] = question(long)[0], question(short)[0]
@@ -335,13 +335,13 @@ def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
 
 
 def logits_of(model, cache, tokens):
-    """`[tokens, vocabulary]`: what follows each of `tokens`, int64 `[1, n]`, given one by one."""
+    """Return the logits after each of `tokens`, int64 `[1, n]`, fed one by one: `[tokens, vocabulary]`."""
     with torch.no_grad():
         return torch.cat([model(input_ids=one, past_key_values=cache).logits[0] for one in tokens.split(1, dim=1)])
 
 
 def begun(model, store, ids):
-    """A cache that has answered the question's first token."""
+    """Return a cache that has answered the question's first token."""
     cache = TieredCache(model, store, method=METHOD, record=False)
     with torch.no_grad():
         model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1)
@@ -414,13 +414,13 @@ def test_an_index_that_left_memory_comes_from_its_file_again(model, tmp_path, mo
 
 @pytest.fixture
 def early(monkeypatch):
-    """Computed tokens leave the columns soon."""
+    """Let computed tokens leave the columns early."""
     for module in (grown, window):
         monkeypatch.setattr(module, "INDEXED_TOKENS", 32)
 
 
 def attended(model, store, ids, method, new):
-    """What a cache's layers attend to at each step: a prompt, and `new` tokens one by one."""
+    """Record what a cache's layers attend to at each step: a prompt, and `new` tokens one by one."""
     cache, seen = TieredCache(model, store, method=method, record=False), []
     with torch.no_grad():
         logits = [model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]]
@@ -528,7 +528,7 @@ def test_a_conversation_goes_on_in_the_cache_and_out_of_the_store(model, tmp_pat
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_chunks_of_all_heads_are_rows_of_one_matrix(size):
-    """Of any buffer, whatever it was asked to hold: what moves, moves in whole chunks."""
+    """Any buffer moves whole chunks, whatever its size."""
     buffer = KVBuffer()
     for count in (101, 7, 350):
         buffer.extend(torch.empty(2, 3, 1, 5), torch.empty(2, 3, 1, 8), count)

@@ -49,7 +49,7 @@ def model():
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The tokens that were chosen, in order of the choices."""
+    """Record the selected tokens, in order of the selections."""
     noted: list[np.ndarray] = []
 
     def noting(choose):
@@ -112,7 +112,7 @@ def test_every_family_attends_to_what_was_chosen(family, store, chosen):
 
 
 def attends_to_what_was_chosen(model, method, store, chosen):
-    """Bit for bit a DynamicCache that holds the chosen tokens alone, under their own positions."""
+    """Assert bits equal to a DynamicCache with the selected tokens only, at their own positions."""
     ids = prompt(PREFIX)
     fill(store, model, ids, method)
     whole = question(ids)
@@ -209,7 +209,7 @@ def test_every_byte_read_is_accounted_for(tmp_path, ahead):
 
 
 def test_rows_that_share_a_prefix_read_it_once(tmp_path):
-    """Also where their padding differs, so that each is restored by itself."""
+    """Rows with different padding are restored separately, but read once."""
     model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
     read = []
     rows = [question(ids), question(ids, tokens=20)]
@@ -244,7 +244,7 @@ def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen
 
 
 def test_an_index_outlives_the_process(model, tmp_path):
-    """Kept with the segment: the first request of the next process reads no key to choose by."""
+    """It is stored with the segment, so the next process reads no keys to select by."""
     ids, method = prompt(PREFIX), replace(METHOD, identify="index")
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, method)
@@ -272,7 +272,7 @@ def test_precomputed_prompts_have_their_index(model, tmp_path):
 
 
 def _padding(cache) -> int:
-    """Of what was read for attention: the blocks of this little model do not fill pages."""
+    """Return the padding of the bytes read for attention: the blocks of this small model do not fill pages."""
     stats = cache.stats
     return round((stats.read_amplification - 1) * stats.details.bytes_used)
 
@@ -294,7 +294,7 @@ def test_the_index_stays_within_its_budget(model, tmp_path):
 @pytest.mark.parametrize("method", [replace(METHOD, identify="index"), KVDrive(budget=0.25)], ids=describe_method)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
-    """And that each request reads it again."""
+    """The reason also says that each request reads the index again."""
     ids = prompt(PREFIX, rows=batch, seed=3)
     asked = torch.cat([ids, prompt(24, rows=batch, seed=5)], dim=1)
     said = "does not fit into index_memory ({}), so each request reads it from disk again; open the store with a larger"
@@ -323,7 +323,7 @@ def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
 
 
 def test_indexes_that_make_room_for_others_are_counted(model, tmp_path):
-    """Each prompt's own fit, so there is nothing to say of a request."""
+    """Each prompt's own index fits, so requests have no reason to report."""
     method = replace(METHOD, identify="index")
     with KVStore(tmp_path, engine="posix", host_memory=0, index_memory=40_000) as store:
         for times, seed in enumerate((0, 1, 0, 0)):
@@ -369,7 +369,7 @@ def test_a_head_reads_blocks_of_its_own_tokens_alone(tmp_path, chosen):
 
 
 def test_layers_of_a_block_that_another_period_serves_are_read_for_nothing(tmp_path, chosen):
-    """Blocks of four layers, and a choice at each layer: three of four layers' bytes go unused."""
+    """With blocks of four layers and a selection per layer, three of four layers' bytes are unused."""
     model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
     layers, block = model.config.num_hidden_layers, 16 * 2 * 2 * 64 * 4  # bytes of a chunk in one layer
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
@@ -433,7 +433,7 @@ def test_impress_reads_no_key_twice(tmp_path, heads, probes, alpha):
 
 
 def test_what_choices_are_made_from_is_known_as_needed_whole(model, tmp_path):
-    """Otherwise it would go first, and be read again each time."""
+    """Otherwise, it would be evicted first, and read again each time."""
     ids = prompt(PREFIX)
     for method in (METHOD, Impress(budget=0.25, probe_heads=1, chunk_tokens=16, alpha=9, reorder=False)):
         with KVStore(tmp_path / method.policy, engine="posix", policy=method.policy) as store:
@@ -536,7 +536,7 @@ def test_what_was_attended_to_is_known_after_a_restart(model, tmp_path):
 
 
 def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
-    """One question asked often, then others: with as little memory, what it attends to is still there."""
+    """One question is asked often, then others; its chunks are still in a small memory."""
     method = replace(METHOD, identify="index", ahead_bytes=0)
     documents = [prompt(PREFIX, seed=seed) for seed in (1, 2, 3)]
     read = {}
@@ -680,7 +680,7 @@ def test_a_method_by_name_with_options():
     "mode", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}, {"prompt_lookup_num_tokens": 3}], ids=str
 )
 def test_other_ways_of_generating(model, store, mode):
-    """A whole budget against a part: the same code runs, and only what is attended to differs."""
+    """A whole budget runs the same code as a part, and differs only in what is attended to."""
     ids = prompt(PREFIX)
     fill(store, model, ids)
     for budget in (0.25, 0.9999):

@@ -73,7 +73,7 @@ def test_a_store_that_cannot_be_written_restores_all(root):
     ("load", "restored", "recomputed"), [(1e-6, 320, False), (1e-3, 320, True), (1.0, 0, False)], ids=str
 )
 def test_prompts_follow_what_was_measured(root, load, restored, recomputed):
-    """Of a fast disk all is restored, of a middling one a part is recomputed meanwhile, of a slow one nothing."""
+    """A fast disk restores everything, a medium one recomputes a part, a slow one restores nothing."""
     model = build("qwen2")
     with KVStore(root, engine="posix") as store:
         costs = PrefixCosts(320, 1e-3, {"disk": load}, {"disk": load}, 1e-4)

@@ -88,7 +88,7 @@ def test_what_was_measured_from_memory_is_not_mixed_with_the_disk(store, monkeyp
 
 
 def test_the_lowest_ratio_wins_unless_another_is_faster_side_by_side(store, monkeypatch):
-    """A ratio that was lucky once does not."""
+    """A single fast measurement does not decide."""
     seen = []
 
     def lucky(computed):

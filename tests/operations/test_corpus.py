@@ -32,12 +32,12 @@ def fill(store, model, texts, labels, method=EPIC, **options):
 
 
 def lengths(store):
-    """Of the passages that are stored."""
+    """Return the lengths of the stored passages."""
     return sorted(row.tokens for row in store.segments())
 
 
 def found(store, model, text):
-    """How many tokens of a passage a prompt finds."""
+    """Return how many tokens of a passage a prompt finds."""
     stats = ask(model, store, join(BOS, QUESTION, text, QUESTION), EPIC)[1].stats
     return sum(passage.tokens_found for passage in stats.passages)
 
@@ -77,7 +77,7 @@ def test_two_labels_may_have_the_same_text(store, model):
 
 
 def test_what_begins_another_passage_lies_in_it(store, model):
-    """It is stored once, and stays as long as a label names it."""
+    """It is stored once, and remains while a label names it."""
     fill(store, model, [PASSAGES[0]], ["long"])
     assert fill(store, model, [PASSAGES[0][:48]], ["short"]).stored == 0
     store.remove_document("long")
@@ -265,7 +265,7 @@ kill_at_steps(Path(sys.argv[1]), replace, int(sys.argv[2]), int(sys.argv[3]))  #
 
 
 def stores_killed(tmp_path, code, draws, end):
-    """The store that `code` has changed, and those that it has changed in part: each with its folder, verified."""
+    """Return the store that `code` has changed completely, and those changed in part, with folders, verified."""
     command = [sys.executable, "-c", code, str(tmp_path), str(draws), str(end)]
     done = processes.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ DOCUMENTS = [TEXT[start : start + 300] for start in (400, 1300, 2600)]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A byte-level one, which merges letters over all borders that it is not told of."""
+    """Return a byte-level tokenizer, which merges letters over all borders that it does not know."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -74,13 +74,13 @@ BORDERS = [match.start() + 1 for match in re.finditer(r"(?<= )the ", TEXT)]
 
 
 def cut(least, most, count=3):
-    """Pieces of the text of so many letters, each from one border to another."""
+    """Cut the text into pieces of so many letters, each from one border to another."""
     found = ((start, next((stop for stop in BORDERS if stop >= start + least), None)) for start in BORDERS)
     return [TEXT[start:stop] for start, stop in found if stop and stop <= start + most][:count]
 
 
 def ask_joined(model, store, tokenizer, documents, method):
-    """Statistics of a prompt that is tokenized in one piece."""
+    """Return the statistics of a prompt that is tokenized in one piece."""
     joined = tokenizer("Read this: t" + "".join(documents), return_tensors="pt").input_ids[:, :-1]
     cache, mask = TieredCache(model, store, method=method), torch.ones_like(joined)
     model.generate(joined, attention_mask=mask, past_key_values=cache, max_new_tokens=2, do_sample=False)
@@ -88,7 +88,7 @@ def ask_joined(model, store, tokenizer, documents, method):
 
 
 def test_joined_texts_are_told(tokenizer, tmp_path, caplog):
-    """What stands inside of them is found, what was merged with their neighbours is not."""
+    """Their inner tokens are found, but not those that merged with neighbors."""
     model, method, documents = build("qwen2", vocab_size=600), CacheTune(recompute=0.0), cut(200, 400)
     with KVStore(tmp_path, engine="posix") as store:
         stored = [Passage(document).ids(tokenizer) for document in documents]
@@ -105,7 +105,7 @@ def test_joined_texts_are_told(tokenizer, tmp_path, caplog):
 
 
 def test_joined_texts_of_which_nothing_is_left_are_told(tokenizer, tmp_path, caplog):
-    """Short ones; what stands before them may be stored, and is exact."""
+    """Short texts are lost completely; tokens before them may be stored, and are exact."""
     model, method, short = build("qwen2", vocab_size=600), CacheTune(recompute=0.0), cut(45, 75)
     other = cut(300, 500)[2:]
     with KVStore(tmp_path, engine="posix") as store:
@@ -137,7 +137,7 @@ def test_passages_under_an_exact_prefix_are_not_missed(tokenizer, tmp_path):
 
 
 def test_passages_that_begin_alike_were_not_joined(tokenizer, tmp_path):
-    """Of one that is not meant the heading is found, and its other tokens are missing."""
+    """Only the heading of another passage is found, and its other tokens are missing."""
     model, method = build("qwen2", vocab_size=600), CacheTune(recompute=0.0)
     heading = torch.arange(40, 56)
     bodies = [Passage(document).ids(tokenizer)[:16] for document in DOCUMENTS]

@@ -45,7 +45,7 @@ def run(*command, cwd, **environment):
 
 @dataclass(frozen=True)
 class Built:
-    """What `python -m build` leaves, and an environment into which the wheel was installed, and nothing else.
+    """Result of `python -m build`, and an environment with only the wheel installed.
 
     It sees the dependencies of the interpreter that runs the tests, but not its editable install of the project:
     folders that a .pth file names are searched, and their own .pth files are not read.

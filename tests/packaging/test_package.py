@@ -58,7 +58,7 @@ def modules_of_the_tree() -> set[str]:
 
 
 def names_in(sdist: Path) -> set[str]:
-    """Of the files of a source distribution, below its one folder."""
+    """Return the names of the files of a source distribution, below its only folder."""
     with tarfile.open(sdist) as archive:
         return {name.partition("/")[2] for name in archive.getnames()}
 

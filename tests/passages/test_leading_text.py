@@ -27,7 +27,7 @@ METHOD = CacheTune(0.0, lead=LEAD, ranking="random")
 
 
 def kept_lead(store):
-    """The text in a store's calibrations."""
+    """Return the lead text in a store's calibrations."""
     ((text,),) = [
         [one["text"]] for name, some in store._storage.calibrations.read().items() if " lead " in name for one in some
     ]
@@ -36,7 +36,7 @@ def kept_lead(store):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "qwen2_sliding", "gpt_neox", "cohere"])
 def test_a_passage_is_what_it_is_behind_the_lead(family, store):
-    """Full reuse, against the model's own KV of passages where they stand, behind what the store keeps."""
+    """Full reuse is compared with the model's own KV of passages after the stored lead."""
     model = build(family)
     fill(store, model, method=METHOD)
     ours, cache = ask(model, store, PROMPT, METHOD)
@@ -88,7 +88,7 @@ def test_a_kept_lead_is_taken_and_a_damaged_one_written_again(tmp_path, monkeypa
 
 
 def test_no_passage_is_in_the_kv_of_another(tmp_path):
-    """Whatever is stored with it, before it or behind it: what is deleted is gone."""
+    """A deleted passage leaves no trace, whatever is stored with it."""
     model, kept = build("qwen2"), []
     for number, calls in enumerate(([PASSAGES], [PASSAGES[::-1]], [[one] for one in PASSAGES])):
         with KVStore(tmp_path / str(number), engine="posix") as store:
@@ -158,7 +158,7 @@ def test_a_store_that_cannot_be_written_keeps_no_lead(store, monkeypatch, caplog
 
 
 def test_by_the_tokenizer_of_the_model_it_is_a_text_that_ends_like_a_document(tmp_path):
-    """Of a model that comes from a folder with a tokenizer, unless that knows other words."""
+    """The model comes from a folder with a tokenizer; one with other words is not used."""
     vocabulary = {
         word: number for number, word in enumerate(["<unk>", *dict.fromkeys(re.findall(r"\w+|\W", module.TEXT))])
     }

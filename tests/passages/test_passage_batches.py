@@ -40,7 +40,7 @@ ROWS = [
 
 
 def padded(rows):
-    """The arguments of a pass over rows of several lengths, and of each row its columns of padding."""
+    """Return the arguments of a pass over rows of several lengths, and the columns of padding of each row."""
     whole = [torch.cat([BOS, *row]) for row in rows]
     width = max(map(len, whole))
     ids = torch.stack([torch.cat([torch.zeros(width - len(row), dtype=torch.int64), row]) for row in whole])
@@ -50,7 +50,7 @@ def padded(rows):
 
 @torch.no_grad()
 def run(model, store, rows, method):
-    """Logits of the last token, `[rows, 1, vocabulary]`, and the cache."""
+    """Return the logits of the last token, `[rows, 1, vocabulary]`, and the cache."""
     given, _ = padded(rows)
     cache = TieredCache(model, store, method=method, record=False)
     positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -79,7 +79,7 @@ FAMILIES = ["llama", "phi3", "gemma3", "qwen2_sliding", "smollm3", "gpt_neox", "
     ("family", "how"), [*(("qwen2", how) for how in METHODS), *((family, "asked") for family in FAMILIES)]
 )
 def test_a_row_is_what_it_would_be_alone(family, how, store):
-    """Whatever stands in the others: what is chosen of it, what that gives, and what is counted."""
+    """Selection, results and counters do not depend on the other rows."""
     model, method = build(family), METHODS[how]
     rows = ROWS if family == "qwen2" else [ROWS[1], ROWS[2], ROWS[0]]  # the first one not the longest
     fill(store, model)
@@ -98,7 +98,7 @@ def test_a_row_is_what_it_would_be_alone(family, how, store):
 
 @torch.no_grad()
 def expected(model, row, pad, columns, computed):
-    """Logits of one row where each layer reuses what it does not compute, without hf_tiered_cache.
+    """Compute the logits of one row whose layers reuse what they do not compute, without hf_tiered_cache.
 
     Args:
         pad: columns of padding.
@@ -122,7 +122,7 @@ def expected(model, row, pad, columns, computed):
 
 @pytest.mark.parametrize("how", ["reuse", "settled", "asked"])
 def test_a_row_reuses_its_own_passages_and_computes_its_own_tokens(how, store):
-    """Against transformers, each row alone."""
+    """The reference is transformers with each row alone."""
     model, method = build("qwen2"), Noting(**{k: getattr(METHODS[how], k) for k in ("recompute", "widen")})
     fill(store, model)
     given, pads = padded(ROWS[:3])
@@ -135,7 +135,7 @@ def test_a_row_reuses_its_own_passages_and_computes_its_own_tokens(how, store):
 
 
 def test_the_question_of_each_row_sees_what_it_would_see_alone(store):
-    """Its own tokens, and what is computed and restored of its row; of other rows nothing."""
+    """It sees its own tokens and those of its row, and nothing of other rows."""
     model, method = build("qwen2"), Noting(0.3)
     fill(store, model)
     rows = [ROWS[0], (QUESTION[:20], *ROWS[1][1:]), ROWS[2]]
@@ -152,7 +152,7 @@ def test_the_question_of_each_row_sees_what_it_would_see_alone(store):
 
 @pytest.mark.parametrize("how", ["moved", "asked", "blend"])
 def test_a_batch_computes_no_more_than_its_longest_row(how, store, monkeypatch, caplog):
-    """Of hidden states, counted at each layer: so many of each row as of the one that has most alone."""
+    """Each layer has as many hidden states per row as the longest row alone."""
     model = build("qwen2")
     kind = type(model.model.layers[0].mlp)
 
@@ -191,7 +191,7 @@ def test_decoding_goes_on_in_each_row(store):
 
 @torch.no_grad()
 def in_chunks(model, store, rows, first, method):
-    """Logits of the last token, where prompts come in chunks of 50 tokens, `first` of them in the first one."""
+    """Return the logits of the last token for prompts in chunks of 50 tokens, the first one of `first`."""
     given, _ = padded(rows)
     ids, mask = given["input_ids"], given["attention_mask"]
     positions, at, width = (mask.cumsum(1) - 1).clamp(min=0), 0, ids.shape[1]
@@ -243,7 +243,7 @@ def test_a_part_that_begins_in_the_chunk_before(method, store):
 
 
 def test_rows_that_are_alike_share_their_columns(store):
-    """Copies of one prompt, and rows that restore nothing but what is exact."""
+    """This covers copies of one prompt, and rows that restore only exact KV."""
     model, exact = build("qwen2"), [(PASSAGES[0], QUESTION), (PASSAGES[1], QUESTION)]
     fill(store, model)
     for rows, alike in (([ROWS[0]] * 2, True), (ROWS[:2], False), (exact, True)):
@@ -267,7 +267,7 @@ def test_computing_everything_is_full_recompute_bit_for_bit(method, store):
 
 @pytest.mark.parametrize("how", ["settled", "asked", "blend"])
 def test_prompts_in_several_threads_at_once(how, store):
-    """Passes that drop hidden states in the same layers: each drops its own, once."""
+    """Each pass drops its own hidden states once, in the same layers."""
     model = build("qwen2")
     fill(store, model)
     rows = [(QUESTION[:shift], *row[1:]) for shift in (1, 3, 5) for row in ROWS[:2]]
@@ -288,7 +288,7 @@ def test_prompts_in_several_threads_at_once(how, store):
 
 
 def test_each_row_goes_on_by_what_has_moved_in_it():
-    """Rows with passages of their own: each row chooses its own tokens, one that computes fewer among them."""
+    """Each row has its own passages, and selects its own number of tokens."""
     pieces = [SegmentSlice(None, 0, count, at, exact=False) for count, at in ((20, 0), (16, 2))]
     groups = tuple(RowGroup((row,), 0, (piece,)) for row, piece in enumerate(pieces))
     context = PlanContext(0, 24, 0, 1, 4, groups)

@@ -49,7 +49,7 @@ def join(*parts):
 
 @dataclass(frozen=True, kw_only=True)
 class PerPassage(CacheTune):
-    """Chooses the same share of each passage, although the scores of passages compare."""
+    """Select the same share of each passage, although the scores of passages compare."""
 
     def reused_tokens(self, passages):
         return [CacheTune.reused_tokens(self, [passage])[0] for passage in passages]
@@ -57,13 +57,13 @@ class PerPassage(CacheTune):
 
 @dataclass(frozen=True, kw_only=True)
 class Checked(PerPassage):
-    """The first layer computes all tokens."""
+    """First layer computes all tokens."""
 
     check_layer = 1
 
 
 def fixed(recompute, check_layer=0, **options):
-    """Of each passage the tokens that its ranking says, the same in all layers, whatever is asked."""
+    """Select the tokens of each passage by its ranking, the same in all layers and for all questions."""
     return (Checked if check_layer else PerPassage)(recompute, **({"lead": 1, "widen": 1} | options))
 
 
@@ -74,7 +74,7 @@ def ask(model, store, ids, method, **options):
 
 
 class Replacing(Remembering):
-    """A DynamicCache in which some columns' KV is that of passages encoded apart, from some layer on."""
+    """DynamicCache with the KV of separately encoded passages in some columns, from some layer on."""
 
     def __init__(self, model, columns, kv, from_layer):
         super().__init__(model)
@@ -89,7 +89,7 @@ class Replacing(Remembering):
 
 @torch.no_grad()
 def expected(model, ids, reused, from_layer=0, sink=BOS):
-    """Logits of the last token where `reused`, a list of (start, tokens, which of them), is not computed in context.
+    """Compute the logits of the last token if `reused`, a list of (start, tokens, index), is not computed in context.
 
     Without hf_tiered_cache: a passage is computed behind its sink at the positions where it will stand.
     """
@@ -114,7 +114,7 @@ def of_each(choose):
 
 
 def chosen_by(store, share, ranking="context"):
-    """Of each passage, the tokens that its stored ranking leaves to be restored."""
+    """Return the tokens of each passage that its stored ranking leaves to be restored."""
     disk, rankings = store._storage.disk, store._storage.rankings
     scores = {row.tokens: rankings.of(disk.reader(row.id)).get(ranking) for row in store.segments()}
 
@@ -145,7 +145,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reused_tokens_stand_at_their_new_positions(family, store):
-    """Full reuse, against passages that were computed where they stand."""
+    """Full reuse is compared with passages that were computed at these positions."""
     model = build(family)
     fill(store, model)
     ours, cache = ask(model, store, PROMPT, tune(recompute=0.0))
@@ -226,7 +226,7 @@ def test_computing_everything_is_full_recompute(store):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "opt"])
 def test_a_passage_at_the_beginning_is_exact(family, store):
-    """Behind the sink it was computed with: nothing of it is computed, also where it could stand nowhere else."""
+    """After the sink that it was computed with, nothing of it is computed."""
     model, ids = build(family), join(BOS, PASSAGES[0], QUESTION)
     fill(store, model)
     ours, cache = ask(model, store, ids, tune(recompute=0.5))
@@ -295,7 +295,7 @@ def test_boundaries_may_be_named(store):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2_sliding", "gpt_neox"])
 def test_chunked_prefill_restores_all_passages(family, store):
-    """But for a chunk's last token, and for a part's beginning where the chunk ends before all of it is seen."""
+    """Exceptions are a chunk's last token, and the beginning of a part that the chunk cuts."""
     model = build(family)
     fill(store, model)
     cache = TieredCache(model, store, method=tune(recompute=0.0), record=False)
@@ -415,7 +415,7 @@ def test_passages_of_rows_are_told_row_by_row(store):
 
 
 def changed(passage, at, removed=1, inserted=(5,)):
-    """A passage with other tokens in the place of some."""
+    """Return a passage with some of its tokens replaced."""
     return torch.cat([passage[:at], torch.tensor(inserted, dtype=torch.int64), passage[at + removed :]])
 
 
@@ -473,7 +473,7 @@ def test_passages_that_end_alike_are_two_segments(store):
 
 
 def test_what_another_process_stores_and_removes_is_seen(tmp_path):
-    """And what has gone leads nowhere, however much of it there was."""
+    """Removed entries lead to nothing, however many there were."""
     model = build("qwen2")
     with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other:
 
@@ -542,7 +542,7 @@ def changed_at(tokens, at):
 
 
 def test_a_heading_that_a_thousand_passages_have_costs_no_time(monkeypatch):
-    """Of so many places a few are looked at, and what else each passage has tells which it is."""
+    """Only a few of the places are checked, and the rest of the passage decides."""
     hasher, random = PassageHasher(("model", "passage", "")), np.random.default_rng(0)
     passages = [np.concatenate([np.arange(32), random.integers(0, 1000, 64)]) for _ in range(1000)]
     rows = [row_of(hasher, passage) for passage in passages]
@@ -559,7 +559,7 @@ words = st.lists(st.integers(0, 2), min_size=16, max_size=80)
 
 @given(st.lists(words, min_size=1, max_size=4), st.data())
 def test_found_against_trying_everything(passages, data):
-    """Few different tokens, so that passages repeat, overlap and contain one another."""
+    """With few different tokens, passages repeat, overlap and contain one another."""
     hasher = PassageHasher(("model", "passage", ""))
     rows = [row_of(hasher, np.array(passage)) for passage in passages]
     parts = data.draw(st.lists(st.sampled_from(passages) | st.lists(st.integers(0, 2), max_size=20), max_size=5))
@@ -606,7 +606,7 @@ def row_of(hasher, tokens):
 
 
 class Listed:
-    """A catalogue of these rows."""
+    """Catalogue with these rows."""
 
     def __init__(self, rows):
         self.rows = {row.id: row for row in rows}
@@ -711,7 +711,7 @@ def test_passages_are_stored_for_methods_that_reuse_them(store):
 
 
 def test_the_reference_is_full_computation_where_nothing_is_reused():
-    """So that the comparisons above can fail for the right reason."""
+    """This shows that the comparisons above can fail for the right reason."""
     model = build("qwen2")
     kv = kv_of(model, PROMPT)
     own = [tuple(t[:, :, 8:40] for t in layer) for layer in kv]

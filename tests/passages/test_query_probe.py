@@ -24,7 +24,7 @@ LAYERS, NARROW_AT = 6, 2
 
 
 class Noting(CacheTune):
-    """Keeps what it has chosen."""
+    """Selector that records its selections."""
 
     def __init__(self, *settings, **options):
         super().__init__(*settings, **({"lead": 1} | options))
@@ -50,7 +50,7 @@ class NotingFromTheSecondLayer(Noting):
 
 
 class Replacing(Remembering):
-    """A DynamicCache in which layers have stored KV in the columns that they do not compute."""
+    """DynamicCache with stored KV in the columns that layers do not compute."""
 
     def __init__(self, model, kv, without):
         super().__init__(model)
@@ -66,7 +66,7 @@ class Replacing(Remembering):
 
 @torch.no_grad()
 def stored_kv(model, places, columns):
-    """Of each layer what a prompt's passages have where they stand, computed alone behind the sink; zero elsewhere."""
+    """Return each layer's KV of a prompt's passages, computed alone after the sink; zero elsewhere."""
     whole = None
     for at, tokens in places:
         cache, positions = Remembering(model), torch.arange(at - 1, at + len(tokens)).unsqueeze(0)
@@ -88,7 +88,7 @@ def reusable():
 
 
 def without(computed):
-    """bool `[1, columns]`: passages' columns that are not among those computed."""
+    """Return the passages' columns that are not computed, bool `[1, columns]`."""
     found = reusable()
     found[computed] = False
     return found[None]
@@ -137,7 +137,7 @@ def highest(scores, count):
 
 
 def test_the_first_layers_compute_those_that_other_text_moves_most(store):
-    """More of them than the others: what they compute are the candidates."""
+    """They compute more tokens than the others, which are the candidates."""
     model, method = build("llama"), Noting(0.3, widen=3)
     fill(store, model, method=tune())
     ask(model, store, PROMPT, method)
@@ -150,7 +150,7 @@ def test_the_first_layers_compute_those_that_other_text_moves_most(store):
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_what_goes_on_has_moved_and_is_asked_for(family, store):
-    """By brute force: the KV of the comparing layer, and what the question attends to up to there."""
+    """The reference is brute force over the KV of the comparing layer and the question's attention."""
     model, method = build(family), Noting(0.3, widen=3)
     fill(store, model, method=tune())
     ask(model, store, PROMPT, method)
@@ -220,7 +220,7 @@ def test_a_prompt_that_ends_in_a_passage_asks_nobody(store):
 
 
 def test_the_question_may_be_named(store):
-    """Of a longer text behind the passages."""
+    """It is a part of a longer text after the passages."""
     model = build("qwen2")
     fill(store, model, method=tune())
     found = []
@@ -233,7 +233,7 @@ def test_the_question_may_be_named(store):
 
 
 def test_without_a_view_of_queries_nobody_is_asked(store):
-    """Eager attention: tokens are chosen by how far they move, in the layer behind."""
+    """With eager attention, tokens are selected by their deviation in the next layer."""
     model, method = eager("qwen2"), Noting(0.3, widen=3)
     fill(store, model, method=tune())
     ours, _ = ask(model, store, PROMPT, method)

@@ -47,7 +47,7 @@ def test_layers_count_alike_and_ties_go_to_the_first():
 
 @pytest.mark.parametrize("lead", [0, 1, 40])
 def test_ranked_by_how_far_the_text_of_the_lead_moves_them(lead, store):
-    """Against the model's own KV of the passage, with text before it and without; either may be stored."""
+    """The reference is the model's own KV of the passage with and without text before it."""
     model, method = build("qwen2"), CacheTune(ranking="context", lead=lead)
     fill(store, model, PASSAGES[:2], method)
     text = kept_lead(store)
@@ -143,7 +143,7 @@ WAYS = [
     ids=["by context", "by energy", "epic", "cache_blend"],
 )
 def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path):
-    """With the same KV, and once it is ranked as they ask, with the answers that a store of their own gives."""
+    """Methods find the same KV, and after ranking give the answers of a store of their own."""
     model, tokens = build("qwen2"), sum(len(PASSAGES[n]) for n in PLACES)
     fill(store, model, method=stored_by)
     ranked = {"", stored_by.ranked_by}
@@ -244,6 +244,6 @@ def test_a_ranking_that_another_process_renews_is_seen(tmp_path):
 
 
 def scores_in(store, ranking):
-    """By the passage's length."""
+    """Return the scores by the passage's length."""
     disk, rankings = store._storage.disk, store._storage.rankings
     return {row.tokens: rankings.of(disk.reader(row.id)).get(ranking) for row in store.segments()}

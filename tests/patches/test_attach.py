@@ -28,7 +28,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
 
 def state(model):
-    """Everything that attaching could change: modules' attributes and hooks, their code's globals, the registries."""
+    """Return everything that attaching could change: modules' attributes and hooks, globals, registries."""
     modules = {
         name: (
             {k: id(v) for k, v in vars(m).items() if not k.startswith("_forward")},
@@ -131,7 +131,7 @@ def test_either_name_of_the_argument_takes_the_cache_without_a_warning(tmp_path,
 
 
 def test_a_cache_without_its_model_attached_is_still_right(tmp_path):
-    """Somebody detached in between: nothing is restored, nothing recorded, nothing wrong."""
+    """After a detachment in between, nothing is restored or recorded, and results are right."""
     model = build("llama")
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
@@ -195,7 +195,7 @@ def test_what_is_no_transformers_model_is_refused(tmp_path):
 
 
 def test_one_model_in_several_threads(tmp_path):
-    """Each thread has passes of its own; one of them without a cache of ours."""
+    """Each thread has its own passes, one of them without our cache."""
     model = build("qwen2")
     prompts = [prompt(80, seed=i % 3) for i in range(6)]
     expected = [model.generate(p, **GREEDY) for p in prompts]
@@ -275,7 +275,7 @@ def test_a_compiled_model_stays_compiled_for_others():
 
 
 def test_compiled_models_in_several_threads_stay_compiled_afterwards(tmp_path):
-    """Two passes that overlap: whichever ends last, the compiler's stance is what it was."""
+    """Two passes overlap; after both, the compiler's stance is unchanged."""
     torch._dynamo.reset()
     model, made = build("llama"), []
     attach(model)

@@ -19,7 +19,7 @@ GROUPED = ("llama", "qwen3", "gemma3", "qwen2_sliding")
 
 @pytest.fixture
 def folded(monkeypatch):
-    """Shapes of the queries of each call that folds."""
+    """Record the shapes of the queries of each call that folds."""
     shapes: list[torch.Size] = []
     fold = attention.attend_folded
 

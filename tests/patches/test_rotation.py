@@ -17,7 +17,7 @@ OTHERS = ("cohere", "glm4")
 
 @pytest.fixture
 def halves(monkeypatch):
-    """Numbers of keys that were rotated by halves, sampled ones included."""
+    """Record the numbers of keys that were rotated by halves, including sampled ones."""
     counts: list[int] = []
     rotate = rope.rotate_halves_
 
@@ -57,7 +57,7 @@ def test_keys_are_rotated_by_halves_where_the_bits_are_the_models(family, dtype,
 @pytest.mark.parametrize("scale", [1.0, 1.5])
 @pytest.mark.parametrize("name", ["scale", "signs"])
 def test_a_function_that_differs_is_called(name, scale):
-    """Also if it differs at one dimension, or only in the sign of a half."""
+    """It may differ at one dimension only, or in the sign of a half."""
     calls = []
 
     def own(q, k, cos, sin):
@@ -79,7 +79,7 @@ def test_a_function_that_differs_is_called(name, scale):
 
 
 def test_a_tensor_that_the_function_gets_besides_is_not_ignored():
-    """Such as a scale that differs by layer: its value cannot be remembered."""
+    """A scale that differs by layer is an example."""
 
     def scaled(q, k, cos, sin, scale):
         return q, rotated(k, cos, sin) * scale

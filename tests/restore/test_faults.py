@@ -34,7 +34,7 @@ def model():
 
 @pytest.fixture
 def root(tmp_path, model):
-    """A store with two prompts of 144 and 96 tokens that share 64: two segments, one behind the other."""
+    """Create a store with two prompts of 144 and 96 tokens that share 64, in two consecutive segments."""
     with KVStore(tmp_path / "store") as store:
         store.precompute(model, [IDS[0], OTHER[0]], progress=False)
         assert sorted(row.tokens for row in store.segments()) == [32, 144]
@@ -118,7 +118,7 @@ def test_truncation(model, root, size):
 
 @pytest.mark.parametrize("part", ["everything", "header", "blocks", "one block"])
 def test_zero_fill(model, root, part):
-    """What a file system may leave of a file whose data was not on disk when the power failed."""
+    """A file system may leave such a file if its data was not on disk at a power failure."""
     path, reader = file_of(root, 144)
     size, blocks = path.stat().st_size, reader.header.blocks.offset
     start, stop = {
@@ -161,7 +161,7 @@ def test_deletion_while_it_is_read(model, root, monkeypatch):
 
 @pytest.mark.parametrize("call", [0, 1])
 def test_a_read_error(model, root, monkeypatch, call):
-    """At the first or the second block group; the segment is whole, so the next process uses it."""
+    """The error is at the first or second KV cache group; the next process uses the intact segment."""
     real, calls = PosixEngine.submit, []
 
     def failing(self, ops):
@@ -368,7 +368,7 @@ def test_a_damaged_segment_is_said_once(model, root, caplog):
 
 
 def test_without_verification_a_flipped_bit_is_served(model, root):
-    """So that the tests above show the checksum's work, and `verify=False` does what it says."""
+    """This shows that the tests above depend on the checksum, and that `verify=False` works."""
     path, reader = file_of(root, 144)
     for chunk in range(9):
         overwrite(path, reader.header.blocks.offset + chunk * reader.shape.block_groups[0].block_bytes, b"\x42" * 2000)
@@ -380,7 +380,7 @@ def test_without_verification_a_flipped_bit_is_served(model, root):
 
 
 def test_an_error_in_the_model_leaves_the_cache_as_it_was(model, root):
-    """A pass that fails for a reason of its own: the same cache serves the next one."""
+    """The same cache serves the pass after the failed one."""
     with KVStore(root) as store:
         cache = TieredCache(model, store, record=False)
         broken = model.model.layers[3].mlp.register_forward_pre_hook(raising)
@@ -434,7 +434,7 @@ def test_a_store_closed_under_a_pass_does_not_fail_it(model, root, monkeypatch):
 
 @pytest.mark.parametrize("method", [Exact(recompute=0), Exact(), ContiguousKV(budget=0.5), CacheTune()], ids=str)
 def test_a_layout_of_other_heads_is_a_miss_though_every_checksum_is_right(tmp_path, model, method):
-    """As many bytes in other heads: nothing but the model itself says that this is not its KV."""
+    """The other heads have the same number of bytes, so only the model reveals the difference."""
     root, passage = tmp_path / "store", isinstance(method, CacheTune)
     with KVStore(root) as store:
         store.precompute(model, IDS[0, :144], method=method, passages=passage, progress=False)

@@ -20,7 +20,7 @@ LAYOUT = KVLayout((LayerKV(HEADS, DIM, HEADS, DIM),) * LAYERS, torch.float32)
 
 
 def made(tokens, geometry, ordered, seed):
-    """A segment's shape, its keys and values `[layers, heads, tokens, dim]`, and the blocks of each block group."""
+    """Create a segment's shape, its keys and values `[layers, heads, tokens, dim]`, and blocks by KV cache group."""
     random = np.random.default_rng(seed)
     importance = random.random((LAYERS, 1, tokens))
     tables = TokenTables.by_importance(importance, block_groups(LAYOUT, geometry)) if ordered else None
@@ -37,7 +37,7 @@ def made(tokens, geometry, ordered, seed):
 
 
 def scattered(blocks, chunks, slabs, random):
-    """The blocks of some chunks in slots of slabs, in any order, as memory holds them after a while."""
+    """Place the blocks of some chunks in slots of slabs in any order, as in used memory."""
     room = len(chunks) + 2
     memory = tuple(torch.zeros(room, blocks.shape[1], dtype=torch.uint8) for _ in range(slabs))
     slab = random.integers(0, slabs, len(chunks))
@@ -69,7 +69,7 @@ geometries = st.builds(
     seed=st.integers(0, 1000),
 )
 def test_what_is_picked_is_what_was_packed(geometry, tokens, ordered, slabs, sets, seed):
-    """From one slab in order (0 slabs), or from slots anywhere; for all heads, or for each its own."""
+    """Blocks are in one slab in order (0 slabs) or in any slots, with tokens of all heads or of each."""
     random = np.random.default_rng(seed)
     segments = [made(tokens, geometry, ordered, seed + i) for i in range(2)]
     count = int(random.integers(1, tokens + 1))
@@ -104,7 +104,7 @@ def test_what_is_picked_is_what_was_packed(geometry, tokens, ordered, slabs, set
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_one_gather_copies_the_single_heads_of_a_layer(ordered):
-    """Each head its own tokens, from blocks of its own, which hold the tokens in an order of their own."""
+    """Each head has its own tokens, blocks and order."""
     random = np.random.default_rng(0)
     importance = random.random((LAYERS, HEADS, 40))
     geometry = Geometry(8, 1, heads_per_block=1)
@@ -142,7 +142,7 @@ class Calls(TorchFunctionMode):
 
 @pytest.mark.parametrize("sets", [1, HEADS])
 def test_more_runs_take_no_more_steps(sets):
-    """Every second block of one slab: as many steps for 8 runs as for 64."""
+    """Every second block of one slab takes the same number of steps for 8 runs as for 64."""
     geometry, steps = Geometry(4, 1), []
     for chunks in (16, 128):
         shape, _, block_groups = made(chunks * 4, geometry, False, 0)
@@ -162,7 +162,7 @@ def test_more_runs_take_no_more_steps(sets):
 
 @pytest.mark.parametrize("tokens", [[0, 1, 2, 3], [1, 5, 40]], ids=["a run", "scattered"])
 def test_blocks_that_were_not_fetched_are_not_taken_for_others(tokens):
-    """Whoever forgets to fetch gets an error, and no other tokens' KV."""
+    """A missing fetch raises an error, and never returns other tokens' KV."""
     shape, _, memory = made(64, Geometry(8, 1), False, 0)
     gather, chunks = Gather(shape, shape.block_groups[0]), np.array([1, 2, 5])
     blocks = Blocks.alone(chunks, memory[0][chunks])
@@ -173,7 +173,7 @@ def test_blocks_that_were_not_fetched_are_not_taken_for_others(tokens):
 
 @given(slabs=st.integers(1, 3), chunks=st.integers(1, 12), seed=st.integers(0, 1000))
 def test_chunks_that_are_blocks_are_copied_whole(slabs, chunks, seed):
-    """Of all heads of two segments at one layer, from slots anywhere."""
+    """They contain all heads of two segments at one layer, in any slots."""
     random, layer = np.random.default_rng(seed), int(seed % LAYERS)
     segments = [made(chunks * 8, Geometry(8, 1, 1), False, seed + i) for i in range(2)]
     wanted, expected = [], []
@@ -213,7 +213,7 @@ def test_a_table_of_tokens_lets_no_block_pass_for_a_chunk():
 
 
 class Read:
-    """A reader, as far as a unit asks."""
+    """Reader with the attributes that a unit needs."""
 
     def __init__(self, shape):
         self.shape = shape
@@ -221,7 +221,7 @@ class Read:
 
 @given(geometry=geometries, tokens=st.integers(1, 70), ordered=st.booleans(), seed=st.integers(0, 1000))
 def test_bytes_are_counted_once_for_each_token_head_and_layer(geometry, tokens, ordered, seed):
-    """By what a mask over all tokens says, however often and for whom tokens were used."""
+    """The reference is a mask over all tokens, independent of how often they were used."""
     random = np.random.default_rng(seed)
     shape, _, _ = made(tokens, geometry, ordered, seed)
     for group in shape.block_groups:
@@ -244,7 +244,7 @@ def test_bytes_are_counted_once_for_each_token_head_and_layer(geometry, tokens, 
 
 @given(first=st.integers(0, 69), seed=st.integers(0, 1000), split=st.booleans())
 def test_what_is_held_from_a_token_on_is_copied_in_runs(first, seed, split):
-    """As what is held in order is, though its slots are not the tokens' numbers."""
+    """Tokens in order are copied in runs, although slots do not have the tokens' numbers."""
     whole, kv, _ = made(70, Geometry(16, 1, split_kv=split), False, seed)
     shape = SegmentShape(LAYOUT, whole.geometry, 70, TokenTables.by_pairs([first, 0, 70], {}, whole.block_groups, 70))
     for block_group in shape.block_groups:

@@ -89,7 +89,7 @@ def test_prefix_hashes_do_not_depend_on_the_kind_of_integers():
 
 
 def brute_force(hashes, rows):
-    """How many prefix hashes can be covered by segments that begin anywhere within what is covered."""
+    """Return the maximum number of prefix hashes covered by segments that begin anywhere in the covered part."""
     covered = 0
     while True:
         reach = covered
@@ -158,7 +158,7 @@ steps = st.lists(
 
 @given(steps, st.lists(st.integers(0, 20), min_size=3, max_size=3), st.booleans())
 def test_a_history_knows_its_tokens_and_prefix_hashes_through_everything(steps, pads, look):
-    """Against the rectangle of ids that the same steps give."""
+    """The reference is the rectangle of ids after the same steps."""
     history = History(HASHER, list(pads))
     rectangle = torch.empty(3, 0, dtype=torch.int64)
     offsets = list(pads)

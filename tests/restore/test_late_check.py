@@ -1,5 +1,7 @@
-"""What the disk writes to a device, past the CPU, is checked there: nobody waits for it while a pass runs, and nothing
-that came of a damaged block outlives the pass."""
+"""Checks on the device of blocks that the disk writes there directly.
+
+No thread waits for a check during a pass, and nothing computed from a damaged block outlives the pass.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def model():
 
 
 def stored(model, path, method=None):
-    """A store of the prompt's first 200 tokens."""
+    """Create a store of the prompt's first 200 tokens."""
     with KVStore(path, engine="posix") as store:
         store.precompute(model, prompt(200), method=method, progress=False)
 
@@ -67,7 +69,7 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("layers_per_block", [1, 4])
 def test_nobody_waits_for_checks_before_the_end_of_a_pass(model, tmp_path, monkeypatch, layers_per_block):
-    """And there once for each batch that was read; a warm pass and a decoded token wait for nothing."""
+    """The pass waits there once per batch that was read; warm passes and decoded tokens do not wait."""
     stored(model, tmp_path, Exact(geometry=Geometry(16, layers_per_block)))
     store, stream = with_device(monkeypatch, tmp_path)
     ended = []
@@ -139,7 +141,7 @@ def test_an_error_that_damage_has_led_to_is_not_the_users(model, tmp_path, monke
 
 
 def test_without_checks_the_same_damage_is_seen_by_nobody_and_spoils_the_answer(model, tmp_path, monkeypatch):
-    """So the tests here would notice a pass that is not undone."""
+    """This shows that the tests here would notice a pass that is not undone."""
     stored(model, tmp_path)
     store, stream = with_device(monkeypatch, tmp_path, verify=False)
     with store:
@@ -160,7 +162,7 @@ CHOOSING = {
 @pytest.mark.parametrize("where", [0, -1])
 @pytest.mark.parametrize("method", CHOOSING.values(), ids=CHOOSING)
 def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, method, where):
-    """Checked past the host or by it: the same answers, and the same is known of the segment afterwards."""
+    """Answers and reports are the same whether the host or the device checks."""
     results = []
     for direct in (False, True):
         path = tmp_path / str(direct)
@@ -219,7 +221,7 @@ def test_warming_reports_a_damaged_block(model, tmp_path, monkeypatch):
 
 @pytest.fixture
 def open_segment(tmp_path, monkeypatch):
-    """A residency that reads past the host, a segment, and its blocks by block group."""
+    """Open a residency with direct reads, a segment, and its blocks by KV cache group."""
     disk = open_store(tmp_path)
     header, chain, blocks = segment(hashes(CHUNKS))
     disk.publish(header, chain, blocks)
@@ -258,7 +260,7 @@ def test_blocks_are_found_by_others_when_they_are_known_to_be_whole(open_segment
 
 
 def test_slots_are_never_free_before_their_blocks_are_kept_or_not(open_segment):
-    """Else the slots of another lease would be taken for them. The check may end between two questions."""
+    """Otherwise, another handle could take its slots. The check may end between two queries."""
     residency, disk, name, _ = open_segment
     reader = disk.reader(name)
     lease, _ = fetch(residency, reader)

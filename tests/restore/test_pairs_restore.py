@@ -35,7 +35,7 @@ PREFIX = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Paired(Method):
-    """Restores segments with pairs, and computes the front that they lack."""
+    """Method that restores segments with pairs, and computes the missing recomputed prefix."""
 
     @property
     def provenance(self):
@@ -72,7 +72,7 @@ def suspend(store, pairs=PAIRS, fronts=(0,) * 6, retained=RETAINED):
 
 @torch.no_grad()
 def merged_kv(model, ids, tokens, fronts, monkeypatch, codec="raw", pairs=PAIRS, retained=RETAINED):
-    """The KV of a prompt whose first `tokens` were merged before keys are rotated. Without our cache or patches."""
+    """Return the KV of a prompt whose first `tokens` were merged before rotation, without our cache or patches."""
     modeling, taken = importlib.import_module(type(model).__module__), []
     rotate = modeling.apply_rotary_pos_emb
 
@@ -118,7 +118,7 @@ def family(request):
 @pytest.mark.parametrize("codec", ["raw", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_a_dynamic_cache_whose_layers_were_merged(family, dtype, codec, tmp_path, monkeypatch):
-    """Bit for bit, from disk and from host memory."""
+    """Bits are equal, from disk and from host memory."""
     model, ids, method = build(family, dtype), prompt(PREFIX), cut_for(codec)
     kv = merged_kv(model, ids, PREFIX, (0,) * 6, monkeypatch, codec)
     assert not torch.equal(kv[4][0], kv_of(model, ids)[4][0])
@@ -134,7 +134,7 @@ def test_logits_are_those_of_a_dynamic_cache_whose_layers_were_merged(family, dt
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_a_front_that_is_missing_is_computed_and_the_rest_is_restored(family, codec, tmp_path, monkeypatch):
-    """Within the rounding of kernels: queries that are no suffix go through another one."""
+    """Results are equal within the rounding of kernels, since other queries use another kernel."""
     model, ids, method = build(family), prompt(PREFIX), cut_for(codec)
     kv = merged_kv(model, ids, PREFIX, FRONTS, monkeypatch, codec)
     theirs = model.generate(question(ids), past_key_values=prefilled(model, [kv], PREFIX), **GREEDY)
@@ -298,7 +298,7 @@ def test_device_memory_keeps_and_serves_them(tmp_path, monkeypatch):
 
 
 def test_methods_that_choose_say_why_they_restore_nothing(tmp_path):
-    """Under the provenance of the segment, which they do not have, so it is lent to them."""
+    """The segment's provenance is lent to them, which they do not have."""
     model, ids = build("qwen2"), prompt(PREFIX)
 
     @dataclass(frozen=True, kw_only=True)
@@ -342,7 +342,7 @@ def test_the_rest_of_a_store_goes_by_such_segments_unharmed(tmp_path, run):
 
 
 def test_half_of_the_layers_in_pairs_take_three_quarters(tmp_path):
-    """As computed: of 8 layers two pairs, 5 % of their tokens retained; heads of 64 dims in bfloat16, and int8."""
+    """Two pairs of 8 layers with 5 % retained tokens, in bfloat16 and int8 with heads of 64 dimensions."""
     changes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
     ids, model = prompt(512), build("qwen2", torch.bfloat16, **changes)
     pairs = ((4, 5), (6, 7))

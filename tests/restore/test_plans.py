@@ -32,7 +32,7 @@ LAYERS = 6
 
 @dataclass(frozen=True)
 class Chosen(Method):
-    """Computes given columns at the first layer, and of those fewer with depth."""
+    """Method that computes given columns at the first layer, and fewer with depth."""
 
     first: frozenset[int] = frozenset()
     dropped: tuple[frozenset[int], ...] = ()
@@ -51,7 +51,7 @@ class Chosen(Method):
 
 @lru_cache
 def stored(family, root):
-    """A model, a store with one prompt of it, and the logits of computing everything."""
+    """Return a model, a store with one of its prompts, and the logits of a full computation."""
     model, ids = build(family), prompt(TOKENS)
     store = KVStore(root / family, engine="posix")
     store.precompute(model, ids, progress=False)
@@ -90,7 +90,7 @@ def test_any_plan_is_exact_over_exact_kv(root, family, first, dropped):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
-    """So that the test above can fail: the same plan over another prompt's KV gives other logits."""
+    """This shows that the test above can fail: another prompt's KV gives other logits."""
     model, _, ids, full = stored(family, root)
     with KVStore(tmp_path / "wrong") as store:
         cache = TieredCache(model, store, method=Chosen(first=frozenset(range(0, TOKENS, 3))), record=False)
@@ -201,7 +201,7 @@ SCALINGS = {
 
 
 def moved(store, place, request):
-    """A plan that restores one stored segment at another place than its own, and computes the rest."""
+    """Plan to restore one stored segment at another position, and to compute the rest."""
     (row,) = store.segments()
     reader = store._storage.disk.reader(row.id)
     tokens = reader.shape.tokens

@@ -29,7 +29,7 @@ LAYERS = 12
 
 @dataclass(eq=False)
 class Reader:
-    """What prefetching knows of a segment."""
+    """Reader with the attributes that prefetching needs."""
 
     id: str
     shape: SegmentShape
@@ -55,7 +55,7 @@ class Lease:
 
 
 class Residency:
-    """Notes what is fetched. One block group fails: when it is waited for, or at once."""
+    """Residency that records fetches. One KV cache group fails: when it is waited for, or at once."""
 
     def __init__(self, fails_at=None, error=None, at_once=False):
         self.fetched, self.leases, self.fails_at, self.error, self.at_once = [], [], fails_at, error, at_once
@@ -70,7 +70,7 @@ class Residency:
 
 
 def plan(segments=(320,), suffix=10, windows=(0,) * LAYERS, geometry=None):
-    """A prompt of several segments, and a suffix to compute."""
+    """Plan a prompt of several segments, and a suffix to compute."""
     layout = KVLayout(tuple(LayerKV(2, 16, 2, 16, window=w) for w in windows), torch.float32)
     pieces, at = [], 0
     for number, tokens in enumerate(segments):
@@ -117,7 +117,7 @@ def test_the_next_block_groups_are_under_way_before_the_first_layer_has_its_own(
 
 
 def test_nothing_is_fetched_before_the_start():
-    """Who starts it has first seen to it that it is cancelled."""
+    """The caller ensures the cancellation before it starts the prefetch."""
     residency = Residency()
     fetch = Prefetch(plan(), Fetcher(residency, StatsCollector(), lambda layer: CPU), 1 << 30)
     assert residency.fetched == []
@@ -126,7 +126,7 @@ def test_nothing_is_fetched_before_the_start():
 
 
 def test_one_block_group_is_always_under_way_while_another_is_in_use():
-    """However large block groups are: the disk does not rest while layers compute."""
+    """The disk is busy while layers compute, for KV cache groups of any size."""
     fetch, residency = prefetch(plan(), 1)
     for layer in range(LAYERS):
         fetch.units(layer)
@@ -147,7 +147,7 @@ def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
 
 @pytest.mark.parametrize("ahead", [0, 1, 1 << 30])
 def test_behind_fronts_the_disk_never_pauses(ahead):
-    """Unless nothing is to come ahead at all."""
+    """The exception is a plan that reads nothing ahead."""
     fronts = [320] * 4 + [160] * 4 + [0] * 4
     fetch, residency = prefetch(plan().with_recompute_lengths(fronts), ahead)
     assert [(group, len(chunks)) for _, group, chunks in residency.fetched] == ([(1, 10), (2, 20)] if ahead else [])
@@ -160,7 +160,7 @@ def test_behind_fronts_the_disk_never_pauses(ahead):
 
 @pytest.mark.parametrize("method", [Exact(ahead_bytes=0), ContiguousKV(0.25, period=1, subperiod=1, ahead_bytes=0)])
 def test_memory_of_a_layer_is_free_when_it_was_copied(tmp_path, monkeypatch, method):
-    """Without a tier, blocks travel in memory of the request's own: that of a few layers at a time."""
+    """Without a tier, blocks use the request's own memory, of a few layers at a time."""
     model, ids = build("llama", num_hidden_layers=8), prompt(200)
     method = replace(method, geometry=Geometry(16, 1)) if isinstance(method, Exact) else method
     taken, most = [], []
@@ -232,7 +232,7 @@ def test_prefetching_or_not_gives_the_same_bits(tmp_path, family):
 
 
 def test_what_waits_for_the_other_layer_of_its_pair_keeps_nobody_from_running_ahead():
-    """Pairs far apart, all of them open in the middle: as much is ahead as without pairs."""
+    """Pairs are far apart and all open in the middle, and as much is read ahead as without pairs."""
     pairs = tuple((i, i + LAYERS // 2) for i in range(LAYERS // 2))
     made = plan(geometry=Geometry(16, 1, pairs=pairs))
     (piece,) = made.groups[0].pieces

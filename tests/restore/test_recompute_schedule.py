@@ -68,7 +68,7 @@ def test_flat_fronts_are_one_for_all_layers(tokens, ratio, layers, step):
 
 
 class Segment:
-    """As much of a reader as plans ask for."""
+    """Reader with the attributes that plans need."""
 
     def __init__(self, layout, geometry, tokens):
         from hf_tiered_cache.store.shape import SegmentShape
@@ -84,7 +84,7 @@ GEOMETRY = st.builds(
 
 @given(WINDOWS, GEOMETRY, st.integers(1, 20), st.integers(0, 15), st.integers(1, 40), RATIO)
 def test_every_layer_has_the_kv_and_the_hidden_states_that_it_needs(windows, geometry, hashes, short, suffix, ratio):
-    """Whatever the model's layers, their blocks and the ratio."""
+    """This holds for all numbers of layers, block sizes and ratios."""
     layout = KVLayout(tuple(LayerKV(2, 8, 2, 8, window, "key", 8) for window in windows), torch.float32)
     tokens = hashes * 16
     until, columns = tokens - short, tokens - short + suffix
@@ -181,7 +181,7 @@ def _timed(action):
 
 @lru_cache
 def stored(family, root):
-    """A model, a store with a prefix on disk, a prompt that goes on from it, and the logits of computing everything."""
+    """Return a model, a store with a prefix on disk, a prompt that continues it, and the logits of computing it."""
     model, ids = build(family), prompt(TOKENS)
     store = KVStore(root / family, engine="posix", host_memory=0)
     store.precompute(model, ids[:, :STORED], progress=False)
@@ -238,7 +238,7 @@ def test_a_partial_recompute_computes_as_much_in_every_layer(root, family, ratio
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_back_comes_from_the_store_and_the_front_does_not(root, family, tmp_path):
-    """So that the test above can fail: KV of another prompt spoils the logits, unless all is computed."""
+    """This shows that the test above can fail: KV of another prompt changes the logits."""
     model, _, ids, full = stored(family, root)
     with KVStore(tmp_path, engine="posix") as store:
         store.precompute(model, prompt(STORED, seed=99), progress=False)
@@ -350,7 +350,7 @@ def test_an_attention_that_cannot_be_told_where_queries_stand_loads_all(root, mo
 
 
 def test_of_a_sliding_layer_the_window_before_the_suffix_is_read(root):
-    """Of 192 tokens the last 39, in 3 chunks: all layers of this family slide, in two block groups."""
+    """The last 39 of 192 tokens are read, in 3 chunks of two KV cache groups."""
     model, store, ids, _ = stored("mistral", root)
     read = {ratio: ask(model, store, ids, ratio)[0].stats.disk.blocks for ratio in (0.0, 0.3, 0.6, 1.0)}
     assert read == {0.0: 6, 0.3: 6, 0.6: 6, 1.0: 0}
@@ -474,7 +474,7 @@ def path(tmp_path):
 
 
 def asked(path, *found, method=None, warm=0, ids=None):
-    """What a prompt behind the stored prefix counts, its first tokens in memory."""
+    """Return the counters of a prompt after the stored prefix, with its first tokens in memory."""
     model, ids = build("llama"), prompt(TOKENS) if ids is None else ids
     with KVStore(path, engine="posix") as store:
         if warm:

@@ -42,7 +42,7 @@ ONCE = {"request.py", "sequence.py"}
 
 
 def our_frame():
-    """The innermost frame of ours; None for what the model does by itself, which is the same without us."""
+    """Return the innermost frame of ours; None for the model's own operations."""
     frame = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith((PACKAGE, PATCHES)):
         frame = None if "/transformers/" in frame.f_code.co_filename else frame.f_back
@@ -50,7 +50,7 @@ def our_frame():
 
 
 class WaitingOperations(TorchDispatchMode):
-    """Counts operations of ours with a result that the host must see, also those within other operations."""
+    """Mode that counts our operations with a result that the host must see, including nested ones."""
 
     NAMES = re.compile("aten::(_local_scalar_dense|item|equal|is_nonzero|nonzero|masked_select|_?unique)")
 
@@ -68,7 +68,7 @@ class WaitingOperations(TorchDispatchMode):
 
 
 class Waits(TorchFunctionMode):
-    """Counts what would make a GPU and a thread wait for each other, by file and function of ours."""
+    """Counter of operations that would make a GPU and a thread wait for each other, by our file and function."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class Waits(TorchFunctionMode):
 
 @pytest.fixture(autouse=True)
 def counting_changes_nothing(monkeypatch):
-    """A mode that a model could not be told from others by, if it were the user's."""
+    """Allow the counting mode, which would change the identity of the model if it were the user's."""
     monkeypatch.setattr(watch, "HARMLESS_MODES", (*watch.HARMLESS_MODES, Waits, WaitingOperations))
 
 
@@ -171,7 +171,7 @@ def test_a_partial_rotation_is_looked_at_once(tmp_path, family):
 
 
 def test_a_copied_rotary_table_is_looked_at_once(monkeypatch):
-    """Of a model on several GPUs each layer gets a copy, and a comparison with it waits for two of them."""
+    """On several GPUs each layer gets a copy, and comparing it waits for two of them."""
     compared, equal, shared = [], torch.equal, rope.TableCache()
     monkeypatch.setattr(torch, "equal", lambda *tensors: compared.append(1) or equal(*tensors))
     for first in (0, 0, 5, 7):  # at position 0 both tables are the same
@@ -203,7 +203,7 @@ def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, reselect):
     ids=["paper", "unasked", "asked", "blend"],
 )
 def test_passages_wait_for_what_is_chosen_alone(model, tmp_path, method, choices):
-    """For what the question attends to, and for how far tokens have moved."""
+    """They wait for the question's attention, and for the deviation of tokens."""
     passages = [prompt(64, seed=seed)[0] for seed in (11, 12, 13)]
     ids = torch.cat([*passages[::-1], prompt(24, seed=5)[0]])[None]
     with KVStore(tmp_path, engine="posix") as store:
@@ -252,7 +252,7 @@ def test_the_waits_of_each_method_are_those_of_the_docs(model, tmp_path, name):
 @pytest.mark.parametrize("host", ["64MiB", "0"])
 @pytest.mark.parametrize("method", [method for method, _ in PREFIXES.values()], ids=PREFIXES)
 def test_what_is_gathered_lies_where_the_model_computes(model, tmp_path, monkeypatch, method, host):
-    """Also what was fetched ahead for a device that keeps nothing: from the host each copy would be waited for."""
+    """This includes tokens that were fetched ahead for a device without memory."""
     document, gathered, add = prompt(200), set(), Gather.add
 
     def noted(self, shape, blocks, *more):

@@ -35,7 +35,7 @@ SHAPES = [  # kv heads, group, queries, dim, chunk tokens, tokens of each index
 
 
 def case(kv_heads, group, queries, dim, chunk_tokens, tokens, seed=0):
-    """Keys of each index and queries that look for something in them.
+    """Draw keys of each index, and queries that search for some of them.
 
     An index rounds float32 keys, but not float64 keys (`ranking_dtype`).
     """
@@ -54,7 +54,7 @@ def counts_of(total):
 
 
 def cut(keys, head, chunk_tokens):
-    """The keys of each chunk, through all indexes, in float64."""
+    """Return the keys of each chunk, through all indexes, in float64."""
     return [
         some[head, begin : begin + chunk_tokens].double()
         for some in keys
@@ -69,7 +69,7 @@ def softmax_of(values):
 
 
 def served(query, head, kv_heads):
-    """For each query head that a kv head serves, its queries in float64."""
+    """Return the queries of each query head of a KV head, in float64."""
     group = len(query) // kv_heads
     return query[head * group : (head + 1) * group].double()
 
@@ -83,13 +83,13 @@ def best_of(scores, count):
 
 
 def assert_ranked_by(weights, indexes, query, head):
-    """A head's chunks are ranked by these weights, for a scale of 0.3."""
+    """Assert that a head's chunks are ranked by these weights, for a scale of 0.3."""
     for count in counts_of(len(weights)):
         assert rank(indexes, query, 0.3, count)[head].tolist() == best_of(weights, count)
 
 
 def clusters_of(indexes, head):
-    """Centroid and chunks, numbered through all indexes, of each cluster that has some, by its first chunk."""
+    """Return centroid and chunks of each nonempty cluster, numbered through all indexes, by its first chunk."""
     found, first = [], 0
     for index in indexes:
         members = {}
@@ -103,7 +103,7 @@ def clusters_of(indexes, head):
 @pytest.mark.parametrize("keep_representatives", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_clusters_are_taken_whole_and_the_last_is_cut(shape, keep_representatives):
-    """KVDRIVE's choice in loops: clusters by their centroids' softmax, inside a cluster chunks by their means."""
+    """The reference is KVDRIVE's selection in loops: clusters by centroids' softmax, then chunks by means."""
     keys, query, chunk_tokens = case(*shape)
     kind = type("Kind", (ClusterIndex,), {"keeps_representatives": keep_representatives})
     indexes = [kind.build(some, chunk_tokens) for some in keys]
@@ -130,7 +130,7 @@ def test_clusters_are_taken_whole_and_the_last_is_cut(shape, keep_representative
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_boxes_are_ranked_in_the_clusters_that_are_looked_into(shape):
-    """In loops: clusters by a quarter of the way to their bound, their chunks by half the way to their own."""
+    """The reference uses loops: clusters by a quarter of their bound, chunks by half of their own."""
     keys, query, chunk_tokens = case(*shape)
     indexes = built("cluster_boxes", keys, chunk_tokens)
     total = sum(index.chunks for index in indexes)
@@ -158,7 +158,7 @@ def test_boxes_are_ranked_in_the_clusters_that_are_looked_into(shape):
 
 
 def part_of_the_way(q, middle, low, high, share):
-    """Between the product with a middle and the largest that a key in a box can have."""
+    """Interpolate between the product with a middle and the largest one of a key in a box."""
     return (1 - share) * product(q, middle) + share * product(torch.maximum(q * low, q * high), torch.ones_like(q))
 
 
@@ -222,7 +222,7 @@ def test_chunk_means_are_shadowkvs(shape):
 
 
 def test_one_query_head_keeps_quests_order():
-    """Where no head shares keys, softmax changes nothing: pages stand as their bounds do."""
+    """If no heads share keys, softmax changes nothing: pages are ranked by their bounds."""
     keys, query, _ = case(1, 1, 1, 8, 16, [400])
     index = PageBoundsIndex.build(keys[0], 16)
     pages = keys[0][0].unflatten(0, (25, 16))
@@ -268,7 +268,7 @@ def test_the_same_twice_and_after_storing(kind):
 
 @pytest.mark.parametrize("kind", ["page_bounds", "chunk_means", "keys", "random"])
 def test_several_indexes_are_as_one(kind):
-    """What does not depend on where the keys were cut."""
+    """The result does not depend on where the keys were cut."""
     keys, query, _ = case(2, 2, 1, 8, 4, [64, 128, 40])
     count = 25
     whole = rank(built(kind, [torch.cat(keys, 1)], 4), query, None, count)
@@ -294,7 +294,7 @@ def test_of_equal_chunks_the_first_are_selected(kind):
 
 
 def test_the_best_are_the_same_by_either_way_of_selecting(monkeypatch):
-    """On a device by topk, on the CPU by NumPy, with equals, zeros of both signs and -inf."""
+    """Devices use topk and the CPU uses NumPy, with ties, zeros of both signs and -inf."""
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(3, 200, generator=generator).mul_(4).round_().div_(2)  # many are equal
     scores[:, ::17] = -math.inf
@@ -311,7 +311,7 @@ def test_the_best_are_the_same_by_either_way_of_selecting(monkeypatch):
 
 
 def test_what_gets_next_to_nothing_keeps_its_rank():
-    """Weights far below the least float32: by logits, not by position."""
+    """Weights far below the smallest float32 are ranked by logits, not by position."""
     keys = torch.linspace(0, 1, 64).reshape(1, 64, 1) * torch.ones(1, 64, 4)
     chunks = rank([PageBoundsIndex.build(keys, 4)], torch.full((1, 1, 4), 1000.0), None, 16)
     assert chunks.tolist() == [list(range(15, -1, -1))]
@@ -358,7 +358,7 @@ def test_empty_clusters_are_never_chosen():
 
 @pytest.mark.parametrize("kind", ["clusters", "cluster_boxes"])
 def test_planted_clusters_are_found(kind):
-    """Runs of chunks around eight directions, in turn: a query for one gets its chunks before all others."""
+    """Runs of chunks alternate around eight directions; a query for one selects its chunks first."""
     generator = torch.Generator().manual_seed(2)
     directions = torch.linalg.qr(torch.randn(16, 16, generator=generator))[0][:8] * 6
     topic = torch.randint(8, (64,), generator=generator)

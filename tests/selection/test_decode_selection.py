@@ -40,7 +40,7 @@ def method(request):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The choices, in order."""
+    """Record the selections, in order."""
     noted: list[Selection] = []
 
     def note(self, asked, choose=TopChunks.choose):
@@ -54,7 +54,7 @@ def chosen(monkeypatch):
 
 @pytest.fixture
 def erratic(monkeypatch):
-    """Chooses other chunks each time, so that columns change hands a lot."""
+    """Select other chunks each time, so that columns often change."""
     random = np.random.default_rng(3)
 
     def choose(self, asked, real=TopChunks.choose):
@@ -81,7 +81,7 @@ def decode(model, cache, steps, seed=9):
 
 
 def holds_what_it_says(cache, stored):
-    """Each restored column of each layer and row is the KV of the token that the layer says it is, bit for bit."""
+    """Assert that each restored column is bit for bit the KV of the token that the layer states."""
     for layer, (keys, values) in zip(cache.layers, stored, strict=True):
         if not isinstance(layer, SelectedSource):
             continue
@@ -93,7 +93,7 @@ def holds_what_it_says(cache, stored):
 
 
 def of_sets(every, sets):
-    """Of `[1, kv_heads, tokens, dim]` those of int64 `[1 or kv_heads, n]`: `[1, kv_heads, n, dim]`."""
+    """Gather from `[1, kv_heads, tokens, dim]` the tokens int64 `[1 or kv_heads, n]`: `[1, kv_heads, n, dim]`."""
     heads, dim = every.shape[1], every.shape[3]
     tokens = torch.from_numpy(np.broadcast_to(sets, (heads, sets.shape[1])).copy())
     return every.gather(2, tokens[None, :, :, None].expand(-1, -1, -1, dim))
@@ -106,7 +106,7 @@ def of_sets(every, sets):
     ids=["all", "index", "gain", "heads", "heads, gain"],
 )
 def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, chosen):
-    """A DynamicCache that holds, at each token, those chosen for it and all computed ones."""
+    """The reference is a DynamicCache with the selected tokens of each step and all computed ones."""
     model, ids, method = build(family), prompt(PREFIX), replace(METHOD, **changes)
     store.precompute(model, ids, method=method, progress=False)
     chosen.clear()
@@ -160,7 +160,7 @@ def test_columns_hold_what_they_say_with_any_memory(model, method, tmp_path, err
 
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_each_decoded_token_chooses(more, model, store, chosen):
-    """However long the question is, and after tokens are taken back."""
+    """This holds for questions of any length, and after tokens are removed."""
     ids = prompt(PREFIX)
     store.precompute(model, ids, method=METHOD, progress=False)
     cache = TieredCache(model, store, method=METHOD, record=False)

@@ -29,7 +29,7 @@ def model():
 
 @pytest.fixture
 def existing_bytes():
-    """Bytes of all indexes that have come into being since and still exist, by their storages."""
+    """Return the bytes of all indexes that were created since and still exist, by their storages."""
     gc.collect()
     before = {id(index) for index in gc.get_objects() if isinstance(index, DecodeIndex)}
 
@@ -60,7 +60,7 @@ def stored(model, path, ids, method):
 
 
 def answered(model, store, ids, method):
-    """Logits and statistics of a request that restores the whole prompt."""
+    """Return the logits and statistics of a request that restores the whole prompt."""
     output, cache = ask(model, store, question(ids), method)  # the output refers to the cache
     assert cache.stats.tokens_restored == ids.shape[1]
     store.flush()
@@ -68,7 +68,7 @@ def answered(model, store, ids, method):
 
 
 def opened_cache(model, store, ids, method):
-    """A cache that has read the prompt and decoded a token."""
+    """Return a cache that has read the prompt and decoded a token."""
     cache = TieredCache(model, store, method=method, record=False)
     with torch.no_grad():
         model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1)
@@ -112,7 +112,7 @@ def test_caches_of_a_prompt_share_its_index(model, tmp_path, existing_bytes, met
 
 
 def test_pieces_are_held_once(model, tmp_path, existing_bytes):
-    """As soon as they are merged, also where they were just built, and a later prompt finds them merged."""
+    """New pieces are held once after merging, and later prompts find them merged."""
     ids = prompt(TOKENS)
     longer = torch.cat([ids, prompt(128, seed=7)], dim=1)
     with KVStore(tmp_path, engine="posix", index_memory="1MiB") as store:

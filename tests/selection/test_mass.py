@@ -28,7 +28,7 @@ RESTORED, BOUGHT = 192, 144
 
 
 def peaked(family, **changes):
-    """A model whose attention is uneven, and in each layer otherwise."""
+    """Build a model with uneven attention that differs by layer."""
     return build(family, **{"init_std" if family == "opt" else "initializer_range": 0.2}, **changes)
 
 
@@ -39,7 +39,7 @@ def model():
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The tokens of each choice, in order: period by period, and in each row by row."""
+    """Record the tokens of each selection, in order: period by period, and within it row by row."""
     noted: list[np.ndarray] = []
 
     def choose(self, asked, real=TopChunks.choose):
@@ -58,7 +58,7 @@ def periods_of(cache):
 
 
 def by_layer(cache, choices, restored=RESTORED):
-    """For each layer the tokens that it attends to, of one choice for each period."""
+    """Return the tokens that each layer attends to, from one selection per period."""
     found = [np.arange(restored)] * len(cache.layers)
     for period, tokens in zip(periods_of(cache), choices, strict=True):
         for layer in period:
@@ -71,7 +71,7 @@ def nothing(stored):
 
 
 def attends_to_what_was_chosen(model, method, store, chosen):
-    """Bit for bit a DynamicCache whose layers each hold the chosen tokens alone.
+    """Assert bits equal to a DynamicCache whose layers hold the selected tokens only.
 
     But for a choice that is made again: it stands in other columns, so sums have another order.
     """
@@ -128,7 +128,7 @@ def test_layers_with_a_window_keep_all_of_it(store, chosen):
 
 
 def test_a_choice_is_the_fewest_chunks_that_hold_the_mass(model, store, chosen):
-    """By the model's own attention, at its first layer."""
+    """The reference is the model's own attention at its first layer."""
     ids = prompt(PREFIX)
     fill(store, model, ids, METHOD)
     whole = question(ids)
@@ -195,7 +195,7 @@ def test_a_whole_budget_is_the_exact_method(model, store):
 
 @pytest.mark.parametrize("method", [METHOD, AGAIN], ids=["once", "again"])
 def test_rows_take_what_each_of_them_needs(model, store, chosen, method):
-    """A left-padded batch of rows that need different numbers of chunks for the same share of attention."""
+    """Rows of a left-padded batch need different numbers of chunks for the same attention."""
     prefixes = [prompt(PREFIX), prompt(163, seed=7), prompt(40, seed=8)]
     for ids in prefixes:
         fill(store, model, ids, method)
@@ -217,7 +217,7 @@ def test_rows_take_what_each_of_them_needs(model, store, chosen, method):
 
 
 def goes_on(model, cache, stored, chosen, tokens):
-    """One more pass, of ids `[rows, n]`, attends in each row and layer to what was chosen for it and what was computed.
+    """Assert that one more pass, of ids `[rows, n]`, attends to the selected and the computed tokens of each row.
 
     And layers hold, bit for bit, the KV of the tokens that they say.
     """
@@ -242,7 +242,7 @@ def goes_on(model, cache, stored, chosen, tokens):
 
 
 def begun(model, store, **kwargs):
-    """A cache that has answered a question, and its prefix's KV."""
+    """Return a cache that has answered a question, and its prefix's KV."""
     ids = prompt(PREFIX)
     fill(store, model, ids, AGAIN)
     _, cache = ask(model, store, question(ids), AGAIN, **kwargs)
@@ -336,7 +336,7 @@ def test_a_conversation_goes_idle_and_comes_back(model, store, chosen):
 
 
 def next_pass(model, store, method, tokens, *prefixes):
-    """A cache that has answered a question behind each prefix, one like it, and what comes next, right and odd ways."""
+    """Return a cache that has answered a question after each prefix, a copy, and valid and unusual next passes."""
     for ids in prefixes:
         fill(store, model, ids, method)
     rows = [question(ids) for ids in prefixes]
@@ -351,7 +351,7 @@ def next_pass(model, store, method, tokens, *prefixes):
 
 
 def within(model, cache, inputs):
-    """A pass through the module within the model."""
+    """Run a pass through the module within the model."""
     return model.lm_head(model.model(**inputs, past_key_values=cache).last_hidden_state)
 
 

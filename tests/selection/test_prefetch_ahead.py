@@ -20,7 +20,7 @@ from hf_tiered_cache.tiers.residency import Residency
 
 @dataclass(frozen=True, kw_only=True)
 class Partly(ContiguousKV):
-    """Fetches a part of the usual ahead."""
+    """Method that prefetches only some kinds of blocks."""
 
     prefetches: frozenset[Prefetched] = PREFETCHED
 
@@ -38,7 +38,7 @@ def model():
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """By the layer that asks: whether ahead, which layer's blocks, and whether they are keys to choose by."""
+    """Record by requesting layer: whether ahead, which layer's blocks, and whether they are keys for selecting."""
     noted: dict[int, list[tuple[bool, int, str]]] = {}
     layer = -1
 
@@ -104,7 +104,7 @@ def test_nothing_ahead_is_nothing(nothing, model, tmp_path, fetched):
 
 @pytest.mark.parametrize("method", [H2O(), Impress(reorder=False)], ids=["h2o", "impress"])
 def test_baselines_fetch_the_next_layers_keys_ahead(method, model, tmp_path, fetched):
-    """As they were published: on top of a system that loads a layer while the one before computes."""
+    """As published, the baselines run on a system that loads a layer while the previous one computes."""
     asked_by(model, tmp_path, method, fetched)
     assert [(layer, some.count((AHEAD, layer + 1, "kv"))) for layer, some in fetched.items() if layer >= 0] == [
         *((layer, 1) for layer in range(5)),

@@ -21,7 +21,7 @@ from hf_tiered_cache.selection.selectors import (
 
 @st.composite
 def cut(draw):
-    """Chunks of a row, in each set in another order, and what each token gets in each row: often the same."""
+    """Draw chunks of a row, in another order in each set, and the mass of each token, often with ties."""
     size = draw(st.sampled_from([1, 3, 16]))
     slots = []
     for segment, chunks in enumerate(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))):
@@ -37,7 +37,7 @@ def cut(draw):
 
 
 def chunks_of(chunks, row):
-    """The chunks of one row, each a list of its tokens in the order of their slots."""
+    """Return the chunks of one row, each a list of its tokens in the order of their slots."""
     number, place = (each[row % len(each)] for each in (chunks.chunk, chunks.place))
     return [
         sorted(np.flatnonzero(number == one).tolist(), key=lambda token: place[token])
@@ -73,7 +73,7 @@ def test_the_best_chunks_are_taken_whole_until_the_budget_is_spent(case):
 
 @given(cut(), st.sampled_from([1e-9, 0.1, 0.25, 0.5, 0.9, 1.0]))
 def test_the_fewest_chunks_hold_the_mass(case, share):
-    """Those taken hold it, all rows together; with one chunk fewer of each row they would not."""
+    """The selected chunks of all rows hold it; with one chunk fewer per row they would not."""
     chunks, mass, _ = case
     count, total = tokens_of_mass(mass, chunks, share), mass.sum(dtype=np.float64)
     taken = top_chunks(mass, chunks, count)
@@ -150,7 +150,7 @@ def test_the_best_tokens_of_each_head(heads, tokens, data):
 
 
 def test_the_threshold_is_that_of_the_paper():
-    """Notes on IMPRESS: .111, .171, .311 and .517 at 5, 10, 25 and 50 %."""
+    """According to the notes on IMPRESS, it is .111, .171, .311 and .517 at 5, 10, 25 and 50 %."""
     found = [jaccard_threshold(round(1000 * budget), 1000, 0.6) for budget in (0.05, 0.1, 0.25, 0.5)]
     assert found == pytest.approx([0.111, 0.171, 0.311, 0.517], abs=5e-4)
 

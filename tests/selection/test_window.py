@@ -12,7 +12,7 @@ from hf_tiered_cache.selection.held import EMPTY, WINDOW_POLICIES, Window
 
 
 class SetWindow:
-    """One head, in plain Python: which chunks stand in columns, and which lie aside."""
+    """Window of one head in plain Python: the chunks in columns, and those set aside."""
 
     def __init__(self, capacity: int, num_columns: int, policy: str) -> None:
         self.capacity, self.num_columns, self.policy = capacity, num_columns, policy
@@ -58,7 +58,7 @@ class Memory:
 
 
 def ranked(rng, steps, heads, chunks, pool, memory=0.9):
-    """Candidates of each step, best first, int64 `[steps, heads, pool]`: scores drift, about a mean of each chunk."""
+    """Draw candidates of each step, best first, int64 `[steps, heads, pool]`, with drifting scores."""
     mean, drift = rng.normal(size=(2, heads, chunks))
     found = np.empty((steps, heads, pool), np.int64)
     for step in range(steps):
@@ -133,7 +133,7 @@ def test_windows_do_what_the_model_does(seed, policy, num_columns, extra, room, 
 
 
 def assert_moves_are_disjoint(moves):
-    """Nothing is written twice, and what is brought or set aside is what lies there."""
+    """Assert that nothing is written twice, and that moved entries are in their stated places."""
     into = [*zip(moves.brought.heads.tolist(), moves.brought.columns.tolist(), strict=True)]
     into += zip(moves.fetched.heads.tolist(), moves.fetched.columns.tolist(), strict=True)
     assert len(set(into)) == len(into)
@@ -212,7 +212,7 @@ def hit_rates(pools, num_columns, chunks, sizes, policy="lookahead"):
 
 
 def test_lookahead_hits_more_often_than_lru():
-    """Where scores move slowly, at w = 2 and M = 1.25 B as in the paper's Table 3; by much more in a larger pool."""
+    """Scores move slowly, with w = 2 and M = 1.25 B as in the paper's Table 3; larger pools gain more."""
     for seed in range(5):
         pools = ranked(np.random.default_rng(seed), 80, 4, 512, 128, memory=0.9)
         (lru,) = hit_rates(pools, 32, 512, (2,), "lru")

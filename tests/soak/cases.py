@@ -29,7 +29,7 @@ class Turn:
     logits: torch.Tensor
 
     def differs(self, out: Any) -> str:
-        """What is wrong with an answer of `generate(**GREEDY)`, or ""."""
+        """Describe the error of an answer of `generate(**GREEDY)`, or return ""."""
         if not torch.equal(out.sequences, self.sequence):
             return f"tokens {out.sequences[0, self.ids.shape[1] :].tolist()}, not {self.answer.tolist()}"
         return self.logits_differ(out)
@@ -53,18 +53,18 @@ class Case:
 
 
 def families(count: int, choice: Any) -> list[str]:
-    """Llama, and `count - 1` others that `choice`, a `random.Random`, draws."""
+    """Return Llama, and `count - 1` others drawn by `choice`, a `random.Random`."""
     return ["llama", *choice.sample(sorted(FAMILIES.keys() - _DISCRETE - {"llama"}), count - 1)]
 
 
 def model_of(family: str) -> PreTrainedModel:
-    """With large weights, so that what a token attends to decides on its logits."""
+    """Build a model with large weights, so that attention determines its logits."""
     return build(family, initializer_range=0.2, init_std=0.2)
 
 
 @torch.no_grad()
 def make_cases(family: str) -> list[Case]:
-    """Conversations that share documents; those whose answers hang on a hair are left out."""
+    """Make conversations that share documents; those with nearly tied answers are left out."""
     model, cases = model_of(family), []
     for number, length in enumerate(DOCUMENTS):
         document, found, seed = prompt(length, seed=number), 0, 100 * number

@@ -82,7 +82,7 @@ class Process:
             self.ended |= "ended" in line
 
     def signal(self, number: int) -> None:
-        """Once it is at work; before, Python itself would end."""
+        """Send a signal once the process works; earlier, Python itself would end."""
         if self.rss and self.popen.poll() is None:
             self.popen.send_signal(number)
 
@@ -96,11 +96,14 @@ class Process:
 
 
 class Soak:
-    """Args:
-    folder: for the store and what belongs to it.
-    seed: of everything that is drawn.
-    seconds: how long it goes on.
-    processes, threads: how many there are, and how many threads in each.
+    """Soak test of processes that use one store.
+
+    Args:
+        folder: Folder for the store and its plan.
+        seed: Random seed.
+        seconds: Duration of the test.
+        processes: Number of processes.
+        threads: Number of threads per process.
     """
 
     def __init__(self, folder: Path, seed: int, seconds: float, processes: int, threads: int) -> None:
@@ -129,7 +132,7 @@ class Soak:
     # --- what happens to the processes and to the folder
 
     def kill(self) -> None:
-        """Not the first, whose memory is watched all the time."""
+        """Kill a process other than the first one, whose memory is watched all the time."""
         slot = self.choose.randrange(1, len(self.running))
         self._replace(slot)
 
@@ -231,7 +234,7 @@ class Soak:
         return path.read_text() if path.exists() else "no stacks"
 
     def _look_at_the_disk(self) -> None:
-        """Files come and go while they are counted: what is above the quota is looked at again."""
+        """Check the quota; look again if files changed during the count."""
         used = self._disk_bytes()
         used = min(used, self._disk_bytes(), self._disk_bytes()) if used > QUOTA else used
         self._over = self._over + 1 if used > QUOTA else 0
@@ -283,7 +286,7 @@ class Soak:
             self._found(f"memory has grown by {growth} bytes")
 
     def rss(self) -> list[int]:
-        """The mean memory of the first process in each quarter of the run, in bytes."""
+        """Return the mean memory of the first process in each quarter of the run, in bytes."""
         told = self.all[0].rss
         if len(told) < 8:
             return []
@@ -332,7 +335,7 @@ class Soak:
 
 
 def page(runs: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    """Markdown: a column for each run."""
+    """Return the page in Markdown, with a column for each run."""
     named = {
         "requests compared with DynamicCache": "requests",
         "tokens restored for them": "tokens_restored",

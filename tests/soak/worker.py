@@ -60,7 +60,7 @@ class Clock:
 
     @contextmanager
     def busy(self, name: str) -> Iterator[Callable[[], float]]:
-        """Says how long it has been."""
+        """Mark this thread as busy, and yield a function that returns for how long."""
         since, me = self.awake, threading.get_ident()
         self._busy[me] = name, since
         try:
@@ -85,9 +85,11 @@ class Clock:
 
 
 class Worker:
-    """Args:
-    plan: what `soak.py` has written down for all of its processes.
-    seed: of this one's choices.
+    """Process of the soak test.
+
+    Args:
+        plan: Settings that `soak.py` has written for all processes.
+        seed: Random seed of this process.
     """
 
     def __init__(self, plan: dict[str, Any], seed: str) -> None:
@@ -123,7 +125,7 @@ class Worker:
         self.say(wrong=f"{what} (seed {self.seed})")
 
     def raised_unseen(self, error: BaseException | None) -> None:
-        """In a thread's own function, or a finalizer, where a Ctrl-C may come too."""
+        """Record an error in a thread's own function or a finalizer, where Ctrl-C may occur too."""
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self.wrong("".join(traceback.format_exception(error)))
 
@@ -134,7 +136,7 @@ class Worker:
     # --- what there is to do
 
     def request(self, choose: random.Random, store: KVStore) -> None:
-        """A prompt, and now and then the next turn, with the same cache, a fork of it or a new one."""
+        """Run a prompt, and sometimes the next turn, with the same cache, a fork of it or a new one."""
         case = choose.choice(self.cases)
         cache = TieredCache(self.models[case.family], store)
         turns = case.turns if choose.random() < 0.35 else case.turns[: 1 + (choose.random() < 0.1)][-1:]
@@ -274,7 +276,7 @@ class Worker:
         store.flush()
 
     def reopen(self, choose: random.Random, store: KVStore) -> None:
-        """Others may be using it."""
+        """Reopen a store that other processes may be using."""
         with self.lock:
             if store in self.stores:
                 self.stores.remove(store)
@@ -339,7 +341,7 @@ class Worker:
             self.one_thing(choose)
 
     def weather(self) -> None:
-        """Calm, and then for a while system calls fail."""
+        """Alternate between calm and failing system calls."""
         choose = random.Random(f"{self.seed}/weather")
         while not self.stopping.wait(choose.uniform(0.5, 6)):
             faults = Faults(self.root, choose.random(), choose.choice([0.02, 0.1, 0.4, 1.0]))
@@ -386,7 +388,7 @@ class Worker:
     # --- the end
 
     def end(self) -> None:
-        """All stores are closed; then nothing may be left of them."""
+        """Close all stores, and assert that nothing is left of them."""
         while self.stores:
             store = self.stores.pop()
             store.close()
@@ -406,7 +408,7 @@ class Worker:
             self.wrong(f"left after close: {left}")
 
     def left(self) -> list[str]:
-        """Threads of the library, and files of the store that are open."""
+        """Return threads of the library, and open files of the store."""
         left = [thread.name for thread in threading.enumerate() if thread.name.startswith("hf-tiered")]
         for fd in os.listdir("/proc/self/fd"):
             with suppress(OSError):

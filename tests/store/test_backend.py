@@ -53,7 +53,7 @@ def put(backend, name=A, data=DATA, replace=False):
 
 
 def whole(backend, name=A):
-    """All bytes of a segment, through `head`."""
+    """Return all bytes of a segment, through `head`."""
     return backend.head(name, lambda stored, page: stored.size)[1]
 
 
@@ -130,7 +130,7 @@ def test_a_head_is_as_long_as_its_first_page_says(backend):
 
 
 def test_a_head_and_its_blocks_are_of_one_version(backend, monkeypatch):
-    """Also where it is replaced again and again between them, and the file system gives out the same inode."""
+    """The segment is replaced again and again between them, and the file system reuses the inode."""
     put(backend)
     first = backend.find(A).version
     if isinstance(backend, FolderBackend):

@@ -85,7 +85,7 @@ def test_segments_of_older_formats_are_served(model, tmp_path, monkeypatch, meth
 
 @pytest.mark.parametrize("method", [KVDrive(budget=0.2, local=16), ContiguousKV(0.25, reorder=False)])
 def test_a_prefix_may_begin_in_an_older_file(model, tmp_path, monkeypatch, method):
-    """A prompt of an older store that goes on: chunks of one row have blocks of two sizes."""
+    """A prompt of an older store continues, with blocks of two sizes in one row."""
     first = prompt(400)
     second = torch.cat([first, prompt(320, seed=5)], 1)
     asked, answers = torch.cat([second, prompt(20, seed=9)], 1), []
@@ -110,7 +110,7 @@ def test_a_prefix_may_begin_in_an_older_file(model, tmp_path, monkeypatch, metho
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 @pytest.mark.parametrize("method", [Exact(), Krul(codec="raw")], ids=["exact", "krul"])
 def test_files_of_conversations_take_little_more_than_their_payload(method, codec, heads):
-    """Of head dimension 64 in bfloat16, with blocks of one layer and of several."""
+    """Heads have 64 dimensions in bfloat16; blocks have one or several layers."""
     layout = KVLayout((LayerKV(heads, 64, heads, 64, 0, "key", 64),) * 12, torch.bfloat16)
     for tokens in (256, 4096):
         shape = SegmentShape(layout, replace(method.geometry, codec=codec), tokens)
@@ -121,7 +121,7 @@ def test_files_of_conversations_take_little_more_than_their_payload(method, code
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_disk_with_large_sectors_is_read_in_whole_pages(tmp_path, monkeypatch, threads):
-    """Directly, as far as it allows."""
+    """Reads are direct as far as the disk allows."""
     data = np.random.default_rng(0).integers(0, 256, 1024 * ALIGNMENT, np.uint8)
     path = tmp_path / "file"
     path.write_bytes(data.tobytes())

@@ -41,7 +41,7 @@ every_lossy = pytest.mark.parametrize("codec", LOSSY)
 
 @st.composite
 def tensors(draw):
-    """`[heads, tokens, dim]`, whose rows are of any magnitude that the dtype has, or zero."""
+    """Draw `[heads, tokens, dim]`, with rows of any magnitude of the dtype, or zero."""
     dtype = draw(st.sampled_from(DTYPES))
     heads, tokens, dim = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 3, 8, 64]))
     numbers = torch.rand(heads, tokens, dim, generator=torch.Generator().manual_seed(draw(st.integers(0, 999)))) * 2 - 1
@@ -52,7 +52,7 @@ def tensors(draw):
 
 
 def bound(codec, tensor):
-    """By how much each number may be off, with the rounding to the tensor's dtype."""
+    """Return the maximum error of each number, including the rounding to the tensor's dtype."""
     wide, limits = tensor.double(), torch.finfo(tensor.dtype)
     most = wide.abs().amax(-1, keepdim=True)
     if codec == "int8":
@@ -198,7 +198,7 @@ def ask(model, store, ids, method=None, **options):
 
 @torch.no_grad()
 def coded_kv(model, ids, codec, monkeypatch) -> KV:
-    """The KV of a prompt, put through a codec before keys are rotated. Without our cache, store or patches."""
+    """Return the KV of a prompt after a codec before rotation, without our cache, store or patches."""
     modeling, made, rotated = importlib.import_module(type(model).__module__), make_codec(codec), []
     rotate = getattr(modeling, "apply_rotary_pos_emb", None)
 
@@ -366,7 +366,7 @@ def test_any_geometry_gives_the_same_bits(codec, cut, root):
 
 
 def fields_in(store):
-    """Of the one segment: by layer and tensor, the fields of all heads."""
+    """Return the fields of all heads of the only segment, by layer and tensor."""
     (row,) = store.segments()
     shape, found = store._storage.disk.reader(row.id).shape, {}
     for block_group, blocks in zip(shape.block_groups, read_back(store._storage.disk, row.id), strict=True):
@@ -500,7 +500,7 @@ def coded_segment(codec="int8", **changes):
 
 
 def coded_file(root):
-    """The file of a segment with a codec, and its chain, in a store that was closed."""
+    """Return the file of a segment with a codec, and its chain, in a closed store."""
     store = open_store(root)
     header, chain, blocks = coded_segment()
     assert store.publish(header, chain, blocks)

@@ -54,7 +54,7 @@ def fill(root, model, ids=(IDS[0], OTHER[0]), **options):
 
 @pytest.fixture
 def root(tmp_path, model):
-    """An encrypted store with two prompts of 96 whole tokens each."""
+    """Create an encrypted store with two prompts of 96 whole tokens each."""
     fill(tmp_path / "store", model, key=KEY)
     return tmp_path / "store"
 
@@ -138,7 +138,7 @@ def test_a_key_shows_nowhere(tmp_path, model, caplog):
 
 
 def _shown(error):
-    """What a traceback with the variables of all frames shows, but those of the test."""
+    """Return a traceback with the variables of all frames, except those of the test."""
     inside = error.__traceback__.tb_next
     return "".join(traceback.TracebackException(type(error), error, inside, capture_locals=True).format())
 
@@ -298,7 +298,7 @@ def test_segments_are_laid_out_anew_under_another_key_of_their_own(root, model):
 
 @given(st.data())
 def test_any_blocks_of_any_geometry_are_read_as_they_were_written(tmp_path_factory, data):
-    """Single blocks, runs, and whole block groups."""
+    """This covers single blocks, runs, and whole KV cache groups."""
     store = open_store(tmp_path_factory.mktemp("store"), cipher=StoreCipher(KEY))
     header, chain, block_groups = segment(hashes(4), geometry=data.draw(geometries))
     assert store.publish(header, chain, block_groups)
@@ -341,7 +341,7 @@ def test_devices_are_filled_by_way_of_the_host(tmp_path, monkeypatch):
 
 
 def test_files_hold_no_block_and_repeat_nothing(tmp_path, model):
-    """Not a single row of a block: of the same KV, stored three times, no 16 bytes are found in two files."""
+    """Two files of the same KV have no 16 bytes in common, and no row of a block."""
     header, chain, block_groups = segment(hashes(6), fill=7)
     contents = []
     for number in range(2):
@@ -357,7 +357,7 @@ def test_files_hold_no_block_and_repeat_nothing(tmp_path, model):
 
 
 def recovered(root, model, cipher):
-    """The tokens that layer 0's values tell to somebody who has the model, over all segments in order."""
+    """Recover the tokens from layer 0's values with the model, over all segments in order."""
     inner = model.model
     with torch.no_grad():
         normed = inner.layers[0].input_layernorm(inner.embed_tokens.weight)
@@ -522,7 +522,7 @@ def flip(path, offset, bits=16):
 
 
 def reseal(data, change=lambda page: None):
-    """A file's bytes with its header changed, and every checksum right: all that takes no key."""
+    """Change the header in a file's bytes, and correct every checksum that needs no key."""
     _, version, length, _ = PREFIX.unpack_from(data)
     page = json.loads(data[PREFIX.size : PREFIX.size + length])
     change(page)
@@ -544,7 +544,7 @@ def section(data, name):
 
 
 def block_of(data, number):
-    """Where a block lies in the bytes of a file, and where its digest."""
+    """Return the offsets of a block and of its digest in the bytes of a file."""
     header, _ = decode_header(bytes(data[:HEADER_BYTES]))
     shape, number = header.shape, number % header.shape.block_count
     block_group = shape.block_groups[number // shape.chunks_in(shape.block_groups[0])]  # all hold as many
@@ -559,7 +559,7 @@ IDENTITY = ("id", "parent", "position", "provenance", "fingerprint")
 
 @pytest.fixture(scope="module")
 def forgery(tmp_path_factory, model):
-    """An encrypted store, one under another key, and a plain one, of the same prompts in another model's KV."""
+    """Create an encrypted store, one under another key, and a plain one, of the same prompts in another model's KV."""
     base = tmp_path_factory.mktemp("forgery")
     stranger = build("llama")
     with torch.no_grad():
@@ -575,7 +575,7 @@ def forgery(tmp_path_factory, model):
 
 
 def whole(data, of):
-    """`data` made to call itself what the file `of` is: header, chain and all, with its own blocks and salt."""
+    """Give `data` the header and chain of the file `of`, with its own blocks and salt."""
     data = bytearray(data)
     data[section(data, "chain")] = of[section(of, "chain")]
     theirs = json.loads(of[PREFIX.size : PREFIX.size + PREFIX.unpack_from(of)[2]])
@@ -583,7 +583,7 @@ def whole(data, of):
 
 
 def with_cipher(data, of):
-    """A plain file that claims to be encrypted as `of` is."""
+    """Return a plain file that claims to be encrypted like `of`."""
     data = bytearray(data)
     theirs = json.loads(of[PREFIX.size : PREFIX.size + PREFIX.unpack_from(of)[2]])
     struct.pack_into("<I", data, 8, 4)
@@ -613,7 +613,7 @@ FORGERIES = [
 
 
 def forge(root, base, kind, draw):
-    """One forgery of somebody who may write everything, and knows everything but the key."""
+    """Apply one forgery of an attacker who may write everything, and knows everything but the key."""
     paths = files(root)
     number = draw(st.integers(0, 1))
     mine, other = paths[number], paths[1 - number]
@@ -709,7 +709,7 @@ def test_no_forgery_is_served(tmp_path_factory, model, forgery, kind, data):
 
 
 def test_a_row_that_says_what_its_file_does_not_is_set_right(root, model):
-    """Also in a store without a key: the catalogue is not to be believed."""
+    """This includes stores without a key, since the catalogue is not trusted."""
     fill(root.parent / "plain", model)
     for path, options in ((root, {"key": KEY}), (root.parent / "plain", {})):
         with sqlite3.connect(path / "catalogue.sqlite") as db:
@@ -769,7 +769,7 @@ def test_verify_wants_the_key(root, run, key_file, monkeypatch):
 
 
 def test_commands_that_store_take_the_key(run, tmp_path, model, key_file, monkeypatch):
-    """Serving and calibrating: what they store is encrypted."""
+    """Serving and calibrating encrypt what they store."""
     import hf_tiered_cache.integrations.serve as serving
 
     model.save_pretrained(tmp_path / "model")

@@ -34,7 +34,7 @@ PAGES = 1500
 
 @pytest.fixture
 def pages(tmp_path):
-    """A file of numbered pages."""
+    """Write a file of numbered pages."""
     path = tmp_path / "pages"
     numbers = np.repeat(np.arange(PAGES, dtype=np.uint16), ALIGNMENT // 2)
     path.write_bytes(numbers.tobytes())
@@ -226,7 +226,7 @@ def test_a_file_system_without_direct_io_is_read_through_the_page_cache(pages, m
 
 @pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP])
 def test_a_file_that_refuses_direct_reads_is_read_through_the_page_cache(pages, tmp_path, monkeypatch, refusal):
-    """As some file systems do, and none says so before. The others are read directly as before."""
+    """Some file systems refuse without notice. Other files are still read directly."""
     other = tmp_path / "other"
     other.write_bytes(b"\7" * ALIGNMENT)
     real, refused = os.preadv, []
@@ -385,7 +385,7 @@ def test_a_closed_kvikio_engine_starts_no_read(monkeypatch, pages):
 
 @pytest.mark.parametrize("device", [False, True])
 def test_a_kvikio_batch_that_fails_is_resolved_only_when_nothing_writes_any_more(monkeypatch, pages, device):
-    """Its destinations go to others at once: also of one large read, of which the first task fails, or cannot begin."""
+    """Otherwise, its destinations could be reused during a write of a large read with a failed task."""
     kvikio = fake_kvikio.install(monkeypatch, gds=device, device=device)
     engine = open_engine("kvikio")
     file, real, running = engine.open(pages), os.pread, set()
@@ -496,7 +496,7 @@ def test_stores_that_are_opened_again_share_the_streams_of_reads(monkeypatch):
 
 @pytest.fixture
 def asking(monkeypatch, tmp_path):
-    """Asks anew whether GPUDirect is there, of a kvikio that does what it is told."""
+    """Query GPUDirect again, with a kvikio that returns given answers."""
 
     def ask(body: str, driver: bool = True) -> bool:
         package = tmp_path / "kvikio"

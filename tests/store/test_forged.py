@@ -55,7 +55,7 @@ def forge_section(path, name, data):
 
 
 def places(data, found=()):
-    """The way to every value in it."""
+    """Yield the path to every value."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         yield (*found, key)
@@ -81,7 +81,7 @@ def open_forged(root, name, whole, put):
 
 
 def assert_counted(store, name):
-    """A file that is not served was counted, or is one of the catalogue's."""
+    """Assert that a file that is not served was counted, or is one of the catalogue's."""
     stats = store.counters.snapshot()
     counted = stats.damaged_files + stats.read_errors == 1 or stats.newer_files > 0  # these stay, and count again
     assert counted or store.index.catalogue.ids() == {name}
@@ -119,7 +119,7 @@ def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
 
 
 def test_a_text_in_place_of_the_geometry_is_damage(made):
-    """Taken letter by letter, its seventh would be a codec of a newer version."""
+    """Parsed letter by letter, its seventh would be a codec of a newer version."""
     root, name, whole = made
     path = root / "segments" / f"{name}.kv"
     path.write_bytes(whole)
@@ -177,7 +177,7 @@ print((after - before) >> 10, counted.read_errors + counted.damaged_files)
 
 
 def test_a_sparse_file_takes_no_memory(tmp_path):
-    """A page of 4 KiB that promises tables of gigabytes."""
+    """The file has a page of 4 KiB that promises tables of gigabytes."""
     store = open_store(tmp_path)
     header, _chain, _blocks = segment(hashes(4))
     assert store.publish(*segment(hashes(4)))

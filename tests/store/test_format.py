@@ -248,7 +248,7 @@ def test_lin64_sees_any_change_of_one_word(word, bit, count):
 
 
 def test_lin64_is_the_sum_it_says_it_is():
-    """Against plain Python integers, modulo 2^64."""
+    """The reference uses Python integers, modulo 2^64."""
     mask = (1 << 64) - 1
 
     def weight(index: int) -> int:
@@ -270,5 +270,5 @@ def test_digests_of_blocks_are_those_of_their_bytes():
 
 
 def test_layout_used_here_has_two_kinds_of_block_groups():
-    """So that the tests above cover block groups of different sizes."""
+    """This shows that the tests above cover KV cache groups of different sizes."""
     assert len({block_group.block_bytes for block_group in SegmentShape(LAYOUT, Geometry(), 16).block_groups}) == 2

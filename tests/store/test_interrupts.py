@@ -45,12 +45,12 @@ GREEDY = {"do_sample": False, "max_new_tokens": 3}
 
 
 class Interrupt(KeyboardInterrupt):
-    """What a signal handler raises."""
+    """Exception that a signal handler raises."""
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """Two segments of ten chunks, and their blocks by segment and block group."""
+    """Create two segments of ten chunks, and return their blocks by segment and KV cache group."""
     store, blocks = open_store(tmp_path_factory.mktemp("store")), {}
     for seed in "ab":
         header, chain, block_groups = segment(hashes(CHUNKS, seed))
@@ -93,7 +93,7 @@ def interrupted(action, when, where=(f"{os.sep}tiers{os.sep}",)):
 
 
 def check_whole(residency, readers, blocks):
-    """Every block comes, and is right; afterwards nothing is held."""
+    """Assert that every block arrives and is right, and that nothing is held afterwards."""
     for reader in readers:
         for block_group in (0, 1):
             lease = residency.fetch([BlockRequest(reader, block_group, np.arange(CHUNKS))], CPU, StatsCollector())
@@ -255,7 +255,7 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
 
 
 def test_a_fault_of_our_own_hides_no_segment(model, tmp_path, monkeypatch):
-    """Only what is wrong with a file is held against it."""
+    """Only errors of a file count against it."""
     with KVStore(tmp_path, host_memory=0) as store:
         store.precompute(model, prompt(100), progress=False)
         with monkeypatch.context() as patch:
@@ -269,7 +269,7 @@ def test_a_fault_of_our_own_hides_no_segment(model, tmp_path, monkeypatch):
 
 
 def test_a_cache_whose_pass_was_interrupted_before_it_was_noted_goes_on_with_any_prompt(model, tmp_path, monkeypatch):
-    """Its layers hold then what it knows nothing of."""
+    """Its layers then hold tokens that it does not know."""
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
         with monkeypatch.context() as patch:
@@ -310,7 +310,7 @@ def shared_answer(model):
 
 @pytest.fixture(scope="module")
 def sharp():
-    """Whose answers hang on what it attends to."""
+    """Build a model whose answers depend strongly on what it attends to."""
     model = build("llama", initializer_range=0.2)
     prompts = [prompt(144, seed=3)[:, :length] for length in (96, 144)]
     return model, prompts, [model.generate(ids, **GREEDY) for ids in prompts]
@@ -387,7 +387,7 @@ def test_an_interrupt_while_a_store_is_opened_leaves_nothing_open(tmp_path, monk
 
 
 def test_an_interrupt_leaves_no_transaction_open(tmp_path):
-    """Else all other processes would be locked out for good."""
+    """Otherwise, all other processes would be locked out."""
     db = sqlite3.connect(tmp_path / "catalogue.sqlite", isolation_level=None)
 
     class Interrupted:
@@ -455,7 +455,7 @@ def test_a_collection_in_the_writers_thread_waits_for_nobody(model, tmp_path, mo
 
 
 def test_a_store_may_be_collected_in_its_own_threads(model, tmp_path):
-    """All is written and closed all the same, and no thread stays."""
+    """Everything is written and closed, and no thread remains."""
     before, unraisable = set(threading.enumerate()), []
     hook, sys.unraisablehook = sys.unraisablehook, unraisable.append
     try:
@@ -484,7 +484,7 @@ def test_a_store_may_be_collected_in_its_own_threads(model, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_leaves_at_once(model, tmp_path):
-    """Whatever locks other threads held at the fork."""
+    """Other threads may have held locks at the fork."""
     store = KVStore(tmp_path)
     cache = TieredCache(model, store)
     model.generate(prompt(100), past_key_values=cache, **GREEDY)

@@ -17,7 +17,7 @@ def model():
 
 @pytest.fixture
 def uncomputed(model, monkeypatch):
-    """Fails if the model computes."""
+    """Fail if the model computes."""
 
     def forward(*args, **kwargs):
         raise AssertionError("the model was run")

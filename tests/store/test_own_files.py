@@ -59,7 +59,7 @@ def fill(store, model):
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    """A store with something of each kind in it."""
+    """Create a store with a file of each kind."""
     root = tmp_path_factory.mktemp("whole") / "store"
     with KVStore(root, engine="posix") as store:
         fill(store, model)
@@ -71,7 +71,7 @@ def whole(model, tmp_path_factory):
 
 
 def recognised(content):
-    """Whether the library may take this for a file of its own: one that is blank, or begins as those do."""
+    """Return whether the library may take this for its own file: a blank one, or one with the same beginning."""
     return not content.strip(b"\0") or content[:8] in (b"HFTCKV\r\n", b"HFTCBS\r\n")
 
 
@@ -123,7 +123,7 @@ def plant(root, outside, number, entry):
 
 
 def look(path):
-    """What must not change of a path, and of what is in it."""
+    """Return what must not change of a path and its content."""
     status = path.lstat()
     seen = {path: (status.st_mode, status.st_mtime_ns, status.st_size)}
     if stat.S_ISLNK(status.st_mode):
@@ -146,7 +146,7 @@ def command(*words):
 
 
 def use(root, model):
-    """Every public operation, and every command."""
+    """Run every public operation, and every command."""
     with KVStore(root, engine="posix", disk_quota="64MiB") as store:
         ids = [row.id for row in store.segments()]
         fails = TieredCacheError, OSError
@@ -247,7 +247,7 @@ MARKER = "hf_tiered_cache.json"
 
 
 def has(root, model):
-    """How many tokens of the prompt a store restores."""
+    """Return how many tokens of the prompt a store restores."""
     with KVStore(root, engine="posix") as store:
         cache = TieredCache(model, store, method=LOADED)
         model.generate(PROMPT, past_key_values=cache, **GREEDY)
@@ -393,7 +393,7 @@ def test_a_folder_that_becomes_a_link_under_an_open_store_is_not_followed(whole,
 
 
 def test_a_second_name_of_any_of_its_files_keeps_what_it_had(whole, model, tmp_path):
-    """As a backup made of hard links has them."""
+    """A backup with hard links has such names."""
     root, backup = tmp_path / "store", tmp_path / "backup"
     shutil.copytree(whole, root)
     shutil.copytree(root, backup, copy_function=os.link)

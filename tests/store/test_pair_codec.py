@@ -19,7 +19,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 @st.composite
 def two(draw, magnitudes=(0.0, 1e-5, 1.0, 300.0)):
-    """Two tensors `[heads, tokens, dim]`: apart, alike, parallel or opposite, and of any magnitude, or zero."""
+    """Draw two tensors `[heads, tokens, dim]`: apart, alike, parallel or opposite, of any magnitude, or zero."""
     dtype = draw(st.sampled_from(DTYPES))
     heads, tokens, dim = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 3, 8, 64]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
@@ -39,7 +39,7 @@ def length(tensor):
 
 
 def between(first, second):
-    """The angle in float64, and 0 where one has no direction."""
+    """Return the angle in float64, or 0 if one has no direction."""
     one, other = (torch.nn.functional.normalize(each.double(), dim=-1) for each in (first, second))
     found = 2 * torch.atan2((one - other).norm(dim=-1), (one + other).norm(dim=-1))
     return found.masked_fill((length(first) == 0) | (length(second) == 0), 0)
@@ -93,7 +93,7 @@ def test_angles_are_those_of_float64_and_do_not_depend_on_magnitudes(tensors):
 
 
 def test_small_angles_are_told_apart():
-    """Below the root of float32's last bit, where a cosine is 1."""
+    """They are below the root of float32's last bit, where a cosine is 1."""
     for small in (1e-5, 1e-4, 1e-3):
         first, second = torch.tensor([1.0, 0.0]), torch.tensor([math.cos(small), math.sin(small)])
         assert abs(float(angle(first, second)) / small - 1) < 1e-2
@@ -139,7 +139,7 @@ def test_fields_are_as_they_are_declared_and_the_direction_is_one(codec, tensors
 @every_codec
 @pytest.mark.parametrize("dim", [8, 64])
 def test_a_token_is_merged_by_itself_and_always_alike(codec, dim):
-    """Wherever it stands in a tensor, however many there are."""
+    """The result does not depend on its position in a tensor, or on the number of tokens."""
     tensors = torch.randn(2, 2, 96, dim)
     whole = encode(*tensors, merged_codec(codec))
     for run in (slice(0, 1), slice(20, 40), slice(41, 96)):
@@ -166,7 +166,7 @@ def test_a_vector_that_is_not_finite_comes_back_as_nan_and_spoils_no_other(codec
 @every_codec
 @every_dtype
 def test_no_finite_number_becomes_an_infinite_one(codec, dtype):
-    """The longest vector there is, turned toward one axis."""
+    """The longest possible vector is turned toward one axis."""
     most = torch.finfo(dtype).max
     first, second = torch.full((1, 1, 64), most, dtype=dtype), torch.zeros(1, 1, 64, dtype=dtype)
     second[..., 5] = -most

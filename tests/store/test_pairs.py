@@ -51,7 +51,7 @@ pairings = st.permutations(range(LAYERS)).flatmap(
 
 
 def merging(**changes):
-    """Geometries, with pairs or without."""
+    """Return geometries with or without pairs."""
     return st.builds(
         Geometry,
         chunk_tokens=st.sampled_from([8, 16, 24]),
@@ -218,7 +218,7 @@ def test_a_layer_that_holds_a_token_by_itself_and_in_its_pair_is_no_shape():
 
 
 def kv_of(tokens, seed, dtype=torch.float32, layers=LAYERS):
-    """Keys and values, `[2, tokens, 8]` each, by layer and tensor; neighbours are alike."""
+    """Return keys and values, `[2, tokens, 8]` each, by layer and tensor; neighbors are similar."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(2, 2, tokens, 8, generator=generator)
     return {
@@ -255,7 +255,7 @@ def joined(store, readers, cut, stored_from=(0,) * LAYERS, retained=None):
 
 
 def read(store, reader):
-    """What each layer holds, `[2, tokens, 8]`, zeros where it holds nothing: of all of its block groups together."""
+    """Return the content of each layer, `[2, tokens, 8]`, from all of its KV cache groups; zeros where it has none."""
     found = {
         (layer, name): torch.zeros(2, reader.shape.tokens, 8) for layer in range(LAYERS) for name in ("key", "value")
     }
@@ -268,7 +268,7 @@ def read(store, reader):
 
 
 def arithmetic(kv, cut, stored_from, retained, coded=True):
-    """The same, directly: what is merged of each pair, what each layer keeps by itself, and nothing in front.
+    """Compute the same directly: merged pairs, retained tokens of each layer, and no recomputed prefix.
 
     Args:
         coded: whether these numbers went through the codec before they were merged.
@@ -310,7 +310,7 @@ geometries = st.builds(
 @few
 @given(before=st.lists(geometries, min_size=1, max_size=3), after=merging(), data=st.data())
 def test_segments_of_any_geometry_become_one_with_pairs(tmp_path_factory, codec, before, after, data):
-    """Bit for bit what the same arithmetic gives on the tensors themselves."""
+    """The reference is the same arithmetic on the tensors, bit for bit."""
     store = open_store(tmp_path_factory.mktemp("store"))
     counts = [data.draw(st.integers(1, 4)) for _ in before]
     ends = [0, *itertools.accumulate(counts)]
@@ -342,7 +342,7 @@ def test_segments_of_any_geometry_become_one_with_pairs(tmp_path_factory, codec,
 def test_without_pairs_and_with_all_tokens_bytes_are_those_that_were_there(
     tmp_path_factory, codec, before, count, data
 ):
-    """In exact segments, too: of random bits, NaN among them, none changes."""
+    """This includes exact segments of random bits with NaN."""
     store = open_store(tmp_path_factory.mktemp("store"))
     before = replace(before, codec=codec)
     kv = {name: torch.randn_like(tensor).mul_(1e3) for name, tensor in kv_of(16 * count, 1).items()}
@@ -453,7 +453,7 @@ def test_only_what_follows_is_joined(tmp_path):
 
 
 def test_a_segment_that_is_left_in_the_middle_is_cut_there(tmp_path):
-    """A history that was edited: the new part goes on inside a segment."""
+    """After an edit of the history, the new part continues inside a segment."""
     store, kv, chain = open_store(tmp_path), kv_of(80, 7), hashes(5)
     first = put(store, kv, chain, 0, 4, Geometry())
     edited = chain[:2] + hashes(3, seed="b", parent=chain[1])
@@ -467,7 +467,7 @@ def test_a_segment_that_is_left_in_the_middle_is_cut_there(tmp_path):
 
 
 def test_a_join_holds_a_few_block_groups_in_memory(tmp_path, monkeypatch):
-    """Not more for 24 layers than for 12, in pairs far apart."""
+    """The number is the same for 24 layers as for 12, with pairs far apart."""
     import hf_tiered_cache.store.relayout as relayout
 
     most = {}
@@ -571,7 +571,7 @@ def test_what_is_merged_is_not_written_as_exact(tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The file of a segment with pairs, in a store that was closed."""
+    """Return the file of a segment with pairs, in a closed store."""
     store = open_store(tmp_path_factory.mktemp("forged"))
     kv, chain = kv_of(64, 2), hashes(4)
     plain = put(store, kv, chain, 0, 4, Geometry())
@@ -608,7 +608,7 @@ def test_any_value_anywhere_in_the_header_is_a_counted_miss(made, data):
 @settings(max_examples=settings.default.max_examples // 2)
 @given(st.integers(0, 7 + 7 * 64), st.sampled_from([0, 1, 3, 5, 43, 63, 64, 2**31, 2**32 - 1]))
 def test_tables_that_say_something_else_are_refused_or_are_tables(made, number, value):
-    """With right checksums: nobody holds a token twice, and nothing is read that the file does not have."""
+    """Checksums are right: no table holds a token twice, or reads beyond the file."""
     root, name, whole, _ = made
     path = root / "segments" / f"{name}.kv"
     header, _ = decode_header(whole[:HEADER_BYTES])

@@ -29,7 +29,7 @@ geometries = st.builds(
 
 
 def tensors(reader, blocks):
-    """Every layer's keys and values, `[heads, tokens, dim]`, from what `read_back` gives; an index must agree."""
+    """Return every layer's keys and values, `[heads, tokens, dim]`, from `read_back`; check an index against them."""
     found = {}
     for block_group, memory in zip(reader.shape.block_groups, blocks, strict=True):
         for part in block_group.parts:

@@ -41,7 +41,7 @@ METHOD = Impress(budget=0.25, probe_heads=2, chunk_tokens=16, reorder=False)
 
 
 def random_tables(groups, tokens, seed=0, apart=False):
-    """All tokens in a random order: layer by layer, or in every block group another."""
+    """Draw random orders of all tokens: by layer, or another one in every KV cache group."""
     random = np.random.default_rng(seed)
     if not apart:
         return TokenTables.by_importance(
@@ -90,7 +90,7 @@ def test_the_most_important_come_first_and_equals_as_they_were():
 
 @pytest.fixture
 def whole_pages(monkeypatch):
-    """As if all blocks ended on a page: the format of a file then follows from its other contents."""
+    """Treat all blocks as whole pages: the format of a file then depends on its other contents."""
     monkeypatch.setattr(SegmentShape, "page_aligned", True)
 
 
@@ -313,7 +313,7 @@ def test_what_memory_has_of_a_segment_goes_on_when_its_tokens_are_reordered(mode
 
 
 def _known_of(store, groups):
-    """Of each block group of the one segment the chunks in memory, and what is known of all."""
+    """Return the chunks in memory of each KV cache group of the only segment, and what is known of all."""
     (row,) = store.segments()
     reader, residency = store._storage.disk.reader(row.id), store._storage.residency
     found = {}
@@ -512,7 +512,7 @@ def test_a_store_that_cannot_be_written_is_read_as_it_lies(model, tmp_path, monk
 
 
 def has_importance(model, folder, ids):
-    """A store with one segment, in order, of whose tokens the importance is known. Returns it, and an answer."""
+    """Create a store with one ordered segment with known importance. Return it, and an answer."""
     method = replace(METHOD, reorder=True)
     with KVStore(folder, engine="posix", host_memory=0) as store:
         fill(store, model, ids, method)
@@ -624,7 +624,7 @@ PER_HEAD = ContiguousKV(0.25, reselect=False)
 
 
 def chosen_of(monkeypatch):
-    """What `PER_HEAD` chooses, in order."""
+    """Return the selections of `PER_HEAD`, in order."""
     noted: list[Selection] = []
 
     def choose(self, asked, real=TopChunks.choose):
@@ -637,7 +637,7 @@ def chosen_of(monkeypatch):
 
 @pytest.mark.parametrize("apart", [False, True], ids=["by layer", "by group"])
 def test_each_head_chooses_among_the_chunks_of_its_own_blocks(model, tmp_path, monkeypatch, apart):
-    """Whole ones, those that get most; and each is read once, and attended to as it is stored."""
+    """It selects the chunks with the most mass, reads each once, and attends to it as stored."""
     ids, method = prompt(200), replace(PER_HEAD, reorder=False)
     noted = chosen_of(monkeypatch)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
@@ -669,7 +669,7 @@ def test_each_head_chooses_among_the_chunks_of_its_own_blocks(model, tmp_path, m
 
 
 def test_what_earlier_prompts_attended_to_lies_together(tmp_path, monkeypatch):
-    """So a later prompt's chunks hold more of its attention, from the second prompt on, and in another process."""
+    """A later prompt's chunks hold more of its attention, also in another process."""
     model, ids = build("qwen2", initializer_range=0.2), prompt(200)
     noted, held = chosen_of(monkeypatch), []
     for seeds in ((1, 2, 3), (4,)):
@@ -713,7 +713,7 @@ def test_a_segment_that_is_laid_out_while_it_is_looked_up_is_restored(model, tmp
 
 
 def test_nothing_is_laid_out_under_a_cache_that_chooses(model, tmp_path):
-    """As long as it may come back to its segment; one that is always in use is laid out when it is due again."""
+    """The cache may return to its segment; a segment in constant use is laid out when it is due again."""
     ids, method = prompt(200), replace(PER_HEAD, reselect=True)
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, method)
@@ -735,7 +735,7 @@ def test_nothing_is_laid_out_under_a_cache_that_chooses(model, tmp_path):
 
 
 def decode_from(model, cache, stored):
-    """Go on with a cache whose segment was replaced: it holds the KV of the tokens that it says."""
+    """Continue with a cache whose segment was replaced, and assert that it holds the KV of the stated tokens."""
     for token in prompt(6, seed=9).split(1, dim=1):
         model(input_ids=token, past_key_values=cache)
     for layer, (keys, values) in zip(cache.layers, stored, strict=True):

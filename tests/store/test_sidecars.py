@@ -117,7 +117,7 @@ def test_arrays_of_every_dtype_and_size_come_back_in_every_bit(store, name):
 
 
 def test_arrays_are_renewed_in_one_moment(store):
-    """Whoever looks while two threads renew finds one of the two, whole."""
+    """A reader finds one of two complete versions while two threads renew them."""
     reader, wrong, stop = publish(store), [], threading.Event()
     both = [{"of": torch.full((40_000,), float(number))} for number in range(2)]
     assert store.sidecars.keep(reader, "index", both[0], {})
@@ -161,7 +161,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path, kind, arrays, facts):
 
 
 def test_what_was_made_from_other_bytes_of_its_name_is_not_found(store, cipher):
-    """A segment is stored anew under its id: with other blocks, or with a key encrypted anew."""
+    """The segment was stored again under its id, with other blocks or newly encrypted."""
     reader = publish(store)
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
     path = file_of(store, reader)
@@ -199,7 +199,7 @@ def evict(store, reader):
 
 
 def damage(store, reader):
-    """It is found damaged at its first block, and stored anew."""
+    """Damage the first block, report it, and store the segment again."""
     path = store.path(reader.id)
     data = bytearray(path.read_bytes())
     data[reader.header.blocks.offset] ^= 1
@@ -216,7 +216,7 @@ def expire(store, reader):
 
 
 def replace(store, reader):
-    """It fails in this process, so that another takes its name."""
+    """Report a read error in this process, so that another file takes the segment's name."""
     store.report(reader.id, OSError(errno.EIO, "a cable"))
     publish(store)
 
@@ -520,7 +520,7 @@ def test_no_forged_json_does_harm(tmp_path, text):
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 1 << 30, 1 << 40, 1 << 41, (1 << 64) - 64])
 def test_no_size_is_believed_that_the_file_does_not_have(tmp_path, monkeypatch, nbytes):
-    """A file of a few KiB that promises up to exabytes."""
+    """The file has a few KiB, and its header promises up to exabytes."""
     store = open_store(tmp_path)
     reader = publish(store)
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
@@ -534,7 +534,7 @@ def test_no_size_is_believed_that_the_file_does_not_have(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("nbytes", [1 << 26, 1 << 34, 1 << 40])
 def test_a_sparse_file_takes_no_memory(tmp_path, monkeypatch, nbytes):
-    """A file of a few KiB that has the size that it promises."""
+    """The file takes a few KiB on disk, and has the size that its header promises."""
     store = open_store(tmp_path)
     reader = publish(store)
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
@@ -688,7 +688,7 @@ def test_what_is_swapped_or_planted_is_not_served(tmp_path, secret, way):
 
 
 def test_the_same_forgeries_under_a_checksum_are_misses_too(tmp_path):
-    """Without a key: what is moved to another name or put behind another head by accident."""
+    """Without a key, arrays can be moved to another name or another header by accident."""
     store = open_store(tmp_path)
     reader, other = publish(store), publish(store, "other")
     for each, kind, number in ((reader, "index", 1.0), (reader, "scores", 2.0), (other, "index", 3.0)):

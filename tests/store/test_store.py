@@ -35,7 +35,7 @@ def publish(store, count=4, seed="a", **changes):
 
 
 def du(root) -> int:
-    """Bytes that the store's files take on disk, as `du` counts them."""
+    """Return the bytes that the store's files take on disk, as `du` counts them."""
     total = 0
     for path in root.rglob("*"):
         try:
@@ -203,7 +203,7 @@ def test_rows_survive_a_round_trip(tmp_path):
 
 
 def catalogue_of_kinds(path):
-    """A catalogue of segments of two models, several provenances and keys, and the distinct ones of these."""
+    """Create a catalogue of segments of two models, several provenances and keys, and return the distinct ones."""
     catalogue, kinds = Catalogue(StoreRoot(path)), set()
     for number in range(60):
         kind = "ab"[number % 2], ("exact", "int8", "behind")[number % 3], ("", "key")[number % 5 == 0 and number % 2]
@@ -249,7 +249,7 @@ def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
 
 
 def test_a_new_catalogue_has_its_schema_in_the_first_page(tmp_path):
-    """By it a catalogue is told from a foreign database."""
+    """The schema distinguishes a catalogue from a foreign database."""
     Catalogue(StoreRoot(tmp_path)).close()
     with open(tmp_path / "catalogue.sqlite", "rb") as file:
         page = file.read(PAGE_BYTES)
@@ -438,7 +438,7 @@ with store.reserved("0" * 32, 100_000) if sys.argv[3] == "a temporary file" else
 
 @pytest.fixture
 def holder(tmp_path):
-    """Starts another process that holds a lock, and waits until it does."""
+    """Start another process that holds a lock, and wait until it does."""
     started = []
 
     def start(what):
@@ -520,7 +520,7 @@ def test_locks_truncate_no_data(tmp_path):
 
 
 def test_a_segment_whose_writer_died_before_its_row_was_there_gets_one(tmp_path):
-    """Else nobody finds it, and no quota knows of it."""
+    """Otherwise, neither lookups nor the quota would know it."""
     store = open_store(tmp_path)
     header = publish(store)
     before = store.index.listed_bytes()

@@ -27,13 +27,13 @@ def model():
 
 @pytest.fixture
 def objects():
-    """Objects of a place that several backends share, as processes would."""
+    """Return objects of a place that several backends share, like processes."""
     return {}
 
 
 @pytest.fixture
 def connect(objects):
-    """Function that opens a store over the place."""
+    """Return a function that opens a store over the place."""
 
     def connect(**options):
         backend = MemoryBackend()

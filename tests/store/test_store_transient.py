@@ -36,7 +36,7 @@ def publish(store, count=4, seed="a", **changes):
 
 @contextmanager
 def failing(name, error, where):
-    """A system call fails, as long as the body runs, for paths that contain `where`."""
+    """Let a system call fail in the body for paths that contain `where`."""
     real = getattr(os, name)
 
     def call(path, *rest, **options):
@@ -90,7 +90,7 @@ def test_a_read_error_hides_a_segment_for_a_while(tmp_path, monkeypatch):
 
 
 def test_a_whole_segment_that_took_the_place_of_a_damaged_one_is_kept(tmp_path):
-    """Another process has stored anew what this one still has open, and finds wrong."""
+    """Another process has replaced a segment that this process has open and finds damaged."""
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
     header, chain, blocks = segment(hashes(4))
     assert ours.publish(header, chain, blocks)

@@ -34,7 +34,7 @@ from hf_tiered_cache.store.shape import IN_ORDER, NOT_HELD, SegmentShape, TokenT
 
 
 def tables_of(held, tokens):
-    """Tables from what each block group holds: int64 `[n]` tokens of each, by slot; None for all in order."""
+    """Create tables from the tokens of each KV cache group: int64 `[n]`, by slot; None for all in order."""
     rows, of_group = [], []
     for one in held:
         if one is None:
@@ -49,7 +49,7 @@ def tables_of(held, tokens):
 
 
 def drawn(groups, tokens, seed):
-    """For each block group some of the tokens in any order, or all of them, or none."""
+    """Draw some tokens in any order, all tokens, or none for each KV cache group."""
     random = np.random.default_rng(seed)
     counts = [int(random.choice([0, tokens, random.integers(0, tokens + 1)])) for _ in groups]
     return [random.permutation(tokens)[:count] if random.random() < 0.8 else None for count in counts]
@@ -109,7 +109,7 @@ def test_what_is_held_is_read_and_nothing_else_is_stored(tmp_path_factory, befor
 
 @pytest.fixture(scope="module")
 def in_part(tmp_path_factory):
-    """A store with one segment whose groups hold a part of its tokens."""
+    """Create a store with one segment whose groups hold a part of its tokens."""
     store = open_store(tmp_path_factory.mktemp("part"))
     header, chain, blocks = segment(hashes(4), geometry=Geometry(16, 1))
     assert store.publish(header, chain, blocks)
@@ -143,7 +143,7 @@ def test_any_value_anywhere_in_the_header_is_a_counted_miss(in_part, data):
 @settings(max_examples=settings.default.max_examples // 2)
 @given(st.integers(0, 5 + 4 * 64), st.sampled_from([0, 1, 3, 5, 63, 64, 2**31, 2**32 - 1]))
 def test_tables_that_say_something_else_are_refused_or_are_tables(in_part, number, value):
-    """With right checksums: only what is a permutation, and fits the file, is read."""
+    """Checksums are right: only permutations that fit the file are read."""
     root, name, whole = in_part
     path = root / "segments" / f"{name}.kv"
     header, _ = decode_header(whole[:HEADER_BYTES])
@@ -254,7 +254,7 @@ def test_a_passage_is_restored_up_to_the_first_token_that_a_group_lacks(model, t
 
 @dataclass(frozen=True, kw_only=True)
 class Fronts(Method):
-    """Computes a front of the stored tokens, shorter with depth, and restores what lies behind."""
+    """Method that computes a prefix of the stored tokens, shorter with depth, and restores the rest."""
 
     fronts: tuple[int, ...]
 

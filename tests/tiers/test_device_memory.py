@@ -29,7 +29,7 @@ HUGE = 2 << 20
 
 @pytest.fixture
 def made(monkeypatch):
-    """Streams that were made."""
+    """Record the created streams."""
     made = []
 
     def stream(device):
@@ -59,7 +59,7 @@ def is_mapped(address):
 
 @pytest.fixture
 def locked(monkeypatch):
-    """Pages that are locked, by their address, and the GPUs that were asked; `refuses` says that no more can be."""
+    """Record locked pages by address, and the queried GPUs; `refuses` lets locking fail."""
     locked = SimpleNamespace(pages={}, refuses=False, gpus=[], last_error=0)
     ones = torch.ones
 
@@ -156,7 +156,7 @@ def test_a_gpu_has_one_tier_by_any_name(made):
 
 
 def test_slabs_that_the_disk_writes_to_are_large(made):
-    """Unless the budget is too small for blocks of several sizes."""
+    """The exception is a budget too small for blocks of several sizes."""
     for direct, budget, least in ((False, 1 << 30, 1), (True, 1 << 30, 10), (True, 64 << 20, 1)):
         gpu = Residency(0, budget, direct=direct, staging_budget=budget)._gpu(GPU)
         assert {tier.least_slab for tier in (gpu.tier, gpu.staging)} == {least << 20}
@@ -164,7 +164,7 @@ def test_slabs_that_the_disk_writes_to_are_large(made):
 
 @pytest.fixture
 def forked(monkeypatch, tmp_path):
-    """A process with a GPU, forked from one that had used CUDA: it can neither register memory nor allocate any."""
+    """Emulate a process forked from one that used CUDA: it can neither register memory nor allocate any."""
 
     def refuse(*args, **kwargs):
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.\nTo use CUDA with multiprocessing, ...")

@@ -27,13 +27,13 @@ def model():
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """The logits behind IDS, of a plain pass."""
+    """Compute the logits after IDS in a plain pass."""
     with torch.no_grad():
         return model(input_ids=IDS, logits_to_keep=1).logits
 
 
 def ask(model, store, shift=0.0):
-    """Logits through the store. With a shift the model is another one that looks the same to it."""
+    """Return the logits through the store. With a shift, the model is another one with the same identity."""
     hook = model.model.layers[2].register_forward_hook(lambda module, args, out: out + shift) if shift else None
     try:
         cache = TieredCache(model, store)

@@ -39,7 +39,7 @@ CHUNKS = 10
 
 @pytest.fixture
 def stored(tmp_path):
-    """A store with two segments of ten chunks, and their blocks by segment and block group."""
+    """Create a store with two segments of ten chunks, and their blocks by segment and KV cache group."""
     store = open_store(tmp_path)
     blocks = {}
     for seed in "ab":
@@ -61,7 +61,7 @@ def fetch(residency, reader, block_group, chunks, collector=None, release=True):
 
 
 def fetch_fails(residency, reader, error):
-    """Now, or when it is waited for."""
+    """Assert that a fetch fails immediately, or when it is waited for."""
     with pytest.raises(error):
         lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector())
         try:
@@ -81,7 +81,7 @@ def check(got, blocks, reader, block_group, chunks):
 
 
 def tiers_of(residency, reader, block_group):
-    """In which tiers each chunk lies."""
+    """Return the tiers of each chunk."""
     owner, chunks = reader.owners[block_group], np.arange(CHUNKS)
     result = [set() for _ in chunks]
     for name, tier in [("host", residency.host), *(("device", t) for t in residency.devices.values())]:
@@ -98,7 +98,7 @@ requests = st.lists(
 
 
 def of_blocks(host, device, staging, direct, policy="lru"):
-    """With room for so many blocks in each tier, and the CPU as the device."""
+    """Open tiers with room for so many blocks each, and the CPU as the device."""
     return Residency(
         host * 4096,
         device * 4096,
@@ -151,7 +151,7 @@ def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, devi
 
 
 def slabs_of(*tiers):
-    """Where the memory of these tiers lies."""
+    """Return the places of the memory of these tiers."""
     slabs = [slab for tier in tiers for pool in tier.pools() for slab in pool.slabs if slab is not None]
     return {slab.untyped_storage().data_ptr() for slab in slabs}
 
@@ -188,7 +188,7 @@ def test_what_is_fetched_ahead_reaches_a_device_that_keeps_nothing_and_stays_on_
 
 
 def test_what_finds_no_room_on_the_device_is_left_until_it_is_needed(stored):
-    """Rather than gathered from the host, copy by copy, each of which the device waits for."""
+    """Otherwise, it would be gathered from the host by copies that the device waits for."""
     _, (reader, _), blocks = stored
     size = reader.shape.block_groups[0].block_bytes
     residency = Residency(1 << 20, device_types=frozenset({"cpu"}), staging_budget=4 * size + 4096)
@@ -204,8 +204,7 @@ def test_what_finds_no_room_on_the_device_is_left_until_it_is_needed(stored):
 
 
 class Allocations:
-    """Notes what memory is made of which tier, whether in the main thread, and whether on the way to slots, which is
-    with the lock."""
+    """Record of allocations: tier, whether in the main thread, and whether with the lock, while slots are taken."""
 
     def __init__(self, *tiers):
         self.made = []
@@ -225,7 +224,7 @@ class Allocations:
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("device", [0, 14])
 def test_slabs_are_made_outside_of_the_lock(stored, monkeypatch, device, direct):
-    """Also those for what is going to be evicted from the device, or kept after it passed through."""
+    """This includes those for blocks that leave the device or pass through it."""
     _, readers, blocks = stored
     size = readers[0].shape.block_groups[0].block_bytes
     monkeypatch.setattr(pool_module, "SLAB_BYTES", 4 * size + 4096)
@@ -415,7 +414,7 @@ def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
 
 
 def test_a_tier_that_gets_no_memory_stays_as_it_is(stored):
-    """The blocks come all the same, in memory of the request's own, and nothing stays held."""
+    """The blocks arrive in the request's own memory, and nothing remains held."""
     _, (reader, other), blocks = stored
     residency, asked = Residency(1 << 20), []
 
@@ -603,7 +602,7 @@ class SlowStream(CopyStream):
 
 @pytest.fixture
 def stream(monkeypatch):
-    """The side stream of the one device."""
+    """Return the side stream of the only device."""
     made = SlowStream()
     monkeypatch.setattr(residency_module, "copy_stream", lambda device: made)
     return made
@@ -639,7 +638,7 @@ def test_device_memory_is_allocated_on_the_stream_that_fills_it(stored, stream, 
 
 
 def test_memory_of_a_lease_is_free_at_once_and_written_to_after_it_was_read(stored, stream):
-    """Else what a pass restores stays in memory until the device has caught up with the thread that drives it."""
+    """Otherwise, restored blocks stay in memory until the device has caught up with the thread."""
     _, (reader, _), _ = stored
     residency = Residency(1 << 20, device_types=frozenset({"cpu"}), staging_budget=0)
     _, lease = fetch(residency, reader, 0, range(CHUNKS), release=False)
@@ -704,7 +703,7 @@ def test_futures_are_what_the_reader_gives(stored):
 
 
 def told(residency, reader, block_group, chunks, mass):
-    """A selector has chosen whole chunks, which got so much attention each."""
+    """Report that a selector has chosen whole chunks, with so much attention each."""
     count = len(chunks)
     noted = reader.owners[block_group], CHUNKS, np.asarray(chunks), np.full(count, mass), np.ones(count)
     residency.note_attention([noted])
@@ -730,7 +729,7 @@ def test_what_comes_from_disk_stays_only_where_it_stands_higher(stored, policy):
 
 
 def test_of_blocks_that_nobody_has_spoken_of_the_last_stay(stored):
-    """So a policy that goes by scores is LRU for methods that tell none."""
+    """A policy by scores is LRU for methods that report none."""
     _, (a, b), _ = stored
     residency = Residency(CHUNKS * a.shape.block_groups[0].block_bytes + 4096, policy="attention")
     fetch(residency, a, 0, range(CHUNKS))

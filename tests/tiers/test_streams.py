@@ -48,7 +48,7 @@ SEEDS, STEPS = 60, 120
 
 
 class Reader:
-    """What the tiers know of a segment."""
+    """Reader with the attributes that the tiers need."""
 
     def __init__(self, number: int) -> None:
         self.id, self.shape, self.gone = f"segment {number}", SHAPE, False
@@ -60,7 +60,7 @@ class Reader:
 
 
 class WholeBlocks(LateCheck):
-    """A check on the device that reads what it checks, and finds nothing. Its own memory is none of the tiers'."""
+    """Check on the device that reads its blocks, and finds no error. Its own memory does not belong to the tiers."""
 
     def __init__(self, stream, asked) -> None:
         blocks = [run for *_, runs in asked for _, run in runs]
@@ -70,14 +70,14 @@ class WholeBlocks(LateCheck):
 
 
 class Inline:
-    """Starts reads in this thread, in place of one of their own: a run is the same each time."""
+    """Engine that starts reads in this thread, so that each run is the same."""
 
     def do(self, action) -> None:
         action()
 
 
 class Disk:
-    """Reads that write to memory at any time between their submission and their end."""
+    """Engine whose reads write to memory at any time between their submission and their end."""
 
     def __init__(self, world: World) -> None:
         self.world, self.pending = world, []
@@ -98,7 +98,7 @@ class Disk:
 
 
 class Run:
-    """One random sequence of what caches do with the tiers."""
+    """Random sequence of operations of caches on the tiers."""
 
     def __init__(self, seed: int, direct: bool, monkeypatch) -> None:
         self.random = random.Random(seed)
@@ -114,7 +114,7 @@ class Run:
         self.leases, self.kept = [], []
 
     def open(self) -> Residency:
-        """The tiers of a store."""
+        """Open the tiers of a store."""
         blocks = (0, 6, 14, 40), (0, 6, 14, 25), (0, 6, 25)
         host, device, staging = (self.random.choice(counts) * BLOCK_BYTES for counts in blocks)
         residency = Residency(
@@ -155,7 +155,7 @@ class Run:
                     self.end(self.leases.pop(self.random.randrange(len(self.leases))))
 
     def fetch(self) -> None:
-        """Blocks of one or two segments for the device, now or ahead, or all for a model on the host."""
+        """Fetch blocks of one or two segments for the device, now or ahead, or all for a model on the host."""
         device, requests = GPU if self.random.random() < 0.75 else OTHER, []
         for reader in self.readers if device is OTHER else self.random.sample(self.readers, self.random.choice((1, 2))):
             count = CHUNKS if device is OTHER else self.random.randint(1, CHUNKS)
@@ -169,14 +169,14 @@ class Run:
             self.leases.append(lease)
 
     def record(self) -> None:
-        """What was computed comes to the host tier."""
+        """Admit computed blocks to the host tier."""
         block_group = self.random.randint(0, 1)
         blocks = torch.empty(CHUNKS, SHAPE.block_groups[block_group].block_bytes, dtype=torch.uint8)
         self.kept.append(blocks)
         self.residency.admit(self.random.choice(self.readers).owners[block_group], blocks)
 
     def end(self, lease) -> None:
-        """A layer uses what has come, or nobody does any more."""
+        """Let a layer use the fetched blocks, or release them unused."""
         if self.random.random() < 0.85:
             while not lease.has_arrived:
                 self.disk.finish(1)
@@ -191,7 +191,7 @@ class Run:
 
 
 def races(monkeypatch, direct: bool, seeds: int = SEEDS) -> set[Race]:
-    """The first run's that has any."""
+    """Return the races of the first run that has any."""
     for seed in range(seeds):
         with monkeypatch.context() as patch:
             run = Run(seed, direct, patch)
@@ -227,7 +227,7 @@ def no_event_of_copies(patch):
 
 
 def slots_go_with_the_lease(patch):
-    """Not when the device is done with them."""
+    """Release slots with the handle, not when the device is done with them."""
 
     def end(pin):
         pin.release_event = DoneEvent()

@@ -23,7 +23,7 @@ CHUNKS = 12
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Random fetches of blocks of two sizes; a dictionary says what must be held, in which order it was used."""
+    """Random fetches of blocks of two sizes, with a dictionary of the expected blocks in order of use."""
 
     @initialize(budget=st.integers(0, 40), policy=st.sampled_from(sorted(POLICIES)), slab=st.integers(1, 6))
     def start(self, budget, policy, slab):
@@ -106,7 +106,7 @@ class TierMachine(RuleBasedStateMachine):
             pool.pins[mine] -= 1
 
     def check_victims(self, pool, block_group):
-        """Of the blocks of one size, those that went scored no higher than any that stayed and could have gone."""
+        """Assert that evicted blocks of one size scored no higher than evictable blocks that stayed."""
         if not self.gone or any(SIZES[key[1]] != pool.block_bytes for key in self.gone):
             return
         pinned = {key for _, _, keys in self.pinned for key in keys}
@@ -131,7 +131,7 @@ class TierMachine(RuleBasedStateMachine):
         mass=st.sampled_from([0.25, 0.5, 2.0]),
     )
     def note(self, owner, chunks, mass):
-        """A selector chose these chunks, in memory or not."""
+        """Report that a selector chose these chunks, in memory or not."""
         ascending = np.array(sorted(chunks))
         share = np.full(len(ascending), 0.5)
         for change in self.tier._scores.note([(owner, CHUNKS, ascending, np.full(len(ascending), mass), share)]):
@@ -294,7 +294,7 @@ def test_lru_and_lfu_disagree_where_they_should():
     st.integers(0, 6),
 )
 def test_the_host_keeps_what_scores_higher_than_what_it_has(arriving, resident, free):
-    """One after the other, the best first, against a heap of those that are there."""
+    """The reference is a heap; blocks arrive one after the other, the best first."""
     usage = [
         Usage(*np.zeros((2, len(some)), np.int64), *np.array(some, float).reshape(-1, 2).T)
         for some in (arriving, resident)
