@@ -4,7 +4,8 @@ A segment that is fetched is published as one of the local store, with the same 
 such as quota, tiers and GPUDirect Storage, sees a local segment.
 
 A remote never fails a request, and delays it by no more than it can save: a prompt waits for the remote as long as
-computing the tokens takes, and for a look-up a fifth of that. What comes too late is there for the next prompt.
+computing the tokens takes, and for a look-up a fifth of that. Once the bandwidth is known, it waits for a fetch only a
+few times as long as that should take. What comes too late is there for the next prompt.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _MOST_SECONDS = 600.0
 """Maximum number of seconds that a prompt waits for the remote."""
 _FETCHES = 4
 """Number of segments that are fetched at a time."""
+_LEAST_WAIT = 0.25
+"""Seconds that a prompt waits for a fetch in any case, if computing takes longer: those of round trips and checks."""
 _CLOSE_SECONDS = 5.0
 
 ABSENT = "not in the remote"
@@ -84,7 +87,8 @@ class RemoteTier:
         self.fetch_breaker = Breaker()  # not that of look-ups: small objects may arrive while large ones hang
         self._stats = RemoteStats()
         self._lock = threading.Lock()
-        self._fetching: dict[tuple[str, int], Future[str]] = {}  # by segment id and number of prefix hashes
+        # by segment id and number of prefix hashes, with the bytes
+        self._fetching: dict[tuple[str, int], tuple[Future[str], int]] = {}
         self._hidden: dict[str, float] = {}
         self.look_ups = LookUps(remote, partial(self._fail, "look-up"))
         self._fetches = DaemonPool(_FETCHES, "hf-tiered-fetch")
@@ -160,7 +164,7 @@ class RemoteTier:
         nbytes, stop = 0, 0
         for run in runs:  # in order: a later one is of no use without those before it
             if run.row.id not in local:
-                nbytes += run.row.nbytes * run.num_hashes // run.row.valid_hashes
+                nbytes += _nbytes(run)
                 if self.link.fetch_seconds(nbytes) >= saved(run.stop):
                     if not waiting and self.link.bandwidth.wants_measurement():
                         self._fetch(run)  # nothing waits for it
@@ -169,7 +173,7 @@ class RemoteTier:
                 stop = run.stop
         if not waiting:
             return SLOW_FETCH
-        deadline = began + saved(stop)
+        deadline = min(began + saved(stop), time.monotonic() + self._fetch_limit())
         for fetched, (row, future) in enumerate(waiting):
             try:
                 if future.result(max(0.0, deadline - time.monotonic())):
@@ -190,16 +194,27 @@ class RemoteTier:
         """Fetch the beginning of a segment in the background, once for all prompts that wait for it."""
         row, key = run.row, (run.row.id, run.num_hashes)
         with self._lock:
-            future = self._fetching.get(key)
-            if future is None:
-                try:
-                    future = self._fetches.submit(self.fetch, row.id, row, run.num_hashes)
-                except RuntimeError:  # the store is being closed
-                    future = Future()
-                    future.cancel()
-                self._fetching[key] = future
-                future.add_done_callback(lambda _: self._fetching.pop(key, None))
+            if key in self._fetching:
+                return self._fetching[key][0]
+            try:
+                future = self._fetches.submit(self.fetch, row.id, row, run.num_hashes)
+            except RuntimeError:  # the store is being closed
+                future = Future()
+                future.cancel()
+            self._fetching[key] = future, _nbytes(run)
+            future.add_done_callback(lambda _: self._fetching.pop(key, None))
             return future
+
+    def _fetch_limit(self) -> float:
+        """Return the seconds after which all that is being fetched should be here, however unevenly it arrives.
+
+        As many segments as there are threads share the bandwidth. Infinite if the bandwidth is not known.
+        """
+        with self._lock:
+            nbytes = sum(nbytes for _, nbytes in list(self._fetching.values()))
+        if self.link.bandwidth.value is None:
+            return float("inf")
+        return _LEAST_WAIT + _FETCHES * self.link.fetch_seconds(nbytes)
 
     def fetch(self, segment_id: str, row: SegmentRow | None = None, num_hashes: int | None = None) -> str:
         """Publish a segment of the remote, or the beginning of it, in the local store.
@@ -355,6 +370,11 @@ def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
             yield blocks if sealed else PackedBlocks(blocks, lin64)
     except (IntegrityError, OSError) as error:
         raise _FetchError from error
+
+
+def _nbytes(run: MatchedRun) -> int:
+    """Return the number of bytes that are fetched for a run."""
+    return run.row.nbytes * run.num_hashes // run.row.valid_hashes
 
 
 def _end(runs: Sequence[MatchedRun], start: int) -> int:

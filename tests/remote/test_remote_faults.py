@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -328,6 +329,44 @@ def test_a_fetch_that_hangs_is_left_after_the_time_that_computing_takes(model, m
         assert time.monotonic() < deadline
         time.sleep(0.01)
     check(model, store, PROMPTS[0], restored=96)
+
+
+def test_a_fetch_that_hangs_is_left_soon_if_the_bandwidth_is_known(model, machine, pace, monkeypatch):
+    """Computing takes 9.6 seconds, and fetching took milliseconds: nobody waits for 9.6 seconds."""
+    share(model, machine("a")[0], *PROMPTS)
+    store, remote = machine("b")
+    check(model, store, PROMPTS[0], restored=96)
+    pace[0] = 0.1
+    gate = threading.Event()
+    get = remote.get_object
+    monkeypatch.setattr(remote, "get_object", lambda *a: (gate.wait(120), get(*a))[1])
+    try:
+        for ids in PROMPTS[1 : 1 + link._FAILURES]:
+            check(model, store, ids, restored=0)
+    finally:
+        gate.set()
+    stats = store.stats.remote
+    assert stats.misses == {look_up.LATE: link._FAILURES}
+    assert stats.waiting_seconds < 9.6
+
+
+def test_prompts_wait_for_what_is_fetched_before_them(model, machine, pace, monkeypatch):
+    """All segments of a slow link arrive in time, although each alone takes a seventh of the time."""
+    share(model, machine("a")[0], *PROMPTS)
+    store, remote = machine("b")
+    lock, get = threading.Lock(), remote.get_object
+
+    def get_slowly(*arguments):
+        with lock:
+            time.sleep(0.05)
+            return get(*arguments)
+
+    monkeypatch.setattr(remote, "get_object", get_slowly)
+    monkeypatch.setattr(tier, "_LEAST_WAIT", 0.0)
+    check(model, store, PROMPTS[0], restored=96)
+    with ThreadPoolExecutor(len(PROMPTS) - 1) as pool:
+        list(pool.map(lambda ids: check(model, store, ids, restored=96), PROMPTS[1:]))
+    assert store.stats.remote.hits == len(PROMPTS)
 
 
 def test_a_later_segment_that_fails_keeps_those_before_it(model, machine, monkeypatch):
