@@ -346,7 +346,7 @@ def test_a_fetch_that_hangs_is_left_soon_if_the_bandwidth_is_known(model, machin
     finally:
         gate.set()
     stats = store.stats.remote
-    assert stats.misses == {look_up.LATE: link._FAILURES}
+    assert stats.misses == {link.LATE: link._FAILURES}
     assert stats.waiting_seconds < 9.6
 
 

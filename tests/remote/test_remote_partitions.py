@@ -15,7 +15,7 @@ from tcp_proxy import proxied
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.remote import link, look_up
+from hf_tiered_cache.remote import link
 from hf_tiered_cache.store.backends import open_remote
 
 _REQUESTS = 7
@@ -88,14 +88,14 @@ def test_a_partition_costs_counted_misses_and_heals(model, tmp_path, pace, monke
         for ids in PROMPTS[1 : 1 + count]:
             check(model, reader, ids, restored=0)
         before = reader.stats.remote
-        assert set(before.misses) <= {look_up.LATE, look_up.UNAVAILABLE}  # a hanging call also fails in the end
-        assert before.misses[look_up.LATE] >= 2
+        assert set(before.misses) <= {link.LATE, link.UNAVAILABLE}  # a hanging call also fails in the end
+        assert before.misses[link.LATE] >= 2
         assert before.waiting_seconds < 1.2 * count  # a fifth of the time to compute a prompt at most
         # from then on nobody waits: the request takes as long as computing it
         waited, computed = zip(*[seconds_of(model, reader, PROMPTS[5]) for _ in range(_REQUESTS)], strict=True)
         assert statistics.median(waited) < 0.2 * statistics.median(computed)
         misses = reader.stats.remote.misses
-        assert misses == before.misses | {look_up.UNAVAILABLE: before.misses.get(look_up.UNAVAILABLE, 0) + _REQUESTS}
+        assert misses == before.misses | {link.UNAVAILABLE: before.misses.get(link.UNAVAILABLE, 0) + _REQUESTS}
         # nothing is lost: both store what they compute, and restore it
         for store, ids in ((reader, prompt(100, seed=50)), (writer, prompt(100, seed=51))):
             share(model, store, ids)
