@@ -27,7 +27,7 @@ from lib.machines import DISK, HOST, RECOMPUTE, SUFFIX, Machine, at_once
 from lib.pages import machine, machine_text, pyplot, save, table
 from tqdm.auto import tqdm
 
-from hf_tiered_cache.remote.look_up import SLOW
+from hf_tiered_cache.remote.link import SLOW
 from hf_tiered_cache.remote.tier import SLOW_FETCH
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "lib"))

@@ -32,11 +32,10 @@ from remote import start
 from tqdm.auto import tqdm
 
 from hf_tiered_cache.remote.entries import encode_entry
-from hf_tiered_cache.remote.link import Breaker
-from hf_tiered_cache.remote.look_up import LookUps
+from hf_tiered_cache.remote.link import Breaker, LookUps
 from hf_tiered_cache.store import HASH_BYTES
 from hf_tiered_cache.store.backends import open_remote
-from hf_tiered_cache.store.digest import Checksums, block_digests
+from hf_tiered_cache.store.container import Checksums, block_digests
 from hf_tiered_cache.store.format import SegmentHeader, encode_head, lay_out, segment_id
 from hf_tiered_cache.store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV
 from hf_tiered_cache.store.kinds import SEGMENT_SUFFIX
