@@ -12,7 +12,7 @@ answer are the new turn. Only reference models get questions, in their own langu
 Bytes are those of the keys and values of a token in all layers, relative to their size in the model's dtype. They
 exclude padding, since the heads of these models are small, and token tables. The sizes of files, which include both,
 are listed as well. H2O (Zhang et al. 2023) drops tokens permanently: each head those that the context attended to
-least. It runs on KV in memory.
+least. Layers with a sliding window keep their window. It runs on KV in memory.
 
 Conversations of the first half of the seeds are for choosing settings, and for the pairs that are fixed for the model.
 The others are reported.
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from decode_answers import compare, note
 from lib.common import load, parser_of
-from lib.conversation_ways import NOISE, FixedPairs, Watching, Way, attended, forgetful, ways
+from lib.conversation_ways import NOISE, FixedPairs, Watching, Way, attended, forgetful, kv_bytes, ways
 from lib.pages import machine, machine_text, pyplot, save, table
 from lib.stored import payload_bytes, shapes_of
 from lib.workload import REFERENCE
@@ -351,11 +351,8 @@ def ask_all(
             returns, figures = suspend(model, stores[label], way.method, talk, name)
         else:
             resident = full_kv_of(model, talk.ids, way.piece) if way.piece else forgetful(context, masses, way.share)
-            kept_share = resident.get_seq_length() / talk.ids.shape[1]
-            returns, figures = (
-                (lambda resident=resident: copy.deepcopy(resident)),
-                {"storage": 100 * kept_share, "pairs": 0},
-            )
+            figures = {"storage": 100 * kv_bytes(resident) / kv_bytes(context), "pairs": 0}
+            returns = lambda resident=resident: copy.deepcopy(resident)  # noqa: E731
         note(results, label, figures)
         for question, full in zip(talk.questions, expected, strict=True):
             cache = returns()

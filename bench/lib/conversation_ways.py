@@ -7,6 +7,7 @@ moves little without a replay. `Krul, model's pairs` replays the same pairs in e
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -141,25 +142,38 @@ def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
 
 @torch.no_grad()
 def attended(eager: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Return the attention to each token of a context per layer, float32 `[kv_heads, tokens]`."""
+    """Return the attention to each token of a context per layer, float32 `[kv_heads, tokens]`; 0 for windows."""
     config, tokens = eager.config, ids.shape[1]
     masses = [torch.zeros(config.num_key_value_heads, tokens) for _ in range(config.num_hidden_layers)]
     cache = DynamicCache(config=config)
     for piece in ids.split(_H2O_ROWS, dim=1):
         weights = eager(input_ids=piece, past_key_values=cache, output_attentions=True, logits_to_keep=1).attentions
-        for mass, of_layer in zip(masses, weights, strict=True):
-            row_mass = of_layer[0].float().sum(1).unflatten(0, (len(mass), -1)).sum(1)  # [kv_heads, columns so far]
-            mass[:, : row_mass.shape[1]] += row_mass
+        for layer, mass, of_layer in zip(cache.layers, masses, weights, strict=True):
+            if not layer.is_sliding:
+                row_mass = of_layer[0].float().sum(1).unflatten(0, (len(mass), -1)).sum(1)  # [kv_heads, columns so far]
+                mass[:, : row_mass.shape[1]] += row_mass
     return masses
 
 
 def forgetful(context: DynamicCache, masses: list[torch.Tensor], share: float) -> DynamicCache:
-    """Return a context of which H2O keeps a share: half by attention, half the last tokens."""
-    tokens, reduced = context.get_seq_length(), DynamicCache()
+    """Return a context of which H2O keeps a share: half by attention, half the last tokens.
+
+    Layers with a sliding window keep their window: they were never trained on tokens before it.
+    """
+    tokens, reduced = context.get_seq_length(), copy.deepcopy(context)
     kept_tokens = round(share * tokens)
-    for number, (layer, mass) in enumerate(zip(context.layers, masses, strict=True)):
-        mass = mass.clone()
-        mass[:, tokens - kept_tokens // 2 :] = torch.inf
-        columns = mass.topk(kept_tokens, dim=1).indices.sort(dim=1).values[None, :, :, None]  # [1, kv_heads, kept, 1]
-        reduced.update(layer.keys.take_along_dim(columns, 2), layer.values.take_along_dim(columns, 2), number)
+    for layer, mass in zip(reduced.layers, masses, strict=True):
+        if not layer.is_sliding:
+            mass = mass.clone()
+            mass[:, tokens - kept_tokens // 2 :] = torch.inf
+            columns = (
+                mass.topk(kept_tokens, dim=1).indices.sort(dim=1).values[None, :, :, None]
+            )  # [1, kv_heads, kept, 1]
+            layer.keys = layer.keys.take_along_dim(columns, 2)
+            layer.values = layer.values.take_along_dim(columns, 2)
     return reduced
+
+
+def kv_bytes(cache: DynamicCache) -> int:
+    """Return the size of the keys and values that a cache holds, in bytes."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

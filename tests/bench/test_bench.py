@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import numpy as np
 import processes
 import pytest
 import torch
+from families import build, prompt
 from transformers import AutoModelForCausalLM
 
 from hf_tiered_cache import KVStore, TieredCache, detach
@@ -479,6 +481,29 @@ def test_what_h2o_keeps_is_what_was_attended_to_most_and_the_last(tmp_path):
             columns = torch.cat([most, torch.arange(175, 200)])
             assert torch.equal(layer.keys[0, head], whole.keys[0, head, columns])
             assert torch.equal(layer.values[0, head], whole.values[0, head, columns])
+
+
+def test_h2o_leaves_the_windows_of_sliding_layers_alone():
+    import conversation_answers as answers
+    from transformers import DynamicCache
+
+    model = build("gemma3", num_hidden_layers=6)
+    model.set_attn_implementation("eager")
+    ids, context = prompt(120), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=context)
+    masses = answers.attended(model, ids)
+    resident = answers.forgetful(context, masses, 0.25)
+    kinds = {layer.is_sliding for layer in context.layers}
+    assert kinds == {True, False}
+    for layer, whole in zip(resident.layers, context.layers, strict=True):
+        assert layer.keys.shape[2] == (whole.keys.shape[2] if layer.is_sliding else 30)
+        assert not layer.is_sliding or torch.equal(layer.keys, whole.keys)
+    unchanged = answers.forgetful(context, masses, 1.0)
+    question = tuple(prompt(8, seed=1)[0].tolist()), tuple(prompt(4, seed=2)[0].tolist())
+    expected = answers.logits_of(model, copy.deepcopy(context), ids, *question)
+    torch.testing.assert_close(answers.logits_of(model, unchanged, ids, *question), expected)
+    assert answers.logits_of(model, resident, ids, *question).isfinite().all()
 
 
 def test_the_largest_saving_is_of_the_ways_within_1_percent():
