@@ -34,12 +34,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from lib.attention_kernels import attend_folded, registered
@@ -56,6 +57,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import eval.baselines  # noqa: F401  # registers their indexes
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import Exact, KVDrive, Method
+from hf_tiered_cache.selection.held import Moves, Window
 from hf_tiered_cache.store.engines import PosixEngine
 
 MEMORY, DISK = "memory", "memory + disk"
@@ -159,9 +161,11 @@ class System:
         rows = []
         for _ in range(tokens):
             counts_before, cpu_s = self._counts(), time.process_time()
-            seconds = self.pass_over(1)
+            with counted_moves() as moves:
+                seconds = self.pass_over(1)
             cpu_s = time.process_time() - cpu_s
             counts = {name: value - counts_before[name] for name, value in self._counts().items()}
+            counts |= {"hits": moves["selected"] - moves["fetched"], "asked": moves["selected"]}
             cached = counts.pop("assemble")
             counts["fetch"] = cached - counts["select"] - counts["wait"] if cached else 0.0
             counts["compute"] = seconds - max(cached, counts["wait"])
@@ -176,24 +180,29 @@ class System:
                 "assemble": 0.0,
                 "moved": self.step_bytes * self.at,
                 "read": self.step_bytes * self.at,
-                "hits": 0.0,
-                "asked": 0.0,
             }
         stats = self.cache.stats
-        windows = [
-            row.window.hits for layer in self.cache.layers for row in getattr(layer, "_rows", ()) if row is not None
-        ]
-        fetched = sum(int(hits.fetched.sum()) for hits in windows)
-        hit_count = sum(int(hits.in_columns.sum() + hits.from_aside.sum()) for hits in windows)
         return {
             "select": stats.details.select_seconds,
             "wait": stats.stall_seconds,
             "assemble": stats.details.assemble_seconds,
             "moved": stats.host.bytes + stats.disk.bytes,
             "read": stats.bytes_read,
-            "hits": hit_count,
-            "asked": hit_count + fetched,
         }
+
+
+@contextmanager
+def counted_moves() -> Iterator[dict[str, int]]:
+    """Count the chunks that windows select, and those of them that are in no window."""
+    counts, commit = {"selected": 0, "fetched": 0}, Window.commit
+
+    def counted(window: Window, moves: Moves) -> None:
+        counts["selected"] += window.num_heads * window.num_columns
+        counts["fetched"] += len(moves.fetched.heads)
+        commit(window, moves)
+
+    with mock.patch.object(Window, "commit", counted):
+        yield counts
 
 
 def system(
