@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..store.catalogue import SegmentRow
-from ..store.settings import scheme_of
+from ..store.settings import scheme_of, without_secrets
 from ..units import format_bytes, parse_bytes
 from .contents import Contents, contents_of_open, open_store, unique_length
 from .output import AsJson, KeyFile, Refused, StoreAddress, Table, confirm, count, print_json, printable
@@ -183,7 +183,7 @@ def copy(
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy segments from a folder to a remote, or back.
+    """Copy segments from a folder to a remote, or back. sqlite:///path/of/a/file makes a single file of them.
 
     What the target has is left out. Segments from a remote are verified, so the key is needed if they are encrypted.
     Segments of compacted conversations are not copied: no other store can use them. The exit status is 1 if a segment
@@ -240,7 +240,10 @@ def _fetch(source: str, target: str, names: list[str], key_file: Path | None) ->
         tier = storage.remote
         assert tier is not None
         local = {row.id for row in store.segments()}
-        for name in tqdm(names or sorted(tier.remote.names()), unit="segment", disable=None):
+        names = names or sorted(tier.remote.names())
+        if not names:
+            raise Refused(f"{without_secrets(source)} holds no segments")
+        for name in tqdm(names, unit="segment", disable=None):
             if name in local:
                 present += 1
             elif reason := tier.fetch(name):

@@ -33,7 +33,7 @@ def corpus(model, tmp_path):
     return tmp_path / "corpus"
 
 
-@pytest.fixture(params=["file", "redis", "s3", "mooncake"])
+@pytest.fixture(params=["file", "sqlite", "redis", "s3", "mooncake"])
 def address(request, place_of):
     return place_of(request.param)
 
@@ -125,12 +125,14 @@ def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
     [
         (["copy", "a", "b"], "needs a folder and the address"),
         (["copy", "s3://a", "s3://b"], "needs a folder and the address"),
+        (["copy", "sqlite://nothing.db", "b"], "sqlite://nothing.db holds no segments"),
         (["ls", "teleport://x"], "unknown backend"),
         (["ls", "redis://127.0.0.1:1"], "cannot be reached"),
     ],
 )
-def test_errors_say_what_is_wrong(arguments, message, monkeypatch, capsys):
+def test_errors_say_what_is_wrong(arguments, message, monkeypatch, capsys, tmp_path):
     pytest.importorskip("redis", reason="install redis-py: pip install '.[redis]'")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["hf-tiered-cache", *arguments])
     with pytest.raises(SystemExit) as exit_status:
         main()

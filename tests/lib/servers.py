@@ -11,7 +11,7 @@ import pytest
 import remote_servers as servers
 from remote_servers import MissingServerError, Mooncake, Server, make_bucket, s3_environment
 
-REMOTES = ["file", "redis", "s3", "mooncake"]
+REMOTES = ["file", "sqlite", "redis", "s3", "mooncake"]
 """Kinds of remotes that processes share."""
 _numbers = itertools.count()
 __all__ = ["REMOTES", "make_bucket", "mooncake_server", "place_of", "redis_server", "s3_environment", "s3_server"]
@@ -66,6 +66,8 @@ def place_of(tmp_path_factory):
 
         def place(kind: str) -> str:
             number = next(_numbers)
+            if kind == "sqlite":
+                return f"sqlite://{tmp_path_factory.mktemp('remote')}/{number}.db"
             if kind in ("file", "memory"):
                 pytest.importorskip("obstore", reason="install obstore: pip install '.[remote]'")
                 folder = tmp_path_factory.mktemp("remote")

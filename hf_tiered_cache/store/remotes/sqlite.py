@@ -1,0 +1,161 @@
+"""A single SQLite file, to carry prompts to another machine or to archive them. Needs only Python."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ...errors import ConfigError
+from .values import Range, ValueBackend
+
+_APPLICATION = 0x48465443  # "HFTC", in the header of the file
+_BUSY_SECONDS = 30.0
+"""Seconds to wait while another process writes to the file."""
+
+_ERRORS = {
+    "is full": errno.ENOSPC,
+    "is locked": errno.EBUSY,
+    "readonly": errno.EROFS,
+    "not a database": errno.EEXIST,
+}
+"""Error numbers by a part of SQLite's message."""
+
+
+class SQLiteBackend(ValueBackend):
+    """Backend with the objects of a store as rows of one SQLite file.
+
+    The file is created with the first object. Each object is written in one transaction, so a process that is killed
+    leaves nothing unfinished. Several processes of one machine can use the file; a lock holds within one process. A
+    file on a network share is for one writer at a time, as SQLite's documentation explains.
+
+    Args:
+        address: "sqlite:///absolute/path" or "sqlite://relative/path" of the file.
+
+    Raises:
+        ConfigError: the address is not valid, or the file was not written by this library.
+    """
+
+    first_bytes = 256 << 10
+    part_bytes = 1 << 20
+
+    def __init__(self, address: str) -> None:
+        parts = urlsplit(address)
+        if not parts.netloc + parts.path.strip("/") or parts.query or parts.fragment:
+            raise ConfigError(f"{address} is not the address of a file, such as sqlite:///data/prompts.db")
+        self.path = Path(unquote(parts.netloc + parts.path)).absolute()
+        self._connection: sqlite3.Connection | None = None
+        self._using = threading.RLock()
+        super().__init__(address, "")
+        try:
+            with self._transaction():
+                pass
+        except OSError as error:
+            raise ConfigError(f"{address} cannot be used: {error.strerror}") from error
+
+    def read_values(self, ranges: Sequence[Range]) -> list[bytes]:
+        with self._transaction() as connection:
+            if connection is None:
+                return [b""] * len(ranges)
+            query = "SELECT substr(content, ?, ?) FROM parts WHERE key = ?"
+            rows = [connection.execute(query, (start + 1, stop - start, key)) for key, start, stop in ranges]
+            return [next(row, (b"",))[0] for row in rows]
+
+    def set_part(self, key: str, content: bytes) -> None:
+        self.set_value(key, content, replace=True)
+
+    def keep(self, keys: Sequence[str]) -> None:
+        pass  # written in the transaction of their object
+
+    def set_value(self, key: str, content: bytes, replace: bool) -> bool:
+        with self._transaction(write=True) as connection:
+            assert connection is not None
+            command = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO parts VALUES (?, ?)"
+            return connection.execute(command, (key, content)).rowcount > 0
+
+    def delete_values(self, keys: Sequence[str]) -> bool:
+        with self._transaction(write=self.path.exists()) as connection:
+            if connection is None:
+                return False
+            return connection.executemany("DELETE FROM parts WHERE key = ?", [(key,) for key in keys]).rowcount > 0
+
+    def list_keys(self, beginning: str) -> list[str]:
+        with self._transaction() as connection:
+            if connection is None:
+                return []
+            query = "SELECT key FROM parts WHERE substr(key, 1, ?) = ?"
+            return [key for (key,) in connection.execute(query, (len(beginning), beginning))]
+
+    def put_object(self, name: str, content: bytes, replace: bool) -> None:
+        with self._transaction(write=True):
+            super().put_object(name, content, replace)
+
+    def delete_object(self, name: str) -> bool:
+        with self._transaction(write=self.path.exists()):
+            return super().delete_object(name)
+
+    def free(self) -> int | None:
+        folder = next(folder for folder in self.path.parents if folder.exists())
+        return shutil.disk_usage(folder).free
+
+    def close(self) -> None:
+        super().close()
+        with self._using:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    @contextmanager
+    def _transaction(self, write: bool = False) -> Iterator[sqlite3.Connection | None]:
+        """Lock the connection and run a transaction, or join the one that this thread runs.
+
+        Args:
+            write: whether the transaction writes. The file is created if there is none.
+
+        Yields:
+            Connection, or None if there is no file and nothing is written.
+
+        Raises:
+            OSError: the file cannot be read or written, or is not of this library.
+        """
+        with self._using:
+            try:
+                if self._connection is None and (write or self.path.exists()):
+                    self._connection = _open(self.path)
+                if self._connection is None or self._connection.in_transaction:
+                    yield self._connection
+                    return
+                with self._connection:
+                    self._connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+                    yield self._connection
+            except sqlite3.Error as error:
+                number = next((number for text, number in _ERRORS.items() if text in str(error)), errno.EIO)
+                raise OSError(number, str(error), str(self.path)) from error
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Open a file of this library, or an empty or new one. Raises OSError for files of others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    try:
+        application, num_tables = (
+            connection.execute(query).fetchone()[0]
+            for query in ("PRAGMA application_id", "SELECT count(*) FROM sqlite_master")
+        )
+        if application != _APPLICATION:
+            if application or num_tables:
+                raise FileExistsError(errno.EEXIST, "it is another program's file; choose another name", str(path))
+            connection.execute("PRAGMA auto_vacuum = FULL")  # what is deleted makes the file smaller
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("CREATE TABLE IF NOT EXISTS parts (key TEXT PRIMARY KEY, content BLOB NOT NULL)")
+            connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+            connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection

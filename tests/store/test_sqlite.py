@@ -1,0 +1,119 @@
+"""The backend that keeps a store's objects in one SQLite file. Its contract is tested with that of all backends."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.store.backends import open_remote
+
+NAME, CONTENT = "segments/" + "a" * 32 + ".kv", bytes(range(256)) * 20_000  # of several parts
+
+WRITES_AND_DIES = """
+import os, sys
+from hf_tiered_cache.store.remotes.sqlite import SQLiteBackend
+class Dying(SQLiteBackend):
+    def set_value(self, key, content, replace):
+        if "#" not in key:  # the parts are written
+            os._exit(7)
+        return super().set_value(key, content, replace)
+Dying(sys.argv[1]).put_object("segments/b.kv", bytes(4 << 20), False)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "folder" / "prompts.db"
+
+
+def content_of(remote, name=NAME):
+    stored = remote.find_object(name)
+    return None if stored is None else remote.get_object(name, stored.version, 0, stored.size)
+
+
+def test_all_objects_are_in_one_file(path):
+    with_file = open_remote(f"sqlite://{path}")
+    assert not path.exists()  # nothing is created to read
+    assert with_file.list_objects("segments") == {}
+    with_file.put_object(NAME, CONTENT, replace=False)
+    with_file.close()
+    assert os.listdir(path.parent) == [path.name]
+    assert content_of(open_remote(f"sqlite://{path}")) == CONTENT
+
+
+def test_the_address_may_be_relative(path, monkeypatch):
+    monkeypatch.chdir(path.parent.parent)
+    open_remote("sqlite://folder/prompts.db").put_object(NAME, CONTENT, replace=False)
+    assert path.exists()
+
+
+def test_a_deleted_object_makes_the_file_smaller(path):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=False)
+    before = path.stat().st_size
+    assert remote.delete_object(NAME)
+    assert path.stat().st_size < before - len(CONTENT) // 2
+
+
+@pytest.mark.parametrize("kind", ["text", "database", "folder"])
+def test_what_is_no_file_of_the_library_is_refused_and_left_alone(path, kind):
+    path.parent.mkdir()
+    if kind == "text":
+        path.write_text("notes of mine, long enough to be no empty file\n" * 100)
+    elif kind == "database":
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE parts (key TEXT, content BLOB)")
+        connection.close()
+    else:
+        path.mkdir()
+    before = None if kind == "folder" else path.read_bytes()
+    with pytest.raises(ConfigError, match=f"sqlite://{path} cannot be used"):
+        open_remote(f"sqlite://{path}")
+    assert before is None or path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("address", ["sqlite://", "sqlite:///", "sqlite:///a.db?mode=ro"])
+def test_an_address_without_a_file_is_refused(address):
+    with pytest.raises(ConfigError, match="is not the address of a file"):
+        open_remote(address)
+
+
+def test_a_process_killed_while_writing_leaves_nothing(path):
+    open_remote(f"sqlite://{path}").put_object(NAME, CONTENT, replace=False)
+    before = path.stat().st_size
+    assert subprocess.run([sys.executable, "-c", WRITES_AND_DIES, f"sqlite://{path}"], check=False).returncode == 7
+    remote = open_remote(f"sqlite://{path}")
+    assert list(remote.list_objects("segments")) == [NAME.removeprefix("segments/")]
+    assert content_of(remote) == CONTENT
+    assert path.stat().st_size == before
+
+
+def test_a_file_that_another_process_writes_to_is_an_error_after_a_while(path, monkeypatch):
+    monkeypatch.setattr("hf_tiered_cache.store.remotes.sqlite._BUSY_SECONDS", 0.05)
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=False)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(OSError, match="locked"):
+        remote.put_object(NAME, b"", replace=True)
+    other.execute("COMMIT")
+    other.close()
+    assert content_of(remote) == CONTENT
+
+
+def test_a_full_disk_is_an_error_and_loses_nothing(path):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=False)
+    (pages,) = remote._connection.execute("PRAGMA page_count").fetchone()
+    remote._connection.execute(f"PRAGMA max_page_count = {pages + 10}")
+    with pytest.raises(OSError, match="full") as error:
+        remote.put_object("segments/b.kv", CONTENT, replace=False)
+    assert error.value.errno == 28
+    assert content_of(remote) == CONTENT
+    assert remote.find_object("segments/b.kv") is None
