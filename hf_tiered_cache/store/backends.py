@@ -41,6 +41,7 @@ _MOONCAKE = "'hf-tiered-cache[mooncake]', or mooncake-transfer-engine-non-cuda o
 _BUILT_IN = {
     **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _OBJECT_STORE),
     **dict.fromkeys(("redis", "rediss"), _in_module("redis", "RedisBackend", "redis", "'hf-tiered-cache[redis]'")),
+    "hf": _in_module("hub", "HubBackend", "huggingface_hub", "huggingface_hub"),
     "sqlite": _in_module("sqlite", "SQLiteBackend", "sqlite3", "a Python with sqlite3"),
     "mooncake": _in_module("mooncake", "MooncakeBackend", "mooncake-transfer-engine", _MOONCAKE),
 }
