@@ -637,11 +637,23 @@ def on_gpu(out, *options):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_on_gpu_whole_on_the_cpu(tmp_path):
+def without(tmp_path, monkeypatch, *packages):
+    """Hide packages from the processes that are started."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    for name in packages:
+        (hidden / f"{name}.py").write_text(f"raise ModuleNotFoundError('gone', name={name!r})")
+    monkeypatch.setenv("PYTHONPATH", str(hidden))
+
+
+def test_on_gpu_whole_on_the_cpu_without_what_only_prints(tmp_path, monkeypatch):
     from lib import gpu_run
 
+    without(tmp_path, monkeypatch, "pydantic", "typer", "rich", "humanize", "kvikio")
     output, _ = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--seconds", "250").communicate()
+    assert "Traceback" not in output, output
     rows = gpu_run.read_rows(tmp_path / "out")
+    assert (rows[0]["stage"], rows[0]["what"]) == ("run", "asked")
     log = (tmp_path / "out" / gpu_run.LOG).read_text()
     assert {row["stage"] for row in rows if row["what"] == "done"} == {
         "probe", "tests", "prefix tiny", "decode", "syncs", "trace", "selective", "kvikio", "passages"
@@ -687,32 +699,14 @@ def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
     assert not work.exists()  # the next run removes what this one left
 
 
-def on_gpu_without(tmp_path, monkeypatch, packages, *options):
-    """Return the rows of a run without these packages."""
+def test_on_gpu_without_a_dependency_probes_the_machine(tmp_path, monkeypatch):
     from lib import gpu_run
 
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    for name in packages:
-        (hidden / f"{name}.py").write_text(f"raise ModuleNotFoundError('gone', name={name!r})")
-    monkeypatch.setenv("PYTHONPATH", str(hidden))
-    running = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--prefixes", "64", *options)
+    without(tmp_path, monkeypatch, "xxhash")
+    running = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--prefixes", "64", "--stages", "probe,prefix,decode")
     output, _ = running.communicate()
     assert running.returncode == 0 and "Traceback" not in output, output
-    return gpu_run.read_rows(tmp_path / "out")
-
-
-def test_on_gpu_measures_without_what_only_prints(tmp_path, monkeypatch):
-    packages = ("pydantic", "typer", "rich", "humanize", "kvikio")
-    rows = on_gpu_without(tmp_path, monkeypatch, packages, "--stages", "probe,prefix,selective,passages,syncs")
-    assert (rows[0]["stage"], rows[0]["what"]) == ("run", "asked")
-    assert not [row for row in rows if "not installed" in row.get("skipped", "")]
-    done = {row["stage"] for row in rows if row["what"] == "done"}
-    assert done == {"probe", "prefix tiny", "selective", "passages", "syncs"}
-
-
-def test_on_gpu_without_a_dependency_probes_the_machine(tmp_path, monkeypatch):
-    rows = on_gpu_without(tmp_path, monkeypatch, ["xxhash"], "--stages", "probe,prefix,decode")
+    rows = gpu_run.read_rows(tmp_path / "out")
     assert {row["stage"] for row in rows if row["what"] == "done"} == {"probe"}
     skipped = {row["stage"]: row["skipped"] for row in rows if row["what"] == "the rest"}
     assert skipped == dict.fromkeys(("prefix tiny", "decode"), "xxhash is not installed")

@@ -44,7 +44,7 @@ def run(*arguments):
 @pytest.fixture(scope="module")
 def finished(saved, folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "results"
-    common = ("--model", saved, "--data", folder, "--limit", 4, "--out", out, "--prefix-tokens", 500, "--device", "cpu")
+    common = ("--model", saved, "--data", folder, "--limit", 2, "--out", out, "--prefix-tokens", 500, "--device", "cpu")
     common += ("--max-new-tokens", 24)  # answers of a model that never ends have up to 512 tokens
     result = run("--tasks", TASKS_RUN, *common)
     assert result.exit_code == 0, result.output
@@ -80,7 +80,7 @@ def test_a_run_says_what_it_was(finished, saved):
     assert config["variants"] == ["full", "exact"]
     assert json.loads((out / "versions.json").read_text())["transformers"]
     metrics = json.loads((out / "sst2" / "exact" / "metrics.json").read_text())
-    assert metrics["examples"] == 4
+    assert metrics["examples"] == 2
     assert metrics["score"]["low"] <= metrics["score"]["mean"] <= metrics["score"]["high"]
     assert metrics["restored"]["mean"] > 100
 
@@ -129,7 +129,7 @@ def test_an_interrupted_run_goes_on(finished, tmp_path):
     path = out / "sst2" / "exact" / "predictions.jsonl"
     whole = path.read_text()
     cut = whole.splitlines(keepends=True)
-    path.write_text("".join(cut[:2]) + cut[2][:30])  # ended in the middle of a line
+    path.write_text(cut[0] + cut[1][:30])  # ended in the middle of a line
     kept = (out / "rte" / "exact" / "predictions.jsonl").stat().st_mtime_ns
     arguments = [out if argument == before else argument for argument in common]
     result = run("--tasks", "sst2,rte", *arguments)
@@ -334,6 +334,9 @@ def test_the_report_draws_every_task(finished, tmp_path):
     before, _ = finished
     out = tmp_path / "results"
     shutil.copytree(before, out)
+    for folder in [path for path in out.iterdir() if path.is_dir()]:
+        if folder.name not in {"sst2", "samsum", "reference_fact"}:  # each plot takes a second
+            shutil.rmtree(folder)
     for share, score in ((0.1, 20.0), (0.5, 60.0)):  # as a method with budgets would leave them
         folder = out / "sst2" / f"some@{share}"
         folder.mkdir()
