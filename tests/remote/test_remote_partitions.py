@@ -37,11 +37,11 @@ def place(server, monkeypatch):
     with proxied(started.port) as proxy:
         name = f"bucket{proxy.port}"
         if kind == "redis":
-            monkeypatch.setattr("hf_tiered_cache.store.remotes.redis._SECONDS", 1.0)
+            monkeypatch.setattr("hf_tiered_cache.store.backends.redis._SECONDS", 1.0)
             yield f"redis://127.0.0.1:{proxy.port}/0/{name}", proxy
         else:
             timeouts = {"connect_timeout": "1s", "timeout": "1s"}
-            monkeypatch.setattr("hf_tiered_cache.store.remotes.object_store._CLIENT", timeouts)
+            monkeypatch.setattr("hf_tiered_cache.store.backends.object_store._CLIENT", timeouts)
             make_bucket(started, name)
             for variable, value in s3_environment(started).items():
                 monkeypatch.setenv(variable, value)
