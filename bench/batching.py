@@ -157,6 +157,7 @@ that decodes during the run: while prompts wait for their first token, and other
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = parser_of(__doc__)
     add_model_arguments(parser, layers=4)
     parser.add_argument("--requests", type=int, default=16, help="number of requests per run")

@@ -88,7 +88,6 @@ class KVStore:
         policy: eviction policy of blocks in memory: "lru", "lfu", or, for methods that select tokens, "attention" or
             "importance". Each method names the policy it was published with: `policy=method.policy`.
         ttl: lifetime of a segment in seconds, or None for no limit.
-        watermarks: shares of the quota, `(low, high)`. Eviction starts above `high` and continues down to `low`.
         free_space_floor: size of the free space that is always left on the file system.
         queue_memory: size of the KV that may wait to be written before a request waits for the disk. KV of a cache that
             is garbage-collected cannot wait: if there is no room, it is not stored, and this is counted.
@@ -130,7 +129,6 @@ class KVStore:
         engine: str | Engine = "auto",
         policy: str = DEFAULT_POLICY,
         ttl: float | None = None,
-        watermarks: tuple[float, float] = (0.85, 0.95),
         free_space_floor: int | str = "256MiB",
         queue_memory: int | str = "2GiB",
         queue_device_memory: int | str = "1GiB",
@@ -151,10 +149,8 @@ class KVStore:
             raise ConfigError("the salt is empty; omit it, or pass a secret")
         if remote_write not in WRITES:
             raise ConfigError(unknown_name("remote_write", remote_write, WRITES))
-        low, high = watermarks
-        floor = parse_bytes(free_space_floor, "free_space_floor")
         quota = None if disk_quota is None else parse_bytes(disk_quota, "disk_quota")
-        limits = Limits(quota, high, low, floor)
+        limits = Limits(quota, floor=parse_bytes(free_space_floor, "free_space_floor"))
         queue_bytes = parse_bytes(queue_memory, "queue_memory")
         queue_device_bytes = parse_bytes(queue_device_memory, "queue_device_memory")
         self.ttl = ttl

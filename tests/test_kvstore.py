@@ -57,7 +57,6 @@ def restored(model, store, ids=None):
         ({"policy": "fifo"}, ConfigError, "lru, lfu"),
         ({"disk_quota": "lots"}, ConfigError, "disk_quota"),
         ({"ttl": 0}, ConfigError, "ttl"),
-        ({"watermarks": (0.9, 0.5)}, ConfigError, "watermarks"),
         ({"free_space_floor": -1}, ConfigError, "free_space_floor"),
     ],
 )

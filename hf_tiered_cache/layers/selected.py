@@ -49,8 +49,7 @@ class SelectedSource(DenseSource):
         """Largest left padding of a row at the selection, in positions; the mask may begin after it."""
         self.decode_selector = None
         self._rows: Sequence[Any] = []  # last selection of each row
-        self._pre_rope: PreRopeKV | None = None  # of the current pass
-        self._deferred: tuple[PreRopeKV, torch.Tensor] | None = None  # until `attend` selects
+        self._appended: tuple[PreRopeKV, torch.Tensor] | None = None  # with the rotated keys, until `attend`
 
     @property
     def _num_selected(self) -> int:
@@ -61,13 +60,12 @@ class SelectedSource(DenseSource):
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DenseSource`."""
-        self._pre_rope, restoring = pre_rope, self._pass
+        self._appended, restoring = (pre_rope, keys), self._pass
         if restoring is None or not isinstance(restoring.plan, BudgetPlan):
             return super().append(kind, pre_rope, keys, values)
         check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
         if pre_rope.rotated == "value":
             raise restoring.cannot_select()
-        self._deferred = pre_rope, keys
         return keys, values
 
     def begin_pass(self, restoring: RestoringPass) -> None:
@@ -79,27 +77,22 @@ class SelectedSource(DenseSource):
         self._skipped = plan.restored_until if plan.streams_all else plan.num_skipped
         return None
 
-    def end_pass(self) -> None:
-        """See `DenseSource`."""
-        super().end_pass()
-        self._pre_rope = self._deferred = None
-
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
         """See `DenseSource`."""
         restoring, (query, keys, values, _, scaling) = self._pass, call
+        appended, self._appended = self._appended, None
         if restoring is None:
-            if self.decode_selector is not None and self._pre_rope is not None:
-                self._reselect(self.decode_selector, self._pre_rope, forward_pass, query, scaling)
+            if self.decode_selector is not None and appended is not None:
+                self._reselect(self.decode_selector, appended[0], forward_pass, query, scaling)
             if not self.unused:
                 return call
             return call._replace(mask=forward_pass.mask_without(call, self.unused, keys.shape[2]))
         plan = restoring.plan
         if not isinstance(plan, BudgetPlan):
             return call
-        if self._deferred is None or self._deferred[1] is not keys:
+        if appended is None or appended[1] is not keys:
             raise restoring.cannot_select()
-        (pre_rope, _), self._deferred = self._deferred, None
-        selection, rotate_ = restoring.selection, _rotation(restoring, pre_rope)
+        selection, rotate_ = restoring.selection, _rotation(restoring, appended[0])
         output: torch.Tensor | None = None
         if restoring.streamed is not None:
             all_keys_to_index = selection.keys_to_index(self.index, keys) if selection is not None else ()
@@ -141,13 +134,14 @@ class SelectedSource(DenseSource):
         skipped = plan.num_positions - most
         self.spared = skipped - plan.num_skipped
         self.padding = max(pads)
+        empty = [most - count for count in entries]
+        own_entries = by_row(plan.groups, [most - own for own in plan.own_tokens])
+        empty_entries = tuple(by_row(plan.groups, empty))
         all_keys, all_values = self.extend(keys, values, plan.num_positions, skipped)
         self._announced()
         for target, computed in ((all_keys, keys), (all_values, values)):
             target[:, :, most - keys.shape[2] :] = computed
-        self._own = by_row(plan.groups, [most - own for own in plan.own_tokens])
-        empty = [most - count for count in entries]
-        self._empty = tuple(by_row(plan.groups, empty))
+        self._own, self._empty = own_entries, empty_entries
         # the model's mask hides padding, and what a row with all of its tokens lacks is padding
         self.unused = () if empty == [max(0, pad - skipped) for pad in pads] else self._empty
         return all_keys, all_values

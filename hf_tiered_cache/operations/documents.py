@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
         passage_names = {name for record in records for name in record.passages}
         kept_ids = [row.id for row in rows_of(storage, passage_names)]
         storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
-        documents.write(records, _no_reservation)
+        documents.write(records)
         return _delete_replaced(storage, [record for record in records if record.leaving])
 
 
@@ -124,11 +123,5 @@ def _delete_replaced(storage: Storage, records: Sequence[DocumentRecord]) -> int
         storage.disk.warn("documents", f"replaced passages of documents could not be deleted yet: {error}")
         return 0
     removed = storage.remove(row.id for row in rows_of(storage, unshared_names))
-    storage.documents.write([replace(record, leaving=()) for record in records], _no_reservation)
+    storage.documents.write([replace(record, leaving=()) for record in records])
     return removed
-
-
-@contextmanager
-def _no_reservation(nbytes: int) -> Iterator[None]:
-    """Yield without reserving space, because the caller has reserved it, or the record becomes smaller."""
-    yield

@@ -162,8 +162,7 @@ class Fetcher:
             try:
                 self._wait(handle)
             except Exception as error:
-                reader = handle.failed or handle.fetched[0].request.reader
-                raise restore_error(self.collector, reader, error) from error
+                raise self._failure(handle, error) from error
         for unit in units:
             self._ahead.pop(unit, None)
             unit.blocks = Blocks.join([part for fetched in unit.fetched for part in fetched.parts])
@@ -176,6 +175,9 @@ class Fetcher:
                 handle.wait()
         if not handle.is_confirmed:
             self._unconfirmed[handle] = None
+
+    def _failure(self, handle: BlockHandle, error: Exception) -> RestoreError:
+        return restore_error(self.collector, handle.failed or handle.fetched[0].request.reader, error)
 
     def confirm(self) -> None:
         """Wait until all blocks waited for so far are verified.
@@ -190,8 +192,7 @@ class Fetcher:
             try:
                 handle.confirm()
             except Exception as error:
-                reader = handle.failed or handle.fetched[0].request.reader
-                raise restore_error(self.collector, reader, error) from error
+                raise self._failure(handle, error) from error
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
         """Record the I/O of `units` and what it was used for, and release their blocks."""

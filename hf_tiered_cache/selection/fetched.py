@@ -7,7 +7,7 @@ and cancels fetches, and `UnitTable` does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -95,26 +95,27 @@ class RowTokens:
             return list(self.tokens)
         return [tokens[:count] for tokens, count in zip(self.tokens, self.counts, strict=True)]
 
-    def in_group(self, piece: SegmentSlice, block_group: BlockGroup) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield what a segment slice and KV cache group hold of each set.
+    def in_groups(
+        self, piece: SegmentSlice, block_groups: Sequence[BlockGroup]
+    ) -> list[list[tuple[int, int, np.ndarray]]]:
+        """Return what a segment slice and each of some KV cache groups hold of each set.
 
-        Yields:
-            Head of the set, or -1 for the single set of all heads; index of the first held token in the set; and the
-                held tokens, counted in the segment.
+        Returns:
+            For each group and set: head of the set, or -1 for the single set of all heads; index of the first held
+                token in the set; and the held tokens, counted in the segment.
         """
         if len(self.sets) == 1:
-            yield -1, *_inside(piece, self.sets[0])
-            return
-        heads = heads_of(block_group)
-        for head in range(heads.start, min(len(self.sets), heads.stop)):
-            yield head, *_inside(piece, self.sets[head])
+            return [[(-1, *_inside(piece, self.sets[0]))]] * len(block_groups)
+        heads = [range(len(self.sets))[_heads_of(block_group)] for block_group in block_groups]
+        return [[(head, *_inside(piece, self.sets[head])) for head in group_heads] for group_heads in heads]
 
     def chunks(self, layers: Collection[int]) -> list[tuple[SegmentReader, BlockGroup, np.ndarray]]:
         """Return segments, KV cache groups, and their chunks that hold these tokens for some layers, ascending."""
         chunks = []
         for piece in self.row.pieces:
-            for block_group in restoring_groups(piece.reader.shape, layers):
-                token_sets = [inside for _, _, inside in self.in_group(piece, block_group)]
+            block_groups = restoring_groups(piece.reader.shape, layers)
+            for block_group, held_sets in zip(block_groups, self.in_groups(piece, block_groups), strict=True):
+                token_sets = [inside for _, _, inside in held_sets]
                 tokens = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
                 if len(tokens):
                     chunks.append((piece.reader, block_group, piece.reader.shape.chunks_of(block_group, tokens)))
@@ -222,8 +223,9 @@ class UnitTable:
         first_of_set = np.cumsum(counts) - counts
         sources: list[tuple[FetchUnit, np.ndarray, np.ndarray]] = []
         for piece in tokens.row.pieces:
-            for block_group in restoring_groups(piece.reader.shape, (layer,)):
-                for head, first, inside in tokens.in_group(piece, block_group):
+            block_groups = restoring_groups(piece.reader.shape, (layer,))
+            for block_group, held_sets in zip(block_groups, tokens.in_groups(piece, block_groups), strict=True):
+                for head, first, inside in held_sets:
                     if not len(inside):
                         continue
                     if (first | int(inside[0]) | len(inside)) % size or not holds_chunks(
@@ -280,9 +282,14 @@ def _gather_key(tokens: RowTokens, unit: FetchUnit) -> Hashable:
 
 def _gather_of(tokens: RowTokens, units: Sequence[FetchUnit]) -> Gather:
     """Return the gather of the tokens that units of one key hold."""
-    gather = Gather(units[0].reader.shape, units[0].block_group)
     pieces = [(unit, piece) for unit in units for piece in tokens.row.pieces if piece.reader is unit.reader]
-    token_sets = [(unit, *part) for unit, piece in pieces for part in tokens.in_group(piece, unit.block_group)]
+    token_sets = [
+        (unit, *held_set)
+        for unit, piece in pieces
+        for held_sets in tokens.in_groups(piece, [unit.block_group])
+        for held_set in held_sets
+    ]
+    gather = Gather(units[0].reader.shape, units[0].block_group)
     for unit, head, first, inside in token_sets:
         positions = np.arange(first, first + len(inside))
         gather.add(unit.reader.shape, unit.blocks, inside, positions, head, unit.block_group)
@@ -299,10 +306,10 @@ def _inside(piece: SegmentSlice, tokens: np.ndarray) -> tuple[int, np.ndarray]:
     return int(low), tokens[low:high] - piece.at + piece.first
 
 
-def heads_of(block_group: BlockGroup) -> range:
+def _heads_of(block_group: BlockGroup) -> slice:
     """Return the kv heads of a KV cache group."""
     parts = block_group.parts
-    return range(min(part.first_head for part in parts), max(part.first_head + part.heads for part in parts))
+    return slice(min(part.first_head for part in parts), max(part.first_head + part.heads for part in parts))
 
 
 def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[BlockGroup]:
@@ -372,12 +379,11 @@ def attention_of(
     attention: list[Attention] = []
     for piece in selected.row.pieces:
         reader, shape, stop = piece.reader, piece.reader.shape, piece.first + piece.count
-        piece_mass = mass[:, piece.at : piece.stop]
+        piece_mass = mass[:, piece.at : piece.at + piece.count]
         scanned = {group for scanned_reader, group in scanned_groups if scanned_reader is reader}
-        for block_group in restoring_groups(shape, layers):
-            if block_group.index in scanned:
-                continue
-            heads, _, sets = zip(*selected.in_group(piece, block_group), strict=True)
+        block_groups = [group for group in restoring_groups(shape, layers) if group.index not in scanned]
+        for block_group, held_sets in zip(block_groups, selected.in_groups(piece, block_groups), strict=True):
+            heads, _, sets = zip(*held_sets, strict=True)
             tokens, counts = np.unique(np.concatenate(sets), return_counts=True)
             if not len(tokens):
                 continue

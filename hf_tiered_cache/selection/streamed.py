@@ -79,24 +79,13 @@ def attention(
     heads, kv_heads, count = query.shape[1], keys.shape[1], query.shape[2]
     if mask is None and not causal and heads != kv_heads:  # fold the query heads of a group into its kv head
         grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [batch, kv_heads, group * n, dim]
-        partial = _attention(grouped, keys, values, scaling, None, False)
+        partial = attention(grouped, keys, values, scaling)
         return Partial(
             partial.output.unflatten(2, (-1, count)).flatten(1, 2),
             partial.log_total.unflatten(2, (-1, count)).flatten(1, 2),
         )
     if heads != kv_heads:
         keys, values = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (keys, values))
-    return _attention(query, keys, values, scaling, mask, causal)
-
-
-def _attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    mask: torch.Tensor | None,
-    causal: bool,
-) -> Partial:
     kernels = torch.ops.aten
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

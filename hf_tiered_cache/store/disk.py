@@ -49,7 +49,7 @@ class SegmentStore(Space):
     Args:
         backend: the place; closed with the store.
         verify: whether to compare the checksum of every block that is read.
-        limits: quota, watermarks and free-space floor.
+        limits: limits of the disk space.
         counters: counts faults and traffic.
         cipher: encrypts the blocks, if the store has a key. Segments written with another key, or without one, are
             neither used nor changed.

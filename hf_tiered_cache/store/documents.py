@@ -125,13 +125,10 @@ class Documents(Records[DocumentRecord]):
             NewerFormatError: there is a record that this version cannot read. OSError: one cannot be read now.
         """
         keys, unused = {record.key for record in leaving}, set(names)
+        files: list[str] = []
         with suppress(FileNotFoundError):
-            self._spare(keys, unused)
-        return unused
-
-    def _spare(self, keys: Collection[tuple[str, ...]], unused: set[str]) -> None:
-        """Remove from `unused` the passages of all records except those with `keys`. Raises as `only_of`."""
-        for name in self.files.names(DOCUMENT) if unused else ():
+            files = self.files.names(DOCUMENT) if unused else []
+        for name in files:
             try:
                 record = self.load(name)
             except NewerFormatError:
@@ -140,6 +137,7 @@ class Documents(Records[DocumentRecord]):
                 continue
             if record.key not in keys:
                 unused.difference_update(record.passages)
+        return unused
 
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
         """Delete records that are damaged or have no stored passage left.

@@ -42,8 +42,6 @@ class Limits:
     floor: int = 256 << 20
 
     def __post_init__(self) -> None:
-        if not 0 < self.low <= self.high <= 1:
-            raise ConfigError(f"watermarks must satisfy 0 < low <= high <= 1, not low={self.low}, high={self.high}")
         if self.quota is not None and self.quota < 0:
             raise ConfigError(f"disk_quota must not be negative: {self.quota}")
 
@@ -67,7 +65,7 @@ class Limits:
         return needed, desired
 
     def overflow(self, used: int) -> int:
-        """Return the bytes to evict to get down to the low watermark; 0 if `used` is not above the high watermark."""
+        """Return the bytes to evict to get down to the share `low`; 0 if `used` is not above the share `high`."""
         over = self.quota is not None and used > self.quota * self.high
         return used - int(self.quota * self.low) if self.quota is not None and over else 0
 
@@ -95,7 +93,7 @@ class Space:
 
     Args:
         backend: place of the store.
-        limits: quota, watermarks and free-space floor.
+        limits: limits of the disk space.
         faults: counts and logs faults.
         cipher: encrypts sidecars, if the store has a key.
     """

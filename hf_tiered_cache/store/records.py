@@ -203,8 +203,12 @@ class Records(Generic[R]):
             names = self.files.names(self.record.kind)
         return [record for record in map(self._get, names) if record is not None]
 
-    def write(self, records: Sequence[R], room: Room) -> None:
+    def write(self, records: Sequence[R], room: Room | None = None) -> None:
         """Write records in place of the previous ones, each atomically, and durably.
+
+        Args:
+            records: records to write.
+            room: reserves the space of each record. None if the caller has reserved it, or no record becomes larger.
 
         Raises:
             OSError: a record cannot be written. Exceptions of `room` are passed on.

@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 from families import build, prompt
-from paged import alone, arriving, batched, finished, greedy, leaked, moved_to_host_memory, paging, running, settled
+from paged import (
+    alone,
+    arriving,
+    batched,
+    finished,
+    greedy,
+    leaked,
+    moved_to_host_memory,
+    paging,
+    running,
+    settled,
+    writes,
+)
 from reference import kv_of
 
 from hf_tiered_cache import KVStore, TieredCache, detach, reasons, tiered
@@ -198,13 +210,7 @@ def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch):
     ids = prompt(70)
     model.generate(ids, past_key_values=TieredCache(model, store), do_sample=False, max_new_tokens=2)
     store.flush()
-    written = {}
-    write = verbs.Engine.write
-    monkeypatch.setattr(
-        verbs.Engine,
-        "write",
-        lambda self, request, stop, kv: (written.update({stop: kv}), write(self, request, stop, kv)),
-    )
+    written = writes(monkeypatch)
     with tiered(model, store):
         batched(model, ids.tolist())
     assert list(written) == [64]

@@ -8,11 +8,10 @@ import pytest
 import torch
 import transformers
 from families import _COMMON, build, prompt
-from paged import alone, arriving, batched, finished, greedy, moved_to_host_memory, running, settled
+from paged import alone, arriving, batched, finished, greedy, moved_to_host_memory, running, settled, writes
 from reference import kv_of
 
 from hf_tiered_cache import KVStore, TieredCache, tiered
-from hf_tiered_cache.batching import engine as verbs
 from hf_tiered_cache.batching import tiers
 
 WINDOW = 40
@@ -137,15 +136,9 @@ def test_generate_and_the_engine_serve_each_other(model, root):
 @pytest.mark.parametrize("tokens", [30, 130])
 def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch, tokens):
     """Layers with full attention get the whole prefix, the others what the next token sees of it."""
-    ids, written = prompt(tokens, seed=tokens), {}
+    ids, written = prompt(tokens, seed=tokens), writes(monkeypatch)
     model.generate(ids, past_key_values=TieredCache(model, store), do_sample=False, max_new_tokens=2)
     store.flush()
-    write = verbs.Engine.write
-    monkeypatch.setattr(
-        verbs.Engine,
-        "write",
-        lambda self, request, stop, kv: (written.update({stop: kv}), write(self, request, stop, kv)),
-    )
     with tiered(model, store):
         batched(model, ids.tolist())
     ((stop, kv),) = written.items()

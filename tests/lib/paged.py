@@ -13,6 +13,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_tiered_cache import KVStore, tiered
+from hf_tiered_cache.batching.engine import Engine
 
 NEW_TOKENS = 8
 _PAGE_OPTION = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
@@ -121,3 +122,15 @@ def moved_to_host_memory(
             answers.append(arriving(manager, prompts, pause=0.0))
             assert settled(manager) == 0
     return answers
+
+
+def writes(monkeypatch: Any) -> dict[int, Any]:
+    """Return a dict that gets all KV restored to pages from now on, by the number of tokens up to its end."""
+    written, write = dict[int, Any](), Engine.write
+
+    def noting(self: Engine, request: Any, stop: int, kv: Any) -> None:
+        written[stop] = kv
+        write(self, request, stop, kv)
+
+    monkeypatch.setattr(Engine, "write", noting)
+    return written

@@ -45,7 +45,7 @@ def mooncake_server(folder: Path, *options: int) -> Iterator[Mooncake]:
 
 @pytest.fixture(scope="session")
 def place_of(tmp_path_factory):
-    """Function that returns the address of an empty place of a kind of remote, and runs its server."""
+    """Return a function that runs the server of a kind of remote, and returns the address of an empty place on it."""
     runs = {"redis": redis_server, "s3": s3_server, "mooncake": mooncake_server}
     started, missing = {}, {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:

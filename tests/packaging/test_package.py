@@ -25,7 +25,7 @@ for module in pkgutil.walk_packages(hf_tiered_cache.__path__, "hf_tiered_cache."
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as missing:  # the file of an engine imports its package, which is optional
-        if not module.name.startswith("hf_tiered_cache.store.remotes.") or missing.name.startswith("hf_tiered_cache"):
+        if not module.name.startswith("hf_tiered_cache.store.backends.") or missing.name.startswith("hf_tiered_cache"):
             raise
     print(module.name)
 """

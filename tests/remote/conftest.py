@@ -25,7 +25,7 @@ def pace(monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path):
-    """Function that opens a store in a folder of its own, as on another machine, and its connection to the remote."""
+    """Return a function that opens a store in a new folder, as on another machine, and its connection to the remote."""
     places, stores = {}, []
 
     def open_store(name, place="shared", capacity=None, **options):

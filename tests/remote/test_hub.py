@@ -21,7 +21,7 @@ from hf_tiered_cache.cli import app
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.remote.entries import ENTRY
 from hf_tiered_cache.store.backends import open_remote
-from hf_tiered_cache.store.remotes import hub
+from hf_tiered_cache.store.backends import hub
 
 IDS = prompt(100)
 REPO = "hf://datasets/me/corpus@v1/kv"

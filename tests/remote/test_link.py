@@ -10,7 +10,7 @@ from hf_tiered_cache.remote.link import Breaker, Estimate, Link
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands until it is set forward."""
+    """Stop the clock, and return a function that sets it forward."""
     now = [1000.0]
     monkeypatch.setattr(link.time, "monotonic", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)

@@ -329,7 +329,7 @@ def test_clients_are_imported_when_they_are_used():
 def test_a_missing_client_is_named(address, extra, tmp_path, monkeypatch):
     for name, module in (("obstore", "object_store"), ("redis", "redis"), ("mooncake.store", "mooncake")):
         monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.delitem(sys.modules, f"hf_tiered_cache.store.remotes.{module}", raising=False)
+        monkeypatch.delitem(sys.modules, f"hf_tiered_cache.store.backends.{module}", raising=False)
     with pytest.raises(ConfigError, match=rf"hf-tiered-cache\[{extra}\]"):
         KVStore(tmp_path / "store", remote=address)
 

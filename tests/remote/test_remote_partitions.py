@@ -24,7 +24,7 @@ _REQUESTS = 7
 
 @pytest.fixture(scope="module", params=["redis", "s3"])
 def server(request, tmp_path_factory):
-    """A kind of server, and the server."""
+    """Run a server of each kind, and return the kind and the server."""
     run = {"redis": redis_server, "s3": s3_server}[request.param]
     with run(tmp_path_factory.mktemp(request.param)) as started:
         yield request.param, started
@@ -32,16 +32,16 @@ def server(request, tmp_path_factory):
 
 @pytest.fixture
 def place(server, monkeypatch):
-    """The address of an empty place on a server, and the proxy in front of it."""
+    """Return the address of an empty place on a server, and the proxy before it."""
     kind, started = server
     with proxied(started.port) as proxy:
         name = f"bucket{proxy.port}"
         if kind == "redis":
-            monkeypatch.setattr("hf_tiered_cache.store.remotes.redis._SECONDS", 1.0)
+            monkeypatch.setattr("hf_tiered_cache.store.backends.redis._SECONDS", 1.0)
             yield f"redis://127.0.0.1:{proxy.port}/0/{name}", proxy
         else:
             timeouts = {"connect_timeout": "1s", "timeout": "1s"}
-            monkeypatch.setattr("hf_tiered_cache.store.remotes.object_store._CLIENT", timeouts)
+            monkeypatch.setattr("hf_tiered_cache.store.backends.object_store._CLIENT", timeouts)
             make_bucket(started, name)
             for variable, value in s3_environment(started).items():
                 monkeypatch.setenv(variable, value)

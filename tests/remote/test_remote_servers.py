@@ -23,7 +23,7 @@ from hf_tiered_cache.store.backends import open_remote
 def cut_objects(monkeypatch, nbytes):
     """Let objects of a server of values have parts of so many bytes."""
     for name in ("first_bytes", "part_bytes"):
-        monkeypatch.setattr(f"hf_tiered_cache.store.remotes.values.ValueBackend.{name}", nbytes)
+        monkeypatch.setattr(f"hf_tiered_cache.store.backends.values.ValueBackend.{name}", nbytes)
 
 
 def test_a_redis_server_that_is_killed_stopped_and_full(model, tmp_path, pace, monkeypatch):
@@ -132,7 +132,7 @@ def test_a_full_redis_server_keeps_no_parts_of_what_did_not_fit(tmp_path):
 
 
 def test_a_redis_server_that_does_not_answer_is_given_up_after_one_timeout(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_tiered_cache.store.remotes.redis._SECONDS", 0.3)
+    monkeypatch.setattr("hf_tiered_cache.store.backends.redis._SECONDS", 0.3)
     with redis_server(tmp_path) as server:
         remote = open_remote(f"redis://127.0.0.1:{server.port}")
         assert remote.find_object("segments/a.kv") is None

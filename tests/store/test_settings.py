@@ -81,7 +81,7 @@ def test_every_setting_is_an_argument_and_reads_its_own_default():
     for name, (read, _) in SETTINGS.items():
         default = parameters[name].default
         assert default is None or read(default) == default, name
-    left_out = {"self", "path", "backend", "key", "salt", "watermarks"}
+    left_out = {"self", "path", "backend", "key", "salt"}
     assert {name for name in parameters if name not in left_out} == set(SETTINGS)
 
 

@@ -16,7 +16,7 @@ NAME, CONTENT = "segments/" + "a" * 32 + ".kv", bytes(range(256)) * 20_000  # of
 
 WRITES_AND_DIES = """
 import os, sys
-from hf_tiered_cache.store.remotes.sqlite import SQLiteBackend
+from hf_tiered_cache.store.backends.sqlite import SQLiteBackend
 class Dying(SQLiteBackend):
     def set_value(self, key, content, replace):
         if "#" not in key:  # the parts are written
@@ -95,7 +95,7 @@ def test_a_process_killed_while_writing_leaves_nothing(path):
 
 
 def test_a_file_that_another_process_writes_to_is_an_error_after_a_while(path, monkeypatch):
-    monkeypatch.setattr("hf_tiered_cache.store.remotes.sqlite._BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("hf_tiered_cache.store.backends.sqlite._BUSY_SECONDS", 0.05)
     remote = open_remote(f"sqlite://{path}")
     remote.put_object(NAME, CONTENT, replace=False)
     other = sqlite3.connect(path, isolation_level=None)

@@ -1,4 +1,7 @@
-"""Backends by name: a folder, or a place that an address such as `s3://bucket/prefix` names."""
+"""Backends by name: a folder, or a place that an address such as `s3://bucket/prefix` names.
+
+Each client library has one module, which is imported when an address names it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from collections.abc import Callable
 from importlib import import_module
 from urllib.parse import urlsplit
 
-from ..errors import ConfigError, with_type
-from ..plugins import Registry
-from .backend import SegmentBackend
-from .engines import Engine, open_engine
-from .folder import FolderBackend
-from .objects import ObjectBackend
-from .settings import folder_of, scheme_of, without_secrets
+from ...errors import ConfigError, with_type
+from ...plugins import Registry
+from ..backend import SegmentBackend
+from ..engines import Engine, open_engine
+from ..folder import FolderBackend
+from ..objects import ObjectBackend
+from ..settings import folder_of, scheme_of, without_secrets
 
 Opener = Callable[[str], SegmentBackend]
 """Function that opens the place at an address. Raises ConfigError or StoreError if there can be none."""
@@ -27,7 +30,7 @@ def _in_module(module: str, name: str, package: str, advice: str) -> Opener:
 
     def open_place(address: str) -> SegmentBackend:
         try:
-            opener: Opener = getattr(import_module(f".remotes.{module}", __package__), name)
+            opener: Opener = getattr(import_module(f".{module}", __name__), name)
         except ImportError as error:
             scheme = scheme_of(address)
             raise ConfigError(f"{scheme}:// requires the package {package} ({error}); pip install {advice}") from error
