@@ -248,8 +248,8 @@ def main() -> None:
     )
     parser.add_argument("--suffix", type=int, default=32, help="number of tokens after each prefix")
     add_rates(parser, [5, 20, 100, 0])
-    parser.add_argument("--repeats", type=int, default=3, help="number of measured turns, after one of warm-up")
-    parser.add_argument("--long-repeats", type=int, default=2, help=f"the same for more than {LONG} tokens, no warm-up")
+    parser.add_argument("--repeats", type=int, default=2, help="number of measured turns, after one of warm-up")
+    parser.add_argument("--long-repeats", type=int, default=1, help=f"the same for more than {LONG} tokens, no warm-up")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(arguments, Path(folder))
