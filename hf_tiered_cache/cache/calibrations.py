@@ -63,7 +63,7 @@ class PrefixCosts:
         restore: seconds to restore a token, by tier name.
         load: seconds of `restore` in which reading keeps the tier busy, by tier name, where measured.
         overhead: seconds of a pass without a prefix, which are not part of `compute` and `restore`.
-        growth: increase of `compute` per token of the prefix, from measurements at several lengths.
+        growth: increase of `compute` per token of the prefix: n tokens take n (compute + growth (n - tokens)) seconds.
     """
 
     tokens: int
@@ -248,7 +248,8 @@ def prefix_costs(
     """Return the costs that `calibrate_prefix` measured, interpolated to `tokens` tokens, or None.
 
     They hold for this model, device, I/O engine and provenance (codec). Tiers that were not measured are left out.
-    Beyond the longest measured prefix, the compute cost grows linearly.
+    Beyond the longest measured prefix, the compute cost per token grows linearly, and restoring takes as long per
+    further token as between the two longest ones.
     """
     records = records_of(storage, _prefix_name(storage, fingerprint, device, provenance))
     if not records:
@@ -262,30 +263,37 @@ def prefix_costs(
             _between(tokens, {costs.tokens: getattr(costs, name) for costs in measured})
             for name in ("compute", "overhead")
         )
-        growth = _growth(measured)
+        longest = max(measured, key=lambda costs: costs.tokens)
+        growth = min(longest.growth, *(costs.compute / costs.tokens for costs in measured))  # no token costs below 0
     except (TypeError, AttributeError, ValueError):  # damaged
         return None
     if compute is None or overhead is None:
         return None
-    beyond = max(0, tokens - max(measurement.tokens for measurement in measured))
-    return PrefixCosts(tokens, compute + growth * beyond, restore, load, overhead, growth)
+    compute += growth * max(0, tokens - longest.tokens)
+    return PrefixCosts(tokens, compute, restore, load, overhead, growth)
 
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:
-    """Return each tier's value for a length, interpolated between the lengths at which it is known."""
+    """Return each tier's cost per token for a length, from the lengths at which it is known."""
     values: dict[str, dict[int, float]] = {}
     for length, costs in measured.items():
         for tier, cost in costs.items():
             values.setdefault(tier, {})[length] = cost
-    return {tier: value for tier, known in values.items() if (value := _between(tokens, known)) is not None}
+    return {tier: _restoring(tokens, known) for tier, known in values.items()}
 
 
-def _growth(measured: list[PrefixCosts]) -> float:
-    """Return the slope of the compute cost per token over the prefix length, by least squares; never negative."""
-    if len({costs.tokens for costs in measured}) < 2:
-        return 0.0
-    slope = float(np.polyfit([costs.tokens for costs in measured], [costs.compute for costs in measured], 1)[0])
-    return max(0.0, min(slope, *(costs.compute / costs.tokens for costs in measured)))
+def _restoring(tokens: int, measured: dict[int, float]) -> float:
+    """Return the cost per token to restore a prefix, interpolated between measured lengths.
+
+    A request has costs that do not depend on the length. Beyond the longest one, a token therefore costs as much as the
+    further tokens of the longest one, which are at least half of its cost per token.
+    """
+    *shorter, longest = sorted(measured)
+    if tokens <= longest or not shorter:
+        return float(_between(tokens, measured) or 0.0)
+    cost = measured[longest]
+    further = (longest * cost - shorter[-1] * measured[shorter[-1]]) / (longest - shorter[-1])
+    return (longest * cost + (tokens - longest) * min(max(further, cost / 2), cost)) / tokens
 
 
 def _between(tokens: int, measured: dict[int, float]) -> float | None:

@@ -29,7 +29,7 @@ from .conversation import Conversation
 from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
 from .fronts import ComputedFront
-from .observed import ObservedCosts, Pace, renew_costs, seconds_to_compute
+from .observed import LEAST_PACE_TOKENS, ObservedCosts, Pace, renew_costs, seconds_to_compute
 from .prefill import can_be_cut, in_pieces, store_piece
 from .recorder import Names, Recorder
 from .refine import RefiningForward
@@ -138,7 +138,7 @@ class Executor:
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
-        reason, replans = self._why_not_looked_for(request, sequence), REPLANS
+        reason, replans, before = self._why_not_looked_for(request, sequence), REPLANS, self._work_so_far()
         if not reason and isinstance(sequence.method, BudgetMethod) and can_be_cut(sequence, request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
@@ -160,6 +160,8 @@ class Executor:
             reason = ""
         self.store.note_uses()
         self._commit(cache, request, sequence, plan)
+        if plan is not None:
+            self._estimate_savings(sequence, request.base + plan.restored_until, before)
         if sequence.reports_passages:
             for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
                 self._explain_once(why)
@@ -604,6 +606,30 @@ class Executor:
             1e3 * stats.stall_seconds,
             reason and f"; {reason}",
         )
+
+    def _work_so_far(self) -> tuple[int, int, float, float]:
+        """Return the tokens restored and not computed, those computed, the seconds of restoring, and the time."""
+        stats, details = self.collector.stats, self.collector.stats.details
+        return (
+            stats.tokens_restored - stats.tokens_recomputed,
+            stats.tokens_computed + stats.tokens_recomputed,
+            details.match_seconds + details.assemble_seconds,
+            time.perf_counter(),
+        )
+
+    def _estimate_savings(self, sequence: SequenceState, stop: int, before: tuple[int, int, float, float]) -> None:
+        """Estimate `seconds_saved` of a prompt that was restored to position `stop`, from the work since `before`."""
+        restored, computed, restoring, took = (
+            now - then for now, then in zip(self._work_so_far(), before, strict=True)
+        )
+        if (seconds := sequence.seconds_to_compute(stop)) is not None:
+            per_token = seconds / stop
+        elif computed >= LEAST_PACE_TOKENS and self.attachment.model.device.type == "cpu":
+            per_token = (took - restoring) / computed
+        else:
+            return
+        if restored > 0:
+            self.collector.add(seconds_saved=restored * per_token - restoring)
 
     def _explain_once(self, reason: str) -> None:
         """Report a reason, unless it is empty or was reported for this cache before."""

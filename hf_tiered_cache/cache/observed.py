@@ -29,7 +29,7 @@ _MOST = 8.0
 """Maximum factor, and the inverse of the minimum."""
 _LEAST_READ = 1 << 20
 """Number of bytes read below which the latency of single reads may dominate."""
-_LEAST_TOKENS, _LEAST_PACE_TOKENS = 128, 64
+_LEAST_TOKENS, LEAST_PACE_TOKENS = 128, 64
 """Number of computed tokens below which the fixed costs of a pass may dominate, for corrections and for `Pace`."""
 
 
@@ -73,7 +73,7 @@ class Pace:
             return self._seconds.get(fingerprint)
 
     def _add(self, fingerprint: str, tokens: int, elapsed: Callable[[], float | None]) -> None:
-        if tokens >= _LEAST_PACE_TOKENS:
+        if tokens >= LEAST_PACE_TOKENS:
             with self._lock:
                 self._running = [*self._running[-15:], (fingerprint, tokens, elapsed)]
 
@@ -149,9 +149,9 @@ def renew_costs(storage: Storage, fingerprint: str, device: torch.device, observ
 def seconds_to_compute(
     storage: Storage, pace: Pace, fingerprint: str, device: torch.device, tokens: int
 ) -> float | None:
-    """Return the seconds to compute a prompt: by the calibrated costs, else by the observed pace, else None."""
+    """Return the seconds to compute a prompt: by the corrected calibration, else by the observed pace, else None."""
     costs = prefix_costs(storage, fingerprint, device, EXACT, tokens)
     if costs is not None:
-        return float(costs.computing(tokens))
+        return cost_factors(storage, fingerprint, device).compute * float(costs.computing(tokens))
     per_token = pace.per_token(fingerprint)
     return None if per_token is None else tokens * per_token

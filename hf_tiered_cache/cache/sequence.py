@@ -82,7 +82,8 @@ class SequenceState:
         self.history = recorder.history
         """History of the tokens."""
         self._segments, self._layers, self._selects = segments, layers, selects
-        self._seconds_to_compute = seconds_to_compute
+        self.seconds_to_compute = seconds_to_compute
+        """Function that returns the seconds to compute a number of tokens, or None if they are not known."""
         self.approximate = False
         """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
         self._new_ids: np.ndarray | None = None
@@ -117,7 +118,7 @@ class SequenceState:
                 method.positions_to_compute,
                 self._layers,
                 partial(
-                    self.store.match, usable=self._usable_hashes, asking=self.recorder, seconds=self._seconds_to_compute
+                    self.store.match, usable=self._usable_hashes, asking=self.recorder, seconds=self.seconds_to_compute
                 ),
                 find,
                 defer,

@@ -95,8 +95,8 @@ def calibrate(
     from memory. Exact(), the default method, then computes the first tokens of a stored prompt while it loads the
     others. It computes as many as give the shortest time to first token: none if the disk is fast, all if it is very
     slow. The KV computed during loading is exact up to the rounding of kernels, but not bit-for-bit equal to loaded KV.
-    Exact(recompute=0) computes all or nothing. Pass at least two lengths, including the longest one that you expect,
-    since they determine how computing time grows with length.
+    Exact(recompute=0) computes all or nothing. Pass several lengths, if possible up to the longest one that you
+    expect. For longer prefixes, costs are extrapolated.
 
     With --quality, the command measures the loss of budgeted methods on your own text: the KL divergence (in nats) of
     predictions from those with all KV, at six budgets, together with the bytes that are loaded. Afterwards,

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from ..kvstore import KVStore
-from ..stats import RemoteStats, StatsCollector, StoreStats, TierUse
+from ..stats import RemoteStats, RequestStats, StatsCollector, StoreStats, TierUse
 
 _CURRENT: dict[type, frozenset[str]] = {
     StoreStats: frozenset(
@@ -24,8 +24,9 @@ _CURRENT: dict[type, frozenset[str]] = {
     ),
     TierUse: frozenset(field.name for field in fields(TierUse)),
     RemoteStats: frozenset({"queued_writes"}),
+    RequestStats: frozenset({"seconds_saved"}),
 }
-"""Figures that say what is the case now (gauges), by their class. All others only grow (counters)."""
+"""Figures that can fall (gauges), by their class. All others only grow (counters)."""
 
 _MOST_REASONS = 100
 """Maximum number of reasons that are reported as labels: Prometheus keeps a series for each."""

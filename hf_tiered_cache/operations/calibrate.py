@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.calibrations import Calibration, PrefixCosts, keep, keep_prefix_costs, prefix_costs
 from ..cache.executor import CacheOptions
@@ -29,9 +30,17 @@ from .precompute import precompute
 
 _WIDTH = 0.02
 """Interval width at which the search for the ratio stops; timing noise hides finer differences."""
-_AUTO_TOKENS = (256, 1024)
-"""Lengths of the prefixes that a method measures by itself; two show the growth of the cost with the length."""
+_AUTO_TOKENS = (256, 1024, 4096)
+"""Lengths of the prefixes that a method measures by itself, unless that takes long; longer ones are more accurate."""
 _AUTO_SUFFIX = 32
+_AUTO_SECONDS = 8.0
+"""Expected seconds above which a method measures no longer prefix by itself."""
+_CHUNK, _CONTEXT = 256, 8192
+"""Numbers of tokens that are computed, and before them in the cache, to measure the growth of the compute cost."""
+_CONTEXT_BYTES = 512 << 20
+"""Maximum bytes of KV of this context."""
+_GROWTH_SECONDS = 3.0
+"""Seconds after which the growth is not measured again."""
 _FINALS = 3
 """Rounds that compare the best ratio with the lowest one."""
 
@@ -128,6 +137,7 @@ def calibrate_prefix(
     tokens: Sequence[int] = (512, 4096),
     suffix: int = 32,
     repeats: int = 3,
+    seconds: float = math.inf,
     progress: bool = True,
 ) -> list[PrefixCosts]:
     """Measure the cost per prefix token of computing and of restoring from disk and memory, and save it.
@@ -139,10 +149,11 @@ def calibrate_prefix(
     Args:
         storage: storage to measure, and to save the result in.
         model: causal LM.
-        tokens: prefix lengths to measure; costs are interpolated between them. The growth of the compute cost with the
-            length needs at least two.
+        tokens: prefix lengths to measure; costs are interpolated between them. For longer prefixes, the compute cost
+            grows as measured with a few tokens after a long context.
         suffix: number of tokens after each prefix.
         repeats: number of runs per measurement; the median is used.
+        seconds: expected seconds of a length, from the time of the shorter one, above which it is not measured.
         progress: whether to show a progress bar.
 
     Raises:
@@ -159,11 +170,15 @@ def calibrate_prefix(
             f"a prefix of {lengths[-1]} tokens exceeds the model's maximum number of positions; use fewer"
         )
     generator = torch.Generator().manual_seed(0)
-    costs = []
+    ids = torch.randint(3, config.vocab_size, (lengths[-1] + suffix,), generator=generator)
+    costs: list[PrefixCosts] = []
     with torch.no_grad(), tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress) as bar:
         for length in bar:
-            ids = torch.randint(3, config.vocab_size, (length + suffix,), generator=generator)
-            costs.append(_prefix_costs(storage, inner, ids, length, method, repeats))
+            if costs and (repeats + 1) * _both_ways(costs[-1], length) > seconds:  # stored or warmed up once
+                break
+            costs.append(_prefix_costs(storage, inner, ids[: length + suffix], length, method, repeats))
+        growth = _compute_growth(inner, ids.unsqueeze(0).to(inner.device), repeats)
+    costs = [replace(measured, growth=growth) for measured in costs]
     keep_prefix_costs(storage, Fingerprinter(inner)(), inner.device, method.provenance, costs)
     return costs
 
@@ -185,7 +200,9 @@ def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, 
         return
     provenance = Exact().coded(storage.codec).provenance
     if prefix_costs(storage, Fingerprinter(inner)(), inner.device, provenance, _AUTO_TOKENS[0]) is None:
-        calibrate_prefix(storage, inner, tokens=_auto_lengths(inner), suffix=_AUTO_SUFFIX, progress=progress)
+        calibrate_prefix(
+            storage, inner, tokens=_auto_lengths(inner), suffix=_AUTO_SUFFIX, seconds=_AUTO_SECONDS, progress=progress
+        )
     checked.add(storage.place)
 
 
@@ -233,6 +250,50 @@ def _prefix_costs(
     }
     load = {TIERS[-1]: statistics.median(read_seconds) / length} if read_seconds else {}
     return PrefixCosts(length, costs.pop("none"), costs, load, suffix_seconds)
+
+
+def _both_ways(costs: PrefixCosts, tokens: int) -> float:
+    """Return the expected seconds to compute a prefix and to restore it from disk."""
+    return float(costs.computing(tokens)) + tokens * costs.restore.get(TIERS[-1], 0.0)
+
+
+def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> float:
+    """Measure `PrefixCosts.growth`: how many seconds longer each token takes per token before it, divided by two.
+
+    It follows from passes of a few tokens without and with a long context. Computing the context would take long, so
+    its KV is that of these tokens, repeated.
+
+    Args:
+        model: causal LM.
+        ids: tokens, int64 `[1, tokens]`.
+        repeats: number of runs; fewer if they take long.
+    """
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", _CHUNK + _CONTEXT)
+    chunk = ids[:, : min(_CHUNK, limit // 2)]
+
+    def run(context: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, DynamicCache]:
+        """Run the chunk after KV of a context. Return the duration in seconds, and the cache."""
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(context):
+            cache.update(keys, values, layer)
+        seconds = _seconds(
+            lambda: model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1), model.device
+        )
+        return seconds, cache
+
+    _, computed = run([])
+    tokens = chunk.shape[1]
+    chunk_bytes = sum(kv.nbytes for layer in computed.layers for kv in (layer.keys, layer.values))
+    times = min(_CONTEXT, limit - tokens, _CONTEXT_BYTES * tokens // chunk_bytes) // tokens
+    if times < 1:
+        return 0.0
+    context = [(layer.keys.repeat(1, 1, times, 1), layer.values.repeat(1, 1, times, 1)) for layer in computed.layers]
+    differences: list[float] = []
+    started = time.perf_counter()
+    while len(differences) < repeats and (not differences or time.perf_counter() - started < _GROWTH_SECONDS):
+        (alone, _), (after, _) = run([]), run(context)
+        differences.append(after - alone)
+    return max(0.0, statistics.median(differences) / (2 * tokens * times * tokens))
 
 
 @contextmanager

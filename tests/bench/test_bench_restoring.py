@@ -238,3 +238,31 @@ def _narrow():
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     heads["head_dim"] = 64  # blocks of whole pages
     return {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 16, "tie_word_embeddings": True, **heads}
+
+
+def test_auto(tmp_path, monkeypatch):
+    import auto
+
+    sizes = ["--shape", "tiny", "--prefixes", "64,128", "--rates", "5,0", "--repeats", 2, "--device", "cpu"]
+    monkeypatch.setattr(auto, "LONG", 100)  # the longer prefix counts as long
+    run(monkeypatch, auto, *sizes, "--long-repeats", 1, "--out", tmp_path)
+    document, page = read(tmp_path, "auto-tiny-4l-float32-cpu")
+    assert document["disks"].keys() == {"5 MB/s", "real disk"}
+    for disk in document["disks"].values():
+        assert disk["calibration_s"] > 0
+        for length, turns in (("64", 2), ("128", 1)):
+            cell = disk["prefixes"][length]
+            assert cell["ttft_s"].keys() == auto.METHODS.keys()
+            assert all(len(times) == turns and min(times) > 0 for times in cell["ttft_s"].values())
+            assert all(0 <= share <= 1 for share in cell["chosen"])
+            assert cell["best"] != auto.AUTO and cell["predicted_recompute_s"] > 0
+    assert (tmp_path / "auto-tiny-4l-float32-cpu.png").exists()
+    assert "## real disk" in page and "of 4 cells" in page
+
+
+def test_auto_reports_what_was_computed():
+    from auto import choice
+
+    row = {"tokens_restored": 96, "tokens_recomputed": 24}
+    assert choice(96, row) == 0.25
+    assert choice(96, {"tokens_restored": 0, "tokens_recomputed": 0}) == 1

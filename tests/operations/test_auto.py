@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from families import build, prompt
@@ -19,6 +21,64 @@ CPU = torch.device("cpu")
 
 def measured(model, store, tokens=256):
     return prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", tokens)
+
+
+TOKEN, PAIR, FIXED = 2e-3, 4e-7, 0.1
+"""Seconds of a pass per computed token, per pair of a token and one before it, and in any case."""
+
+
+def pretend(monkeypatch, slow=1.0, restore=1e-4):
+    """Let passes take as long as `TOKEN`, `PAIR` and `FIXED` say, and short ones longer, as those of real models.
+
+    Args:
+        monkeypatch: pytest's fixture.
+        slow: factor of the time of all passes.
+        restore: seconds to restore a token from disk.
+    """
+    real = module._seconds
+
+    def seconds(action, device):
+        used = inspect.getclosurevars(action).nonlocals
+        cache = used.get("cache")
+        before = 0 if cache is None else cache.get_seq_length()
+        real(action, device)
+        if cache is None:  # the suffix
+            return slow * (FIXED + 32 * TOKEN)
+        first, stop = before, cache.get_seq_length()
+        if hasattr(cache, "stats") and (restored := cache.stats.tokens_restored):
+            cache.stats.details.io_seconds = restore * restored
+            first, before = restored, restored
+        computed = stop - first
+        pairs = computed * before + computed**2 / 2
+        took = FIXED + computed * TOKEN * (1.05 if computed < 512 else 1) + pairs * PAIR
+        return slow * took + (restore * before if cache is not None and hasattr(cache, "stats") else 0)
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+
+
+def test_costs_of_long_prompts_follow_from_short_ones(root, monkeypatch):
+    """The cost per token falls from 256 to 1,024 tokens, and has doubled at 10,000."""
+    model = build("qwen2")
+    pretend(monkeypatch)
+    with KVStore(root, engine="posix") as store:
+        TieredCache(model, store, method="auto", progress=False)
+        for tokens in (512, 4096, 16384):
+            expected = tokens * TOKEN + tokens**2 / 2 * PAIR
+            assert measured(model, store, tokens).computing(tokens) == pytest.approx(expected, rel=0.1)
+        assert measured(model, store, 16384).loading("disk") == pytest.approx(1e-4, rel=0.1)
+
+
+@pytest.mark.parametrize(("slow", "lengths"), [(0.01, [256, 992]), (10.0, [256])])
+def test_a_slow_model_is_measured_with_short_prefixes_only(root, monkeypatch, slow, lengths):
+    """The model has 1,024 positions."""
+    model, calls = build("qwen2"), []
+    pretend(monkeypatch, slow)
+    real = module.keep_prefix_costs
+    monkeypatch.setattr(module, "keep_prefix_costs", lambda *given: calls.append(given[-1]) or real(*given))
+    with KVStore(root, engine="posix") as store:
+        TieredCache(model, store, method="auto", progress=False)
+    assert [costs.tokens for costs in calls[0]] == lengths
+    assert all(costs.growth == pytest.approx(slow * PAIR / 2, rel=0.1) for costs in calls[0])
 
 
 def run(model, store, ids, **options):

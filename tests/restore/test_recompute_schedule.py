@@ -591,8 +591,8 @@ def test_costs_grow_with_length_and_are_kept(path):
         plant(
             store,
             model,
-            PrefixCosts(100, 1e-3, {"disk": 1e-3}, {"disk": 9e-4}, 0.01),
-            PrefixCosts(200, 2e-3, {"disk": 1e-3}, {"disk": 7e-4}, 0.03),
+            PrefixCosts(100, 1e-3, {"disk": 1e-3}, {"disk": 9e-4}, 0.01, 1e-5),
+            PrefixCosts(200, 2e-3, {"disk": 1e-3}, {"disk": 7e-4}, 0.03, 1e-5),
         )
         costs = {n: prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", n) for n in (50, 150, 400)}
     assert costs[150].load == {"disk": pytest.approx(8e-4)} and costs[150].overhead == pytest.approx(0.02)
@@ -600,7 +600,16 @@ def test_costs_grow_with_length_and_are_kept(path):
     assert costs[150].computing(100) == pytest.approx(100e-3)
     assert costs[400].compute == pytest.approx(4e-3)  # on the line through both
     assert costs[50].compute == pytest.approx(1e-3)
-    assert costs[400].load == {"disk": pytest.approx(7e-4)}
+    assert costs[400].load == {"disk": pytest.approx(6e-4)}  # 0.14 s for 200 tokens, 0.05 s more than for 100
+    assert costs[400].restore == {"disk": pytest.approx(1e-3)}
+
+
+def test_growth_never_makes_a_token_cost_less_than_nothing(path):
+    model = build("llama")
+    with KVStore(path, engine="posix") as store:
+        plant(store, model, PrefixCosts(100, 1e-3, {"disk": 1e-3}, growth=1.0))
+        costs = prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", 100)
+    assert costs.computing(np.arange(1, 100)).min() >= 0 and costs.growth == pytest.approx(1e-5)
 
 
 def test_by_name():
