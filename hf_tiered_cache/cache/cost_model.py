@@ -72,20 +72,28 @@ def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment)
 
 
 def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> PrefixCosts | None:
-    """Return the costs for `tokens` tokens of exact KV in the method's codec, or None if nothing was measured.
+    """Return the costs for `tokens` tokens of exact KV in the method's codec, or None if nothing was measured."""
+    codec = sequence.method.geometry.codec
+    return costs_of_codec(sequence.store, sequence.identity.fingerprint, attachment, codec, tokens)
+
+
+def costs_of_codec(
+    storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int
+) -> PrefixCosts | None:
+    """Return the costs for `tokens` tokens of exact KV in a codec, or None if nothing was measured.
 
     They are the calibrated costs times the factors that returning conversations have shown.
     Without a measurement with this codec, the disk's costs are those of raw KV, scaled by the bytes.
     """
-    codec, model = sequence.method.geometry.codec, attachment.model
-    of_codec = partial(prefix_costs, sequence.store, sequence.identity.fingerprint, model.device, tokens=tokens)
+    model = attachment.model
+    of_codec = partial(prefix_costs, storage, fingerprint, model.device, tokens=tokens)
     costs = of_codec(coded_provenance(EXACT, codec))
     if costs is None and codec != RAW and (costs := of_codec(EXACT)) is not None:
         coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
         costs = costs.scaled(CostFactors(load=coded_bytes / (model.dtype.itemsize * _DIM)))
     if costs is None:
         return None
-    return costs.scaled(cost_factors(sequence.store, sequence.identity.fingerprint, model.device))
+    return costs.scaled(cost_factors(storage, fingerprint, model.device))
 
 
 def _may_recompute_prefix(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
@@ -201,17 +209,20 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     return best_ratio(streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step)), may_compute_all=False)
 
 
-def likely_recompute_ratio(storage: Storage, fingerprint: str, attachment: Attachment, tokens: int) -> float:
-    """Return the fastest share of a prefix of exact KV to recompute while the rest comes from disk; 0 if unmeasured.
+def likely_recompute_ratio(
+    storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int
+) -> float:
+    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured.
 
     Args:
         storage: storage with the calibrations.
         fingerprint: fingerprint of the model.
         attachment: attachment of the model.
+        codec: codec of the stored KV.
         tokens: number of tokens so far. Prefixes of fewer than `_LIKELY_TOKENS` are expected to grow.
     """
     tokens = max(tokens, _LIKELY_TOKENS)
-    costs = prefix_costs(storage, fingerprint, attachment.model.device, EXACT, tokens)
+    costs = costs_of_codec(storage, fingerprint, attachment, codec, tokens)
     if costs is None or TIERS[-1] not in costs.restore:
         return 0.0
     return idle_recompute_ratio(tokens, attachment.depth, costs, 1.0, HASH_TOKENS)
