@@ -3,6 +3,7 @@
     python bench/conversation.py                         # 8 layers of Qwen2.5-0.5B's shape, this machine's CPU
     python bench/conversation.py --rates 5,0 --conversations 3 --turns 3
     python bench/conversation.py --model smollm2-135m --rates 5,20,200,0
+    python bench/conversation.py --model smollm2-135m --rates 5,20,200,0 --host-share 0.1   # int8 from disk, too
     python bench/conversation.py --model eval/reference/long --opening 1024
     python bench/conversation.py --shape tiny --layers 4 --rates 2 --conversations 2 --turns 2 --opening 64 --answer 4
 
@@ -62,6 +63,8 @@ from hf_tiered_cache.methods import Exact, Krul, Method
 
 LATENCY_S = 100e-6
 """Latency of a read from an emulated disk."""
+HOST_SHARE = 0.5
+"""Default host memory, as a share of the KV of all conversations."""
 SAMPLED = 16
 """Number of decoded tokens per sampled query; times are compared in runs of this length."""
 RECOMPUTE, LOAD, PARTIAL, SELECTED = "full recompute", "full load", "partial recompute", "H2O"
@@ -460,7 +463,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=16, help="approximate number of decoded tokens per turn")
     parser.add_argument("--think", type=float, default=60.0, help="mean number of simulated seconds between turns")
     parser.add_argument(
-        "--host-share", type=float, default=0.5, help="host memory, as a share of the KV of all conversations"
+        "--host-share", type=float, default=HOST_SHARE, help="host memory, as a share of the KV of all conversations"
     )
     parser.add_argument("--keep", type=float, default=0.5, help="share of the history that H2O attends to")
     parser.add_argument(
@@ -489,6 +492,8 @@ def main() -> None:
             "decode": {},
         }
         name = f"conversation-{shape}-{layers}l-{arguments.dtype}-{arguments.device}"
+        if arguments.host_share != HOST_SHARE:
+            name += f"-host-{arguments.host_share:.0%}".removesuffix("%")
 
         def write() -> None:
             save(arguments.out, name, document, report(document))

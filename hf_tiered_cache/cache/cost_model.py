@@ -72,20 +72,28 @@ def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment)
 
 
 def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> PrefixCosts | None:
-    """Return the costs for `tokens` tokens of exact KV in the method's codec, or None if nothing was measured.
+    """Return the costs for `tokens` tokens of exact KV in the method's codec, or None if nothing was measured."""
+    codec = sequence.method.geometry.codec
+    return costs_of_codec(sequence.store, sequence.identity.fingerprint, attachment, codec, tokens)
+
+
+def costs_of_codec(
+    storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int
+) -> PrefixCosts | None:
+    """Return the costs for `tokens` tokens of exact KV in a codec, or None if nothing was measured.
 
     They are the calibrated costs times the factors that returning conversations have shown.
     Without a measurement with this codec, the disk's costs are those of raw KV, scaled by the bytes.
     """
-    codec, model = sequence.method.geometry.codec, attachment.model
-    of_codec = partial(prefix_costs, sequence.store, sequence.identity.fingerprint, model.device, tokens=tokens)
+    model = attachment.model
+    of_codec = partial(prefix_costs, storage, fingerprint, model.device, tokens=tokens)
     costs = of_codec(coded_provenance(EXACT, codec))
     if costs is None and codec != RAW and (costs := of_codec(EXACT)) is not None:
         coded_bytes = sum(field.dtype.itemsize * field.dim for field in make_codec(codec).fields(model.dtype, _DIM))
         costs = costs.scaled(CostFactors(load=coded_bytes / (model.dtype.itemsize * _DIM)))
     if costs is None:
         return None
-    return costs.scaled(cost_factors(sequence.store, sequence.identity.fingerprint, model.device))
+    return costs.scaled(cost_factors(storage, fingerprint, model.device))
 
 
 def _may_recompute_prefix(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
@@ -121,17 +129,21 @@ def fastest_plan(
         flat: whether all layers recompute the same number of tokens, instead of fewer with depth.
     """
     ratio, required = 0.0 if recompute == "auto" else recompute, required_recompute(plan)
-    if costs is not None and (decline or recompute == "auto"):
+    minimum = with_required_recompute(plan)
+    has_front = any(isinstance(reader, FrontReader) for reader in plan.readers)
+    compares = costs is not None and (decline or recompute == "auto")
+    units = unit_tiers_of(minimum, residency, device_of) if has_front or compares else []
+    if costs is not None and compares:
         ratios = RATIOS if recompute == "auto" else np.array([ratio, 1.0])
         lengths = np.maximum(plan_recompute_lengths(plan, ratios, flat), required)
-        seconds = streams_of(with_required_recompute(plan), costs, residency, device_of).seconds(lengths)
+        seconds = streams_of(minimum, costs, units).seconds(lengths)
         if recompute == "auto":
             ratio = best_ratio(seconds, decline)
         if decline and (ratio == 1 if recompute == "auto" else seconds[-1] < seconds[0]):
             return None
     lengths = plan_recompute_lengths(plan, ratio, flat)
-    if any(isinstance(reader, FrontReader) for reader in plan.readers):
-        lengths = np.minimum(lengths, _read_until(with_required_recompute(plan), residency, device_of))
+    if has_front:
+        lengths = np.minimum(lengths, _read_until(minimum, units))
     lengths = np.maximum(lengths, required)
     return plan.with_recompute_lengths(lengths.tolist()) if lengths.any() else plan
 
@@ -167,14 +179,32 @@ def required_recompute(plan: Plan) -> np.ndarray:
     return np.maximum.accumulate(required[::-1])[::-1]
 
 
-def _read_until(plan: Plan, residency: Residency, device_of: Callable[[int], torch.device]) -> np.ndarray:
+UnitTiers = list[tuple[PlanUnit, dict[str, np.ndarray]]]
+"""Units of a plan, each with its chunks by the tier that holds them, int64 ascending."""
+
+
+def unit_tiers_of(plan: Plan, residency: Residency, device_of: Callable[[int], torch.device]) -> UnitTiers:
+    """Return the units that a plan restores, and where their chunks are. For arguments see `fastest_plan`."""
+    return [
+        (unit, residency.find(unit.reader.owners[group.index], unit.chunks, device_of(group.layers[0])))
+        for unit in units_of(plan)
+        for group in [unit.block_group]
+    ]
+
+
+def _index_of(unit: PlanUnit, chunks: np.ndarray) -> np.ndarray | slice:
+    """Return the index of some of a unit's chunks, int64 ascending. Mostly, one tier holds all of them."""
+    return slice(None) if len(chunks) == len(unit.chunks) else np.isin(unit.chunks, chunks, assume_unique=True)
+
+
+def _read_until(plan: Plan, units: UnitTiers) -> np.ndarray:
     """Return the position after the last token that each layer reads from disk: int64 `[layers]`, non-increasing."""
     until = np.zeros(len(plan.computed), np.int64)
-    for unit in units_of(plan):
-        group = unit.block_group
-        chunks_by_tier = residency.find(unit.reader.owners[group.index], unit.chunks, device_of(group.layers[0]))
-        ends = _block_ends(plan, unit)[np.isin(unit.chunks, chunks_by_tier[TIERS[-1]], assume_unique=True)]
-        for layer in group.layers:
+    for unit, chunks_by_tier in units:
+        if not len(on_disk := chunks_by_tier[TIERS[-1]]):
+            continue
+        ends = _block_ends(plan, unit)[_index_of(unit, on_disk)]
+        for layer in unit.block_group.layers:
             until[layer] = max(until[layer], ends.max(initial=0))
     return np.maximum.accumulate(until[::-1])[::-1]
 
@@ -201,17 +231,20 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     return best_ratio(streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step)), may_compute_all=False)
 
 
-def likely_recompute_ratio(storage: Storage, fingerprint: str, attachment: Attachment, tokens: int) -> float:
-    """Return the fastest share of a prefix of exact KV to recompute while the rest comes from disk; 0 if unmeasured.
+def likely_recompute_ratio(
+    storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int
+) -> float:
+    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured.
 
     Args:
         storage: storage with the calibrations.
         fingerprint: fingerprint of the model.
         attachment: attachment of the model.
+        codec: codec of the stored KV.
         tokens: number of tokens so far. Prefixes of fewer than `_LIKELY_TOKENS` are expected to grow.
     """
     tokens = max(tokens, _LIKELY_TOKENS)
-    costs = prefix_costs(storage, fingerprint, attachment.model.device, EXACT, tokens)
+    costs = costs_of_codec(storage, fingerprint, attachment, codec, tokens)
     if costs is None or TIERS[-1] not in costs.restore:
         return 0.0
     return idle_recompute_ratio(tokens, attachment.depth, costs, 1.0, HASH_TOKENS)
@@ -226,28 +259,28 @@ def plan_recompute_lengths(plan: Plan, ratio: float | np.ndarray, flat: bool = F
     return recompute_lengths(plan.restored_until, ratio, len(plan.computed), sorted(groups), step, flat)
 
 
-def streams_of(
-    plan: Plan, costs: PrefixCosts, residency: Residency, device_of: Callable[[int], torch.device]
-) -> Streams:
+def streams_of(plan: Plan, costs: PrefixCosts, units: UnitTiers) -> Streams:
     """Return the work of the compute and load streams for a plan with its minimum recomputed prefixes.
 
-    For arguments see `fastest_plan`.
+    Args:
+        plan: plan that computes only the suffix and the tokens that are not stored.
+        costs: costs per token for a prefix of this length.
+        units: see `unit_tiers_of`.
     """
     layers, tokens = len(plan.computed), plan.restored_until
     rows = sum(len(group.rows) for group in plan.groups)
     once = plan.restored_tokens * len(plan.groups) / rows  # tokens; identical rows are restored once
-    units = units_of(plan)
-    stored = sum(unit.nbytes for unit in units)  # 0 if all is computed; then maybe nothing is stored
+    stored = sum(unit.nbytes for unit, _ in units)  # 0 if all is computed; then maybe nothing is stored
     nbytes = max(1, round(stored / stored_share(plan.readers))) if stored else 1
     restoring, loads = 0.0, dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray]]]()
-    for unit in units:
+    for unit, chunks_by_tier in units:
         group = unit.block_group
         ends, took = _block_ends(plan, unit), np.zeros(len(unit.chunks))
-        chunks_by_tier = residency.find(unit.reader.owners[group.index], unit.chunks, device_of(group.layers[0]))
+        share = once * group.block_bytes / nbytes  # tokens per block
         for tier, chunks in chunks_by_tier.items():
-            share = once * group.block_bytes / nbytes  # tokens per block
-            took[np.isin(unit.chunks, chunks, assume_unique=True)] = share * costs.loading(tier)
-            restoring += len(chunks) * share * costs.placing(tier)
+            if len(chunks):
+                took[_index_of(unit, chunks)] = share * costs.loading(tier)
+                restoring += len(chunks) * share * costs.placing(tier)
         loads.setdefault(group.layers, []).append((ends, took))
     ordered = []
     for together, blocks in sorted(loads.items()):

@@ -463,8 +463,9 @@ class Executor:
             if method.selects:
                 warn_of_loss(store, fingerprint, method)
         if isinstance(method, PrefixMethod) and can_recompute_prefix(attachment):
+            codec, tokens = method.geometry.codec, request.num_positions
             method = method.with_likely_front(
-                partial(likely_recompute_ratio, store, fingerprint, attachment, request.num_positions)
+                partial(likely_recompute_ratio, store, fingerprint, attachment, codec, tokens)
             )
         self.method = method
         recorder = self.new_recorder(identity, regime, request.pads, check)

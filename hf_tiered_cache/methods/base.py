@@ -48,7 +48,7 @@ class Method(ABC):
             lossy. Only KV that was stored with this codec is restored. None uses the store's codec.
     """
 
-    geometry: Geometry = field(default_factory=Geometry)
+    geometry: Geometry = field(default=Geometry())
     ahead_bytes: int = 128 << 20
     codec: str | None = None
 

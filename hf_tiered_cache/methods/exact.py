@@ -54,16 +54,22 @@ class PrefixMethod(Method):
         """Return this method with one layer per block if a prefix is likely to be recomputed while the rest is loaded.
 
         A layer waits for the blocks of all layers that share them. With few layers, this costs much of the overlap.
-        A geometry of the user's own is kept.
+        If nothing is recomputed, fewer and larger blocks are restored sooner. A geometry of the user's own is kept.
 
         Args:
             share: Function that returns the fastest recompute share that was measured; 0 without a calibration.
         """
-        codec = self.geometry.codec
-        if self.geometry != Geometry(codec=codec) or not make_codec(codec).lossless:
-            return self
+        if not (make_codec(self.geometry.codec).lossless or self.records_approximations):
+            return self  # nothing is recomputed
         fixed = 0.0 if self.recompute == "auto" else self.recompute
-        return replace(self, geometry=replace(self.geometry, layers_per_block=1)) if fixed or share() else self
+        return replace(self, geometry=self.geometry_for_front) if fixed or share() else self
+
+    @property
+    def geometry_for_front(self) -> Geometry:
+        """Geometry of segments before which a recomputed prefix is likely."""
+        if self.geometry != replace(type(self).geometry, codec=self.geometry.codec):
+            return self.geometry
+        return replace(self.geometry, layers_per_block=1)
 
 
 @dataclass(frozen=True, kw_only=True)

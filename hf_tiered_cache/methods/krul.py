@@ -156,7 +156,7 @@ class Krul(PrefixMethod, ForConversation):
         codec: See `Method`.
     """
 
-    geometry: Geometry = field(default=Geometry(64, 1))
+    geometry: Geometry = field(default=Geometry(64))
     codec: str | None = "int8"
     layers_shared: float = field(default=0.5, kw_only=False)
     pairs_by: Literal["kv", "attention"] = "kv"
@@ -211,8 +211,10 @@ class Krul(PrefixMethod, ForConversation):
             return None
         layout = idle.readers[0].shape.layout
         shared = next((pairs for reader in idle.readers[::-1] if (pairs := reader.shape.geometry.pairs)), ())
-        geometry = replace(self.geometry, pairs=self.accepted(idle, shared))
-        front = idle.front(share_of_bytes(layout, geometry, self.retained))
+        pairs = self.accepted(idle, shared)
+        merged = replace(self.geometry, layers_per_block=1, pairs=pairs)
+        front = idle.front(share_of_bytes(layout, merged, self.retained))
+        geometry = merged if pairs else self.geometry_for_front if front else self.geometry
         step = self.geometry.chunk_tokens
         stored_from = recompute_lengths(tokens_of(idle.readers), front, len(layout.layers), step=step)
         stored_from = np.maximum(stored_from, first_stored_tokens(idle.readers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -279,6 +280,62 @@ def test_passes_are_observed_only_if_attention_proposes_pairs():
 def test_mini_cache_shares_the_deeper_half(model, root):
     begun(model, root, MiniCache(2 / 3), prompt(TOKENS))
     assert [shape.geometry.pairs for shape in shapes(root)] == [((2, 3), (4, 5))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "load", "layers"),
+    [
+        ({}, None, 4),
+        ({}, 1e-6, 4),
+        ({}, 4e-3, 1),
+        ({"recompute": 0.4}, None, 1),
+        ({"change": 1.0, "quality": None}, 1e-6, 1),
+        ({"geometry": Geometry(16, 2)}, 4e-3, 2),
+        ({"geometry": Geometry(16, 2), "change": 1.0, "quality": None}, None, 1),
+    ],
+    ids=str,
+)
+def test_layers_have_blocks_of_their_own_for_fronts_and_pairs_only(model, root, settings, load, layers):
+    with KVStore(root, engine="posix") as store:
+        if load is not None:
+            costs = PrefixCosts(1024, 1e-3, {"disk": load, "host": 1e-6}, {"disk": load}, 1e-3)
+            keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, Exact().provenance, [costs])
+    for tokens in (320, TOKENS + 320):
+        begun(model, root, Krul(**settings), prompt(tokens))
+    assert {shape.geometry.layers_per_block for shape in shapes(root)} == {layers}
+
+
+def test_a_return_without_front_and_pairs_takes_as_few_fetches_as_the_exact_method(model, tmp_path, monkeypatch):
+    """Each fetch and each KV cache group takes time, whatever its size."""
+    counts, fetch = Counter(), residency.Residency.fetch
+    methods = {"exact": Exact(codec="int8", recompute=0.0), "krul": Krul(recompute=0.0)}
+    for name, method in methods.items():
+        begun(model, tmp_path / name, method, prompt(TOKENS))
+
+        def counted(self, requests, *arguments, name=name):
+            counts[name, "fetches"] += 1
+            counts[name, "groups"] += len(requests)
+            return fetch(self, requests, *arguments)
+
+        monkeypatch.setattr(residency.Residency, "fetch", counted)
+        _, stats = resumed(model, tmp_path / name, method, prompt(TOKENS + 20))
+        monkeypatch.undo()
+        assert stats.tokens_restored >= TOKENS // 16 * 16
+    assert counts["krul", "fetches"] == counts["exact", "fetches"] > 1
+    assert counts["krul", "groups"] == counts["exact", "groups"]
+
+
+def test_a_conversation_with_one_layer_per_block_continues_with_several(model, root):
+    """Older versions stored one layer per block."""
+    text = prompt(600)
+    begun(model, root, Krul(recompute=0.0, geometry=Geometry(64, 1)), text[:, :320])
+    begun(model, root, Krul(recompute=0.0), text[:, :560])
+    assert sorted(shape.geometry.layers_per_block for shape in shapes(root)) == [1, 4]
+    found, stats = resumed(model, root, Krul(recompute=0.0), text)
+    begun(model, root.with_name("older"), Krul(recompute=0.0, geometry=Geometry(64, 1)), text[:, :320])
+    begun(model, root.with_name("older"), Krul(recompute=0.0, geometry=Geometry(64, 1)), text[:, :560])
+    expected, _ = resumed(model, root.with_name("older"), Krul(recompute=0.0), text)
+    assert stats.tokens_restored == 560 and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from reference import kv_of
 from eval.baselines import PartialRecompute
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
 from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
-from hf_tiered_cache.cache.cost_model import fastest_plan, plan_recompute_lengths, streams_of
+from hf_tiered_cache.cache.cost_model import fastest_plan, plan_recompute_lengths, streams_of, unit_tiers_of
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.layers import buffer
@@ -578,7 +578,7 @@ def test_an_estimate_of_a_plain_restore_and_of_computing_all(path):
         cache = TieredCache(model, store, record=False)
         storage = storage_of(store)
         plan, _ = cache._executor.look_up(cache, ids)
-        streams = streams_of(plan, BALANCED, storage.residency, lambda layer: CPU)
+        streams = streams_of(plan, BALANCED, unit_tiers_of(plan, storage.residency, lambda layer: CPU))
         plain, whole = streams.seconds(plan_recompute_lengths(plan, np.array([0.0, 1.0])))
         assert whole == pytest.approx(0.192 + 0.020)
         assert plain == pytest.approx(0.192 + 0.020 / 3, rel=1e-3)
