@@ -20,8 +20,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.remote.entries import ENTRY
-from hf_tiered_cache.store.backends import open_remote
-from hf_tiered_cache.store.backends import hub
+from hf_tiered_cache.store.backends import hub, open_remote
 
 IDS = prompt(100)
 REPO = "hf://datasets/me/corpus@v1/kv"
