@@ -1,6 +1,7 @@
 """`method="auto"` against what it chooses from: time to first token from cold disks of several speeds.
 
-    python bench/auto.py                                 # four layers of Qwen2.5-0.5B's shape, this machine's CPU
+    python bench/auto.py                                 # two layers of Qwen2.5-0.5B's shape, this machine's CPU
+    python bench/auto.py --layers 4 --rates 5,20
     python bench/auto.py --shape tiny --prefixes 64,128 --rates 5 --repeats 1
 
 The candidates are recomputing without a store, restoring everything, and restoring while a fixed share is computed. All
@@ -239,7 +240,7 @@ def _best_seconds(cell: dict[str, Any]) -> float:
 def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__)
-    add_model_arguments(parser, layers=4)
+    add_model_arguments(parser, layers=2)
     parser.add_argument(
         "--prefixes",
         type=lambda text: [int(number) for number in text.split(",")],

@@ -93,8 +93,9 @@ class Exact(PrefixMethod):
 class Auto(Exact):
     """Exact reuse in the way that is measured to be fastest: restore a prompt, compute it, or do both at once.
 
-    The first cache of a model on a store and a device measures both, which takes some seconds, and saves the result.
-    Each prompt on a CPU corrects it. The output equals that of `Exact` up to the kernel's rounding.
+    The first cache of a model on a store and a device measures both, which takes up to about 20 seconds for a small
+    model on two CPU cores, and saves the result. Each prompt on a CPU corrects it. The output equals that of
+    `Exact` up to the kernel's rounding.
     """
 
     calibrates = True

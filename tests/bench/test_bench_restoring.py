@@ -243,7 +243,20 @@ def _narrow():
 def test_auto(tmp_path, monkeypatch):
     import auto
 
-    sizes = ["--shape", "tiny", "--prefixes", "64,128", "--rates", "5,0", "--repeats", 2, "--device", "cpu"]
+    sizes = [
+        "--shape",
+        "tiny",
+        "--layers",
+        4,
+        "--prefixes",
+        "64,128",
+        "--rates",
+        "5,0",
+        "--repeats",
+        2,
+        "--device",
+        "cpu",
+    ]
     monkeypatch.setattr(auto, "LONG", 100)  # the longer prefix counts as long
     run(monkeypatch, auto, *sizes, "--long-repeats", 1, "--out", tmp_path)
     document, page = read(tmp_path, "auto-tiny-4l-float32-cpu")
