@@ -48,6 +48,7 @@ def execute(path: Path, model: str | None = None, timeout: float = 600) -> Noteb
 
 
 def main() -> int:
+    """Run the notebooks, and write them unless only checked; return whether one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebooks", nargs="*", type=Path, help="default: every notebook of this folder")
     parser.add_argument("--check", action="store_true", help="write nothing")
