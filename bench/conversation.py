@@ -175,7 +175,8 @@ class Bench:
             )
             note({"costs": [cost.as_dict() for cost in costs]})
             systems = {}
-            for number, (name, method) in enumerate(methods(arguments.model is not None, arguments.keep).items()):
+            of_names = methods(arguments.model is not None, arguments.keep)
+            for number, (name, method) in enumerate((name, of_names[name]) for name in arguments.systems):
                 store = None if method is None else open_store(str(number))
                 if store is not None:  # all go by the same figures
                     shutil.copy(probe.path / "calibrations.json", store.path)
@@ -284,8 +285,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for row in rows:
         if row["history"]:
             rows_by_system.setdefault(row["system"], {})[row["turn"]] = row
-    shared_turns = sorted(set.intersection(*(set(rows_by_system.get(name, ())) for name in methods(trained=False))))
-    if not shared_turns:
+    shared_turns = sorted(set.intersection(*map(set, rows_by_system.values()))) if rows_by_system else []
+    if not shared_turns or not {*PEERS, INT8_KRUL} <= set(rows_by_system):
         return {}
     times = {
         name: [system_rows[turn]["ttft_s"] for turn in shared_turns] for name, system_rows in rows_by_system.items()
@@ -399,7 +400,7 @@ def aims(figures: dict[str, dict[str, Any]]) -> str:
     return (
         f"A full load waits {stall_share:.0%} of its time, so the link is "
         f"{'' if stall_share > 0.5 else 'not '}the bottleneck. "
-        + " ".join(aims_of(name, figures) for name in (KRUL, INT8_KRUL))
+        + " ".join(aims_of(name, figures) for name in (KRUL, INT8_KRUL) if name in figures)
     )
 
 
@@ -436,7 +437,8 @@ def plot(document: dict[str, Any], path: Path) -> None:
         if (summaries := summarise(rate_results["rows"]))
     }
     figure, axes = plt.subplots(figsize=(7, 4.2))
-    for name, marker in zip(methods(trained=False), itertools.cycle("osv^D*Px")):
+    names = [name for name in methods(trained=False) if all(name in summaries for summaries in rates.values())]
+    for name, marker in zip(names, itertools.cycle("osv^D*Px")):
         axes.plot(list(rates), [summaries[name]["ttft_s"] for summaries in rates.values()], marker=marker, label=name)
     axes.set(yscale="log", xlabel="link", ylabel="time to first token, median (s)")
     axes.set_title(f"{document['layers']} layers of {document['shape']}, {document['machine']['device']}")
@@ -471,7 +473,24 @@ def arguments_of() -> argparse.Namespace:
     )
     parser.add_argument("--calibrate-repeats", type=int, default=3, help="number of repetitions of the calibration")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the trace")
-    return parser.parse_args()
+    parser.add_argument(
+        "--leave-out", type=_names, default=[], help="systems to leave out, separated by semicolons, such as MiniCache"
+    )
+    arguments = parser.parse_args()
+    arguments.systems = [name for name in methods(trained=False) if name not in arguments.leave_out]
+    return arguments
+
+
+def _names(text: str) -> list[str]:
+    """Return the names of systems that may be left out.
+
+    Raises:
+        ArgumentTypeError: A name is unknown, or the page needs this system.
+    """
+    names = text.split(";")
+    if wrong := [name for name in names if name not in methods(trained=False) or name in (*PEERS, INT8_KRUL)]:
+        raise argparse.ArgumentTypeError(f"cannot leave out {wrong}")
+    return names
 
 
 def main() -> None:

@@ -316,6 +316,22 @@ def test_conversation(tmp_path, monkeypatch):
     )
 
 
+def test_conversation_leaves_out_systems_that_no_aim_needs(monkeypatch, capsys):
+    import conversation
+
+    monkeypatch.setattr(sys, "argv", ["conversation.py", "--leave-out", "MiniCache;Krul, auto"])
+    systems = conversation.arguments_of().systems
+    assert {*conversation.methods(trained=False)} - {*systems} == {"MiniCache", "Krul, auto"}
+    times = {name: {"system": name, "turn": 1, "history": 32, "ttft_s": 1.0, "decode_s": 1.0} for name in systems}
+    assert set(conversation.summarise(list(times.values()))) == {*systems}
+    del times[conversation.PARTIAL]
+    assert conversation.summarise(list(times.values())) == {}
+    monkeypatch.setattr(sys, "argv", ["conversation.py", "--leave-out", conversation.PARTIAL])
+    with pytest.raises(SystemExit):
+        conversation.arguments_of()
+    assert "cannot leave out" in capsys.readouterr().err
+
+
 def test_turns_come_in_the_order_of_their_times_and_go_on_from_one_another():
     from lib.workload import turns_of
 

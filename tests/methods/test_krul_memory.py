@@ -106,21 +106,28 @@ def test_layers_keep_what_they_recompute_after_losing_it(root):
         expect(model, text, found)
 
 
-def test_a_front_of_changed_weights_is_not_kept(root):
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_front_of_changed_weights_is_not_kept(root, monkeypatch, changed):
+    """The weights change after the pass, and before the first tokens that it has computed are put into memory."""
     model, method, text = build("qwen2"), Krul(recompute=0.4, **SETTINGS), prompt(TOKENS + 40)
     with KVStore(root, engine="posix") as store:
         run_turn(model, store, method, text[:, :TOKENS])
     with KVStore(root, engine="posix") as store:
-        storage = storage_of(store)
-        front, puts = storage.fronts.put, []
+        fronts = storage_of(store).fronts
+        put = fronts.put
 
-        def changing(computed, confirmed):
-            puts.append(confirmed())
-            front(computed, lambda: False)
+        def put_after_change(front, confirmed):
+            if changed:
+                model.model.layers[5].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
+            put(front, confirmed)
 
-        storage.fronts.put = changing
-        run_turn(model, store, method, text)
-        assert puts == [True] and not storage.fronts.segments
+        monkeypatch.setattr(fronts, "put", put_after_change)
+        cache = TieredCache(model, store, conversation="alice", method=method)
+        with torch.no_grad():
+            model(input_ids=text, past_key_values=cache, logits_to_keep=4)
+        assert cache.stats.tokens_recomputed > 0
+        store.flush()
+        assert bool(fronts.segments) is not changed
 
 
 def test_each_layer_recomputes_what_it_has_lost(root):
