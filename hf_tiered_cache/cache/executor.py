@@ -623,14 +623,15 @@ class Executor:
         restored, computed, restoring, took = (
             now - then for now, then in zip(self._work_so_far(), before, strict=True)
         )
+        if restored <= 0:  # a piece of a long prompt that was computed before
+            return
         if (seconds := sequence.seconds_to_compute(stop)) is not None:
             per_token = seconds / stop
         elif computed >= LEAST_PACE_TOKENS and self.attachment.model.device.type == "cpu":
             per_token = (took - restoring) / computed
         else:
             return
-        if restored > 0:
-            self.collector.add(seconds_saved=restored * per_token - restoring)
+        self.collector.add(seconds_saved=restored * per_token - restoring)
 
     def _explain_once(self, reason: str) -> None:
         """Report a reason, unless it is empty or was reported for this cache before."""

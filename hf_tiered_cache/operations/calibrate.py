@@ -282,12 +282,13 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
         return seconds, cache
 
     _, computed = run([])
+    layers: list[Any] = computed.layers
     tokens = chunk.shape[1]
-    chunk_bytes = sum(kv.nbytes for layer in computed.layers for kv in (layer.keys, layer.values))
+    chunk_bytes = sum(kv.nbytes for layer in layers for kv in (layer.keys, layer.values))
     times = min(_CONTEXT, limit - tokens, _CONTEXT_BYTES * tokens // chunk_bytes) // tokens
     if times < 1:
         return 0.0
-    context = [(layer.keys.repeat(1, 1, times, 1), layer.values.repeat(1, 1, times, 1)) for layer in computed.layers]
+    context = [(layer.keys.repeat(1, 1, times, 1), layer.values.repeat(1, 1, times, 1)) for layer in layers]
     differences: list[float] = []
     started = time.perf_counter()
     while len(differences) < repeats and (not differences or time.perf_counter() - started < _GROWTH_SECONDS):
