@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..identity import Fingerprinter
 from ..methods import CacheTune, Exact, Method, PrefixMethod
 from ..passages.recompute import LOWEST, Costs, fastest_ratio
-from ..patches.attach import attach, base_model
+from ..patches.attach import attach, base_model, cache_argument
 from ..stats import TIERS, RequestStats
 from ..store.geometry import HASH_TOKENS
 from .passages import precompute_passages
@@ -270,16 +270,15 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", _CHUNK + _CONTEXT)
     chunk = ids[:, : min(_CHUNK, limit // 2)]
+    argument = cache_argument(attach(model).signature)
 
     def run(context: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, DynamicCache]:
         """Run the chunk after KV of a context. Return the duration in seconds, and the cache."""
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(context):
             cache.update(keys, values, layer)
-        seconds = _seconds(
-            lambda: model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1), model.device
-        )
-        return seconds, cache
+        arguments = {"input_ids": chunk, argument: cache, "use_cache": True, "logits_to_keep": 1}
+        return _seconds(lambda: model(**arguments), model.device), cache
 
     _, computed = run([])
     layers: list[Any] = computed.layers
