@@ -27,7 +27,6 @@ from ..patches.scope import Scope, enter, leave_to
 from ..restore.fetch import Fetcher
 from ..restore.plan import Plan, RowGroup
 from ..restore.prefetch import Prefetch, restore_layer
-from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS, LayerKV
 from .engine import PagedKV
 from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
@@ -131,14 +130,55 @@ class Lookups:
                 request.reason = reasons.MODEL_CHANGED
                 return None
             self._await_room(request)
-            common = rotations, self._storage, self._attachment, executor.collector, self._ahead_bytes
             try:
-                kv = assemble(plan, request.held, *common, lambda: request.waits)
+                kv = self._assemble(request, plan, rotations)
             except RestoreError as error:
                 replans = executor.replans_after(error, replans)
                 continue
             return None if kv is None else Restored(request.held, stop, kv)
         return None
+
+    def _assemble(self, request: BatchedRequest, plan: Plan, rotations: LayerRotations) -> PagedKV | None:
+        """Fetch what a plan restores after the tokens that the pages hold, and rotate its keys.
+
+        Args:
+            request: Request of the plan. Whether it still waits is asked before each layer.
+            plan: Plan of a prompt of one row whose layers compute exactly the suffix.
+            rotations: Rotations of the layers.
+
+        Returns:
+            The KV, or None if it is no longer needed. Layers with a sliding window begin where the suffix's view
+                begins.
+
+        Raises:
+            RestoreError: A block could not be fetched or is damaged.
+        """
+        plan, devices = _without_beginning(plan, request.held), self._attachment.devices
+        kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        collector = request.executor.collector
+        fetcher = Fetcher(self._storage.residency, collector, devices.__getitem__, self._ahead_bytes)
+        try:
+            prefetch = Prefetch(plan, fetcher, self._ahead_bytes)
+            prefetch.start()
+            with torch.no_grad():
+                for layer, (kind, like) in rotations.layers.items():
+                    if not request.waits:
+                        return None
+                    device, dtype = devices[layer], like.keys.dtype
+                    begin = max(request.held, plan.first_position(kind.window))
+                    count = max(0, (plan.suffix or 0) - begin)
+                    keys = torch.empty(1, kind.key_heads, count, kind.key_dim, dtype=dtype, device=device)
+                    values = torch.empty(1, kind.value_heads, count, kind.value_dim, dtype=dtype, device=device)
+                    rotate_ = partial(rotations.tap.rotate_, like)
+                    restore_layer(prefetch, plan, layer, kind, dtype, keys, values, begin, rotate_)
+                    kv[layer] = keys, values
+            fetcher.confirm()
+            for device in {keys.device for keys, _ in kv.values()}:
+                if device.type != "cpu":
+                    torch.get_device_module(device.type).current_stream(device).synchronize()
+            return kv
+        finally:
+            fetcher.cancel()
 
     def _await_room(self, request: BatchedRequest) -> None:
         """Wait while much restored KV waits to be written to pages."""
@@ -199,61 +239,6 @@ class _ObservingCache(DynamicCache):
         pre_rope = self._tap.take(layer_idx, key_states, value_states)
         self.observed[layer_idx] = kind_of(pre_rope, key_states, value_states, self._windows[layer_idx]), pre_rope
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-def assemble(
-    plan: Plan,
-    first: int,
-    rotations: LayerRotations,
-    storage: Storage,
-    attachment: Attachment,
-    collector: StatsCollector,
-    ahead_bytes: int,
-    is_wanted: Callable[[], bool],
-) -> PagedKV | None:
-    """Fetch the positions from `first` on that a plan restores, and rotate their keys.
-
-    Args:
-        plan: Plan of a prompt of one row whose layers compute exactly the suffix.
-        first: First position to restore.
-        rotations: Rotations of the layers.
-        storage: Store with the blocks.
-        attachment: Attachment of the model.
-        collector: Statistics of the request.
-        ahead_bytes: Maximum number of bytes that are fetched ahead.
-        is_wanted: Returns whether the KV is still needed; asked before each layer.
-
-    Returns:
-        The KV, or None if it is no longer needed. Layers with a sliding window begin where the suffix's view begins.
-
-    Raises:
-        RestoreError: A block could not be fetched or is damaged.
-    """
-    plan = _without_beginning(plan, first)
-    kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    fetcher = Fetcher(storage.residency, collector, attachment.devices.__getitem__, ahead_bytes)
-    try:
-        prefetch = Prefetch(plan, fetcher, ahead_bytes)
-        prefetch.start()
-        with torch.no_grad():
-            for layer, (kind, like) in rotations.layers.items():
-                if not is_wanted():
-                    return None
-                device, dtype = attachment.devices[layer], like.keys.dtype
-                begin = max(first, plan.first_position(kind.window))
-                count = max(0, (plan.suffix or 0) - begin)
-                keys = torch.empty(1, kind.key_heads, count, kind.key_dim, dtype=dtype, device=device)
-                values = torch.empty(1, kind.value_heads, count, kind.value_dim, dtype=dtype, device=device)
-                rotate_ = partial(rotations.tap.rotate_, like)
-                restore_layer(prefetch, plan, layer, kind, dtype, keys, values, begin, rotate_)
-                kv[layer] = keys, values
-        fetcher.confirm()
-        for device in {keys.device for keys, _ in kv.values()}:
-            if device.type != "cpu":
-                torch.get_device_module(device.type).current_stream(device).synchronize()
-        return kv
-    finally:
-        fetcher.cancel()
 
 
 def _without_beginning(plan: Plan, first: int) -> Plan:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,9 +131,6 @@ def _is_id(attachment: Attachment, value: object) -> bool:
     return isinstance(value, int) and 0 <= value < attachment.config.vocab_size
 
 
-_T = TypeVar("_T")
-
-
 class PassageExecutor(Executor):
     """Executor that computes passages of one length, one per row, after lead tokens without recorded KV.
 
@@ -204,8 +200,9 @@ class PassageExecutor(Executor):
         arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
         names = Names(identity.facts, self.options.label, self._labels)
         if self._ranking_lead is not None:
-            return _InMemoryRecorder(History(hasher, pads), *arguments, names=names, check=check).after_lead(
-                self.lead.shape[1], self.computed
+            lead_tokens = self.lead.shape[1]
+            return _InMemoryRecorder(
+                lead_tokens, self.computed, History(hasher, pads), *arguments, names=names, check=check
             )
         history = History(hasher, [pad + self.lead.shape[1] for pad in pads])  # the lead is left out like padding
         rank: Rank | None = self._rank if method.ranks_alone else None
@@ -260,12 +257,11 @@ class PassageCache(StoredCache):
 
 
 class _InMemoryRecorder(Recorder):
-    """Recorder that keeps KV computed after a lead in memory, and creates no segments."""
+    """Recorder that keeps KV computed after a lead in memory, in `computed`, and creates no segments."""
 
-    def after_lead(self, lead_tokens: int, computed: dict[int, list[KV]]) -> Recorder:
-        """Set the lead length and the dict for the KV after it, by row and layer. Return this recorder."""
+    def __init__(self, lead_tokens: int, computed: dict[int, list[KV]], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._lead_tokens, self._computed_rows = lead_tokens, computed
-        return self
 
     def _take_unsealed(self) -> list[PendingSegment]:
         start = max(0, self._lead_tokens - self._first)
@@ -283,20 +279,3 @@ class _InMemoryRecorder(Recorder):
 def whole_tokens(tokens: int) -> int:
     """Return the number of a passage's tokens that are stored, a multiple of 16."""
     return tokens // HASH_TOKENS * HASH_TOKENS
-
-
-def batches(items: Iterable[_T], lengths: Callable[[_T], tuple[int, ...]], max_tokens: int) -> list[list[_T]]:
-    """Group items of equal lengths into batches, longest first.
-
-    Batches need no padding: passages are cut to whole hashes beforehand, so that many have the same length.
-
-    Args:
-        items: items to group.
-        lengths: function that returns the lengths of an item; the first is the number of tokens to compute.
-        max_tokens: maximum number of tokens per batch, unless a single item has more.
-    """
-    grouped: list[list[_T]] = []
-    for (tokens, *_), equal in groupby(sorted(items, key=lengths, reverse=True), lengths):
-        equal_items, rows = list(equal), max(1, max_tokens // max(1, tokens))
-        grouped += [equal_items[first : first + rows] for first in range(0, len(equal_items), rows)]
-    return grouped

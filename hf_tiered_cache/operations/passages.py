@@ -24,7 +24,7 @@ from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from .documents import BATCH_TOKENS, Entry, enter_documents
-from .passage_cache import PassageCache, batches, whole_tokens
+from .passage_cache import PassageCache, whole_tokens
 from .precompute import PrecomputeReport, as_prompts, bar_over
 
 
@@ -252,10 +252,9 @@ def precompute_passages(
             *(report.too_short, report.prompts, HASH_TOKENS),
         )
     compute = partial(_compute, storage, model, reuse_method, label=label, tag=tag)
-    lengths = partial(_computed_tokens, reuse_method.lead)
     with bar_over(report.tokens, progress) as bar:
         bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.is_stored))
-        for batch in batches([p for p in call.stored if p.row is None], lengths, batch_tokens):
+        for batch in _batches([p for p in call.stored if p.row is None], reuse_method.lead, batch_tokens):
             report = replace(report, stored=report.stored + compute(batch))
             bar.update(sum(passage.tokens for passage in batch))
     storage.flush()
@@ -266,7 +265,7 @@ def precompute_passages(
     report = replace(report, removed=enter_documents(storage, call.entries()))
     if call.labels:  # a found passage may have been deleted with another label in the meantime
         call.find()
-        for batch in batches([p for p in stored_before if p.row is None], lengths, batch_tokens):
+        for batch in _batches([p for p in stored_before if p.row is None], reuse_method.lead, batch_tokens):
             report = replace(report, stored=report.stored + compute(batch))
     storage.flush()
     return report
@@ -307,7 +306,7 @@ def _rank(
             rank_one(storage, method, passage.reader(storage))
         return
     with bar_over(sum(passage.stored_tokens for passage in unranked), progress and bool(unranked), "rank") as bar:
-        for batch in batches(unranked, partial(_computed_tokens, method.ranked_behind), batch_tokens):
+        for batch in _batches(unranked, method.ranked_behind, batch_tokens):
             cache = PassageCache(model, storage, method, tag, ranking_lead=method.ranked_behind)
             cache.compute(torch.stack([passage.ids[: passage.stored_tokens] for passage in batch]))
             for row, passage in enumerate(batch):
@@ -324,9 +323,20 @@ def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> boo
     return is_rankable and method.ranked_by not in storage.rankings.of(reader)
 
 
-def _computed_tokens(lead: int, passage: _Passage) -> tuple[int]:
-    """Return the number of tokens computed for a passage, lead included, as a tuple."""
-    return (lead + len(passage.ids),)
+def _batches(passages: Iterable[_Passage], lead: int, max_tokens: int) -> Iterator[list[_Passage]]:
+    """Yield batches of passages of equal length, longest first, so that none needs padding.
+
+    Args:
+        passages: passages to compute.
+        lead: number of tokens that are computed before each of them.
+        max_tokens: maximum number of tokens per batch, unless a single passage has more.
+    """
+    by_length: dict[int, list[_Passage]] = {}
+    for passage in passages:
+        by_length.setdefault(len(passage.ids), []).append(passage)
+    for length, equal in sorted(by_length.items(), reverse=True):
+        rows = max(1, max_tokens // max(1, lead + length))
+        yield from (equal[first : first + rows] for first in range(0, len(equal), rows))
 
 
 def _keep_scores(storage: Storage, segment_id: str, scores: RankingScores) -> None:

@@ -247,10 +247,9 @@ class SelectiveRestore:
         scaling: float | None,
     ) -> None:
         """Select for a period, start to fetch its tokens, and prefetch for the next period."""
-        if self._warm_up is not None and self._indexes is not None:
-            self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
-        self._scanned_groups.clear()
         layer, indexes = self._periods[number][0], self._indexes
+        self._note_warm(layer, query, rotate_, scaling)
+        self._scanned_groups.clear()
         with self._identifying():
             chosen: dict[int, RowTokens] = {}
             for place, row in self._selecting.items():
@@ -279,16 +278,11 @@ class SelectiveRestore:
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
             self._fetch_keys(number + 1, ahead=True)
 
-    def _note_warm(
-        self,
-        warm_up: WarmUp,
-        indexes: RowIndexes,
-        layer: int,
-        query: torch.Tensor,
-        rotate_: Rotate,
-        scaling: float | None,
-    ) -> None:
-        """Record which chunks matter most to a layer's last queries."""
+    def _note_warm(self, layer: int, query: torch.Tensor, rotate_: Rotate, scaling: float | None) -> None:
+        """Record which chunks matter most to a layer's last queries, if the warm-up fetches them."""
+        warm_up, indexes = self._warm_up, self._indexes
+        if warm_up is None or indexes is None:
+            return
         with self.collector.timing("select_seconds"):
             size = indexes.chunk_tokens
             for place, row in self._selecting.items():

@@ -67,15 +67,15 @@ def test_tokens_that_have_left_memory_are_looked_up_again_and_are_no_damage(
     stored, model, prompts, expected, monkeypatch
 ):
     """Memory may evict tokens that no file contains, between a plan and its fetch."""
-    assemble, evicted = lookups.assemble, []
+    assemble, evicted = lookups.Lookups._assemble, []
 
-    def evict(plan, *args):
+    def evict(self, request, plan, *args):
         if not evicted:
             evicted.append(plan.readers[0].id)
             raise RestoreError(evicted[0], "evicted") from EvictedError(evicted[0])
-        return assemble(plan, *args)
+        return assemble(self, request, plan, *args)
 
-    monkeypatch.setattr(lookups, "assemble", evict)
+    monkeypatch.setattr(lookups.Lookups, "_assemble", evict)
     with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
         assert arriving(manager, prompts) == expected
         assert session.stats.tokens_restored > 0
@@ -123,7 +123,7 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.began, self.go_on, self.ended = threading.Event(), threading.Event(), threading.Event()
-        assemble = lookups.assemble
+        assemble = lookups.Lookups._assemble
 
         def wait(*args):
             self.began.set()
@@ -133,7 +133,7 @@ class Held:
             finally:
                 self.ended.set()
 
-        monkeypatch.setattr(lookups, "assemble", wait)
+        monkeypatch.setattr(lookups.Lookups, "_assemble", wait)
 
 
 def test_a_request_that_is_cancelled_during_its_restore_leaves_nothing(stored, model, prompts, expected, monkeypatch):
@@ -191,7 +191,7 @@ def test_a_fault_of_this_library_does_not_stop_the_engine(stored, model, prompts
 def test_a_fault_in_a_lookup_is_logged_and_its_prompt_is_computed(
     stored, model, prompts, expected, monkeypatch, caplog
 ):
-    monkeypatch.setattr(lookups, "assemble", lambda *args: 1 / 0)
+    monkeypatch.setattr(lookups.Lookups, "_assemble", lambda *args: 1 / 0)
     with KVStore(stored) as store, tiered(model, store), running(model) as manager:
         assert arriving(manager, prompts) == expected
         assert settled(manager) == 0
