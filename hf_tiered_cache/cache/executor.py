@@ -161,7 +161,8 @@ class Executor:
         self.store.note_uses()
         self._commit(cache, request, sequence, plan)
         if plan is not None:
-            self._estimate_savings(sequence, request.base + plan.restored_until, before)
+            # rows of a batch restore their own prefixes; `restored_until` is what all of them restore, maybe nothing
+            self._estimate_savings(sequence, request.base + plan.restored_until or request.num_positions, before)
         if sequence.reports_passages:
             for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
                 self._explain_once(why)

@@ -12,6 +12,7 @@ from hf_tiered_cache import Exact, KVStore, RequestStats, TieredCache, tiered
 from hf_tiered_cache.cache.calibrations import CostFactors, PrefixCosts, keep_cost_factors, keep_prefix_costs
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.methods import ContiguousKV
 
 CPU = torch.device("cpu")
 RESTORE = Exact(recompute=0.0, decline=False)
@@ -47,6 +48,16 @@ def test_with_a_calibration_it_is_computing_minus_restoring(root, factor):
     assert stats.seconds_saved == pytest.approx(factor * 0.5 * 320 - restoring(stats))
     assert stats.as_dict()["seconds_saved"] == stats.seconds_saved
     assert "saved, estimated" in str(stats)
+
+
+def test_a_row_saves_time_although_another_one_restores_nothing(root):
+    model = fill(root)
+    with KVStore(root, engine="posix") as store:
+        identity = Fingerprinter(model)()
+        keep_prefix_costs(storage_of(store), identity, CPU, "exact", [PrefixCosts(320, 0.5, {"disk": 1e-6})])
+        stats = ask(model, store, torch.cat([prompt(340), prompt(340, seed=3)]), ContiguousKV(0.5))
+    assert stats.tokens_restored == 320
+    assert stats.seconds_saved == pytest.approx(0.5 * 320 - restoring(stats))
 
 
 def test_recomputed_tokens_save_nothing(root):
