@@ -277,8 +277,8 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(context):
             cache.update(keys, values, layer)
-        arguments = {"input_ids": chunk, argument: cache, "use_cache": True, "logits_to_keep": 1}
-        return _seconds(lambda: model(**arguments), model.device), cache
+        options = {"use_cache": True, "logits_to_keep": 1}
+        return _seconds(lambda: model(input_ids=chunk, **options, **{argument: cache}), model.device), cache
 
     _, computed = run([])
     layers: list[Any] = computed.layers
