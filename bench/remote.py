@@ -313,7 +313,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="prefix (tokens)", ylabel="time to first token (s)")
     axes.set_xticks([r["prefix"] for r in results], [f"{r['prefix']:,}" for r in results])
     axes.minorticks_off()
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

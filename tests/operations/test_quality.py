@@ -195,7 +195,7 @@ def test_what_cannot_be_measured_is_refused(model, text, tmp_path, settings, mes
 def test_on_the_command_line(run, tmp_path):
     folder = Path(__file__).parents[2] / "eval" / "reference" / "xs"
     words = AutoTokenizer.from_pretrained(folder).decode(range(100, 400))
-    (tmp_path / "text.txt").write_text(words * 4)
+    (tmp_path / "text.txt").write_text(words * 2)
     arguments = ("calibrate", tmp_path / "store", "--model", folder, "--quality", "0.5", "--length")
     texts = ("--text", tmp_path / "text.txt", "--methods", "h2o")
     status, shown, _ = run(*arguments, 300, *texts, "--plot", tmp_path / "losses.png")
