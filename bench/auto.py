@@ -27,6 +27,7 @@ from lib.common import (
     first_token,
     forget_page_cache,
     interleaved,
+    listed,
     median,
     parser_of,
     ratio,
@@ -94,7 +95,7 @@ class Bench:
         """Store the prefixes for the candidates, which are the same on all disks."""
         for name in (RESTORE, next(iter(SHARES))):
             with self.store(self.folder_of(name, 0)) as store:
-                self.fill(store, METHODS[name] or Exact())
+                self.fill(store, METHODS[name])
 
     def folder_of(self, name: str, rate: float) -> str:
         """Return the folder of a system's store. All shares have one."""
@@ -243,7 +244,7 @@ def main() -> None:
     add_model_arguments(parser, layers=2)
     parser.add_argument(
         "--prefixes",
-        type=lambda text: [int(number) for number in text.split(",")],
+        type=listed(int),
         default=[512, 4096, 16384],
         help="numbers of prefix tokens, separated by commas",
     )

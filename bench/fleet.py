@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import parser_of
+from lib.common import listed, parser_of
 from lib.fleet_model import HOME, MOST_MACHINES, RANDOM, Costs, Fleet, summary
 from lib.pages import machine, pyplot, save, table
 from lib.traces import WORKLOADS, Workload, describe
@@ -245,14 +245,14 @@ def main() -> None:
     """Run the command line."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--machines", type=_numbers(int), default=[1, 10, 100, 1000], help="numbers of machines, separated by commas")
-    add("--disks", type=_numbers(float), default=[500, 1000, 4000], help="sizes of a machine's disk in GB")
+    add("--machines", type=listed(int), default=[1, 10, 100, 1000], help="numbers of machines, separated by commas")
+    add("--disks", type=listed(float), default=[500, 1000, 4000], help="sizes of a machine's disk in GB")
     add("--memory", type=float, default=256, help="memory of a machine for KV in GB")
-    add("--remotes", type=_numbers(float), default=[250, 1000, 4000], help="sizes of the pool in GB per machine")
+    add("--remotes", type=listed(float), default=[250, 1000, 4000], help="sizes of the pool in GB per machine")
     add("--server", type=float, default=1000, help="size of the one server in GB")
     add("--server-bandwidth", type=float, default=12.5, help="bandwidth of the one server in GB/s")
     add("--link", type=float, default=12.5, help="bandwidth from the remote to a machine in GB/s")
-    add("--links", type=_numbers(float), default=[12.5, 5, 3, 1], help="other such bandwidths to compare")
+    add("--links", type=listed(float), default=[12.5, 5, 3, 1], help="other such bandwidths to compare")
     add("--look-up", type=float, default=0.001, help="seconds of a look-up in the remote")
     add("--host-bandwidth", type=float, default=25, help="GB/s from memory to the GPU")
     add("--disk-bandwidth", type=float, default=6, help="GB/s from disk")
@@ -283,10 +283,6 @@ def main() -> None:
     page = report(result)
     save(arguments.out, "fleet", result, page, plot)
     print(page)
-
-
-def _numbers(kind: type) -> Any:
-    return lambda text: [kind(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from lib.common import (
     figures_of,
     first_token,
     interleaved,
+    listed,
     median,
     parser_of,
     ratio,
@@ -161,7 +162,7 @@ def main() -> None:
     add_model_arguments(parser, layers=0)
     parser.add_argument(
         "--prefixes",
-        type=_numbers,
+        type=listed(int),
         default=[512, 2048, 8192, 16384],
         help="numbers of prefix tokens, separated by commas",
     )
@@ -170,7 +171,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="number of measured turns, after one of warm-up")
     parser.add_argument(
         "--calibrate",
-        type=_numbers,
+        type=listed(int),
         help="calibrated prefix lengths (default: shortest and longest prefix, at most 4096)",
     )
     parser.add_argument("--calibrate-repeats", type=int, default=3, help="number of repetitions of the calibration")
@@ -193,10 +194,6 @@ def main() -> None:
             page = report(result, measured_on)
             save(arguments.out, f"{name}-{arguments.dtype}-{arguments.device}", {"machine": measured_on} | result, page)
     print(page)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

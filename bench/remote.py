@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.common import interleaved, median, parser_of
+from lib.common import interleaved, listed, median, parser_of
 from lib.machines import DISK, HOST, RECOMPUTE, SUFFIX, Machine, at_once
 from lib.pages import machine, machine_text, pyplot, save, table
 from tqdm.auto import tqdm
@@ -321,20 +321,16 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-
-    def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-        return lambda text: list(map(kind, filter(None, text.split(","))))
-
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="shape of a model with random weights")
     parser.add_argument("--layers", type=int, default=4, help="number of layers; fewer are faster, 0 for all")
     parser.add_argument("--model", help="pretrained model instead of a shape: name of eval.models, folder or hub id")
     parser.add_argument("--dtype", default="float32", help="data type of the model")
-    parser.add_argument("--prefixes", type=numbers(int), default=[1024, 4096, 16384], help="numbers of prefix tokens")
+    parser.add_argument("--prefixes", type=listed(int), default=[1024, 4096, 16384], help="numbers of prefix tokens")
     parser.add_argument("--machines", type=int, default=4, help="number of processes that are machines, at least 2")
-    parser.add_argument("--engines", type=numbers(str), default=list(ENGINES), help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--engines", type=listed(str), default=list(ENGINES), help=f"of {', '.join(ENGINES)}")
     parser.add_argument(
-        "--rates", type=numbers(float), default=[10, 1, 0.1, 0.001], help="GB/s of links, before the first engine"
+        "--rates", type=listed(float), default=[10, 1, 0.1, 0.001], help="GB/s of links, before the first engine"
     )
     parser.add_argument("--repeats", type=int, default=5, help="number of turns")
     parser.add_argument("--long-repeats", type=int, default=3, help="number of turns for prefixes over 8k")

@@ -96,11 +96,16 @@ def add_questions(parser: argparse.ArgumentParser, tasks: str, limit: int) -> No
     parser.add_argument("--seed", type=int, default=47, help="random seed")
 
 
+def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return a parser of values of a kind, separated by commas."""
+    return lambda text: [kind(value) for value in text.split(",") if value]
+
+
 def add_rates(parser: argparse.ArgumentParser, default: list[float]) -> None:
     """Add the bandwidths of the disks that a benchmark compares."""
     parser.add_argument(
         "--rates",
-        type=lambda text: [float(number) for number in text.split(",")],
+        type=listed(float),
         default=default,
         help="disk bandwidths in MB/s, separated by commas; 0: the real disk",
     )
