@@ -36,8 +36,10 @@ def repository(tmp_path, monkeypatch):
         def log_message(self, *arguments):
             pass
 
-        def answer(self, status, content):
+        def answer(self, status, content, headers=()):
             self.send_response(status)
+            for name, value in headers:
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -52,8 +54,8 @@ def repository(tmp_path, monkeypatch):
             if path == f"/api/datasets/me/corpus/tree/{state.commit}/kv":
                 return self.answer(200, json.dumps(list(entries(state.root))).encode())
             found = re.fullmatch(f"/datasets/me/corpus/resolve/{state.commit}/(.*)", path)
-            if found is None:
-                return self.answer(404, b"{}")
+            if found is None or not (state.root / found[1]).is_file():
+                return self.answer(404, b"{}", [("X-Error-Code", "EntryNotFound")])
             content = (state.root / found[1]).read_bytes()
             first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
             return self.answer(206, content[first : last + 1]) if state.ranges else self.answer(200, content)
@@ -114,7 +116,8 @@ def test_a_repository_is_copied_and_listed(model, repository, tmp_path):
     done = CliRunner().invoke(app, ["copy", REPO, str(tmp_path / "worker")])
     assert done.exit_code == 0, done.output
     assert "copied 1 segment" in done.output
-    assert CliRunner().invoke(app, ["ls", REPO, "--json"]).output.count("fingerprint") >= 1
+    (row,) = json.loads(CliRunner().invoke(app, ["ls", REPO, "--json"]).stdout)
+    assert row["tokens"] == 96
 
 
 def test_a_new_commit_is_seen_after_a_while(model, repository, tmp_path, monkeypatch):
@@ -152,6 +155,20 @@ def test_nothing_is_written_to_a_repository(model, repository, tmp_path):
         assert error.value.errno == errno.EROFS
     done = CliRunner().invoke(app, ["copy", str(tmp_path / "corpus"), "hf://datasets/me/corpus@v1/other"])
     assert done.exit_code == 1
+    assert "only read: copy to file:///folder" in done.output
+
+
+def test_a_listed_file_that_is_gone_is_an_error_and_asked_for_once(repository):
+    path = repository.root / "kv" / "segments" / f"{'a' * 32}.kv"
+    path.parent.mkdir()
+    path.write_bytes(bytes(8192))
+    remote = open_remote(REPO)
+    assert list(remote.names()) == ["a" * 32]
+    path.unlink()
+    before = len(repository.requests)
+    with pytest.raises(OSError, match="of the Hub") as error:
+        remote.head("a" * 32, lambda stored, page: len(page))
+    assert (error.value.errno, len(repository.requests) - before) == (errno.EIO, 1)
 
 
 @pytest.mark.parametrize(("status", "number"), [(401, errno.EACCES), (404, errno.ENOENT), (500, errno.EIO)])

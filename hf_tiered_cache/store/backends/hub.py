@@ -80,7 +80,7 @@ class HubBackend(ObjectBackend):
         stop = min(offset + nbytes, stored.size)
         if offset >= stop:
             return b""
-        with self._faults(name):
+        with self._faults(name, missing=errno.EIO):  # it is listed, so it was not replaced
             path = f"{self._prefix}/{name}".lstrip("/")
             url = hf_hub_url(filename=path, revision=commit, endpoint=self._api.endpoint, **self._repo)
             headers = build_hf_headers() | {"Range": f"bytes={offset}-{stop - 1}"}
@@ -126,11 +126,11 @@ class HubBackend(ObjectBackend):
         return dict(folders)
 
     @contextmanager
-    def _faults(self, name: str) -> Iterator[None]:
-        """Raise the exceptions of the client, which depend on its version, as OSErrors."""
+    def _faults(self, name: str, missing: int = errno.ENOENT) -> Iterator[None]:
+        """Raise the exceptions of the client, which depend on its version, as OSErrors; `missing` is that for 404."""
         try:
             yield
         except Exception as error:
             status = getattr(getattr(error, "response", None), "status_code", None)
-            number = errno.EACCES if status in (401, 403) else errno.ENOENT if status == 404 else errno.EIO
+            number = errno.EACCES if status in (401, 403) else missing if status == 404 else errno.EIO
             raise OSError(number, f"{type(error).__name__} of the Hub", f"{self.place}/{name}".rstrip("/")) from None
