@@ -25,7 +25,7 @@ _MEMBERS = sorted(
 )
 
 
-def _in_module(module: str, name: str, package: str, advice: str) -> Opener:
+def _in_module(module: str, name: str, needs: str) -> Opener:
     """Return an opener that imports the backend of a client library when an address names it."""
 
     def open_place(address: str) -> SegmentBackend:
@@ -33,20 +33,26 @@ def _in_module(module: str, name: str, package: str, advice: str) -> Opener:
             opener: Opener = getattr(import_module(f".{module}", __name__), name)
         except ImportError as error:
             scheme = scheme_of(address)
-            raise ConfigError(f"{scheme}:// requires the package {package} ({error}); pip install {advice}") from error
+            raise ConfigError(f"{scheme}:// requires {needs} ({error})") from error
         return opener(address)
 
     return open_place
 
 
-_OBJECT_STORE = _in_module("object_store", "ObjectStoreBackend", "obstore", "'hf-tiered-cache[remote]'")
-_MOONCAKE = "'hf-tiered-cache[mooncake]', or mooncake-transfer-engine-non-cuda on machines without CUDA"
+_OBJECT_STORE = _in_module("object_store", "ObjectStoreBackend", "obstore; pip install 'hf-tiered-cache[remote]'")
+_REDIS = _in_module("redis", "RedisBackend", "redis; pip install 'hf-tiered-cache[redis]'")
+_MOONCAKE = (
+    "mooncake-transfer-engine; pip install 'hf-tiered-cache[mooncake]', or mooncake-transfer-engine-non-cuda on "
+    "machines without CUDA"
+)
 _BUILT_IN = {
     **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _OBJECT_STORE),
-    **dict.fromkeys(("redis", "rediss"), _in_module("redis", "RedisBackend", "redis", "'hf-tiered-cache[redis]'")),
-    "hf": _in_module("hub", "HubBackend", "huggingface_hub", "huggingface_hub"),
-    "sqlite": _in_module("sqlite", "SQLiteBackend", "sqlite3", "a Python with sqlite3"),
-    "mooncake": _in_module("mooncake", "MooncakeBackend", "mooncake-transfer-engine", _MOONCAKE),
+    **dict.fromkeys(
+        ("redis", "rediss"), _in_module("redis", "RedisBackend", "redis; pip install 'hf-tiered-cache[redis]'")
+    ),
+    "hf": _in_module("hub", "HubBackend", "huggingface_hub; pip install huggingface_hub"),
+    "sqlite": _in_module("sqlite", "SQLiteBackend", "a Python with sqlite3"),
+    "mooncake": _in_module("mooncake", "MooncakeBackend", _MOONCAKE),
 }
 BACKENDS: Registry[Opener] = Registry(
     "backend", "hf_tiered_cache.backends", _BUILT_IN, lambda name, part: "" if callable(part) else "it cannot be called"
