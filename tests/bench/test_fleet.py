@@ -66,7 +66,7 @@ def test_a_fleet(tmp_path, monkeypatch):
             for route in (fleet.RANDOM, fleet.HOME):
                 none, pool = (route, 1000, fleet.NONE), (route, 1000, fleet.UNLIMITED)
                 assert 0 < hits[route, 100, fleet.NONE] <= hits[none] <= hits[pool] < 1
-                assert times[pool]["mean"] <= times[none]["mean"] + 0.002
+                assert times[pool]["mean"] <= times[none]["mean"] + 0.001 + 1e-9  # rounding of the sum
                 assert times[none]["mean"] < run["computed_s"]["mean"]
                 assert times[none]["p50"] < times[none]["p95"]
         rows = {(row["route"], row["remote"]): row for row in four["rows"] if row["disk_gb"] == 1000}

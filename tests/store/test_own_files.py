@@ -125,7 +125,8 @@ def plant(root, outside, number, entry):
 def look(path):
     """Return what must not change of a path and its content."""
     status = path.lstat()
-    seen = {path: (status.st_mode, status.st_mtime_ns, status.st_size)}
+    is_used = stat.S_ISDIR(status.st_mode) and path.name in FOLDERS  # the store writes to its own folders
+    seen = {path: (status.st_mode, 0 if is_used else status.st_mtime_ns, status.st_size)}
     if stat.S_ISLNK(status.st_mode):
         seen[path] += (os.readlink(path),)
     elif stat.S_ISREG(status.st_mode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import subprocess
@@ -114,6 +115,6 @@ def test_a_full_disk_is_an_error_and_loses_nothing(path):
     remote._connection.execute(f"PRAGMA max_page_count = {pages + 10}")
     with pytest.raises(OSError, match="full") as error:
         remote.put_object("segments/b.kv", CONTENT, replace=False)
-    assert error.value.errno == 28
+    assert error.value.errno == errno.ENOSPC
     assert content_of(remote) == CONTENT
     assert remote.find_object("segments/b.kv") is None
