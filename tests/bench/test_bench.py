@@ -806,6 +806,19 @@ def test_what_does_not_fit_on_the_disk_is_skipped(tmp_path):
     assert row["what"] == "that" and re.search(r"1\.0 GiB of disk", row["skipped"])
 
 
+def test_pipeline(tmp_path, monkeypatch):
+    import pipeline
+
+    options = ["--shape", "tiny", "--layers", "2", "--contexts", "512", "--batch", "2", "--budget", "0.1"]
+    counts = ["--tokens", "1", "--turns", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", *options, *counts])
+    pipeline.main()
+    (found,) = json.loads((tmp_path / "pipeline-tiny-2l-cpu.json").read_text())["results"]
+    assert found["seconds"].keys() == {pipeline.WHOLE, pipeline.IN_TURN, pipeline.AT_ONCE}
+    assert all(len(times) == 2 and min(times) > 0 for times in found["seconds"].values())
+    assert "| 512 |" in (tmp_path / "pipeline-tiny-2l-cpu.md").read_text()
+
+
 def test_decode(tmp_path, monkeypatch):
     import decode
 
