@@ -9,7 +9,6 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
 TESTS = Path(__file__).parents[1]
@@ -54,30 +53,7 @@ def _imported(path):
     return found
 
 
-def test_identify(tmp_path, monkeypatch):
-    import identify
-
-    run(monkeypatch, identify, "--model", XS, "--questions", 2, "--tokens", 256, "--out", tmp_path)
-    document, page = read(tmp_path, "identify-xs")
-    recall = {name: float(np.mean(row)) for name, row in document["recall_percent"].items()}
-    assert recall["eight bits, 50%"] > 95 > recall["chunk means, 50%"] > 0
-    assert all(len(row) == 8 and 0 <= min(row) <= max(row) <= 100 for row in document["recall_percent"].values())
-    assert document["questions"] == 2
-    assert "2 questions" in page
-
-
 SMALL = ["--dtype", "float32", "--device", "cpu", "--bandwidth", 1e9, "--requests", 3, "--warm-up", 2]
-
-
-def test_sweep(tmp_path, monkeypatch):
-    import sweep
-
-    sizes = ["--shape", "tiny", "--tokens", 128, "--lengths", "64,128", "--prefixes", 2, "--sweeps", "budget,tokens"]
-    run(monkeypatch, sweep, *sizes, *SMALL, "--out", tmp_path)
-    document, page = read(tmp_path, "sweep-tiny-float32-cpu")
-    assert {row["value"] for row in document["sweeps"]["tokens"]} == {64, 128}
-    assert all(row["ttft_mean_s"] > 0 for rows in document["sweeps"].values() for row in rows)
-    assert "## Budget" in page
 
 
 def test_bandwidths(tmp_path, monkeypatch):
