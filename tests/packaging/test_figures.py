@@ -86,6 +86,21 @@ def remote() -> str:
     return f"first token {redis} from Redis, {mooncake} from Mooncake, {s3} from S3; recomputed {computed}"
 
 
+def resumed() -> str:
+    rates = bench("conversation-smollm2-135m-30l-float32-cpu-host-10")["rates"]
+
+    def first_token(rate: str, system: str) -> float:
+        turns = [row["ttft_s"] for row in rates[rate]["rows"] if row["system"] == system and row["history"]]
+        return mean(turns)
+
+    systems = ("Krul, int8", "full load, int8", "full load", "full recompute")
+    slow, real = ([f"{first_token(rate, system):.2f}" for system in systems] for rate in ("5 MB/s", "the disk"))
+    return (
+        f"first token {slow[0]} s with `Krul`, {slow[1]} s with int8, {slow[2]} s with all KV loaded, {slow[3]} s "
+        f"recomputed; on the real disk {', '.join(real[:3])} and {real[3]} s"
+    )
+
+
 def conversation() -> str:
     kinds = bench("conversation-answers-smollm2-135m-float32")["found"].values()
 
@@ -110,5 +125,6 @@ def test_each_measured_figure_is_a_committed_one():
         passages(),
         batching(),
         remote(),
+        resumed(),
         conversation(),
     ]
