@@ -42,7 +42,7 @@ class Registry(Mapping[str, Part], Generic[Part]):
         Raises:
             ConfigError: The name is invalid or taken, or the part is invalid.
         """
-        if not name.isidentifier():
+        if not (isinstance(name, str) and name.isidentifier()):
             raise ConfigError(f"{name!r} is not a valid name of a {self._kind}; use letters, digits and underscores")
         if fault := self._fault(name, part):
             raise ConfigError(f"{name} cannot be registered as a {self._kind}: {fault}")

@@ -82,6 +82,7 @@ def test_names_are_registered_once(installed):
     for name, part, reason in [
         ("one", 2, "already exists"),
         ("a:b", 3, "use letters"),
+        (Path, "path", "use letters"),  # the arguments in the wrong order
         ("two", "2", "not a number"),
     ]:
         with pytest.raises(ConfigError, match=reason):
