@@ -222,8 +222,6 @@ class RestoringForward(ForwardPass):
         if self._deferred_layer is not None:
             raise self.cannot_select()
         self.fetcher.confirm()  # wait for the side stream; a damaged block undoes the pass
-        if self.selection is not None:
-            self.plan = self.selection.executed_plan()
         return output
 
     def _begin(self, stack: ExitStack) -> None:

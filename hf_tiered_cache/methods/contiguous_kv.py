@@ -9,7 +9,7 @@ from ..errors import ConfigError, unknown_name, with_type
 from ..selection.selector import Selector, budgeted_tokens
 from ..selection.selectors import TopChunks
 from ..store.geometry import Geometry, KeyIndex
-from .base import DEFAULT_BUDGET, BudgetMethod, check_share, is_count, is_number
+from .base import DEFAULT_BUDGET, BudgetMethod, is_count, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,6 @@ class ContiguousKV(BudgetMethod):
         budget: Share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, at least
             one: 5 % of 512 tokens are 24 tokens. At 1 the output is that of `Exact`.
         quality: See `BudgetMethod`.
-        mass: Share of the attention to restored tokens, in (0, 1], that each selection must hold. It takes the fewest
-            chunks that do, best first, at least one and at most what `budget` buys. All rows of a batch take as many as
-            the row that needs most; a decoded token reselects as many as the prompt took. At a budget of 1 it has no
-            effect. None takes all that the budget buys, as in the paper.
         chunk_tokens: Tokens per chunk, c (Section 4.2). The paper's is 16; ours is 8.
         per_head: Whether each KV head selects for itself and has its own blocks (ours). The paper's heads share a
             selection.
@@ -55,7 +51,6 @@ class ContiguousKV(BudgetMethod):
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
-    mass: float | None = None
     chunk_tokens: int = 8
     per_head: bool = True
     reorder: bool = True
@@ -71,8 +66,6 @@ class ContiguousKV(BudgetMethod):
     reorder_every = 1
 
     def __post_init__(self) -> None:
-        if self.mass is not None:
-            check_share("mass", "the attention", self.mass)
         if self.identify not in ("index", "keys"):
             raise ConfigError(unknown_name("value of identify", self.identify, ["index", "keys"]))
         if not is_number(self.gain) or not 0 <= self.gain < 1:
@@ -119,4 +112,4 @@ class ContiguousKV(BudgetMethod):
 
     def selector(self) -> Selector:
         resident = self.identify == "index"
-        return TopChunks(self.period, self.solo_layers, resident, self.queries, self.mass, self.gain, self.per_head)
+        return TopChunks(self.period, self.solo_layers, resident, self.queries, self.gain, self.per_head)

@@ -362,8 +362,8 @@ class Plan:
         return recomputed / layers
 
     @property
-    def attended_tokens(self) -> float:
-        """Number of restored tokens that layers with full attention may attend to, mean over these layers."""
+    def attended_tokens(self) -> int:
+        """Number of restored tokens that layers with full attention may attend to."""
         return self.restored_tokens
 
     def _tokens_in(self, positions: Positions) -> int:
@@ -388,18 +388,14 @@ class BudgetPlan(Plan):
 
     Args:
         base, num_positions, computed, groups: See `Plan`. Every layer computes exactly a suffix of each row.
-        budgets: For each group of rows, the maximum number of restored tokens of a row that a layer with full attention
-            attends to.
+        budgets: For each group of rows, the number of restored tokens of a row that a layer with full attention holds.
         streamed: For each group of rows, whether its queries of this pass attend to all restored tokens nevertheless,
             which are fetched and released run by run. The results are exact; the budget applies to what is held for
             later tokens.
-        selected: For each layer with full attention, the number of restored tokens that it holds of each group, if a
-            selection needed fewer than the budget; () before that is known, and if all layers hold as many.
     """
 
     budgets: tuple[int, ...]
     streamed: tuple[bool, ...]
-    selected: tuple[tuple[int, ...], ...] = ()
 
     def without_budget(self) -> Plan:
         """Return the plan that restores all of these tokens."""
@@ -436,14 +432,15 @@ class BudgetPlan(Plan):
         pairs = zip(self.groups, self.prefixes, strict=True)
         return tuple(self.num_positions - group.pad - tokens for group, tokens in pairs)
 
-    def entries(self, counts: Sequence[int]) -> list[int]:
-        """Return the number of entries of each group's rows in a layer that holds `counts` of their restored tokens."""
-        return [count + own for count, own in zip(counts, self.own_tokens, strict=True)]
+    @cached_property
+    def entries(self) -> list[int]:
+        """Number of entries of each group's rows in a layer with full attention."""
+        return [budget + own for budget, own in zip(self.budgets, self.own_tokens, strict=True)]
 
     @cached_property
     def num_skipped(self) -> int:
         """Number of leading positions that exceed the budget in every row."""
-        return self.num_positions - max(self.entries(self.budgets))
+        return self.num_positions - max(self.entries)
 
     @cached_property
     def streams_all(self) -> bool:
@@ -451,14 +448,10 @@ class BudgetPlan(Plan):
         return all(streamed or not tokens for streamed, tokens in zip(self.streamed, self.prefixes, strict=True))
 
     @property
-    def attended_tokens(self) -> float:
+    def attended_tokens(self) -> int:
         """See `Plan`."""
-        tokens = 0.0
-        for number, group in enumerate(self.groups):
-            counts = [counts[number] for counts in self.selected or (self.budgets,)]
-            count = self.prefixes[number] if self.streamed[number] else sum(counts) / len(counts)
-            tokens += len(group.rows) * count
-        return tokens
+        of_groups = zip(self.groups, self.prefixes, self.budgets, self.streamed, strict=True)
+        return sum(len(group.rows) * (tokens if streamed else budget) for group, tokens, budget, streamed in of_groups)
 
 
 @dataclass(frozen=True)

@@ -95,14 +95,14 @@ class DecodeSelector(ABC):
         device_of: Returns the device of a layer.
         periods: Groups of layers that share a selection.
         prefixes: Restored tokens of each row group.
-        held: For each layer, the number of restored tokens that it holds of each prefix.
+        budgets: Number of restored tokens that each layer holds of each prefix.
     """
 
     residency: Residency
     device_of: Callable[[int], torch.device]
     periods: Sequence[Sequence[int]]
     prefixes: Sequence[RowPrefix]
-    held: Mapping[int, Sequence[int]]
+    budgets: Sequence[int]
 
     micro_batches: MicroBatches = field(default_factory=MicroBatches, init=False)
     may_stay: ClassVar[bool]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -83,7 +82,6 @@ class SelectiveRestore:
             place: row for place, row in enumerate(self._rows) if plan.budgets[place] < row.tokens
         }
         self._selected: dict[int, list[RowTokens]] = {}  # by period, for each of _rows
-        self._held: dict[int, tuple[int, ...]] = {}  # number of restored tokens held, by layer, for each of _rows
         self._tables = [UnitTable(fetcher, period) for period in self._periods]
         self._scanned_groups: set[tuple[SegmentReader, int]] = set()  # groups that the last selection read as a whole
         self._decode_selector: DecodeSelector | None = None
@@ -104,7 +102,7 @@ class SelectiveRestore:
 
     def choose(
         self, layer: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
-    ) -> tuple[int, ...]:
+    ) -> None:
         """Select what `layer` attends to, if its period has not selected yet, and start to fetch it.
 
         Args:
@@ -113,9 +111,6 @@ class SelectiveRestore:
             own_keys: `[batch, kv_heads, computed, dim]`, rotated.
             rotate_: Rotates stored keys.
             scaling: Scale of the logits; None for dim ** -0.5.
-
-        Returns:
-            Number of selected tokens of each group of rows, at most `plan.budgets`.
 
         Raises:
             RestoreError: A block did not arrive.
@@ -126,8 +121,6 @@ class SelectiveRestore:
         elif self._tables[number].begins_at(layer):
             self._bring(number, (layer,))  # chunks that a prefetch had no room for
         self._selected.pop(number - 1, None)
-        counts = self._held[layer] = tuple(selected.tokens.shape[1] for selected in self._selected[number])
-        return counts
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
         """Wait for the selected tokens of a layer, and copy them.
@@ -174,11 +167,6 @@ class SelectiveRestore:
             if self._warm_up is not None:
                 self._warm_up.start()
 
-    def executed_plan(self) -> BudgetPlan:
-        """Return the plan, with the number of tokens that each layer selected unless all equal the budgets."""
-        selected = tuple(self._held.values())
-        return self.plan if set(selected) <= {self.plan.budgets} else replace(self.plan, selected=selected)
-
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """Return, for each group of rows, an empty tensor for the keys to index, or None.
 
@@ -215,7 +203,7 @@ class SelectiveRestore:
         if not self._reselects:
             return None
         if self._decode_selector is None:
-            common = self.residency, self.fetcher.device_of, self._periods, self._rows, self._held
+            common = self.residency, self.fetcher.device_of, self._periods, self._rows, self.plan.budgets
             if isinstance(self.selector, ByIndex):
                 assert self._indexes is not None
                 self._decode_selector = WindowDecodeSelector(*common, self.selector, self._indexes)

@@ -157,7 +157,7 @@ class WindowDecodeSelector(DecodeSelector):
 
     def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
         """See `DecodeSelector`."""
-        if (span := self.selector.span(self.prefixes[prefix].tokens, self.held[layer][prefix])) is None:
+        if (span := self.selector.span(self.prefixes[prefix].tokens, self.budgets[prefix])) is None:
             return None
         inside = tokens[:, span.first : tokens.shape[1] - span.last : span.chunk_tokens]
         capacity = self.selector.capacity(span.chunks)
@@ -172,7 +172,7 @@ class WindowDecodeSelector(DecodeSelector):
         selector, ranked = self.selector, []
         for row, state in rows.items():
             indexes: Sequence[DecodeIndex] = self.indexes.held(layer, state.prefix)
-            span = selector.span(self.prefixes[state.prefix].tokens, self.held[layer][state.prefix])
+            span = selector.span(self.prefixes[state.prefix].tokens, self.budgets[state.prefix])
             assert span is not None, "a row that holds all tokens has no state"
             if state.offloaded is not None:
                 indexes = [*indexes, *state.offloaded.indexes]
