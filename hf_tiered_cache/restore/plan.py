@@ -7,7 +7,7 @@ compute the same positions, or different ones, stacked. `Plan` restores a prefix
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -499,7 +499,7 @@ class PassagesPlan(Plan):
 
     Args:
         base, num_positions, computed, groups: See `Plan`.
-        choice: What the pass decides. The positions in `computed` shrink with each decision.
+        choice: What the pass decides. The positions in `computed` shrink with the decision.
     """
 
     choice: DeferredChoice
@@ -514,7 +514,7 @@ class PassagesPlan(Plan):
         return max(-self.base, int(self.choice.context.inexact.min()) - (window - 1)) if window else -self.base
 
     def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
-        if piece.exact or set(layers).isdisjoint(self.choice.compare_layers):
+        if piece.exact or self.choice.compare_layer not in layers:
             return super()._needed_tokens(window, layers, group, piece)
         start = piece.at + group.pad - self.base - piece.first  # position of the segment's first token
         return np.arange(max(piece.first, max(0, self.first_position(window)) - start), piece.first + piece.count)
@@ -526,15 +526,16 @@ class DeferredChoice:
 
     Args:
         context: Input of the plan: the choice is between `context.inexact` and `context.missing`.
-        compare_layers: Layers, ascending, at which stored KV is compared with computed KV, each with the share of the
-            passages' tokens that is computed from there on, or from the next layer on. These layers need the stored KV
-            of tokens that they compute, too.
+        compare_layer: Layer at which stored KV is compared with computed KV. It needs the stored KV of tokens that it
+            computes, too.
+        share: Share of the passages' tokens that is computed from there on, or from the next layer on.
         question_tokens: Number of tokens of each row's query probe, the last ones of the row; 0 for a row without a
             probe, () if no row has one.
     """
 
     context: PlanContext
-    compare_layers: Mapping[int, float]
+    compare_layer: int
+    share: float
     question_tokens: tuple[int, ...] = ()
 
 

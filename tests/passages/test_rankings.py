@@ -131,7 +131,6 @@ WAYS = [
     replace(LOW, alpha=0.3),
     fixed(0.25, ranking="random"),
     tune(0.25),
-    fixed(0.25, ranking="low_frequency", check_layer=1),
     epic(0.25),
     blend(0.25),
 ]
