@@ -122,7 +122,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     text = np.array(tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"])
     language, notes = Language(tokenizer, text), []
-    method = NotingKV(budget=0.25, per_head=False, reorder=False, subperiod=1, identify="keys", notes=notes)
+    method = NotingKV(budget=0.25, per_head=False, reorder=False, identify="keys", notes=notes)
     with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
         prompts = questions(language, arguments.tokens, arguments.questions, 0)
         for context, question in tqdm(prompts, total=arguments.questions, unit="question"):

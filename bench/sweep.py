@@ -1,4 +1,4 @@
-"""ContiguousKV alone: effect of chunk size, period, subperiod, budget and prefix length.
+"""ContiguousKV alone: effect of chunk size, period, budget and prefix length.
 
     python bench/sweep.py                                  # Qwen2.5-0.5B's shape on this machine's CPU
     python bench/sweep.py --sweeps budget,tokens --requests 24
@@ -33,7 +33,6 @@ from hf_tiered_cache.stats import TIERS
 SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
     "chunk_tokens": ("tokens of a chunk", (4, 8, 16, 32, 64)),
     "period": ("layers of a period", (1, 2, 4, 8, 12, 24)),
-    "subperiod": ("layers of a subperiod", (1, 2, 4, 8)),
     "solo_layers": ("solo layers", (0, 1, 2)),
     "budget": ("budget", (0.05, 0.1, 0.25, 0.5, 1.0)),
     "tokens": ("tokens of the prefix", (512, 1024, 2048, 4096)),
@@ -55,7 +54,7 @@ class Point:
     def system(self) -> System:
         """System of the point. Points with the same settings share a name, and are measured once."""
         method = self.method
-        names = ("chunk_tokens", "period", "subperiod", "solo_layers", "budget", "identify")
+        names = ("chunk_tokens", "period", "solo_layers", "budget", "identify")
         name = " ".join(str(getattr(method, name)) for name in names)
         return System(name, method, method.policy)
 
@@ -65,7 +64,7 @@ def points(default: ContiguousKV, sweeps: list[str], layers: int, tokens: int, l
     all_points = []
     for sweep in sweeps:
         values = lengths if sweep == "tokens" else SWEEPS[sweep][1]
-        if limit := {"period": layers, "solo_layers": layers, "subperiod": default.period}.get(sweep):
+        if limit := {"period": layers, "solo_layers": layers}.get(sweep):
             values = [value for value in values if value <= limit]
         for value in values:
             method, prefix_tokens = (default, value) if sweep == "tokens" else (varied(default, sweep, value), tokens)

@@ -34,9 +34,8 @@ class ContiguousKV(BudgetMethod):
             earlier prompts paid them, for each KV head separately, after 1, 2, 4, 8, ... prompts. A chunk then holds
             tokens that are needed together, wherever they are in the prompt. `Exact` reads such segments, too. Ours;
             the idea is IMPRESS's, which has one order for all heads.
-        period: Number of layers that share a selection (Section 4.3.1). The paper's is 8; ours is 1.
-        subperiod: Number of layers with KV in one block, which are loaded together (Section 5.1). The paper's is 4.
-            None takes the largest divisor of the period, at most 4.
+        period: Number of layers that share a selection (Section 4.3.1). The paper's is 8; ours is 1. A block has the KV
+            of a subperiod (Section 5.1): the largest divisor of the period, at most 4 layers.
         identify: Keys that the selection is made from. "keys": all keys of a period's first layer, read when needed, as
             in the paper. "index": all keys of that layer in int8 (ours), built by `precompute` or at the first request,
             kept as a sidecar, and in memory once read (`KVStore(index_memory=...)`).
@@ -55,7 +54,6 @@ class ContiguousKV(BudgetMethod):
     per_head: bool = True
     reorder: bool = True
     period: int = 1
-    subperiod: int | None = None
     identify: Literal["index", "keys"] = "index"
     solo_layers: int = 0
     reselect: bool = True
@@ -79,7 +77,8 @@ class ContiguousKV(BudgetMethod):
             )
         copies = KeyIndex(self.period, None)  # also validates the period
         index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
-        geometry = Geometry(self.chunk_tokens, self._subperiod, heads, index=index, solo_layers=self.solo_layers)
+        subperiod = max(size for size in (1, 2, 3, 4) if self.period % size == 0)
+        geometry = Geometry(self.chunk_tokens, subperiod, heads, index=index, solo_layers=self.solo_layers)
         object.__setattr__(self, "geometry", geometry)
         super().__post_init__()
 
@@ -87,28 +86,13 @@ class ContiguousKV(BudgetMethod):
     def paper(cls, budget: float = DEFAULT_BUDGET, **settings: Any) -> ContiguousKV:
         """Return the paper's settings: one selection per 8 layers, by all keys of the first, for prompt and answer."""
         published: dict[str, Any] = {
-            "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "subperiod": 4, "identify": "keys",
-            "solo_layers": 0, "reselect": False, "queries": 0,
+            "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "identify": "keys", "solo_layers": 0,
+            "reselect": False, "queries": 0,
         }  # fmt: skip
         return cls(budget, **(published | settings))
 
-    @property
-    def _subperiod(self) -> int:
-        if self.subperiod is not None:
-            return self.subperiod
-        return max(size for size in (1, 2, 3, 4) if self.period % size == 0)
-
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, self.chunk_tokens)
-
-    def geometry_warning(self, geometry: Geometry) -> str:
-        if self.period % self._subperiod and self.selects:
-            fitting = max(size for size in range(1, self._subperiod) if self.period % size == 0)
-            return (
-                f"subperiod={self._subperiod} does not divide period={self.period}, so blocks hold layers of two "
-                f"periods, and are read for each of them; pass subperiod={fitting}, and call store.relayout(method)"
-            )
-        return super().geometry_warning(geometry)
 
     def selector(self) -> Selector:
         resident = self.identify == "index"

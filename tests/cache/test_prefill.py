@@ -175,7 +175,7 @@ def test_other_methods_stream_too(model, tmp_path, pieces):
     expected = model.generate(asked, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
         ask(model, store, ids, method=None)
-        found, _ = ask(model, store, asked, Streaming(0.2, period=2, subperiod=2))
+        found, _ = ask(model, store, asked, Streaming(0.2, period=2))
     assert pieces == [52]
     close(found.logits[0], expected.logits[0])
 

@@ -24,7 +24,7 @@ KV_DRIVE = KVDrive(budget=0.1, local=16, exact_from=0)
 METHODS = {
     "contiguous_kv": CONTIGUOUS,
     "contiguous_kv once": replace(CONTIGUOUS, reselect=False),
-    "contiguous_kv paper": ContiguousKV.paper(period=2, subperiod=2),
+    "contiguous_kv paper": ContiguousKV.paper(period=2),
     "contiguous_kv keys": replace(CONTIGUOUS, identify="keys", gain=0.0, queries=0),
     "impress": Impress(budget=0.25, probe_heads=2, reorder=False),
     "impress by head": Impress(budget=0.25, probe_heads=2, alpha=0, reorder=False),
