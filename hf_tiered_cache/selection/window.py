@@ -104,8 +104,7 @@ class ByIndex(Selector):
 
     def capacity(self, chunks: int) -> int:
         """Return the number of chunks that a KV head keeps while decoding, `chunks` selected."""
-        multiple = min(self.window, 1) if self.eviction == "none" else self.window
-        return int(multiple * chunks) if multiple >= 1 else 0
+        return int(self.window * chunks) if self.window >= 1 else 0
 
     def choose(self, request: SelectionInput) -> Selection:
         span, mass = self.span(request.chunks.tokens, request.count), np.zeros((1, request.chunks.tokens), np.float32)
