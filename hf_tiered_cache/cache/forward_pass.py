@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..conversations.distances import AttentionDistances, ComputedPositions, SampledPass
+from ..conversations.distances import AttentionDistances, SampledPass
 from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
 from ..layers import LayeredCache
 from ..methods import BudgetMethod, Method
@@ -97,10 +97,7 @@ class ForwardPass(Scope):
 
     def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
         """Let an observer see the queries of the pass, which ends before position `stop`."""
-        self.observer = observer.begin(self.kv_sources, self._computed_positions(stop, pads))
-
-    def _computed_positions(self, stop: int, pads: Sequence[int]) -> ComputedPositions:
-        return ComputedPositions(self._first, stop, pads)
+        self.observer = observer.begin(self.kv_sources, self._first, stop, pads)
 
     def close(self) -> None:
         """Release the resources of the pass, if an interrupt (Ctrl-C) has prevented that."""
@@ -256,14 +253,6 @@ class RestoringForward(ForwardPass):
         """See `ForwardPass`. No observer is attached if rows compute different positions."""
         if all(positions.ndim == 1 for positions in self.plan.computed):
             super().watch(observer, stop, pads)
-
-    def _computed_positions(self, stop: int, pads: Sequence[int]) -> ComputedPositions:
-        base, computed = self.plan.base, self.plan.computed
-        if self.plan.suffix is not None:
-            return super()._computed_positions(stop, pads)
-        return ComputedPositions(
-            self._first, stop, pads, lambda layer: self.plan.computed[layer] + base, computed[-1] + base
-        )
 
     def _drop_with_depth(self, plan: Plan) -> None:
         """Set the hidden states that each layer keeps."""
