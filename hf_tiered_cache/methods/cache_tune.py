@@ -21,7 +21,7 @@ from ..passages.ranking import RANKED_IN_CONTEXT, kv_deviation
 from ..passages.recompute import LOWEST
 from ..restore.plan import SegmentSlice
 from .base import is_count, is_number
-from .passages import Passages, check_share, count_of, importance_of
+from .passages import LOW_FREQUENCIES, Passages, check_share, count_of, importance_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,7 +76,7 @@ class CacheTune(Passages):
 
     @property
     def ranked_by(self) -> str:
-        return f"{self.ranking} {self.alpha}" if self.ranking == "low_frequency" else self.ranking
+        return f"{self.ranking} {LOW_FREQUENCIES}" if self.ranking == "low_frequency" else self.ranking
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         if self.recompute != "auto":

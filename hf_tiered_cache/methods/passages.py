@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from ..layers import LayerTensors
 
+LOW_FREQUENCIES = 0.5
+"""Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1)."""
 _RANKED_BEHIND = 64
 
 
@@ -41,7 +43,6 @@ class Passages(Method):
             text precedes them, for which each passage is computed with and without such text), "low_frequency" (the
             paper's) or "random". The KV is the same for all rankings, and found by all. Passages without the requested
             ranking use the order in which their tokens were stored.
-        alpha: Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1).
         lead: Number of tokens that precede a passage while its KV is computed, and are then dropped: the model's first
             token, followed by a text that belongs to no document. In a prompt, a passage follows other text, and KV
             computed at the beginning of all text is far from that. 1 is the first token alone, so that no token of the
@@ -51,7 +52,6 @@ class Passages(Method):
 
     geometry: Geometry = field(default=Geometry(16, 1))
     ranking: Ranking = "context"
-    alpha: float = 0.5
     lead: int = 256
 
     question = 0
@@ -63,10 +63,6 @@ class Passages(Method):
             raise ConfigError(unknown_name("ranking", self.ranking, RANKINGS))
         if not is_count(self.lead):
             raise ConfigError(f"lead must be a number of tokens, an int, not {with_type(self.lead)}")
-        if not is_number(self.alpha) or not 0 < self.alpha <= 1:
-            raise ConfigError(
-                f"alpha must be a share of the frequencies, a float above 0 and at most 1, not {with_type(self.alpha)}"
-            )
 
     @cached_property
     def passages(self) -> str:
@@ -104,7 +100,7 @@ class Passages(Method):
             layers: Keys and values of the passage, layer by layer.
             kv_in_context: The same computed with another lead, for rankings that compare the two.
         """
-        return rank_tokens(layers, self.ranking, self.alpha, kv_in_context)
+        return rank_tokens(layers, self.ranking, LOW_FREQUENCIES, kv_in_context)
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         """Return this method with its "auto" settings replaced by measured values.
