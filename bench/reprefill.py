@@ -74,7 +74,7 @@ class Ablated(ContiguousKV):
 
 def contiguous(budget: float, period: int) -> tuple[ContiguousKV, ContiguousKV]:
     """Return ContiguousKV with its defaults, and with the paper's settings and this period."""
-    return ContiguousKV(budget), ContiguousKV.paper(budget, period=period, subperiod=None)
+    return ContiguousKV(budget), ContiguousKV.paper(budget, period=period)
 
 
 def systems(budget: float, period: int, agreeing: float | None) -> list[System]:

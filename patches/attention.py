@@ -131,7 +131,7 @@ def attend(
         key: `[batch, kv_heads, positions, dim]`. Only the computed positions, if the pass attends to a part of what it
             restores.
         value: Like `key`.
-        attention_mask: Result of `make_mask`, for the layer that holds most positions, if layers differ.
+        attention_mask: Result of `make_mask`.
         **kwargs: Further arguments of the attention function.
 
     Returns:
@@ -145,8 +145,6 @@ def attend(
         if isinstance(attended, torch.Tensor):
             return attended.transpose(1, 2).contiguous(), None
         _, key, value, attention_mask, _ = attended
-    if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
-        attention_mask = attention_mask[..., -key.shape[2] :]  # a layer that holds fewer positions lacks the first ones
     if scope.recompute_lengths and (prefix_length := scope.recompute_lengths[module.layer_idx]):
         # the recomputed prefix sees only itself: no prompt-sized mask, and no computation of hidden weights
         mask = scope.recompute_mask(module.layer_idx, query.device)

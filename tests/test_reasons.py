@@ -135,7 +135,7 @@ def test_what_flush_stores_is_counted(store):
 
 
 def test_what_follows_a_selection_is_computed(store):
-    model, method = build("llama"), ContiguousKV(0.25, period=2, subperiod=2)
+    model, method = build("llama"), ContiguousKV(0.25, period=2)
     store.precompute(model, prompt(80), method=method, progress=False)
     cache = TieredCache(model, store, method=method)
     said = model.generate(prompt(80), past_key_values=cache, **GREEDY)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..conversations.distances import AttentionDistances, ComputedPositions, SampledPass
+from ..conversations.distances import AttentionDistances, SampledPass
 from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
 from ..layers import LayeredCache
 from ..methods import BudgetMethod, Method
@@ -97,10 +97,7 @@ class ForwardPass(Scope):
 
     def watch(self, observer: AttentionDistances, stop: int, pads: Sequence[int]) -> None:
         """Let an observer see the queries of the pass, which ends before position `stop`."""
-        self.observer = observer.begin(self.kv_sources, self._computed_positions(stop, pads))
-
-    def _computed_positions(self, stop: int, pads: Sequence[int]) -> ComputedPositions:
-        return ComputedPositions(self._first, stop, pads)
+        self.observer = observer.begin(self.kv_sources, self._first, stop, pads)
 
     def close(self) -> None:
         """Release the resources of the pass, if an interrupt (Ctrl-C) has prevented that."""
@@ -145,7 +142,7 @@ class ForwardPass(Scope):
     def decode_selection(self, decode_selector: DecodeSelector) -> DecodeSelection:
         """Return the decode selection of this pass, for sources that reselect while decoding."""
         if self._decode_selection is None:
-            self._decode_selection = decode_selector.begin(self.collector)
+            self._decode_selection = DecodeSelection(decode_selector, self.collector)
             self._stack.callback(self._decode_selection.cancel)
         return self._decode_selection
 
@@ -222,8 +219,6 @@ class RestoringForward(ForwardPass):
         if self._deferred_layer is not None:
             raise self.cannot_select()
         self.fetcher.confirm()  # wait for the side stream; a damaged block undoes the pass
-        if self.selection is not None:
-            self.plan = self.selection.executed_plan()
         return output
 
     def _begin(self, stack: ExitStack) -> None:
@@ -258,14 +253,6 @@ class RestoringForward(ForwardPass):
         """See `ForwardPass`. No observer is attached if rows compute different positions."""
         if all(positions.ndim == 1 for positions in self.plan.computed):
             super().watch(observer, stop, pads)
-
-    def _computed_positions(self, stop: int, pads: Sequence[int]) -> ComputedPositions:
-        base, computed = self.plan.base, self.plan.computed
-        if self.plan.suffix is not None:
-            return super()._computed_positions(stop, pads)
-        return ComputedPositions(
-            self._first, stop, pads, lambda layer: self.plan.computed[layer] + base, computed[-1] + base
-        )
 
     def _drop_with_depth(self, plan: Plan) -> None:
         """Set the hidden states that each layer keeps."""

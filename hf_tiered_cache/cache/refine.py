@@ -21,14 +21,14 @@ from .forward_pass import RestoringForward
 
 
 class RefiningForward(RestoringForward):
-    """Pass that follows a `PassagesPlan`, and narrows at some layers what the later ones compute.
+    """Pass that follows a `PassagesPlan`, and narrows at one layer what the later ones compute.
 
-    A layer that compares runs twice: up to its attention (the preview), on the positions that the previous layer
+    The layer that compares runs twice: up to its attention (the preview), on the positions that the previous layer
     computed, and then completely, on the positions selected by the comparison. The KV that it restores for the preview
     is kept, so its blocks are read and rotated once. If the model does not allow a preview, the layer runs once, and
     the next layer computes fewer tokens.
 
-    The attention of the query probe (the question) is summed over the layers up to the last comparison.
+    The attention of the query probe (the question) is summed over the layers up to the comparison.
 
     Args:
         cache, attachment, args, plan, method, kwargs: See `RestoringForward`.
@@ -45,8 +45,8 @@ class RefiningForward(RestoringForward):
         self._first_narrowed = 1
         self._choice = plan.choice
         self.selects = can_select(attachment.config) and shows_queries(attachment.model)  # `attend` runs
-        self._filled: dict[int, dict[str, Any]] = {}  # buffer state of the previewed layer
-        self._to_compare = set(self._choice.compare_layers)
+        self._filled: dict[str, Any] | None = None  # buffer state of the previewed layer
+        self._compares = True  # until the comparison
         self._previewed_layer: int | None = None  # layer that runs up to its attention (preview)
         self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
         self._attention: ProbeAttentionSum | None = None
@@ -84,19 +84,17 @@ class RefiningForward(RestoringForward):
         with self.collector.timing("select_seconds"):
             attention = None if self._attention is None else self._attention.result()
             (kv_deviation,) = to_host(self._kv_deviation)
-            positions = self.method.narrow(self._choice, layer, plan.computed[layer], kv_deviation, attention)
+            positions = self.method.narrow(self._choice, plan.computed[layer], kv_deviation, attention)
         plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
         self.plan = self.prefetch.plan = plan
         self._columns.clear()  # keyed by arrays of the old plan
         self._drop_with_depth(plan)
-        self._to_compare.remove(layer)
-        if not self._to_compare:
-            self._attention = None
+        self._compares, self._attention = False, None
 
     # --- called by sources (see `RefiningPass`)
 
     def compares(self, layer: int) -> bool:
-        return layer in self._to_compare
+        return self._compares and layer == self._choice.compare_layer
 
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
         self._kv_deviation = self.method.kv_deviation(stored, computed)
@@ -104,13 +102,16 @@ class RefiningForward(RestoringForward):
             self._narrow(layer, first=layer + 1)
 
     def take_filled(self, layer: int) -> dict[str, Any] | None:
-        return self._filled.pop(layer, None)
+        if layer != self._choice.compare_layer:
+            return None
+        filled, self._filled = self._filled, None
+        return filled
 
     def is_previewing(self, layer: int) -> bool:
         return self._previewed_layer == layer
 
-    def keep_filled(self, layer: int, filled: dict[str, Any]) -> None:
-        self._filled[layer] = filled
+    def keep_filled(self, filled: dict[str, Any]) -> None:
+        self._filled = filled
 
 
 class _Previewed(Exception):

@@ -285,7 +285,7 @@ class SequenceState:
             assert isinstance(self.method, BudgetMethod)
             if self.method.reorder:
                 self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
-        restored, attended = plan.restored_tokens, round(plan.attended_tokens)
+        restored, attended = plan.restored_tokens, plan.attended_tokens
         before = min(sum(self.stored_in_pieces.values()), restored)
         computed = plan.num_positions - plan.restored_until
         collector.add(

@@ -191,24 +191,14 @@ class StoredCache(Cache, ServedCache):
         """Return the mask width of all layers of this kind, and the index of their first position.
 
         Raises:
-            CacheMismatchError: These layers hold different numbers of positions, and nothing crops the mask of this
-                pass.
+            CacheMismatchError: Rows hold different numbers of positions, and nothing completes the mask of this pass.
         """
-        num_positions, first = super().get_mask_sizes(query_length, layer_idx)
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, SelectedSource):
-            return num_positions, first
-        scope, asks = current(), can_select(self._executor.attachment.config)
-        if asks and scope is not None and scope.cache is self:
-            return num_positions, first  # the registered attention function crops the mask
-        selected = [source for source in self.layers if isinstance(source, SelectedSource)]
-        if any(source.unused for source in selected):
-            raise cannot_mask(self.method, self.model)
-        if len({source.spared for source in selected}) == 1:
-            return num_positions - layer.spared, first + layer.spared
-        if not asks or query_length > 1 or layer.padding > first:
-            raise cannot_mask(self.method, self.model)
-        return num_positions, first  # one token attends to everything: no mask is made
+        scope = current()
+        if any(source.unused for source in self.kv_sources):
+            completes = can_select(self._executor.attachment.config)  # the registered attention function
+            if not completes or scope is None or scope.cache is not self:
+                raise cannot_mask(self.method, self.model)
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep (transformers 5.17)."""

@@ -100,10 +100,10 @@ def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelErr
 
 
 def cannot_mask(method: Method, model: PreTrainedModel) -> CacheMismatchError:
-    """Return the error for a pass in which no mask of the model fits all layers and rows of the cache."""
+    """Return the error for a pass in which no mask of the model fits all rows of the cache."""
     name, needed = type(model).__name__, SELECTING[0]
     return CacheMismatchError(
-        "the layers or rows of this cache hold different numbers of positions, selected by its "
+        "the rows of this cache hold different numbers of positions, selected by its "
         f"{type(method).__name__}, and only forward passes of the attached {name} with the attention implementation "
         f"{needed!r} can build a mask for each of them; call the model itself instead of a module within it, with "
         "that implementation, or create a new TieredCache after detach(model)"

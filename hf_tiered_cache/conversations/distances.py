@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
@@ -219,27 +219,8 @@ class KeysOfLayer(Protocol):
         """Number of positions that are held."""
 
 
-@dataclass(frozen=True, eq=False)
-class ComputedPositions:
-    """Positions of a sequence that a pass computes.
-
-    Args:
-        first, stop: Half-open range that the pass adds; every layer computes all of it if `of_layer` is None.
-        pads: Number of left padding positions of each batch row.
-        of_layer: Returns the positions that a layer computes, int64 `[n]`, ascending; no layer computes more than the
-            layer before. None if all layers compute the range.
-        fewest: Positions that every layer computes, int64 `[n]`, ascending. None if all layers compute the range.
-    """
-
-    first: int
-    stop: int
-    pads: Sequence[int]
-    of_layer: Callable[[int], np.ndarray] | None = None
-    fewest: np.ndarray | None = None
-
-
 class AttentionDistances:
-    """Distances between the attention of layers, sampled over all passes of a cache .
+    """Distances between the attention of layers, sampled over all passes of a cache.
 
     Args:
         interval: Sampling interval, in positions, for decoded tokens and passes of at most this many positions.
@@ -256,20 +237,24 @@ class AttentionDistances:
 
     # --- passes
 
-    def begin(self, sources: Sequence[KeysOfLayer], computed: ComputedPositions) -> SampledPass | None:
+    def begin(self, sources: Sequence[KeysOfLayer], first: int, stop: int, pads: Sequence[int]) -> SampledPass | None:
         """Begin a pass. Return its observer, or None to observe nothing of it, at no cost to the pass.
 
         Args:
             sources: Keys of the cache's layers.
-            computed: Positions that the pass computes.
+            first: First of the last positions that every layer computes.
+            stop: End of these positions, exclusive.
+            pads: Number of left padding positions of each batch row.
         """
-        stride, positions = self._sampled(computed)
-        if self._missing or not len(positions):
-            return None
+        count = stop - first
+        stride = self.interval if count <= self.interval else max(self.prompt_interval, -(-count // self.prompt_rows))
+        positions = np.arange(first + (stride // 2 - first) % stride, stop, stride)
         if self._samples:  # positions that are computed again are not counted twice
             positions = positions[positions > self._samples[-1].positions[-1]]
+        if self._missing or not len(positions):
+            return None
         self._sources = _with_full_attention(sources)
-        return SampledPass(self, self._sources, computed, positions, stride) if len(positions) else None
+        return SampledPass(self, self._sources, first, stop, pads, positions, stride)
 
     def cannot_see(self, why: str) -> None:
         """Note that the model's attention cannot be observed, for the reason `why`."""
@@ -315,18 +300,6 @@ class AttentionDistances:
             logger.warning("the attention of a conversation is not compared: %s: %s", type(error).__name__, error)
             return LayerDistances.none(f"comparing attention failed: {error}")
 
-    # --- sampling
-
-    def _sampled(self, computed: ComputedPositions) -> tuple[int, np.ndarray]:
-        """Return the number of positions that each sample of a pass represents, and the sampled positions, int64."""
-        fewest, first, stop = computed.fewest, computed.first, computed.stop
-        count = stop - first if fewest is None else len(fewest)
-        is_short = count <= self.interval
-        stride = self.interval if is_short else max(self.prompt_interval, -(-count // self.prompt_rows))
-        if fewest is not None:
-            return stride, fewest[fewest % stride == stride // 2] if is_short else fewest[stride // 2 :: stride]
-        return stride, np.arange(first + (stride // 2 - first) % stride, stop, stride)
-
 
 class SampledPass:
     """Observer of one pass that keeps the queries of sampled positions.
@@ -334,7 +307,7 @@ class SampledPass:
     Args:
         owner: `AttentionDistances` that counts the pass.
         sources: Keys of the compared layers.
-        computed: Positions that the pass computes.
+        first, stop, pads: See `AttentionDistances.begin`.
         positions: int64 `[n]`, sampled positions.
         weight: Number of positions that each sample represents.
     """
@@ -343,32 +316,28 @@ class SampledPass:
         self,
         owner: AttentionDistances,
         sources: Sequence[KeysOfLayer],
-        computed: ComputedPositions,
+        first: int,
+        stop: int,
+        pads: Sequence[int],
         positions: np.ndarray,
         weight: int,
     ) -> None:
-        self._owner, self._sources, self._computed = owner, sources, computed
+        self._owner, self._sources = owner, sources
+        self._first, self._stop, self._pads = first, stop, pads
         self._positions, self._weight = positions, weight
         self._layers = {source.index for source in sources}
         self._queries: dict[int, tuple[torch.Tensor, float | None]] = {}
-        self._places: dict[torch.device, torch.Tensor] = {}
+        self._places: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
         """See `QueryObserver`."""
-        if layer not in self._layers:
-            return
-        computed, device = self._computed, query.device
-        positions = None if computed.of_layer is None else computed.of_layer(layer)
-        if query.shape[2] != (computed.stop - computed.first if positions is None else len(positions)):
+        count, device = query.shape[2], query.device
+        if layer not in self._layers or count < self._stop - self._first:
             return  # queries of other tokens; `end` reports the layer as unseen
-        if query.shape[2] > 1:
-            if positions is not None:
-                places = to_device(np.searchsorted(positions, self._positions), device)
-            else:  # the same positions in all layers
-                if device not in self._places:
-                    self._places[device] = to_device(self._positions - computed.first, device)
-                places = self._places[device]
-            query = query.index_select(2, places)
+        if count > 1:
+            if (count, device) not in self._places:
+                self._places[count, device] = to_device(self._positions - (self._stop - count), device)
+            query = query.index_select(2, self._places[count, device])
         self._queries[layer] = query, scaling
 
     def undo(self) -> None:
@@ -391,7 +360,7 @@ class SampledPass:
         if not _fit(queries, keys):
             return self._owner.cannot_see("the keys that layers hold are not the keys that their queries attend to")
         weights = np.full(len(self._positions), self._weight)
-        return self._owner.take(SampledQueries(self._positions, weights, self._computed.pads, queries, scalings))
+        return self._owner.take(SampledQueries(self._positions, weights, self._pads, queries, scalings))
 
 
 def _with_full_attention(sources: Sequence[KeysOfLayer]) -> list[KeysOfLayer]:

@@ -70,8 +70,8 @@ class RefiningPass(RestoringPass, Protocol):
     def is_previewing(self, layer: int) -> bool:
         """Return whether the layer runs only up to its attention now."""
 
-    def keep_filled(self, layer: int, filled: dict[str, Any]) -> None:
-        """Keep the state of a previewed layer's filled buffer until the layer is computed (see `take_filled`)."""
+    def keep_filled(self, filled: dict[str, Any]) -> None:
+        """Keep the state of the previewed layer's filled buffer until the layer is computed (see `take_filled`)."""
 
     def compares(self, layer: int) -> bool:
         """Return whether to compare the stored and computed KV of a layer now."""
@@ -193,7 +193,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         for target, computed in ((keys, key_states), (values, value_states)):
             _put(target, columns, computed)
         if refining is not None and before is not None:
-            refining.keep_filled(self.index, vars(self).copy())
+            refining.keep_filled(vars(self).copy())
             self.rollback(before)
             return keys, values
         return self._visible(None)

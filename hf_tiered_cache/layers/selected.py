@@ -43,10 +43,6 @@ class SelectedSource(DenseSource):
         self._own: list[int] = []  # index of the first computed entry of each row; [] without a selection
         self._empty: tuple[int, ...] = ()  # number of leading entries of each row that hold nothing
         self.unused = ()  # the same, if the mask of the model does not hide all of them
-        self.spared = 0
-        """Unused budget: mask width minus positions held."""
-        self.padding = 0
-        """Largest left padding of a row at the selection, in positions; the mask may begin after it."""
         self.decode_selector = None
         self._rows: Sequence[Any] = []  # last selection of each row
         self._appended: tuple[PreRopeKV, torch.Tensor] | None = None  # with the rotated keys, until `attend`
@@ -104,8 +100,8 @@ class SelectedSource(DenseSource):
                 return output
             selection.index(self.index, all_keys_to_index)
         assert selection is not None, "layers hold a part of what the plan restores"
-        counts = selection.choose(self.index, query, keys, rotate_, scaling)
-        all_keys, all_values = self._hold(plan, counts, keys, values)
+        selection.choose(self.index, query, keys, rotate_, scaling)
+        all_keys, all_values = self._hold(plan, keys, values)
         selection.fill(self.index, all_keys, all_values, rotate_)
         if (reselection := selection.decode_selector(self.index, len(keys), all_keys.shape[2])) is not None:
             self.decode_selector, self._rows = reselection
@@ -115,26 +111,19 @@ class SelectedSource(DenseSource):
         attended = AttentionCall(query, all_keys, all_values, mask, scaling)
         return attended if output is None else _merged(attended, output, plan)
 
-    def _hold(
-        self, plan: BudgetPlan, counts: Sequence[int], keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _hold(self, plan: BudgetPlan, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the entries of a prompt, of which only the computed ones are filled.
 
         Args:
             plan: Plan of the pass.
-            counts: Number of restored tokens to hold of each group of rows.
             keys: `[batch, kv_heads, computed, dim]`, computed keys. They become the last entries.
             values: Like `keys`.
 
         Returns:
             Keys and values of all entries, `[batch, kv_heads, entries, dim]` each.
         """
-        entries, pads = plan.entries(counts), [group.pad for group in plan.groups]
-        most = max(entries)
-        skipped = plan.num_positions - most
-        self.spared = skipped - plan.num_skipped
-        self.padding = max(pads)
-        empty = [most - count for count in entries]
+        most, skipped, pads = max(plan.entries), plan.num_skipped, [group.pad for group in plan.groups]
+        empty = [most - count for count in plan.entries]
         own_entries = by_row(plan.groups, [most - own for own in plan.own_tokens])
         empty_entries = tuple(by_row(plan.groups, empty))
         all_keys, all_values = self.extend(keys, values, plan.num_positions, skipped)
@@ -190,14 +179,6 @@ class SelectedSource(DenseSource):
         left = tuple(count - fewest for count in empty)
         # one atomic update, so that a Ctrl-C cannot leave positions held twice or not at all
         self.__dict__.update(state, _rows=rows, _own=own_entries, _empty=left, unused=left if any(left) else ())
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the mask size for the full budget, because all layers share one mask.
-
-        `patches.attention` cuts off the positions that this layer does not hold.
-        """
-        columns, first = super().get_mask_sizes(query_length)
-        return columns + self.spared, first - self.spared
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `DenseSource`."""

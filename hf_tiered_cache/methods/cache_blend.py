@@ -61,32 +61,23 @@ class CacheBlend(Passages):
     selected tokens only. Stored KV of all tokens is read from layer 1 on.
 
     Args:
-        recompute: Final share of all reused tokens that is recomputed.
-        gradual: Number of further layers over which the share falls from twice this value, with a comparison at each
-            (the paper's Section 5.1). 0 uses the final share at layer 1, as the authors' public code does.
+        recompute: Share of all reused tokens that is recomputed, from layer 1 on, as in the authors' public code.
     """
 
     recompute: float = field(default=0.15, kw_only=False)
-    gradual: int = 0
-
-    check_layer = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self.recompute)
-        if not is_count(self.gradual):
-            raise ConfigError(f"gradual must be a number of layers, an int, not {with_type(self.gradual)}")
 
     @classmethod
     def paper(cls, recompute: float = 0.15) -> CacheBlend:
         """Return the paper's settings: passages are computed alone."""
         return cls(recompute, lead=1)
 
-    def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
+    def narrowing(self, layers: int) -> tuple[int, float] | None:
         """See `Passages`."""
-        last = max(0, min(self.gradual, layers - 2))
-        shares = (self.recompute * (1 + (last - step) / max(1, last)) for step in range(last))
-        return tuple(enumerate([*(min(1.0, share) for share in shares), self.recompute], start=1))[: layers - 1]
+        return (1, self.recompute) if layers > 1 else None
 
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         return [np.empty(0, np.int64)] * len(passages)

@@ -21,7 +21,7 @@ from ..passages.ranking import RANKED_IN_CONTEXT, kv_deviation
 from ..passages.recompute import LOWEST
 from ..restore.plan import SegmentSlice
 from .base import is_count, is_number
-from .passages import Passages, check_share, count_of, importance_of
+from .passages import LOW_FREQUENCIES, Passages, check_share, count_of, importance_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,22 +49,22 @@ class CacheTune(Passages):
             With the ranking "context" it applies to all passages of a row together, so that passages that depend more
             on preceding text get more of it (ours). Scores of other rankings are not comparable between passages, so it
             applies to each passage.
-        question: Maximum number of tokens after the last passage that form the query probe (ours); None for 32, 0 for
-            no probe. A prompt that ends in a passage has no probe: tokens are then selected by KV deviation alone.
+        question: Maximum number of tokens after the last passage that form the query probe (ours); 0 for no probe. A
+            prompt that ends in a passage has no probe: tokens are then selected by KV deviation alone.
         widen: Number of tokens recomputed in the first layers, as a multiple of the number in the other layers (ours);
             1 recomputes the same tokens in all layers. Layer 6 is the first that recomputes fewer, or 3 / 8 of the
             layers of a small model.
     """
 
     recompute: float | Literal["auto"] = field(default=0.15, kw_only=False)
-    question: int | None = None
+    question: int = 32
     widen: float = 6.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recompute != "auto":
             check_share(self.recompute)
-        if self.question is not None and not is_count(self.question):
+        if not is_count(self.question):
             raise ConfigError(f"question must be a number of tokens, an int, not {with_type(self.question)}")
         if not is_number(self.widen) or self.widen < 1:
             raise ConfigError(f"widen must be a number of at least 1, not {with_type(self.widen)}")
@@ -76,7 +76,7 @@ class CacheTune(Passages):
 
     @property
     def ranked_by(self) -> str:
-        return f"{self.ranking} {self.alpha}" if self.ranking == "low_frequency" else self.ranking
+        return f"{self.ranking} {LOW_FREQUENCIES}" if self.ranking == "low_frequency" else self.ranking
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         if self.recompute != "auto":
@@ -92,12 +92,12 @@ class CacheTune(Passages):
 
     # --- tokens to compute
 
-    def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
+    def narrowing(self, layers: int) -> tuple[int, float] | None:
         """See `Passages`."""
         layer = _narrow_at(layers)
         if self.widen <= 1 or not 0 < self._share < 1 or layer >= layers:
-            return ()
-        return ((layer, self._shares(layers)[1]),)
+            return None
+        return layer, self._shares(layers)[1]
 
     @property
     def _share(self) -> float:
@@ -117,11 +117,6 @@ class CacheTune(Passages):
         if self.widen * narrow_share <= 1:
             return self.widen * narrow_share, narrow_share
         return 1.0, max(0.0, (mean * layers - wide_layers) / (layers - wide_layers))
-
-    @property
-    def longest_question(self) -> int:
-        """See `Passages`."""
-        return _LONGEST_QUESTION if self.question is None else self.question
 
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         if not passages:
@@ -145,7 +140,6 @@ class CacheTune(Passages):
         return kv_deviation(stored, computed)
 
 
-_LONGEST_QUESTION = 32
 _NARROW_AT = 6
 """On 16 questions of HotpotQA SmolLM2 (30 layers) loses 0.131 nats with 6, 0.166 with 3, 0.137 with 10."""
 _FLOOR = 1.0

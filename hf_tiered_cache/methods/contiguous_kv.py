@@ -9,7 +9,7 @@ from ..errors import ConfigError, unknown_name, with_type
 from ..selection.selector import Selector, budgeted_tokens
 from ..selection.selectors import TopChunks
 from ..store.geometry import Geometry, KeyIndex
-from .base import DEFAULT_BUDGET, BudgetMethod, check_share, is_count, is_number
+from .base import DEFAULT_BUDGET, BudgetMethod, is_count, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,6 @@ class ContiguousKV(BudgetMethod):
         budget: Share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, at least
             one: 5 % of 512 tokens are 24 tokens. At 1 the output is that of `Exact`.
         quality: See `BudgetMethod`.
-        mass: Share of the attention to restored tokens, in (0, 1], that each selection must hold. It takes the fewest
-            chunks that do, best first, at least one and at most what `budget` buys. All rows of a batch take as many as
-            the row that needs most; a decoded token reselects as many as the prompt took. At a budget of 1 it has no
-            effect. None takes all that the budget buys, as in the paper.
         chunk_tokens: Tokens per chunk, c (Section 4.2). The paper's is 16; ours is 8.
         per_head: Whether each KV head selects for itself and has its own blocks (ours). The paper's heads share a
             selection.
@@ -38,9 +34,8 @@ class ContiguousKV(BudgetMethod):
             earlier prompts paid them, for each KV head separately, after 1, 2, 4, 8, ... prompts. A chunk then holds
             tokens that are needed together, wherever they are in the prompt. `Exact` reads such segments, too. Ours;
             the idea is IMPRESS's, which has one order for all heads.
-        period: Number of layers that share a selection (Section 4.3.1). The paper's is 8; ours is 1.
-        subperiod: Number of layers with KV in one block, which are loaded together (Section 5.1). The paper's is 4.
-            None takes the largest divisor of the period, at most 4.
+        period: Number of layers that share a selection (Section 4.3.1). The paper's is 8; ours is 1. A block has the KV
+            of a subperiod (Section 5.1): the largest divisor of the period, at most 4 layers.
         identify: Keys that the selection is made from. "keys": all keys of a period's first layer, read when needed, as
             in the paper. "index": all keys of that layer in int8 (ours), built by `precompute` or at the first request,
             kept as a sidecar, and in memory once read (`KVStore(index_memory=...)`).
@@ -55,12 +50,10 @@ class ContiguousKV(BudgetMethod):
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
-    mass: float | None = None
     chunk_tokens: int = 8
     per_head: bool = True
     reorder: bool = True
     period: int = 1
-    subperiod: int | None = None
     identify: Literal["index", "keys"] = "index"
     solo_layers: int = 0
     reselect: bool = True
@@ -71,8 +64,6 @@ class ContiguousKV(BudgetMethod):
     reorder_every = 1
 
     def __post_init__(self) -> None:
-        if self.mass is not None:
-            check_share("mass", "the attention", self.mass)
         if self.identify not in ("index", "keys"):
             raise ConfigError(unknown_name("value of identify", self.identify, ["index", "keys"]))
         if not is_number(self.gain) or not 0 <= self.gain < 1:
@@ -86,7 +77,8 @@ class ContiguousKV(BudgetMethod):
             )
         copies = KeyIndex(self.period, None)  # also validates the period
         index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
-        geometry = Geometry(self.chunk_tokens, self._subperiod, heads, index=index, solo_layers=self.solo_layers)
+        subperiod = max(size for size in (1, 2, 3, 4) if self.period % size == 0)
+        geometry = Geometry(self.chunk_tokens, subperiod, heads, index=index, solo_layers=self.solo_layers)
         object.__setattr__(self, "geometry", geometry)
         super().__post_init__()
 
@@ -94,29 +86,14 @@ class ContiguousKV(BudgetMethod):
     def paper(cls, budget: float = DEFAULT_BUDGET, **settings: Any) -> ContiguousKV:
         """Return the paper's settings: one selection per 8 layers, by all keys of the first, for prompt and answer."""
         published: dict[str, Any] = {
-            "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "subperiod": 4, "identify": "keys",
-            "solo_layers": 0, "reselect": False, "queries": 0,
+            "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "identify": "keys", "solo_layers": 0,
+            "reselect": False, "queries": 0,
         }  # fmt: skip
         return cls(budget, **(published | settings))
-
-    @property
-    def _subperiod(self) -> int:
-        if self.subperiod is not None:
-            return self.subperiod
-        return max(size for size in (1, 2, 3, 4) if self.period % size == 0)
 
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, self.chunk_tokens)
 
-    def geometry_warning(self, geometry: Geometry) -> str:
-        if self.period % self._subperiod and self.selects:
-            fitting = max(size for size in range(1, self._subperiod) if self.period % size == 0)
-            return (
-                f"subperiod={self._subperiod} does not divide period={self.period}, so blocks hold layers of two "
-                f"periods, and are read for each of them; pass subperiod={fitting}, and call store.relayout(method)"
-            )
-        return super().geometry_warning(geometry)
-
     def selector(self) -> Selector:
         resident = self.identify == "index"
-        return TopChunks(self.period, self.solo_layers, resident, self.queries, self.mass, self.gain, self.per_head)
+        return TopChunks(self.period, self.solo_layers, resident, self.queries, self.gain, self.per_head)

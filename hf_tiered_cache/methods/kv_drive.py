@@ -27,13 +27,13 @@ class KVDrive(BudgetMethod):
         quality: See `BudgetMethod`.
         chunk_tokens: Consecutive tokens of a chunk: 1, 2, 4, 8 or 16.
         window: Number of chunks that each head keeps in device memory, in multiples of the selected chunks (Section
-            5.1). It only affects what is read, not the output.
+            5.1). With 1 a head keeps only the selected ones, and below 1 none. It only affects what is read, not the
+            output.
         sinks: Number of leading tokens that are always attended to, in addition to the budget.
         local: Number of trailing tokens of the prefix that are always attended to, in addition to the budget.
         index: Index that ranks chunks, of `DECODE_INDEXES`: "clusters", of chunk means, is the paper's (Section 4);
             "cluster_boxes" is ours, for keys that a mean hides.
-        eviction: Eviction policy of the window: "lookahead" (Section 5.1), "lru", or "none", which keeps only the
-            selected chunks.
+        eviction: Eviction policy of the window: "lookahead" (Section 5.1) or "lru".
         prefill_tokens: Number of tokens per piece of a longer prompt that is not stored. Each piece is stored before
             the next is computed, so that memory never holds the whole prompt. 0 computes it at once.
         exact_from: Minimum number of new prompt tokens that attend to the whole stored prefix, which is read once per

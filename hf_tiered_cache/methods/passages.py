@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from ..layers import LayerTensors
 
+LOW_FREQUENCIES = 0.5
+"""Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1)."""
 _RANKED_BEHIND = 64
 
 
@@ -41,7 +43,6 @@ class Passages(Method):
             text precedes them, for which each passage is computed with and without such text), "low_frequency" (the
             paper's) or "random". The KV is the same for all rankings, and found by all. Passages without the requested
             ranking use the order in which their tokens were stored.
-        alpha: Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1).
         lead: Number of tokens that precede a passage while its KV is computed, and are then dropped: the model's first
             token, followed by a text that belongs to no document. In a prompt, a passage follows other text, and KV
             computed at the beginning of all text is far from that. 1 is the first token alone, so that no token of the
@@ -51,11 +52,10 @@ class Passages(Method):
 
     geometry: Geometry = field(default=Geometry(16, 1))
     ranking: Ranking = "context"
-    alpha: float = 0.5
     lead: int = 256
 
-    check_layer = 0
-    """First layer that computes only the selected tokens. Layers before it compute all."""
+    question = 0
+    """Maximum number of tokens of a row's query probe, see `DeferredChoice`; 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,10 +63,6 @@ class Passages(Method):
             raise ConfigError(unknown_name("ranking", self.ranking, RANKINGS))
         if not is_count(self.lead):
             raise ConfigError(f"lead must be a number of tokens, an int, not {with_type(self.lead)}")
-        if not is_number(self.alpha) or not 0 < self.alpha <= 1:
-            raise ConfigError(
-                f"alpha must be a share of the frequencies, a float above 0 and at most 1, not {with_type(self.alpha)}"
-            )
 
     @cached_property
     def passages(self) -> str:
@@ -104,7 +100,7 @@ class Passages(Method):
             layers: Keys and values of the passage, layer by layer.
             kv_in_context: The same computed with another lead, for rankings that compare the two.
         """
-        return rank_tokens(layers, self.ranking, self.alpha, kv_in_context)
+        return rank_tokens(layers, self.ranking, LOW_FREQUENCIES, kv_in_context)
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         """Return this method with its "auto" settings replaced by measured values.
@@ -124,36 +120,27 @@ class Passages(Method):
             passages: Passages of the row, in order.
         """
 
-    def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
-        """Return the layers at which stored and computed KV are compared, ascending, each with a share.
+    def narrowing(self, layers: int) -> tuple[int, float] | None:
+        """Return the layer at which stored and computed KV are compared, with a share; None to compare nothing.
 
         The share is that of the passages' tokens that later layers compute. A method that compares KV defines
         `kv_deviation`.
         """
-        return ()
+        return None
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """See `Method`."""
         narrowing = self.narrowing(context.layers)
-        first_narrow_layer = narrowing[0][0] + 1 if narrowing else context.layers
-        check_layer = min(self.check_layer, first_narrow_layer)
-        return (
-            (context.inexact,) * check_layer
-            + (self._selected_positions(context),) * (first_narrow_layer - check_layer)
-            + (context.missing,) * (context.layers - first_narrow_layer)
-        )
+        wide_layers = context.layers if narrowing is None else narrowing[0] + 1
+        selected = (self._selected_positions(context),) * wide_layers
+        return selected + (context.missing,) * (context.layers - wide_layers)
 
     def deferred_choice(self, context: PlanContext) -> DeferredChoice | None:
         """Return the choice that an inexact plan defers to the pass, or None if there is none."""
-        narrowing = dict(self.narrowing(context.layers))
-        if not narrowing or np.array_equal(context.inexact, context.missing):
+        narrowing = self.narrowing(context.layers)
+        if narrowing is None or np.array_equal(context.inexact, context.missing):
             return None
-        return DeferredChoice(context, narrowing, _question_tokens(context, self.longest_question))
-
-    @property
-    def longest_question(self) -> int:
-        """Maximum number of tokens of a row's query probe, see `DeferredChoice`; 0 for none."""
-        return 0
+        return DeferredChoice(context, *narrowing, _question_tokens(context, self.question))
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """Return the deviation of computed from stored KV, `[batch, heads, n, dim]` each: float32 `[batch, n]`."""
@@ -162,18 +149,14 @@ class Passages(Method):
     def narrow(
         self,
         choice: DeferredChoice,
-        layer: int,
         positions: Positions,
         deviation: np.ndarray,
         attention: ProbeAttention | None,
     ) -> Positions:
-        """Return the positions that are computed from one of the `compare_layers` on.
-
-        The layer's share is selected in each row.
+        """Return the positions that are computed after the comparison. The share is selected in each row.
 
         Args:
             choice: What is decided.
-            layer: Layer that compares.
             positions: Positions computed so far, n per row.
             deviation: KV deviation of these positions, float `[rows, n]`; undefined where nothing is stored.
             attention: Attention of each row's query probe in the layers so far, or None if it is not available.
@@ -189,7 +172,7 @@ class Passages(Method):
                 score = score * self.probe_weights(
                     probe_attention[row_positions[is_reusable]], probe_attention[reusable].mean()
                 )
-            best = np.argsort(-score, kind="stable")[: count_of(choice.compare_layers[layer], len(reusable))]
+            best = np.argsort(-score, kind="stable")[: count_of(choice.share, len(reusable))]
             selected.append(np.union1d(of_row(context.missing, row), row_positions[is_reusable][best]))
         return context.for_rows(selected)
 

@@ -7,7 +7,7 @@ compute the same positions, or different ones, stacked. `Plan` restores a prefix
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -362,8 +362,8 @@ class Plan:
         return recomputed / layers
 
     @property
-    def attended_tokens(self) -> float:
-        """Number of restored tokens that layers with full attention may attend to, mean over these layers."""
+    def attended_tokens(self) -> int:
+        """Number of restored tokens that layers with full attention may attend to."""
         return self.restored_tokens
 
     def _tokens_in(self, positions: Positions) -> int:
@@ -388,18 +388,14 @@ class BudgetPlan(Plan):
 
     Args:
         base, num_positions, computed, groups: See `Plan`. Every layer computes exactly a suffix of each row.
-        budgets: For each group of rows, the maximum number of restored tokens of a row that a layer with full attention
-            attends to.
+        budgets: For each group of rows, the number of restored tokens of a row that a layer with full attention holds.
         streamed: For each group of rows, whether its queries of this pass attend to all restored tokens nevertheless,
             which are fetched and released run by run. The results are exact; the budget applies to what is held for
             later tokens.
-        selected: For each layer with full attention, the number of restored tokens that it holds of each group, if a
-            selection needed fewer than the budget; () before that is known, and if all layers hold as many.
     """
 
     budgets: tuple[int, ...]
     streamed: tuple[bool, ...]
-    selected: tuple[tuple[int, ...], ...] = ()
 
     def without_budget(self) -> Plan:
         """Return the plan that restores all of these tokens."""
@@ -436,14 +432,15 @@ class BudgetPlan(Plan):
         pairs = zip(self.groups, self.prefixes, strict=True)
         return tuple(self.num_positions - group.pad - tokens for group, tokens in pairs)
 
-    def entries(self, counts: Sequence[int]) -> list[int]:
-        """Return the number of entries of each group's rows in a layer that holds `counts` of their restored tokens."""
-        return [count + own for count, own in zip(counts, self.own_tokens, strict=True)]
+    @cached_property
+    def entries(self) -> list[int]:
+        """Number of entries of each group's rows in a layer with full attention."""
+        return [budget + own for budget, own in zip(self.budgets, self.own_tokens, strict=True)]
 
     @cached_property
     def num_skipped(self) -> int:
         """Number of leading positions that exceed the budget in every row."""
-        return self.num_positions - max(self.entries(self.budgets))
+        return self.num_positions - max(self.entries)
 
     @cached_property
     def streams_all(self) -> bool:
@@ -451,14 +448,10 @@ class BudgetPlan(Plan):
         return all(streamed or not tokens for streamed, tokens in zip(self.streamed, self.prefixes, strict=True))
 
     @property
-    def attended_tokens(self) -> float:
+    def attended_tokens(self) -> int:
         """See `Plan`."""
-        tokens = 0.0
-        for number, group in enumerate(self.groups):
-            counts = [counts[number] for counts in self.selected or (self.budgets,)]
-            count = self.prefixes[number] if self.streamed[number] else sum(counts) / len(counts)
-            tokens += len(group.rows) * count
-        return tokens
+        of_groups = zip(self.groups, self.prefixes, self.budgets, self.streamed, strict=True)
+        return sum(len(group.rows) * (tokens if streamed else budget) for group, tokens, budget, streamed in of_groups)
 
 
 @dataclass(frozen=True)
@@ -506,7 +499,7 @@ class PassagesPlan(Plan):
 
     Args:
         base, num_positions, computed, groups: See `Plan`.
-        choice: What the pass decides. The positions in `computed` shrink with each decision.
+        choice: What the pass decides. The positions in `computed` shrink with the decision.
     """
 
     choice: DeferredChoice
@@ -521,7 +514,7 @@ class PassagesPlan(Plan):
         return max(-self.base, int(self.choice.context.inexact.min()) - (window - 1)) if window else -self.base
 
     def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
-        if piece.exact or set(layers).isdisjoint(self.choice.compare_layers):
+        if piece.exact or self.choice.compare_layer not in layers:
             return super()._needed_tokens(window, layers, group, piece)
         start = piece.at + group.pad - self.base - piece.first  # position of the segment's first token
         return np.arange(max(piece.first, max(0, self.first_position(window)) - start), piece.first + piece.count)
@@ -533,15 +526,16 @@ class DeferredChoice:
 
     Args:
         context: Input of the plan: the choice is between `context.inexact` and `context.missing`.
-        compare_layers: Layers, ascending, at which stored KV is compared with computed KV, each with the share of the
-            passages' tokens that is computed from there on, or from the next layer on. These layers need the stored KV
-            of tokens that they compute, too.
+        compare_layer: Layer at which stored KV is compared with computed KV. It needs the stored KV of tokens that it
+            computes, too.
+        share: Share of the passages' tokens that is computed from there on, or from the next layer on.
         question_tokens: Number of tokens of each row's query probe, the last ones of the row; 0 for a row without a
             probe, () if no row has one.
     """
 
     context: PlanContext
-    compare_layers: Mapping[int, float]
+    compare_layer: int
+    share: float
     question_tokens: tuple[int, ...] = ()
 
 

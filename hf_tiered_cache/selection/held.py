@@ -29,7 +29,7 @@ from .decode_index import DecodeIndex
 INDEXED_TOKENS = 1024
 """Number of tokens that are offloaded together and share one index."""
 
-WINDOW_POLICIES = ("lookahead", "lru", "none")
+WINDOW_POLICIES = ("lookahead", "lru")
 EMPTY = -1  # content of a column or aside slot without a chunk
 
 # An entry is stored as one number that sorts by head, then standing (the lowest is evicted first), then chunk.
@@ -96,7 +96,7 @@ class Window:
         num_chunks: upper bound of chunk numbers, exclusive.
         policy: eviction policy for a full head; chosen entries are never evicted. "lookahead": evict entries outside
             the pool first, least recently chosen first, then those with the lowest rank in the pool. "lru": evict the
-            least recently chosen entry. Ties: the lowest chunk first. "none": no aside slots.
+            least recently chosen entry. Ties: the lowest chunk first.
 
     Raises:
         ConfigError: the policy is unknown, or the sizes do not fit.
@@ -109,8 +109,6 @@ class Window:
             raise ConfigError(unknown_name("window policy", policy, WINDOW_POLICIES))
         if num_columns < 1 or 0 < capacity < num_columns or capacity < 0:
             raise ConfigError(f"a window of {num_columns} positions requires a capacity of at least as many, or of 0")
-        if policy == "none" and capacity > num_columns:
-            raise ConfigError(f"a window that retains no chunks has a capacity of {num_columns}, or of 0")
         if num_heads >> _HEAD_BITS:
             raise ConfigError(f"a window has at most {(1 << _HEAD_BITS) - 1} heads, not {num_heads}")
         self.policy = policy
@@ -135,7 +133,7 @@ class Window:
     @classmethod
     def filled(cls, chunks: np.ndarray, num_chunks: int) -> Window:
         """Return a window without aside slots whose columns hold `chunks`, int64 `[heads, B]`."""
-        window = cls(chunks.shape[1], len(chunks), chunks.shape[1], num_chunks, "none")
+        window = cls(chunks.shape[1], len(chunks), chunks.shape[1], num_chunks)
         window.commit(window.plan(chunks))
         return window
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -19,17 +18,14 @@ from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import share_row
 from ..store.geometry import in_groups
-from ..store.memory import to_host
 from ..store.segment import SegmentReader
 from ..tiers.scores import TokenImportance
 from .decode import DecodeSelector
-from .decode_index import rank
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, attention_of, note_importance
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes
 from .selector import SelectionInput, Selector, check_mass, check_selection
 from .selectors import TokenDecodeSelector
-from .streamed import WarmUp
 from .window import ByIndex, WindowDecodeSelector
 
 Prefetched = Literal["period", "keys"]
@@ -83,19 +79,14 @@ class SelectiveRestore:
             place: row for place, row in enumerate(self._rows) if plan.budgets[place] < row.tokens
         }
         self._selected: dict[int, list[RowTokens]] = {}  # by period, for each of _rows
-        self._held: dict[int, tuple[int, ...]] = {}  # number of restored tokens held, by layer, for each of _rows
         self._tables = [UnitTable(fetcher, period) for period in self._periods]
         self._scanned_groups: set[tuple[SegmentReader, int]] = set()  # groups that the last selection read as a whole
         self._decode_selector: DecodeSelector | None = None
         self._indexes: RowIndexes | None = None
         self.index_fits = True
         """True if memory has room for the indexes used; otherwise the next request reads them again."""
-        self._warm_up: WarmUp | None = None
         if selector.index is not None:
             self._indexes = RowIndexes(*selector.index, fetcher, self._selecting, sidecars)
-            if any(plan.streamed):
-                lists = len(layers) * sum(plan.streamed)
-                self._warm_up = WarmUp(self.residency, self.collector, sidecars.defer, lists)
 
     def start(self) -> None:
         """Start to fetch what the first selection needs."""
@@ -104,7 +95,7 @@ class SelectiveRestore:
 
     def choose(
         self, layer: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
-    ) -> tuple[int, ...]:
+    ) -> None:
         """Select what `layer` attends to, if its period has not selected yet, and start to fetch it.
 
         Args:
@@ -113,9 +104,6 @@ class SelectiveRestore:
             own_keys: `[batch, kv_heads, computed, dim]`, rotated.
             rotate_: Rotates stored keys.
             scaling: Scale of the logits; None for dim ** -0.5.
-
-        Returns:
-            Number of selected tokens of each group of rows, at most `plan.budgets`.
 
         Raises:
             RestoreError: A block did not arrive.
@@ -126,8 +114,6 @@ class SelectiveRestore:
         elif self._tables[number].begins_at(layer):
             self._bring(number, (layer,))  # chunks that a prefetch had no room for
         self._selected.pop(number - 1, None)
-        counts = self._held[layer] = tuple(selected.tokens.shape[1] for selected in self._selected[number])
-        return counts
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
         """Wait for the selected tokens of a layer, and copy them.
@@ -165,19 +151,12 @@ class SelectiveRestore:
         return query[self._rows[place].group.rows[0], :, -count:]
 
     def _end(self) -> None:
-        """Write new indexes, merge the indexes for decoding, and start the warm-up. Call when all layers are filled."""
+        """Write new indexes, and merge the indexes for decoding. Call when all layers are filled."""
         if self._indexes is not None:
             self._indexes.keep()
             self._indexes.merge()
             self.collector.add(index_bytes=self._indexes.nbytes)
             self.index_fits = self._indexes.fit
-            if self._warm_up is not None:
-                self._warm_up.start()
-
-    def executed_plan(self) -> BudgetPlan:
-        """Return the plan, with the number of tokens that each layer selected unless all equal the budgets."""
-        selected = tuple(self._held.values())
-        return self.plan if set(selected) <= {self.plan.budgets} else replace(self.plan, selected=selected)
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """Return, for each group of rows, an empty tensor for the keys to index, or None.
@@ -215,7 +194,7 @@ class SelectiveRestore:
         if not self._reselects:
             return None
         if self._decode_selector is None:
-            common = self.residency, self.fetcher.device_of, self._periods, self._rows, self._held
+            common = self.residency, self.fetcher.device_of, self._periods, self._rows, self.plan.budgets
             if isinstance(self.selector, ByIndex):
                 assert self._indexes is not None
                 self._decode_selector = WindowDecodeSelector(*common, self.selector, self._indexes)
@@ -248,7 +227,6 @@ class SelectiveRestore:
     ) -> None:
         """Select for a period, start to fetch its tokens, and prefetch for the next period."""
         layer, indexes = self._periods[number][0], self._indexes
-        self._note_warm(layer, query, rotate_, scaling)
         self._scanned_groups.clear()
         with self._identifying():
             chosen: dict[int, RowTokens] = {}
@@ -277,21 +255,6 @@ class SelectiveRestore:
         streams_keys = any(self.plan.streamed) and indexes is not None
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
             self._fetch_keys(number + 1, ahead=True)
-
-    def _note_warm(self, layer: int, query: torch.Tensor, rotate_: Rotate, scaling: float | None) -> None:
-        """Record which chunks matter most to a layer's last queries, if the warm-up fetches them."""
-        warm_up, indexes = self._warm_up, self._indexes
-        if warm_up is None or indexes is None:
-            return
-        with self.collector.timing("select_seconds"):
-            size = indexes.chunk_tokens
-            for place, row in self._selecting.items():
-                if not self.plan.streamed[place]:
-                    continue
-                if count := min(warm_up.chunks_per_head(row, layer, size), -(-row.tokens // size)):
-                    row_indexes = indexes.of(layer, place, rotate_)
-                    ranked = rank(row_indexes, self._queries_of(place, query), scaling, count)
-                    warm_up.note(row, layer, to_host(ranked)[0], size)
 
     def _bring(self, number: int, layers: Sequence[int]) -> None:
         """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need.

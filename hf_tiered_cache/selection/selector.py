@@ -95,40 +95,16 @@ def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
     Returns:
         Selected tokens, int64 `[rows, count]`, ascending.
     """
-    _, order, sizes = _best_first(mass, chunks)
+    sums = chunks.sums(mass)
+    counts = np.broadcast_to(chunks.counts, sums.shape)
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), -1)
+    order = np.argsort(-means, axis=1, kind="stable")  # [rows, chunks], best first
+    sizes = np.take_along_axis(counts, order, 1)
     offsets = sizes.cumsum(axis=1) - sizes
     taken_counts = np.empty_like(sizes)  # number of tokens taken from each chunk
     np.put_along_axis(taken_counts, order, np.clip(count - offsets, 0, sizes), 1)
     chunk, place = (np.broadcast_to(indices, mass.shape) for indices in (chunks.chunk, chunks.place))
     return np.nonzero(place < np.take_along_axis(taken_counts, chunk, 1))[1].reshape(len(mass), count)
-
-
-def tokens_of_mass(mass: np.ndarray, chunks: ChunkMap, share: float) -> int:
-    """Return the number of tokens in the fewest chunks that hold a share of the mass, best first as in `top_chunks`.
-
-    Args:
-        mass: float32 `[rows, tokens]`, non-negative. All rows take the same number of chunks; the share is of all rows
-            together.
-        chunks: Chunks that hold the tokens.
-        share: Share of the total mass, above 0 and at most 1.
-
-    Returns:
-        Largest number of tokens of a row; at least one chunk is taken.
-    """
-    sums, order, sizes = _best_first(mass, chunks)
-    # mass of the best n chunks, summed over rows
-    cumulative_mass = np.take_along_axis(sums, order, 1).cumsum(axis=1).sum(axis=0)
-    num_chunks = int(np.searchsorted(cumulative_mass, share * cumulative_mass[-1])) + 1
-    return int(sizes[:, :num_chunks].sum(axis=1).max())
-
-
-def _best_first(mass: np.ndarray, chunks: ChunkMap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return chunk masses, chunk numbers by mean token mass, best first, and their token counts: `[rows, chunks]`."""
-    sums = chunks.sums(mass)
-    counts = np.broadcast_to(chunks.counts, sums.shape)
-    means = np.where(counts > 0, sums / np.maximum(counts, 1), -1)
-    order = np.argsort(-means, axis=1, kind="stable")
-    return sums, order, np.take_along_axis(counts, order, 1)
 
 
 @dataclass(frozen=True)
@@ -196,14 +172,13 @@ def check_mass(selector: object, choice: Selection, request: SelectionInput, met
         )
 
 
-def check_selection(selector: object, tokens: np.ndarray, request: SelectionInput, exactly: bool = False) -> None:
+def check_selection(selector: object, tokens: np.ndarray, request: SelectionInput) -> None:
     """Check the tokens that a selector returned, so that a faulty selector cannot change what attention sees silently.
 
     Args:
         selector: The selector, for the message.
         tokens: Its result, see `Selection.tokens`.
         request: Selection request.
-        exactly: Whether `request.count` tokens must be selected, not fewer.
 
     Raises:
         ConfigError: The tokens are too many, too few, not ascending, duplicate, or not restored tokens.
@@ -214,9 +189,8 @@ def check_selection(selector: object, tokens: np.ndarray, request: SelectionInpu
         raise ConfigError(
             f"{name} selected {form}, but int64 [sets, tokens] is expected, with {sets[0]} or {sets[1]} sets"
         )
-    count = tokens.shape[1]
-    if not 1 <= count <= request.count or (exactly and count < request.count):
-        raise ConfigError(f"{name} selected {count} tokens, but {request.count} were requested")
+    if tokens.shape[1] != request.count:
+        raise ConfigError(f"{name} selected {tokens.shape[1]} tokens, but {request.count} were requested")
     if tokens[:, 0].min() < 0 or tokens[:, -1].max() >= request.chunks.tokens or (np.diff(tokens, axis=1) <= 0).any():
         raise ConfigError(
             f"{name} selected tokens that are not distinct, ascending and from 0 to {request.chunks.tokens - 1}"
@@ -252,7 +226,7 @@ class Selector(ABC):
 
     @abstractmethod
     def choose(self, request: SelectionInput) -> Selection:
-        """Select `request.count` tokens to attend to, or as few as the selector can do with."""
+        """Select `request.count` tokens to attend to."""
 
     def reselect(self, request: SelectionInput, last_tokens: np.ndarray) -> np.ndarray:
         """Reselect for a decoded token.

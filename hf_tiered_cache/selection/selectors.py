@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import cast
 
@@ -19,7 +19,7 @@ from .decode import Choice, DecodeSelector
 from .decode_index import DecodeIndex, Int8KeysIndex, KeysIndex
 from .held import HeldChunks, Window
 from .indexes import RowIndexes
-from .selector import Selection, SelectionInput, Selector, check_selection, tokens_of_mass, top_chunks
+from .selector import Selection, SelectionInput, Selector, check_selection, top_chunks
 
 _LARGEST = 1 << 26
 """Maximum number of attention weights held at a time: 256 MiB of float32."""
@@ -139,15 +139,12 @@ class TopChunks(Selector):
     Args:
         resident: Whether to use an index of the int8 keys of all heads, which stays in memory.
         queries: Number of trailing queries that select; 0 for all.
-        mass: Share of the total attention to restored tokens that the chunks selected for a prompt must hold. No more
-            chunks are taken. None takes as many as requested.
         gain: Share of a decoded token's attention by which a new selection must exceed the last one to replace it.
         per_head: Whether each KV head selects for itself; if not, one selection serves all.
     """
 
     resident: bool = False
     queries: int = 0
-    mass: float | None = None
     gain: float = 0.0
     per_head: bool = False
 
@@ -160,13 +157,10 @@ class TopChunks(Selector):
         query = request.query[:, -self.queries :]
         mass = head_mass(query, keys, request.own_keys, request.scaling)  # [kv_heads, tokens]
         (token_mass,) = to_host(mass if self.per_head else mass.mean(0, keepdim=True))
-        count = request.count
-        if self.mass is not None:
-            count = min(count, tokens_of_mass(token_mass, request.chunks, self.mass))
-        return Selection(top_chunks(token_mass, request.chunks, count), token_mass)
+        return Selection(top_chunks(token_mass, request.chunks, request.count), token_mass)
 
     def reselect(self, request: SelectionInput, last_tokens: np.ndarray) -> np.ndarray:
-        choice = replace(self, mass=None).choose(request)  # as many tokens as last time
+        choice = self.choose(request)
         if not self.gain:
             return choice.tokens
         new_mass, last_mass = (
@@ -210,7 +204,7 @@ class TokenDecodeSelector(DecodeSelector):
             own_keys = keys[row, :, state.first + state.window.num_columns :]
             request = self._request(layer, state, query[row], own_keys, scaling)
             tokens = self.selector.reselect(request, state.window.columns)  # a chunk is a token
-            check_selection(self.selector, tokens, request, exactly=True)
+            check_selection(self.selector, tokens, request)
             choices[row] = tokens, None
         return choices
 

@@ -3,31 +3,22 @@
 Outputs over disjoint sets of keys are merged into the output over all of them, by the log-sum-exp of their logits
 (online softmax: Milakov and Gimelshein 2018; FlashAttention: Dao et al. 2022). The kernels are PyTorch's own, which
 compute the log-sum-exp in any case.
-
-The last queries of such a prompt show which chunks of its prefix matter while decoding (KVDRIVE, Section 7.1). The
-layers hold the most important ones themselves; of the others, as many as the host has room for are fetched to host
-memory after the request (`WarmUp`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 
-from ..errors import TieredCacheError
 from ..patches.scope import AttentionCall
 from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
-from ..stats import StatsCollector
 from ..store.memory import to_device
-from ..tiers.handles import BlockRequest
-from ..tiers.residency import Residency
-from .fetched import Rotate, RowPrefix, RowTokens, UnitTable, restoring_groups
+from .fetched import Rotate, RowPrefix, RowTokens, UnitTable
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -222,66 +213,3 @@ class StreamedPrefix:
             self._bring(layer, number + 1, ahead=True)
         elif (place := self._layers.index(layer) + 1) < len(self._layers):
             self._bring(self._layers[place], 0, ahead=True)
-
-
-_SHARE = 0.9
-"""Share of host memory to fill; the rest is for requests in the meantime."""
-
-
-class WarmUp:
-    """Most important chunks of one prompt, and their fetch to host memory.
-
-    Args:
-        residency: Memory tiers.
-        collector: Statistics of the reads.
-        defer: Runs a callable after the request.
-        lists: Number of lists that will be recorded: one for each layer and row.
-    """
-
-    def __init__(
-        self,
-        residency: Residency,
-        collector: StatsCollector,
-        defer: Callable[[Callable[[], object]], object],
-        lists: int,
-    ) -> None:
-        self._residency, self._collector, self._defer = residency, collector, defer
-        self._bytes_per_list = int(_SHARE * residency.host.budget / lists)
-        self._requests: list[list[BlockRequest]] = []  # by layer and row
-
-    def chunks_per_head(self, row: RowPrefix, layer: int, chunk_tokens: int) -> int:
-        """Return how many chunks of each head fit, for one layer and row; 0 if all of them fit."""
-        chunk_bytes, total_bytes = 0, 0
-        for piece in row.pieces:
-            shape = piece.reader.shape
-            groups = restoring_groups(shape, (layer,))
-            total_bytes += sum(group.block_bytes * shape.chunks_in(group) for group in groups)
-            blocks = -(-chunk_tokens // shape.geometry.chunk_tokens)  # per chunk and group
-            chunk_bytes = max(chunk_bytes, blocks * sum(group.block_bytes for group in groups))
-        return 0 if total_bytes <= self._bytes_per_list else self._bytes_per_list // chunk_bytes
-
-    def note(self, row: RowPrefix, layer: int, ranked: np.ndarray, chunk_tokens: int) -> None:
-        """Record the chunks of a row that matter most to a layer, int64 `[kv_heads, n]`, `chunk_tokens` tokens each."""
-        tokens = np.sort(ranked, axis=1)[..., None] * chunk_tokens + np.arange(chunk_tokens)
-        tokens = tokens.reshape(len(ranked), -1)  # [kv_heads, tokens]; the last chunk may have fewer tokens
-        row_tokens = RowTokens(row, tokens, (tokens < row.tokens).sum(axis=1))
-        self._requests.append(
-            [BlockRequest(reader, group.index, chunks) for reader, group, chunks in row_tokens.chunks((layer,))]
-        )
-
-    def start(self) -> None:
-        """Fetch the recorded chunks, layer by layer."""
-        for requests in self._requests:
-            self._defer(partial(_bring, self._residency, self._collector, requests))
-
-
-def _bring(residency: Residency, collector: StatsCollector, requests: list[BlockRequest]) -> None:
-    handle = None
-    try:
-        handle = residency.fetch(requests, torch.device("cpu"), collector, ahead=True)
-        handle.wait()
-    except (TieredCacheError, OSError, MemoryError) as error:  # a request that needs them fetches and reports
-        logger.info("chunks that are likely to be selected could not be loaded into host memory: %s", error)
-    finally:
-        if handle is not None:
-            handle.release()

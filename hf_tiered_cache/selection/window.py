@@ -104,8 +104,7 @@ class ByIndex(Selector):
 
     def capacity(self, chunks: int) -> int:
         """Return the number of chunks that a KV head keeps while decoding, `chunks` selected."""
-        multiple = min(self.window, 1) if self.eviction == "none" else self.window
-        return int(multiple * chunks) if multiple >= 1 else 0
+        return int(self.window * chunks) if self.window >= 1 else 0
 
     def choose(self, request: SelectionInput) -> Selection:
         span, mass = self.span(request.chunks.tokens, request.count), np.zeros((1, request.chunks.tokens), np.float32)
@@ -157,7 +156,7 @@ class WindowDecodeSelector(DecodeSelector):
 
     def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
         """See `DecodeSelector`."""
-        if (span := self.selector.span(self.prefixes[prefix].tokens, self.held[layer][prefix])) is None:
+        if (span := self.selector.span(self.prefixes[prefix].tokens, self.budgets[prefix])) is None:
             return None
         inside = tokens[:, span.first : tokens.shape[1] - span.last : span.chunk_tokens]
         capacity = self.selector.capacity(span.chunks)
@@ -172,7 +171,7 @@ class WindowDecodeSelector(DecodeSelector):
         selector, ranked = self.selector, []
         for row, state in rows.items():
             indexes: Sequence[DecodeIndex] = self.indexes.held(layer, state.prefix)
-            span = selector.span(self.prefixes[state.prefix].tokens, self.held[layer][state.prefix])
+            span = selector.span(self.prefixes[state.prefix].tokens, self.budgets[state.prefix])
             assert span is not None, "a row that holds all tokens has no state"
             if state.offloaded is not None:
                 indexes = [*indexes, *state.offloaded.indexes]

@@ -102,7 +102,7 @@ def test_another_number_of_beams_begins_anew(store, modes):
 
 def test_a_selection_of_another_prompt_is_dropped(store):
     """Tokens of the selected prompt cannot be removed, but the store has them."""
-    model, method = build("llama"), ContiguousKV(0.25, period=2, subperiod=2)
+    model, method = build("llama"), ContiguousKV(0.25, period=2)
     ids = prompt(200)
     store.precompute(model, ids, method=method, progress=False)
     cache = TieredCache(model, store, method=method)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from families import build, prompt
@@ -19,7 +17,7 @@ from hf_tiered_cache.layers.buffer import KVBuffer
 from hf_tiered_cache.methods import ContiguousKV, KVDrive
 from hf_tiered_cache.selection import streamed as partial_attention
 from hf_tiered_cache.selection.decode import DecodeSelection
-from hf_tiered_cache.selection.streamed import StreamedPrefix, WarmUp
+from hf_tiered_cache.selection.streamed import StreamedPrefix
 
 TOKENS, PIECE = 700, 128
 METHOD = KVDrive(budget=0.2, local=16, prefill_tokens=PIECE, exact_from=16, observed=16)
@@ -175,7 +173,7 @@ def test_other_methods_stream_too(model, tmp_path, pieces):
     expected = model.generate(asked, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
         ask(model, store, ids, method=None)
-        found, _ = ask(model, store, asked, Streaming(0.2, period=2, subperiod=2))
+        found, _ = ask(model, store, asked, Streaming(0.2, period=2))
     assert pieces == [52]
     close(found.logits[0], expected.logits[0])
 
@@ -226,29 +224,6 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole(tmp_path, 
         found, _ = ask(model, store, ids)
     assert not pieces
     close(found.logits[0], expected.logits[0])
-
-
-def test_the_host_holds_what_the_last_queries_want(model, tmp_path, monkeypatch):
-    """Decoding then reads less than if the host held the latest blocks."""
-    ids, read, starts = prompt(TOKENS), [], WarmUp.start
-    for number, start in enumerate((starts, lambda self: None)):
-        monkeypatch.setattr(WarmUp, "start", start)
-        with KVStore(tmp_path / str(number), engine="posix", host_memory="256KiB") as store, torch.no_grad():
-            cache = TieredCache(model, store, method=replace(METHOD, budget=0.1, window=1), progress=False)
-            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-            store.flush()
-            before = cache.stats.bytes_read
-            for _ in range(4):
-                model(input_ids=ids[:, -1:], past_key_values=cache)
-            read.append(cache.stats.bytes_read - before)
-            assert store.stats.host.bytes <= 256 << 10
-    assert read[0] < read[1]
-
-
-def test_what_fits_is_not_brought_again(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(WarmUp, "note", None)
-    with KVStore(tmp_path, engine="posix") as store:
-        ask(model, store, prompt(TOKENS))
 
 
 # --- faults

@@ -766,7 +766,7 @@ class Private(ContiguousKV, Conversing):
 
 
 def test_what_is_computed_behind_a_choice_is_the_conversations_own(model, store):
-    method = Private(0.25, period=2, subperiod=2)
+    method = Private(0.25, period=2)
     assert (
         method.records_approximations
         and not Exact().records_approximations
@@ -790,7 +790,7 @@ def test_what_is_computed_behind_a_choice_is_the_conversations_own(model, store)
         {"method": method},
         {"conversation": "bob", "method": method},
         {"conversation": "alice-42", "method": Exact()},
-        {"method": ContiguousKV(0.25, period=2, subperiod=2)},
+        {"method": ContiguousKV(0.25, period=2)},
     ):
         cache = TieredCache(model, store, record=False, **other)
         asked = torch.cat([history, prompt(12, seed=9)], dim=1)
@@ -800,9 +800,7 @@ def test_what_is_computed_behind_a_choice_is_the_conversations_own(model, store)
             assert "stored by the method 'Private" in cache.stats.reason
 
 
-@pytest.mark.parametrize(
-    "method", [ContiguousKV(0.25, period=2, subperiod=2), Impress(0.25)], ids=["contiguous_kv", "impress"]
-)
+@pytest.mark.parametrize("method", [ContiguousKV(0.25, period=2), Impress(0.25)], ids=["contiguous_kv", "impress"])
 def test_turns_after_a_selection_are_computed_exactly_when_suspended(model, store, method):
     """Any method and conversation then restores them."""
     history, restored, stored = prompt(200), [], [0]

@@ -185,7 +185,7 @@ def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, 
 
 
 def test_a_token_that_would_bring_a_damaged_block_keeps_what_was_chosen(model, tmp_path, monkeypatch):
-    method = ContiguousKV(0.25, period=2, subperiod=2, identify="index", reselect=True, gain=0)
+    method = ContiguousKV(0.25, period=2, identify="index", reselect=True, gain=0)
     stored(model, tmp_path, method)
     store, _ = with_device(monkeypatch, tmp_path)
     with store:

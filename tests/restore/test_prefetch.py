@@ -158,7 +158,7 @@ def test_behind_fronts_the_disk_never_pauses(ahead):
     assert all(lease.released == 1 for lease in residency.leases)
 
 
-@pytest.mark.parametrize("method", [Exact(ahead_bytes=0), ContiguousKV(0.25, period=1, subperiod=1, ahead_bytes=0)])
+@pytest.mark.parametrize("method", [Exact(ahead_bytes=0), ContiguousKV(0.25, ahead_bytes=0)])
 def test_memory_of_a_layer_is_free_when_it_was_copied(tmp_path, monkeypatch, method):
     """Without a tier, blocks use the request's own memory, of a few layers at a time."""
     model, ids = build("llama", num_hidden_layers=8), prompt(200)

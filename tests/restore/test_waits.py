@@ -128,7 +128,7 @@ def waits(model, store, ids, method, new=1):
     return counted
 
 
-BUDGET = {"per_head": False, "reorder": False, "period": 2, "subperiod": 2}
+BUDGET = {"per_head": False, "reorder": False, "period": 2}
 PREFIXES = {
     "exact": (Exact(), 0),
     "contiguous_kv": (ContiguousKV(0.25, reorder=False), 4),

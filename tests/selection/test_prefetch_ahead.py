@@ -20,14 +20,18 @@ from hf_tiered_cache.tiers.residency import Residency
 
 @dataclass(frozen=True, kw_only=True)
 class Partly(ContiguousKV):
-    """Method that prefetches only some kinds of blocks."""
+    """Method with blocks of one layer, which prefetches only some kinds of blocks."""
 
     prefetches: frozenset[Prefetched] = PREFETCHED
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "geometry", replace(self.geometry, layers_per_block=1))
 
 
 # layers 0 and 1 share a choice, 2 and 3, and 4 and 5; each layer has blocks of its own
 SHARED = {"per_head": False, "reorder": False}
-TWO = Partly(budget=0.25, period=2, subperiod=1, identify="keys", reselect=False, **SHARED)
+TWO = Partly(budget=0.25, period=2, identify="keys", reselect=False, **SHARED)
 NOW, AHEAD = False, True
 
 
@@ -147,7 +151,7 @@ def test_no_more_is_under_way_than_was_told(blocks, model, tmp_path, monkeypatch
 
 def test_the_papers_settings_are_one_name_away():
     paper = ContiguousKV.paper(0.1)
-    assert (paper.budget, paper.chunk_tokens, paper.period, paper.subperiod) == (0.1, 16, 8, 4)
+    assert (paper.budget, paper.chunk_tokens, paper.period, paper.geometry.layers_per_block) == (0.1, 16, 8, 4)
     assert (paper.identify, paper.solo_layers, paper.reselect, paper.queries) == ("keys", 0, 0, 0)
     assert ContiguousKV.paper(period=4).period == 4
 

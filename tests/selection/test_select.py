@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.selection.selector import ChunkMap, SelectionInput, budgeted_tokens, tokens_of_mass, top_chunks
+from hf_tiered_cache.selection.selector import ChunkMap, SelectionInput, budgeted_tokens, top_chunks
 from hf_tiered_cache.selection.selectors import (
     ProbeHeads,
-    TopChunks,
     head_mass,
     jaccard_threshold,
     mean_jaccard,
@@ -69,41 +68,6 @@ def test_the_best_chunks_are_taken_whole_until_the_budget_is_spent(case):
         for i in order:
             expected += each[i][: count - len(expected)]
         assert chosen[row].tolist() == sorted(expected)
-
-
-@given(cut(), st.sampled_from([1e-9, 0.1, 0.25, 0.5, 0.9, 1.0]))
-def test_the_fewest_chunks_hold_the_mass(case, share):
-    """The selected chunks of all rows hold it; with one chunk fewer per row they would not."""
-    chunks, mass, _ = case
-    count, total = tokens_of_mass(mass, chunks, share), mass.sum(dtype=np.float64)
-    taken = top_chunks(mass, chunks, count)
-    assert np.take_along_axis(mass, taken, 1).sum(dtype=np.float64) >= share * total * (1 - 1e-12)
-    sizes, less = [], 0.0
-    for row, mine in enumerate(mass):
-        each = chunks_of(chunks, row)
-        order = sorted(range(len(each)), key=lambda i: (-float(np.mean(mine[each[i]], dtype=np.float64)), i))
-        counted = np.cumsum([len(each[i]) for i in order])
-        number = int(np.searchsorted(counted, count)) + 1  # chunks that hold so many tokens
-        sizes.append(int(counted[number - 1]))
-        less += sum(mine[each[i]].sum(dtype=np.float64) for i in order[: number - 1])
-    assert count <= max(sizes)
-    if len(set(chunks.counts[chunks.counts > 0].tolist())) == 1 and count > chunks.counts.max():
-        assert less < share * total
-
-
-@given(st.integers(1, 90), st.sampled_from([0.3, 0.6, 0.9]), st.integers(1, 90), st.integers(0, 9))
-def test_a_prompt_takes_what_holds_the_mass_within_the_budget(tokens, share, count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    query, keys, own = (3 * torch.randn(2, n, 8, generator=generator) for n in (4, tokens, 4))
-    chunks = ChunkMap.by_slot(np.arange(tokens)[None], 8)
-    asked = SelectionInput(query, own, lambda heads: keys, None, chunks, min(count, tokens))
-    mass = head_mass(query, keys, own).mean(0, keepdim=True).numpy()
-    choice = TopChunks(mass=share).choose(asked)
-    assert choice.tokens.shape == (1, min(tokens_of_mass(mass, chunks, share), asked.count))
-    assert choice.tokens.tolist() == top_chunks(mass, chunks, choice.tokens.shape[1]).tolist()
-    for selector in (TopChunks(), TopChunks(mass=share)):
-        again = selector.reselect(asked, np.arange(asked.count)[None])
-        assert again.tolist() == top_chunks(mass, chunks, asked.count).tolist()
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,6 @@ def head_of_slot(window):
 )
 def test_windows_do_what_the_model_does(seed, policy, num_columns, extra, room, heads, memory):
     rng = np.random.default_rng(seed)
-    if policy == "none" and room:
-        room = 0
     capacity, chunks = 0 if room is None else num_columns + room, num_columns + extra + 20
     window = Window(num_columns, heads, capacity, chunks, policy)
     assert window.num_slots == heads * (room or 0)
@@ -230,7 +228,7 @@ def test_larger_windows_hit_more_often():
 
 @pytest.mark.parametrize(
     "arguments",
-    [(8, 1, 16, 40, "fifo"), (8, 1, 7, 40), (0, 1, 4, 40), (8, 1, 16, 40, "none"), (8, 1, -1, 40), (8, 1, 16, 1 << 24)],
+    [(8, 1, 16, 40, "fifo"), (8, 1, 7, 40), (0, 1, 4, 40), (8, 1, -1, 40), (8, 1, 16, 1 << 24)],
 )
 def test_windows_that_make_no_sense_are_refused(arguments):
     with pytest.raises(ConfigError):

@@ -250,8 +250,8 @@ def test_another_process_restores_it(root):
     [
         Exact(),
         AttentionStore(),
-        ContiguousKV(budget=1, period=2, subperiod=2, identify="index"),
-        ContiguousKV(budget=0.25, period=2, subperiod=2, solo_layers=0, identify="keys"),
+        ContiguousKV(budget=1, period=2, identify="index"),
+        ContiguousKV(budget=0.25, period=2, solo_layers=0, identify="keys"),
         Impress(budget=0.25, probe_heads=2, chunk_tokens=16),
         H2O(budget=0.25),
     ],
@@ -287,7 +287,7 @@ def test_passages_come_back_too(tmp_path, model):
 def test_segments_are_laid_out_anew_under_another_key_of_their_own(root, model):
     with KVStore(root, key=KEY) as store:
         before = {store._storage.disk.reader(row.id).header.seal for row in store.segments()}
-        assert store.relayout(ContiguousKV(period=2, subperiod=2), progress=False) == 2
+        assert store.relayout(ContiguousKV(period=2), progress=False) == 2
         after = {store._storage.disk.reader(row.id).header.seal for row in store.segments()}
         assert len(before | after) == 4
         assert {seal.key_id for seal in after} == {StoreCipher(KEY).key_id}

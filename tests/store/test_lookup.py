@@ -73,7 +73,7 @@ def test_a_lookup_leaves_no_trace(store, model, uncomputed):
     assert store.stats.segments == 0
 
 
-@pytest.mark.parametrize("method", [ContiguousKV(0.25, period=2, subperiod=2), CacheTune.paper(0.15)])
+@pytest.mark.parametrize("method", [ContiguousKV(0.25, period=2), CacheTune.paper(0.15)])
 def test_methods_look_up_what_they_would_restore(store, model, method):
     passages = [prompt(48, seed=3)[0], prompt(48, seed=4)[0]]
     if isinstance(method, Passages):
