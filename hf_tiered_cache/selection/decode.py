@@ -12,9 +12,11 @@ papers of ContiguousKV and IMPRESS select only once per prompt.
 
 from __future__ import annotations
 
+import statistics
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -27,6 +29,58 @@ from ..store.memory import to_device
 from ..tiers.residency import Residency
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
 from .held import Fetches, HeldChunks, Moves, Window
+
+_ROUNDS = 3
+"""Number of passes measured per size; the median counts."""
+
+
+class MicroBatches:
+    """Size of micro-batches (KVDRIVE, Section 6.1), tuned on this machine.
+
+    Smaller micro-batches overlap ranking with more reads, but cost more processor time per row. Which effect is larger
+    depends on the machine and on the tier of the blocks. So all rows, halves, quarters and so on down to single rows
+    are measured in turn, after an unmeasured first pass that finds no blocks in place, and the fastest size is kept.
+    The selection does not depend on the size.
+    """
+
+    def __init__(self) -> None:
+        self.size: int | None = None
+        """Rows per micro-batch; None until it is measured."""
+        self._rows = 0
+        self._seconds: dict[int, list[float]] = {}
+        self._schedule: Iterator[int] = iter(())
+        self._current_size: int | None = None
+        self._elapsed = 0.0
+
+    def begin(self) -> None:
+        """Begin a pass: record the time of the last pass for its size, and take the next size to measure."""
+        if self.size is None and self._elapsed:
+            if self._current_size is not None:
+                self._seconds.setdefault(self._current_size, []).append(self._elapsed)
+            self._current_size, self._elapsed = next(self._schedule, None), 0.0
+            if self._current_size is None and self._seconds:
+                self.size = min(self._seconds, key=lambda size: statistics.median(self._seconds[size]))
+
+    def of(self, rows: int) -> int:
+        """Return the micro-batch size for a layer with `rows` rows."""
+        if rows != self._rows:  # first pass, or another batch size
+            self._rows, self.size, self._current_size = rows, rows if rows == 1 else None, None
+            self._seconds.clear()
+            self._schedule = (size for _ in range(_ROUNDS) for size in _sizes(rows))
+        return self.size or self._current_size or rows
+
+    def took(self, seconds: float) -> None:
+        """Add the time of one layer of this pass."""
+        self._elapsed += seconds
+
+
+def _sizes(rows: int) -> Iterator[int]:
+    """Yield all rows, half of them (rounded up), and so on down to 1: 6, 3, 2, 1."""
+    while rows > 1:
+        yield rows
+        rows = -(-rows // 2)
+    yield 1
+
 
 Choice = tuple[np.ndarray, np.ndarray | None]
 """Selected chunks, int64 `[sets, chunks]`, and candidates, best first, for the eviction of the window; see `Window`."""
@@ -50,6 +104,7 @@ class DecodeSelector(ABC):
     prefixes: Sequence[RowPrefix]
     budgets: Sequence[int]
 
+    micro_batches: MicroBatches = field(default_factory=MicroBatches, init=False)
     may_stay: ClassVar[bool]
     """True if the last selection may be kept if blocks of the next one cannot be read."""
 
@@ -74,6 +129,11 @@ class DecodeSelector(ABC):
         self, layer: int, rows: Mapping[int, HeldChunks], query: torch.Tensor, keys: torch.Tensor, scaling: float | None
     ) -> dict[int, Choice]:
         """Select for the queries of a period's first layer, for some rows. See `DecodeSelection.reselect`."""
+
+    def begin(self, collector: StatsCollector) -> DecodeSelection:
+        """Begin the decode selections of a pass."""
+        self.micro_batches.begin()
+        return DecodeSelection(self, collector)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +202,7 @@ class DecodeSelection:
         Raises:
             RestoreError: A block did not arrive; nothing has changed.
         """
-        decode_selector = self._decode_selector
+        decode_selector, started = self._decode_selector, time.perf_counter()
         number = decode_selector.number_of[layer]
         period = decode_selector.periods[number]
         selects = layer == period[0]
@@ -151,12 +211,17 @@ class DecodeSelection:
         elif number != self._number:  # the first layer keeps its selection since it could not be read
             return
         states = {row: state for row, state in enumerate(rows) if state is not None}
-        if selects and states:
-            with self._collector.timing("select_seconds"):
-                self._choices = decode_selector.select(layer, states, query, keys, scaling)
-        updates = [self._plan(row, state, period if selects else (layer,)) for row, state in states.items()]
-        if requests := [request for update in updates for request in update.requests]:
-            self._fetcher.bring(requests)
+        updates: list[_Update] = []
+        size = decode_selector.micro_batches.of(len(rows))
+        for first in range(0, len(rows), size):  # selection overlaps with fetches of other rows
+            batch = {row: states[row] for row in range(first, first + size) if row in states}
+            if selects and batch:
+                with self._collector.timing("select_seconds"):
+                    self._choices |= decode_selector.select(layer, batch, query, keys, scaling)
+            planned = [self._plan(row, state, period if selects else (layer,)) for row, state in batch.items()]
+            if requests := [request for update in planned for request in update.requests]:
+                self._fetcher.bring(requests)
+            updates += planned
         if units := self._table.wait(layer):
             self._fetcher.confirm()  # writes in place cannot be undone
         for update in updates:
@@ -165,6 +230,7 @@ class DecodeSelection:
             update.state.window.commit(update.moves)
         if units:
             self._table.finish(layer)
+        decode_selector.micro_batches.took(time.perf_counter() - started)
 
     def _plan(self, row: int, state: HeldChunks, layers: Sequence[int]) -> _Update:
         """Plan the moves of a row, which fetches for `layers`: they hold the same, unless a pass has failed."""

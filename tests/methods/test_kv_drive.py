@@ -16,7 +16,7 @@ from hf_tiered_cache.layers.buffer import KVBuffer
 from hf_tiered_cache.methods import KVDrive, make_method
 from hf_tiered_cache.selection import DECODE_INDEXES, decode, window
 from hf_tiered_cache.selection import held as grown
-from hf_tiered_cache.selection.decode import DecodeSelection
+from hf_tiered_cache.selection.decode import DecodeSelection, MicroBatches
 from hf_tiered_cache.selection.decode_index import rank
 from hf_tiered_cache.selection.window import ByIndex, Span
 
@@ -161,6 +161,21 @@ def test_rows_of_a_batch_choose_for_themselves(model, tmp_path, steps):
     assert torch.equal(together.sequences[0], alone.sequences[0])
     assert torch.equal(together.sequences[1, -8:], whole.sequences[0, -8:])
     assert all(held[0] is not None for _, held, *_ in steps)
+
+
+def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, monkeypatch):
+    rows, found = [prompt(TOKENS), prompt(TOKENS, seed=3), prompt(TOKENS)], []
+    ids = torch.cat([question(row) for row in rows])
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        for row in rows[:2]:
+            fill(store, model, row, METHOD)
+        for size in (8, 2, 1):
+            monkeypatch.setattr(MicroBatches, "of", lambda self, rows, size=size: size)
+            cache = TieredCache(model, store, method=METHOD, record=False)
+            found.append((model.generate(ids, past_key_values=cache, **GREEDY), cache.stats))
+    for answer, stats in found[1:]:
+        assert_same(answer, found[0][0])
+        assert stats.details.bytes_used == found[0][1].details.bytes_used > 0
 
 
 def test_padding_of_a_row_that_restores_nothing_is_finite(model, tmp_path, monkeypatch):
