@@ -222,7 +222,7 @@ class Geometry:
         index: additional copy of keys, or None.
         solo_layers: number of first layers without a window that have blocks, and an index, of their own.
         codec: name of the codec between tensors and bytes (see `codecs`), also of the index.
-        pairs: pairs of layers to merge, the shallower layer first (MiniCache; see `codecs.pairs`). Each layer has KV
+        pairs: pairs of layers to merge, the shallower layer first (MiniCache; see `pairs`). Each layer has KV
             cache groups of its own for its unmerged tokens, and each pair has groups for the tokens that its layers
             share; token tables define which tokens these are. Paired layers have full attention and the same `LayerKV`.
             `layers_per_block` must be 1.

@@ -16,10 +16,10 @@ import torch
 from ..errors import EvictedError
 from . import hashes_of
 from .codecs import checked_decode, checked_encode
-from .codecs.pairs import TOWARD, angle, encode, retained
 from .disk import SegmentStore
 from .format import SegmentHeader, end_of_chain, segment_id
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, Part, block_groups
+from .pairs import TOWARD, angle, encode, retained
 from .segment import SegmentReader
 from .shape import SegmentShape, TokenTables
 
@@ -63,7 +63,7 @@ def join_segments(
         geometry: geometry of the new segment. Its codec is replaced by the old segments' codec.
         tables: token tables of the new segment (see `TokenTables.by_pairs`). None: all tokens in order.
         blocks_of: function that returns the blocks of an old segment.
-        toward: interpolation weight for newly merged pairs (see `codecs.pairs.merge`).
+        toward: interpolation weight for newly merged pairs (see `pairs.merge`).
 
     Returns:
         Header, prefix hashes, and a lazy iterator over the blocks of each KV cache group.

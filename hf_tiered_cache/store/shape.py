@@ -393,7 +393,7 @@ class SegmentShape:
         Tokens that the KV cache group does not hold are skipped.
 
         Raises:
-            ValueError: The group is merged, which takes two layers (see `codecs.pairs`).
+            ValueError: The group is merged, which takes two layers (see `pairs`).
         """
         if group.merged:
             raise ValueError(f"KV cache group {group.index} has two layers, and cannot be packed from one")

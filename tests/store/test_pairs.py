@@ -23,7 +23,6 @@ from hf_tiered_cache.methods import METHODS, BudgetMethod, ContiguousKV, Exact
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.codecs import CODECS, coded_provenance, make_codec, merged_codec
-from hf_tiered_cache.store.codecs.pairs import encode
 from hf_tiered_cache.store.format import HEADER_BYTES, SegmentHeader, decode_header, segment_id
 from hf_tiered_cache.store.geometry import (
     ALIGNMENT,
@@ -35,6 +34,7 @@ from hf_tiered_cache.store.geometry import (
     aligned,
     block_groups,
 )
+from hf_tiered_cache.store.pairs import encode
 from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import NOT_HELD, SegmentShape, TokenTables
 
