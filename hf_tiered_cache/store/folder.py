@@ -87,7 +87,7 @@ class FolderBackend(SegmentBackend):
     # --- reading
 
     def sidecars(self) -> dict[str, int]:
-        return self.files.sizes(SIDECAR)  # {} in a read-only store of an older version
+        return self.files.sizes(SIDECAR)
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         def is_known(kind: FileKind, name: str) -> bool:
