@@ -229,7 +229,7 @@ def test_looking_into_a_store_leaves_its_writers_alone(run, tmp_path):
         assert done.stdout.splitlines()[-1].startswith(f"total: {number + 1} segment")
         assert json.loads(run("stat", tmp_path, "--json")[1])["segments"] == number + 1
     assert len(writer.index.catalogue.ids()) == 8
-    assert writer.index.catalogue._database._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert writer.index.catalogue._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     writer.close()
     assert len(open_store(tmp_path).index.catalogue.ids()) == 8
 

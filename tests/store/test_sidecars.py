@@ -211,7 +211,7 @@ def damage(store, reader):
 
 
 def expire(store, reader):
-    store.index.catalogue.database.run(lambda db: db.execute("UPDATE segments SET expires = 1"))
+    store.index.catalogue.run(lambda db: db.execute("UPDATE segments SET expires = 1"))
     assert maintain.gc(store).expired == 1
 
 

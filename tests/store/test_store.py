@@ -157,10 +157,10 @@ def test_a_damaged_catalogue_is_rebuilt(tmp_path, damage):
 def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
-    store.index.catalogue.database.run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+    store.index.catalogue.run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
     with open(tmp_path / "catalogue.sqlite", "r+b") as file:
         file.write(b"\xff" * 16384)
-    store.index.catalogue.database.run(lambda db: db.execute("PRAGMA shrink_memory"))
+    store.index.catalogue.run(lambda db: db.execute("PRAGMA shrink_memory"))
     found = store.find(hashes(4)[:1]) or store.find(hashes(4)[:1])
     assert [row.id for row in found] == [header.id]
     assert store.counters.snapshot().catalogue_errors >= 1
@@ -233,9 +233,9 @@ def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
 
     def steps():
         counted = []
-        catalogue.database.run(lambda db: db.set_progress_handler(lambda: counted.append(1), 1))
+        catalogue.run(lambda db: db.set_progress_handler(lambda: counted.append(1), 1))
         catalogue.models(), catalogue.keys("a"), catalogue.provenances("a")
-        catalogue.database.run(lambda db: db.set_progress_handler(None, 1))
+        catalogue.run(lambda db: db.set_progress_handler(None, 1))
         return len(counted)
 
     few = steps()
