@@ -24,7 +24,6 @@ from ..errors import FormatError, StoreError
 from .kinds import (
     FIXED_FILES,
     FOLDERS,
-    LOCK,
     LOCK_SUFFIX,
     MARKER,
     MARKER_FORMAT,
@@ -37,8 +36,7 @@ from .kinds import (
     is_blank,
     json_object,
 )
-from .records import Room
-from .tree import FolderTree, allocate, fsync, open_file, read_all, write_all
+from .tree import FolderTree, allocate, open_file, read_all, write_all
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -130,22 +128,9 @@ class StoreRoot(FolderTree):
             raise FileExistsError(errno.EEXIST, message)
         os.rename(temporary, name, src_dir_fd=source, dst_dir_fd=target)
 
-    def write(
-        self,
-        kind: FileKind,
-        name: str,
-        content: bytes,
-        room: Room | None = None,
-    ) -> None:
-        """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable.
-
-        `room` reserves the given number of bytes until the file is allocated. Its exceptions are passed on.
-        """
-        with ExitStack() as stack:
-            with ExitStack() as reserved:
-                if room is not None:
-                    reserved.enter_context(room(len(content)))
-                temporary = stack.enter_context(self.temporary(len(content)))
+    def write(self, kind: FileKind, name: str, content: bytes) -> None:
+        """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable."""
+        with self.temporary(len(content)) as temporary:
             write_all(temporary.file.fileno(), memoryview(content), 0)
             os.fsync(temporary.file.fileno())
             self.publish(temporary.name, kind, name, replace=True)
@@ -180,10 +165,10 @@ class StoreRoot(FolderTree):
     def sync(self, kind: FileKind, name: str | None = None) -> None:
         """Make a file's data durable, or without `name` the names of all files of this kind. Raises OSError."""
         if name is None:
-            fsync(self.folder_descriptor(kind.folder))
+            os.fsync(self.folder_descriptor(kind.folder))
         else:
             with self.open(kind, name) as (fd, _):
-                fsync(fd, data_only=True)
+                os.fdatasync(fd)
 
     # --- locks
 
@@ -237,11 +222,6 @@ class StoreRoot(FolderTree):
             raise FileExistsError(errno.EEXIST, "it was not written by this library", str(self.where(kind, name)))
         os.ftruncate(fd, 0)
         write_all(fd, memoryview(content), 0)
-
-    @property
-    def lock_path(self) -> Path:
-        """Path of the store's lock, for messages."""
-        return self.where(LOCK, "lock")
 
 
 def try_flock(file: FileIO | int, kind: int) -> bool:

@@ -195,7 +195,7 @@ def remove(store, reader):
 
 
 def evict(store, reader):
-    store.evict(store.victims(1))
+    store.remove(name for name, _ in store.victims(1))
 
 
 def damage(store, reader):
