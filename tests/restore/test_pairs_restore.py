@@ -267,7 +267,7 @@ def test_a_damaged_block_of_any_group_is_computed_and_never_served(direct, tmp_p
         reader = suspend(store)
     for group in reader.shape.block_groups:
         root = tmp_path / str(group.index)
-        (root / "segments").mkdir(parents=True)
+        KVStore(root).close()
         path = root / "segments" / f"{reader.id}.kv"
         path.write_bytes((tmp_path / "whole" / "segments" / path.name).read_bytes())
         good = damage(reader, path, group)
