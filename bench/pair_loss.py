@@ -29,7 +29,7 @@ from hf_tiered_cache.cache.suspend import CacheReplay
 from hf_tiered_cache.conversations.sharing import MARGIN
 from hf_tiered_cache.methods import Krul
 from hf_tiered_cache.store.codecs import merged_codec
-from hf_tiered_cache.store.codecs.pairs import angle, merge_layers
+from hf_tiered_cache.store.pairs import angle, merge_layers
 
 CPU = torch.device("cpu")
 METHOD = Krul()

@@ -20,7 +20,7 @@ from hf_tiered_cache.cli import app
 from hf_tiered_cache.methods import METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress, make_method
 from hf_tiered_cache.methods.base import DEFAULT_BUDGET
 from hf_tiered_cache.patches.attach import attachment_of
-from hf_tiered_cache.store.codecs.base import Int8
+from hf_tiered_cache.store.codecs import Int8
 
 # --- models and methods
 

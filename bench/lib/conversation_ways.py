@@ -21,7 +21,7 @@ from hf_tiered_cache.conversations.distances import LayerDistances
 from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.methods.krul import mergeable_layers
 from hf_tiered_cache.store.codecs import RAW
-from hf_tiered_cache.store.codecs.pairs import TOWARD
+from hf_tiered_cache.store.pairs import TOWARD
 
 NOISE = "full, rounded otherwise"
 """Full KV, computed in pieces of an odd size: nothing is lost, but kernels round differently."""

@@ -15,9 +15,9 @@ from hf_tiered_cache.restore.plan import PlanContext
 from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector, budgeted_tokens
 from hf_tiered_cache.selection.selectors import head_mass, top_of_each
 from hf_tiered_cache.store.codecs import RAW
-from hf_tiered_cache.store.codecs.pairs import TOWARD
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.memory import to_host
+from hf_tiered_cache.store.pairs import TOWARD
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +13,7 @@ from ..errors import ConfigError, ConversationInUseError, StoreClosedError, Stor
 from ..methods import Method, describe_method
 from ..store.catalogue import SegmentRow
 from ..store.conversations import ConversationRecord
+from ..store.geometry import ALIGNMENT, aligned
 from .storage import Storage
 
 if TYPE_CHECKING:
@@ -135,16 +135,11 @@ class Conversation:
     def _write(self, record: ConversationRecord) -> None:
         """Write the record, and evict none of its segments to make room. Raises StoreError or OSError."""
         disk = self._storage.disk
-
-        @contextmanager
-        def room(nbytes: int) -> Iterator[None]:
-            with disk.backend.locked():
-                disk.make_room(nbytes, record.segments)
-                yield
-
         self._storage.check_open()
         disk.check_writable()
-        self._storage.conversations.write([record], room)
+        with disk.backend.locked():
+            disk.make_room(aligned(len(record.encode()), ALIGNMENT), record.segments)
+            self._storage.conversations.write([record])
 
 
 def segments_of_conversations(storage: Storage, ids: Sequence[str]) -> list[SegmentRow]:

@@ -25,7 +25,7 @@ from ..store import EXACT
 from ..store.codecs import coded_provenance
 from ..store.disk import SegmentStore
 from ..store.geometry import Geometry, block_groups
-from ..store.relayout import relayout_segment
+from ..store.relayout import join_segments
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape, TokenTables
 from ..tiers.handles import BlockRequest
@@ -122,7 +122,8 @@ class SegmentRewriter:
         geometry = replace(geometry, codec=shape.geometry.codec)
         if shape.tables is not None and not _is_prefix(reader):  # keep the ranking of a passage
             groups = block_groups(shape.layout, geometry)
-            tables = TokenTables.by_layer(shape.tables.slot_of_token[:1], groups, shape.tables.importance)
+            rank = -shape.tables.slot_of_token[:1].astype(np.int64)  # [1, tokens]
+            tables = TokenTables.by_importance(rank[None], groups)
         return _differs(shape, geometry, tables) and self._replace(segment_id, geometry, tables)
 
     def reorder(self, segment_id: str) -> bool:
@@ -267,7 +268,7 @@ class SegmentRewriter:
             tables = None
         sidecars = self._disk.sidecars.all_of(reader)  # before the new segment needs their room on disk
         handover = Handover(self._residency, reader) if hand_over else None
-        header, prefix_hashes, block_groups = relayout_segment(reader, geometry, tables)
+        header, prefix_hashes, block_groups = join_segments([reader], geometry, tables)
         try:
             if not self._disk.publish(header, prefix_hashes, block_groups):
                 return False

@@ -16,7 +16,6 @@ import typer
 from .. import __version__
 from ..errors import TieredCacheError
 from . import calibrate, listing, maintain, records, serve, timeline, top
-from . import serve as lm_eval
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -127,10 +126,10 @@ _add(
 )
 _add(
     "lm-eval",
-    lm_eval.lm_eval,
+    serve.lm_eval,
     "--tasks rte --num_fewshot 20 --batch_size 1 \\\n"
     "    --model_args pretrained=Qwen/Qwen2.5-0.5B,method=contiguous_kv,budget=0.1,store=kv-store",
-    settings=lm_eval.PASS_ON,
+    settings=serve.PASS_ON,
 )
 
 

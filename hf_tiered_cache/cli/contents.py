@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import StoreError
 from ..store.catalogue import Catalogue, SegmentRow
 from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR
 from ..store.root import StoreRoot
@@ -151,19 +150,13 @@ def _catalogued(files: StoreRoot) -> Contents | None:
 
 @contextmanager
 def files_of(path: Path) -> Iterator[StoreRoot]:
-    """Open the folder of a store. Raises Refused if there is no store, instead of creating one."""
+    """Open the folder of a store. Raises StoreError if there is no store, instead of creating one."""
     if not path.is_dir():
         raise Refused(f"there is no store at {path}")
-    try:
-        files = StoreRoot(path, make=False)
-        if files.path.joinpath(SEGMENT.folder).is_dir():
-            with closing(files):
-                yield files
-            return
-        files.close()
-    except StoreError as error:
-        raise Refused(str(error)) from error
-    raise Refused(f"there is no store at {path}")
+    with closing(StoreRoot(path, make=False)) as files:
+        if not files.path.joinpath(SEGMENT.folder).is_dir():
+            raise Refused(f"there is no store at {path}")
+        yield files
 
 
 def open_store(

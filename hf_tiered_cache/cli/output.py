@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ import humanize
 import typer
 from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..errors import TieredCacheError
@@ -34,69 +35,34 @@ class Table:
     def __init__(
         self, *headings: str, right: Collection[str] = (), fold: Collection[str] = (), has_heading: bool = True
     ) -> None:
-        self._is_right = [heading in right for heading in headings]
-        self._foldable = [column for column, heading in enumerate(headings) if heading in fold]
-        self._has_heading = has_heading
-        self._rows: list[tuple[str, ...]] = [headings] if has_heading else []
+        self._folds = [heading in fold for heading in headings]
+        self._widths = [cell_len(heading) if has_heading else 0 for heading in headings]
+        self._table = RichTable(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), show_header=has_heading)
+        self._table.header_style = "dim"
+        for number, heading in enumerate(headings):
+            self._table.add_column(
+                heading,
+                justify="right" if heading in right else "left",
+                no_wrap=heading not in fold,
+                overflow="fold",
+                style="" if has_heading or number else "dim",
+            )
 
     def add_row(self, *cells: str) -> None:
         """Add a row with one cell per column, each a single line of text."""
-        self._rows.append(cells)
+        self._widths = list(map(max, self._widths, map(cell_len, cells)))
+        self._table.add_row(*map(Text, cells))
 
     def show(self) -> None:
         """Print the table, fitted to the terminal's width. In a pipe, nothing is folded."""
         console = Console(markup=False, highlight=False, emoji=False)
-        if not console.is_terminal:
-            for line in self._lines(self._widths()):
-                print(line)
-            return
-        widths = self._fitted(console.width)
-        for number, line in enumerate(self._lines(widths, console)):
-            if not self._has_heading or not number:
-                text = Text(line)
-                text.stylize("dim", end=None if self._has_heading else widths[0])
-                console.print(text, soft_wrap=True)
-            else:
-                print(line)
-
-    def _widths(self) -> list[int]:
-        """Return the width of each column, in terminal cells."""
-        return [max(map(cell_len, cells)) for cells in zip(*self._rows, strict=True)]
-
-    def _fitted(self, width: int) -> list[int]:
-        """Return the widths of columns after the widest foldable ones are narrowed until the table fits."""
-        widths = self._widths()
-        excess = sum(widths) + len(_GAP) * (len(widths) - 1) - width
-        for _ in range(excess if self._foldable else 0):
-            widest = max(self._foldable, key=widths.__getitem__)
-            widths[widest] = max(1, widths[widest] - 1)
-        return widths
-
-    def _lines(self, widths: list[int], console: Console | None = None) -> Iterator[str]:
-        """Yield the lines of all rows. Without a console, every cell fits its width."""
-        for cells in self._rows:
-            if console is None or all(cell_len(cells[column]) <= widths[column] for column in self._foldable):
-                yield self._line(cells, widths)
-                continue
-            wrapped = {column: _wrap(cells[column], widths[column], console) for column in self._foldable}
-            for number in range(max(map(len, wrapped.values()))):
-                parts = [
-                    "".join(wrapped[column][number : number + 1]) if column in wrapped else "" if number else cell
-                    for column, cell in enumerate(cells)
-                ]
-                yield self._line(parts, widths)
-
-    def _line(self, cells: Sequence[str], widths: list[int]) -> str:
-        padded = []
-        for cell, width, is_right in zip(cells, widths, self._is_right, strict=True):
-            padding = " " * (width - cell_len(cell))
-            padded.append(padding + cell if is_right else cell + padding)
-        return _GAP.join(padded).rstrip()
-
-
-def _wrap(cell: str, width: int, console: Console) -> list[str]:
-    """Return the lines of a cell, broken between words where possible."""
-    return [line.plain.rstrip() for line in Text(cell).wrap(console, width, overflow="fold")]
+        gaps = len(_GAP) * (len(self._widths) - 1)
+        least = gaps + sum(1 if folds else width for folds, width in zip(self._folds, self._widths, strict=True))
+        console.width = max(console.width, least) if console.is_terminal else gaps + sum(self._widths)
+        with console.capture() as capture:
+            console.print(self._table)
+        for line in capture.get().splitlines():
+            print(line.rstrip())
 
 
 KeyFile = Annotated[

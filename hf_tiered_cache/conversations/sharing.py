@@ -6,7 +6,7 @@ the paper, candidates are only the layers that attend to the two ends of their c
 (initial-recent, I-R).
 
 Similar attention does not mean KV that may be merged: in SmolLM2-135M, the keys and values of any two layers are almost
-orthogonal. The angles between the vectors of two layers state exactly what a merge does to them (`store.codecs.pairs`),
+orthogonal. The angles between the vectors of two layers state exactly what a merge does to them (`store.pairs`),
 and some tokens are enough to estimate it for all pairs of layers at once.
 
 Proposed pairs are accepted by a replay: the last tokens of a conversation are computed again over the merged KV, and

@@ -30,9 +30,9 @@ from ..conversations.sharing import (
 from ..errors import ConfigError, unknown_name, with_type
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
-from ..store.codecs.pairs import TOWARD, merge_layers
 from ..store.compaction import first_rewritten, first_stored_tokens
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
+from ..store.pairs import TOWARD, merge_layers
 from ..store.relayout import merge_segments, tokens_of
 from ..store.shape import SegmentShape
 from .base import is_number

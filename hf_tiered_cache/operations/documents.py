@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ..cache.storage import Storage
 from ..errors import ConfigError, FormatError, StoreError
 from ..store.catalogue import SegmentRow
-from ..store.documents import DocumentRecord, by_passage, changed
+from ..store.documents import DocumentRecord, by_passage
 from ..store.geometry import ALIGNMENT, aligned
 
 BATCH_TOKENS = 4096
 """Maximum number of tokens computed in one pass, for passages of equal length."""
 
 
-class Entry(NamedTuple):
-    """Label, and the passages to be stored under it."""
-
-    key: tuple[str, str, str]
-    """Label, model fingerprint, and how the passages were computed (see `DocumentRecord`)."""
-    passages: tuple[str, ...]
-    tokens: int
-    model: Mapping[str, str]
-
-
-def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
+def enter_documents(storage: Storage, records: Sequence[DocumentRecord]) -> int:
     """Save the records of labels, and delete replaced passages unless other labels name them.
 
     At any time, a label names either its old or its new passages, even if a process is killed. In that case, `gc` or
@@ -34,7 +23,7 @@ def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
 
     Args:
         storage: storage to save the records in.
-        entries: labels and their passages, which must be durable.
+        records: records of labels with their new passages, which must be durable.
 
     Returns:
         Number of segments deleted.
@@ -42,13 +31,13 @@ def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
     Raises:
         StoreError, OSError: not all labels were saved.
     """
-    if not entries:
+    if not records:
         return 0
     if not storage.disk.backend.writable:
         raise StoreError(f"{storage.place} is not writable, so labels cannot be saved")
     documents = storage.documents
     with storage.disk.backend.locked():
-        records = [changed(documents.read(*key), key, names, tokens, model) for key, names, tokens, model in entries]
+        records = [record.in_place_of(documents.read(*record.key)) for record in records]
         passage_names = {name for record in records for name in record.passages}
         kept_ids = [row.id for row in rows_of(storage, passage_names)]
         storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,12 +19,12 @@ from ..identity import varying_rope
 from ..methods import Method, Passages, make_method
 from ..passages.ranking import KV, RankingScores
 from ..store.catalogue import SegmentRow
-from ..store.documents import check_label, passage_name
+from ..store.documents import DocumentRecord, check_label, passage_name
 from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
-from .documents import BATCH_TOKENS, Entry, enter_documents
+from .documents import BATCH_TOKENS, enter_documents
 from .passage_cache import PassageCache, whole_tokens
 from .precompute import PrecomputeReport, as_prompts, bar_over
 
@@ -203,23 +204,18 @@ class _Call:
         for passage, row in zip(passages, self.like.find([passage.ids for passage in passages]), strict=True):
             passage.row = row
 
-    def key(self, label: str) -> tuple[str, str, str]:
-        """Return the key of a label's record."""
-        identity = self.like.identify(closely=False)
-        fingerprint = "" if isinstance(identity, str) else identity.fingerprint
-        return label, fingerprint, f"{self.like.method.passages} {self.like.sink}"
-
-    def entries(self) -> list[Entry]:
-        """Return the labels with the passages that are stored for them now."""
-        identity = self.like.identify(closely=False)
-        facts = {} if isinstance(identity, str) else identity.facts
-        entries = []
+    def records(self) -> list[DocumentRecord]:
+        """Return the records of the labels, with the passages that are stored for them now."""
+        identity, now = self.like.identify(closely=False), time.time()
+        fingerprint, facts = ("", {}) if isinstance(identity, str) else (identity.fingerprint, identity.facts)
+        made = f"{self.like.method.passages} {self.like.sink}"
+        records = []
         for label in self.labels:
             passages = [passage for passage in self.passages if label in passage.labels and passage.row is not None]
             names = tuple(dict.fromkeys(passage.name for passage in passages))
             tokens = sum(passage.stored_tokens for passage in passages)
-            entries.append(Entry(self.key(label), names, tokens, facts))
-        return entries
+            records.append(DocumentRecord(label, fingerprint, made, names, tokens, now, now, model=dict(facts)))
+        return records
 
 
 def precompute_passages(
@@ -262,7 +258,7 @@ def precompute_passages(
     if pin:
         storage.disk.pin({passage.row.id for passage in call.stored if passage.row is not None})
     _rank(storage, model, reuse_method, call.stored, tag, progress, batch_tokens)
-    report = replace(report, removed=enter_documents(storage, call.entries()))
+    report = replace(report, removed=enter_documents(storage, call.records()))
     if call.labels:  # a found passage may have been deleted with another label in the meantime
         call.find()
         for batch in _batches([p for p in stored_before if p.row is None], reuse_method.lead, batch_tokens):

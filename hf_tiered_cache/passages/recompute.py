@@ -39,9 +39,7 @@ class Costs:
         return self.load / (self.compute + self.load)
 
 
-def fastest_ratio(
-    seconds: Callable[[float], float], warm: float, low: float = LOWEST, high: float = 1.0, width: float = 0.01
-) -> float:
+def fastest_ratio(seconds: Callable[[float], float], warm: float, width: float = 0.01) -> float:
     """Return the ratio with the least `seconds`, to within `width`, if `seconds` falls and then rises.
 
     A golden-section search. The paper's Algorithm 1 takes the warm value for one of its two probes, which then do not
@@ -51,10 +49,9 @@ def fastest_ratio(
     Args:
         seconds: Function to minimize; called at most 14 times at the default width.
         warm: Expected minimum.
-        low: Lowest ratio.
-        high: Highest ratio.
         width: Width of the final interval.
     """
+    low, high = LOWEST, 1.0
     seconds_by_ratio: dict[float, float] = {}
 
     def at(ratio: float) -> float:

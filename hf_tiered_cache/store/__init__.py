@@ -1,4 +1,13 @@
-"""On-disk store: segment files with their catalogue, quota and integrity checks. Independent of policies and models."""
+"""On-disk store: segment files with their catalogue, quota and integrity checks. Independent of policies and models.
+
+- Blocks: `geometry` and `shape` cut the KV of a segment into blocks, which `codecs` and `pairs` encode.
+- Files: `format` is the segment file. `sidecars` are arrays that belong to a segment, `records` small JSON files of
+  `conversations` and `documents`. `container` and `cipher` hold what segments and sidecars share.
+- Places: `backend` is the interface. A `folder` (`root`, `tree`, `kinds`) and `objects` (`backends/`) implement it.
+- Store: `disk` publishes, finds and opens segments (`segment`), with an `index` (`catalogue`, `database`) and a
+  `quota`. The thread of `writer` publishes them, and `engines/` read their blocks.
+- Maintenance: `maintain` verifies and cleans up. `relayout` converts segments, and `compaction` selects them.
+"""
 
 HASH_BYTES = 16
 SCAN_BYTES = 4

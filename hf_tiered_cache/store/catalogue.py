@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import HASH_BYTES, hashes_of
 from .database import Database
-from .process import release_database
-from .root import StoreRoot
 
 if TYPE_CHECKING:
     from .format import SegmentHeader
@@ -131,46 +129,21 @@ class SegmentRow:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
-class Catalogue:
-    """Table of the segments of one store.
+class Catalogue(Database):
+    """Table of the segments of one store."""
 
-    Args:
-        files: the store's folder, or None for a catalogue in memory (of a store that cannot be written).
-        read_only: whether to open an existing catalogue only. Nothing is created or repaired; faults are errors.
+    version = SCHEMA_VERSION
 
-    Raises:
-        sqlite3.Error: the catalogue cannot be opened.
-    """
-
-    def __init__(self, files: StoreRoot | None, read_only: bool = False) -> None:
-        self.is_shared = files is not None and not read_only
-        self._database: Database | None
-        if files is None:
-            self._database = Database(None, _create_tables)
-        elif read_only:
-            self._database = Database.read_only(files, SCHEMA_VERSION)
-        else:
-            self._database = Database.shared(files, _create_tables)
-
-    @property
-    def generation(self) -> int:
-        """Number of times the database was reopened. After each, the files must be scanned again."""
-        return 0 if self._database is None else self._database.generation
-
-    def rebuild(self, generation: int) -> None:
-        """Replace the table by an empty one, unless that was done since `generation`."""
-        if self._database is not None:
-            self._database.rebuild(generation)
-
-    @property
-    def database(self) -> Database:
-        """Open database. Raises sqlite3.ProgrammingError after `close`."""
-        if self._database is None:
-            raise sqlite3.ProgrammingError("the catalogue is closed")
-        return self._database
+    def _set_up(self, db: sqlite3.Connection) -> None:
+        if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION:
+            return
+        with _transaction(db):  # another process may have been faster
+            if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
+                for statement in _SCHEMA:
+                    db.execute(statement)
 
     def _rows(self, where: str, *args: Any) -> list[SegmentRow]:
-        return [SegmentRow(*row) for row in self.database.execute(f"SELECT {_COLUMNS} FROM segments {where}", *args)]
+        return [SegmentRow(*row) for row in self.execute(f"SELECT {_COLUMNS} FROM segments {where}", *args)]
 
     def _usable(self, column: str, values: Sequence[Any]) -> list[SegmentRow]:
         """Return the usable, unexpired segments with one of these values in a column."""
@@ -193,7 +166,7 @@ class Catalogue:
         Before them, return an identifier that changes when the numbering of passages restarts.
         """
         query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
-        passages = self.database.execute(query, number)
+        passages = self.execute(query, number)
         return (id(self), self.generation), passages
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow]:
@@ -209,27 +182,27 @@ class Catalogue:
 
     def by_use(self) -> list[tuple[str, int, float | None]]:
         """Return id, bytes on disk and expiry time of every segment, most recently used last."""
-        return self.database.execute("SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC")
+        return self.execute("SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC")
 
     def expired(self, now: float) -> list[SegmentRow]:
         return self._rows("WHERE expires IS NOT NULL AND expires <= ?", now)
 
     def ids(self) -> set[str]:
-        return {segment_id for (segment_id,) in self.database.execute("SELECT id FROM segments")}
+        return {segment_id for (segment_id,) in self.execute("SELECT id FROM segments")}
 
     def total_bytes(self) -> int:
-        return self.database.execute("SELECT coalesce(sum(nbytes), 0) FROM segments")[0][0]
+        return self.execute("SELECT coalesce(sum(nbytes), 0) FROM segments")[0][0]
 
     def counts(self) -> tuple[int, int, int, int]:
         """Return the numbers of segments, tokens, bytes on disk and encrypted segments."""
         sums = "coalesce(sum(tokens), 0), coalesce(sum(nbytes), 0), count(nullif(key, ''))"
-        return self.database.execute(f"SELECT count(*), {sums} FROM segments")[0]
+        return self.execute(f"SELECT count(*), {sums} FROM segments")[0]
 
     def models(self) -> dict[str, dict[str, str]]:
         """Return the description of each model in the headers of stored segments, by fingerprint."""
         is_stored = "EXISTS (SELECT 1 FROM segments WHERE segments.fingerprint = models.fingerprint)"
         query = f"SELECT fingerprint, facts FROM models WHERE {is_stored}"
-        return {name: json.loads(facts) for name, facts in self.database.execute(query)}
+        return {name: json.loads(facts) for name, facts in self.execute(query)}
 
     def keys(self, fingerprint: str | None = None) -> set[str]:
         """Return the ids of the keys that encrypt segments of one model or of all, with "" if some are unencrypted."""
@@ -243,11 +216,11 @@ class Catalogue:
                 for key in _distinct(db, "key", fingerprint=model, provenance=provenance)
             }
 
-        return self.database.run(collect)
+        return self.run(collect)
 
     def provenances(self, fingerprint: str) -> list[str]:
         """Return the distinct provenances of the stored KV of this model, such as "exact"."""
-        return self.database.run(lambda db: _distinct(db, "provenance", fingerprint=fingerprint))
+        return self.run(lambda db: _distinct(db, "provenance", fingerprint=fingerprint))
 
     # --- writing
 
@@ -272,16 +245,16 @@ class Catalogue:
                     db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values())
                 publish()
 
-        self.database.run(enter)
+        self.run(enter)
 
     def remove(self, ids: Iterable[str]) -> None:
         pairs = [(i,) for i in ids]
-        self.database.run(lambda db: db.executemany("DELETE FROM segments WHERE id = ?", pairs))
-        self.database.run(lambda db: db.executemany("DELETE FROM scores WHERE segment = ?", pairs))
+        self.run(lambda db: db.executemany("DELETE FROM segments WHERE id = ?", pairs))
+        self.run(lambda db: db.executemany("DELETE FROM scores WHERE segment = ?", pairs))
 
     def touch(self, ids: Iterable[str], now: float | None = None) -> None:
         """Record a use of these segments. Does nothing while the log, which counts against the quota, is long."""
-        if self._database is not None and self._database.is_log_long():
+        if self.is_log_long():
             return
         now = time.time() if now is None else now
         pairs = [(now, i) for i in ids]
@@ -291,32 +264,25 @@ class Catalogue:
                 db.execute(_FROM_THE_FUTURE, (max(now, time.time()),))
                 db.executemany("UPDATE segments SET used = ?, uses = uses + 1 WHERE id = ?", pairs)
 
-        self.database.run(note)
+        self.run(note)
 
     def set_right_clocks(self) -> None:
         """Correct times in the future, written by a clock that was ahead: they become now, with unchanged lifetimes."""
-        self.database.execute(_FROM_THE_FUTURE, time.time())
+        self.execute(_FROM_THE_FUTURE, time.time())
 
     def scores(self) -> list[tuple[str, int, bytes]]:
         """Return segment, KV cache group and the eviction state of its chunks (see `ScoreTable`)."""
-        return self.database.execute("SELECT segment, lane, row FROM scores")
+        return self.execute("SELECT segment, lane, row FROM scores")
 
     def keep_scores(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
         """Store rows in the form of `scores`, for segments that still exist."""
         query = """INSERT OR REPLACE INTO scores SELECT ?1, ?2, ?3
             WHERE EXISTS (SELECT 1 FROM segments WHERE id = ?1)"""
-        self.database.run(lambda db: db.executemany(query, rows))
+        self.run(lambda db: db.executemany(query, rows))
 
     def limit(self, segment_id: str, num_hashes: int) -> None:
         """Mark only the first `num_hashes` prefix hashes of this segment as usable."""
-        self.database.execute(
-            "UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?", num_hashes, segment_id
-        )
-
-    def close(self) -> None:
-        if self._database is not None:
-            database, self._database = self._database, None
-            release_database(database) if self.is_shared else database.close()
+        self.execute("UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?", num_hashes, segment_id)
 
 
 def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:
@@ -339,15 +305,6 @@ def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:
         )
         SELECT value FROM seek WHERE value IS NOT NULL"""
     return [row[0] for row in db.execute(query, values).fetchall()]
-
-
-def _create_tables(db: sqlite3.Connection) -> None:
-    if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION:
-        return
-    with _transaction(db):  # another process may have been faster
-        if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
-            for statement in _SCHEMA:
-                db.execute(statement)
 
 
 @contextmanager

@@ -179,17 +179,20 @@ class Seal:
 # --- head
 
 
-def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, newest: int) -> Sequence[int]:
+def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, newest: int, oldest: int = 1) -> Sequence[int]:
     """Return the numbers of a prefix after the version: length of the JSON, others, and the checksum.
 
     Raises:
-        NewerFormatError: the format version is higher than `newest`. FormatError: the file has another magic.
+        NewerFormatError: the format version is higher than `newest`. FormatError: it is lower than `oldest`, or the
+            file has another magic.
     """
     if len(head) < prefix.size or head[: len(magic)] != magic:
         raise FormatError("it has another magic, or is too short")
     _, version, *numbers = prefix.unpack_from(head)
     if version > newest:
         raise NewerFormatError(f"format {version} is newer than {newest}; upgrade hf-tiered-cache")
+    if version < oldest:
+        raise FormatError(f"format {version} is of an unreleased version; `hf-tiered-cache gc` deletes the file")
     return numbers
 
 

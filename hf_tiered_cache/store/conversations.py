@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import time
-import weakref
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -111,20 +110,16 @@ class Conversations(Records[ConversationRecord]):
 
     record = ConversationRecord
 
-    def __init__(self, files: RecordFiles) -> None:
-        super().__init__(files)
-        self._owned: weakref.WeakSet[Ownership] = weakref.WeakSet()
-
     def ownership(self, conversation_id: str) -> Ownership:
         """Return an unacquired ownership lock. Raises ConfigError if the id is invalid."""
-        ownership = Ownership(conversation_id, self.files)
-        self._owned.add(ownership)
-        return ownership
+        return Ownership(conversation_id, self.files)
 
     def release_all(self) -> None:
         """Release all ownership locks of this store, when it is closed."""
-        for ownership in list(self._owned):
-            ownership.release()
+        with ownerships() as owners:
+            for owner in list(owners.values()):
+                if owner.files is self.files:
+                    owner.release()
 
     def holder(self, conversation_id: str) -> Holder | None:
         """Return the process that continues a conversation, or None."""
@@ -253,7 +248,7 @@ class Ownership:
     """
 
     def __init__(self, conversation_id: str, files: RecordFiles) -> None:
-        self._id, self._files, self._name = conversation_id, files, conversation_name(conversation_id) + LOCK_SUFFIX
+        self._id, self.files, self._name = conversation_id, files, conversation_name(conversation_id) + LOCK_SUFFIX
         self._path = files.where(CONVERSATION_LOCK, self._name)
         self.held = False
         self.since = 0.0
@@ -290,13 +285,13 @@ class Ownership:
                 owners.pop(self._path, None)
                 if file is not None:
                     with suppress(OSError):  # then the file remains until the next owner or `gc` deletes it
-                        self._files.delete(CONVERSATION_LOCK, self._name)
+                        self.files.delete(CONVERSATION_LOCK, self._name)
             if file is not None:
                 file.close()
 
     def _lock(self) -> Any:
         try:
-            file = _lock_patiently(self._files, self._name)
+            file = _lock_patiently(self.files, self._name)
         except OSError as error:  # nothing is stored in a read-only folder, so nothing can be lost
             if error.errno not in _NOT_WRITABLE:
                 logger.warning(
@@ -304,11 +299,11 @@ class Ownership:
                 )
             return None
         if file is None:
-            holder = _read_holder(self._files, self._name)
+            holder = _read_holder(self.files, self._name)
             raise ConversationInUseError(self._id, holder.pid, holder.since)
         try:
             content = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
-            self._files.rewrite(file, CONVERSATION_LOCK, self._name, content)
+            self.files.rewrite(file, CONVERSATION_LOCK, self._name, content)
         except OSError as error:  # then the lock file does not state its owner
             logger.warning("%s is locked, but does not name the process that holds it: %s", self._path, error)
         return file

@@ -11,13 +11,14 @@ import os
 import sqlite3
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from stat import S_ISREG
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX
-from .process import has_database, shared_database
+from .process import has_database, release_database, shared_database
 from .root import StoreRoot
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -30,7 +31,7 @@ _WAL_PAGES = 32  # small, since the log counts against the quota
 _LOG_BYTES = _WAL_PAGES * 4096
 _MOST_TRIES = 4
 _T = TypeVar("_T")
-_SetUp = Callable[[sqlite3.Connection], None]
+_D = TypeVar("_D", bound="Database")
 _File = tuple[int, int] | None
 
 
@@ -39,63 +40,55 @@ def is_damage(error: sqlite3.Error) -> bool:
     return type(error) is sqlite3.DatabaseError or str(error).startswith("no such table")
 
 
-class Database:
-    """A connection that all stores and threads of one process share.
+class Database(ABC):
+    """A connection that all stores and threads of one process share. A subclass creates the tables.
 
     Args:
         files: the folder of the database, or None for a database in memory.
-        set_up: creates the tables if they are missing.
-        db: connection to use as it is, or None to open one.
+        read_only: whether to open an existing database only. Nothing is created or repaired; faults are errors.
 
     Raises:
         sqlite3.Error: the database cannot be opened.
     """
 
-    def __init__(self, files: StoreRoot | None, set_up: _SetUp, db: sqlite3.Connection | None = None) -> None:
-        self._files = files
-        self._set_up = set_up
+    version: ClassVar[int]
+    """Version of the tables, the `user_version` of the database."""
+
+    def __init__(self, files: StoreRoot | None, read_only: bool = False) -> None:
+        self._files = None if read_only else files
         self._pid = os.getpid()
         self._lock = threading.RLock()  # finalizers enter it too
-        self._db = db
+        self._db: sqlite3.Connection | None = None
         self._identity: tuple[_File, _File] | None = None
         self._waits = True
         self._closed = False
+        self.is_shared = False
         self.users = 0
         self.generation = 0
         """Number of times it was reopened. After each, rows that this process wrote may be missing."""
-        if db is None:
+        if files is not None and read_only:
+            self._db = _connect_read_only(files, self.version)
+        else:
             self._open()
 
     @classmethod
-    def read_only(cls, files: StoreRoot, version: int) -> Database:
-        """Open an existing database without creating or repairing anything.
-
-        Raises:
-            sqlite3.Error: it has another version, or files are not the library's.
-        """
-        if not has_database(files.where(CATALOGUE, CATALOGUE_NAME)):
-            for name, kind in DATABASE_FILES.items():
-                if files.find(kind, name) is not None and not files.is_own(kind, name):
-                    raise sqlite3.DatabaseError(f"{files.where(kind, name)} was not written by this library")
-        db = sqlite3.connect(
-            f"{files.where(CATALOGUE, CATALOGUE_NAME).as_uri()}?mode=ro",
-            uri=True,
-            timeout=_BUSY_SECONDS,
-            check_same_thread=False,
-            isolation_level=None,
-        )
-        try:
-            if db.execute("PRAGMA user_version").fetchone()[0] != version:
-                raise sqlite3.DatabaseError("the catalogue has another version")
-        except BaseException:
-            db.close()
-            raise
-        return cls(None, lambda db: None, db)
+    def shared(cls: type[_D], files: StoreRoot) -> _D:
+        """Return the process's connection to the database of a folder. Its users call `release`."""
+        return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), lambda: cls._open_shared(files))
 
     @classmethod
-    def shared(cls, files: StoreRoot, set_up: _SetUp) -> Database:
-        """Return the process's connection to the catalogue of a folder, to be given back with `release_database`."""
-        return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), lambda: cls(files.again(), set_up))
+    def _open_shared(cls: type[_D], files: StoreRoot) -> _D:
+        database = cls(files.again())
+        database.is_shared = True
+        return database
+
+    def release(self) -> None:
+        """Close the database, if it is not shared, or by its last user."""
+        release_database(self) if self.is_shared else self.close()
+
+    @abstractmethod
+    def _set_up(self, db: sqlite3.Connection) -> None:
+        """Create the tables if they are missing."""
 
     def run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
         """Run `action`, and repeat it if the file was replaced meanwhile. The action must be repeatable.
@@ -270,6 +263,24 @@ class Database:
             seconds = _BUSY_SECONDS if waits else min(_BUSY_SECONDS, _BUSY_SECONDS_AFTERWARDS)
             self._db.execute(f"PRAGMA busy_timeout={int(seconds * 1000)}")
             self._waits = waits
+
+
+def _connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
+    """Connect to an existing database. Raises sqlite3.Error if it has another version, or is not the library's."""
+    path = files.where(CATALOGUE, CATALOGUE_NAME)
+    if not has_database(path):
+        for name, kind in DATABASE_FILES.items():
+            if files.find(kind, name) is not None and not files.is_own(kind, name):
+                raise sqlite3.DatabaseError(f"{files.where(kind, name)} was not written by this library")
+    uri = f"{path.as_uri()}?mode=ro"
+    db = sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None)
+    try:
+        if db.execute("PRAGMA user_version").fetchone()[0] != version:
+            raise sqlite3.DatabaseError("the catalogue has another version")
+    except BaseException:
+        db.close()
+        raise
+    return db
 
 
 def _enter_wal_mode(db: sqlite3.Connection) -> None:

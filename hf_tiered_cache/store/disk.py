@@ -142,7 +142,7 @@ class SegmentStore(Space):
         )
         self.readers.drop(segment_id)
         if figure == "verification_failures":
-            self._judge(segment_id, error)
+            self._handle_damage(segment_id, error)
         elif isinstance(error, FileNotFoundError):
             if self.backend.is_reachable():
                 self.let_go([segment_id])
@@ -150,7 +150,7 @@ class SegmentStore(Space):
         elif not is_of_the_process(error):
             self._hidden[segment_id] = time.monotonic() + _HIDDEN_SECONDS if isinstance(error, OSError) else inf
 
-    def _judge(self, segment_id: str, error: BaseException) -> None:
+    def _handle_damage(self, segment_id: str, error: BaseException) -> None:
         """Limit or delete a damaged segment, unless another process has replaced it by an intact one."""
         valid_hashes = error.valid_hashes if isinstance(error, IntegrityError) else 0
         try:
@@ -258,7 +258,7 @@ class SegmentStore(Space):
             StoreBusyError: the store or its catalogue is locked by another process, or the catalogue cannot be opened.
             OSError: the segment cannot be written.
         """
-        guard, replaces = self.cipher.guard(header.seal), self._makes_way(header.id)
+        guard, replaces = self.cipher.guard(header.seal), self._is_replaceable(header.id)
         if not self.index.is_shared():
             raise StoreBusyError("the catalogue cannot be opened, so the segment could not be found")
         with self.reserved(header.id, header.file_bytes) as upload:
@@ -299,7 +299,7 @@ class SegmentStore(Space):
         if not is_listed:
             raise StoreBusyError("the segment cannot be added to the catalogue; end the process that keeps it locked")
 
-    def _makes_way(self, segment_id: str) -> bool:
+    def _is_replaceable(self, segment_id: str) -> bool:
         """Return whether an existing segment is to be replaced, because it is damaged, expired or failing.
 
         Raises:

@@ -10,11 +10,10 @@ the store's lock, so that no process deletes a passage that another one has just
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from ..errors import FormatError, NewerFormatError
@@ -69,6 +68,13 @@ class DocumentRecord(Record):
     """Names of previous passages that are still to be deleted, unless another label uses them."""
     model: Mapping[str, str] = field(default_factory=dict)
     """Human-readable description of the model."""
+
+    def in_place_of(self, before: DocumentRecord | None) -> DocumentRecord:
+        """Return this record with what follows from the previous record of the label, or None."""
+        if before is None:
+            return self
+        leaving = {*before.passages, *before.leaving} - set(self.passages)
+        return replace(self, created=before.created, leaving=tuple(sorted(leaving)))
 
 
 @dataclass(frozen=True)
@@ -146,20 +152,6 @@ class Documents(Records[DocumentRecord]):
         """
         stored = by_passage(rows).keys()
         return self._sweep(lambda record: not stored.isdisjoint((*record.passages, *record.leaving)), dry_run)
-
-
-def changed(
-    before: DocumentRecord | None,
-    key: tuple[str, str, str],
-    passages: Sequence[str],
-    tokens: int,
-    model: Mapping[str, str],
-) -> DocumentRecord:
-    """Create the record of a label that is now stored as these passages, in place of the record `before`."""
-    now = time.time()
-    leaving: set[str] = set() if before is None else {*before.passages, *before.leaving} - set(passages)
-    created = now if before is None else before.created
-    return DocumentRecord(*key, tuple(passages), tokens, created, now, tuple(sorted(leaving)), dict(model))
 
 
 def _describe(

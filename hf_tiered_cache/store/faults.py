@@ -50,12 +50,12 @@ class Notices:
     """Logger of warnings, once per topic. Occurrences are counted elsewhere."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def warn(self, topic: str, message: str) -> None:
         """Log a warning, unless a warning on this topic was logged before."""
-        if topic not in self._said:
-            self._said.add(topic)
+        if topic not in self._logged:
+            self._logged.add(topic)
             LOGGER.warning("%s", message)
 
 

@@ -87,7 +87,7 @@ class FolderBackend(SegmentBackend):
     # --- reading
 
     def sidecars(self) -> dict[str, int]:
-        return self.files.sizes(SIDECAR)  # {} in a read-only store of an older version
+        return self.files.sizes(SIDECAR)
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         def is_known(kind: FileKind, name: str) -> bool:
@@ -120,8 +120,8 @@ class FolderBackend(SegmentBackend):
 
     @contextmanager
     def write(self, segment_id: str, nbytes: int) -> Iterator[FolderUpload]:
-        with ExitStack() as stack:
-            upload = FolderUpload(self.files, stack.enter_context(self.files.temporary(nbytes)), segment_id)
+        with self.files.temporary(nbytes) as temporary:
+            upload = FolderUpload(self.files, temporary, segment_id)
             try:
                 yield upload
             finally:
@@ -215,8 +215,8 @@ class FolderBackend(SegmentBackend):
             except TimeoutError:
                 waited, self._lock_seconds = self._lock_seconds, _LOCK_SECONDS_AFTERWARDS
                 raise StoreBusyError(
-                    f"{self.files.lock_path} was not released within {waited:g} s; end the process that hangs with "
-                    "this store open"
+                    f"{self.files.where(LOCK, 'lock')} was not released within {waited:g} s; end the process that "
+                    "hangs with this store open"
                 ) from None
             self._lock_seconds = _LOCK_SECONDS
             yield

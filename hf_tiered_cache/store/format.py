@@ -1,6 +1,6 @@
 """Encoder and decoder of segment files, the only one. docs/format.md specifies the format.
 
-    header page | hash chain | digest table | scan hashes, and order of tokens, if any | blocks, group after group
+    header page | hash chain | digest table | scan hashes and token tables, if any | blocks, group after group
 
 Every section starts on a 4 KiB boundary, and a checksum covers every byte of the file except the padding after the last
 block. In an encrypted file only the blocks are encrypted (see cipher.py); a tag authenticates the data before them.
@@ -20,20 +20,20 @@ import numpy as np
 
 from ..errors import FormatError
 from . import EXACT, HASH_BYTES, PASSAGE, SCAN_BYTES
-from .codecs import RAW, codec_in, coded_provenance
+from .codecs import codec_in, coded_provenance
 from .container import DIGEST_DTYPE, TAG_BYTES, Guard, Seal, check_head, finish_head, parse_prefix, xxh3
-from .geometry import ALIGNMENT, BLOCK_ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
+from .geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
 from .kinds import SEGMENT_MAGIC
 from .records import decoding, hexadecimal, seconds, text, whole
 from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC
-FORMAT_VERSION = 9
-"""Newest version that is read. Older programs can read a file if its version is lower (see `_version`)."""
+FORMAT_VERSION = 10
+"""Newest version that is read."""
+OLDEST_VERSION = 10
+"""Oldest version that is read. Those before it were not released."""
 HEADER_BYTES = ALIGNMENT
-_NUMBER_BYTES = 4  # of an entry of the sections order, tables and importance
-_SECTIONS = ("chain", "digests", "scan", "order", "tables", "importance", "blocks")
-_OPTIONAL = ("scan", "order", "tables", "importance")
+_SECTIONS = ("chain", "digests", "scan", "tables", "blocks")
 _MOST_TOKENS, _MOST_POSITION = 1 << 28, 1 << 48
 _MOST_BRACKETS = 1000  # a valid layout has a few, and one for each kind of layer
 PREFIX = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, xxh3-64 of the page with this field zero
@@ -73,9 +73,7 @@ class SegmentHeader:
     chain: Section = Section(0, 0)
     digests: Section = Section(0, 0)
     scan: Section = Section(0, 0)
-    order: Section = Section(0, 0)
     tables: Section = Section(0, 0)
-    importance: Section = Section(0, 0)
     blocks: Section = Section(0, 0)
 
     @property
@@ -119,54 +117,42 @@ def segment_id(parent: bytes, last: bytes, shape: SegmentShape, provenance: str)
     name = hashlib.blake2b(digest_size=HASH_BYTES)
     for item in (parent, last, repr(shape.geometry.to_json()).encode(), provenance.encode()):
         name.update(item)
-    for section in _sections_of_tables(shape).values():
-        name.update(section)
+    name.update(_encode_tables(shape.tables))
     return name.hexdigest()
 
 
-def _sections_of_tables(shape: SegmentShape) -> dict[str, bytes]:
-    """Return the sections of the token tables, unpadded: order, or tables if an order does not suffice; importance."""
-    if (tables := shape.tables) is None:
-        return {}
-    if (by_layer := tables.as_layers(shape.block_groups, len(shape.layout.layers))) is not None:
-        sections = {"order": by_layer.astype("<u4").tobytes()}
-    else:
-        numbers = np.array([len(tables.slot_of_token)]), tables.of_group, tables.slot_of_token
-        sections = {"tables": b"".join(array.astype("<u4").tobytes() for array in numbers)}
-    if tables.importance is not None:
-        sections["importance"] = tables.importance.astype("<f4").tobytes()
-    return sections
-
-
-def _optional_sections(header: SegmentHeader) -> dict[str, bytes]:
-    """Return the sections that only some segments have, without padding."""
-    scan = {"scan": header.scan_hashes} if header.scan_hashes else {}
-    return scan | _sections_of_tables(header.shape)
+def _encode_tables(tables: TokenTables | None) -> bytes:
+    """Encode the section of the token tables, unpadded: empty if all tokens are in order."""
+    if tables is None:
+        return b""
+    numbers = np.array([len(tables.slot_of_token)]), tables.of_group, tables.slot_of_token
+    return b"".join(array.astype("<u4").tobytes() for array in numbers)
 
 
 def lay_out(header: SegmentHeader, num_hashes: int) -> SegmentHeader:
     """Return `header` with the offsets of its sections, computed from its shape and the number of prefix hashes."""
-    return _lay_out(header, num_hashes, {name: len(data) for name, data in _optional_sections(header).items()})
+    return _lay_out(header, num_hashes, len(header.scan_hashes), len(_encode_tables(header.shape.tables)))
 
 
-def _lay_out(header: SegmentHeader, num_hashes: int, of_tables: Mapping[str, int]) -> SegmentHeader:
-    """Compute section offsets from given sizes of the optional sections, which a decoded header's shape lacks."""
+def _lay_out(header: SegmentHeader, num_hashes: int, scan_bytes: int, tables_bytes: int) -> SegmentHeader:
+    """Compute section offsets, given the sizes of the sections that a header page alone does not determine."""
     nbytes = {
         "chain": num_hashes * HASH_BYTES,
         "digests": header.shape.block_count * DIGEST_DTYPE.itemsize,
-        **of_tables,
+        "scan": scan_bytes,
+        "tables": tables_bytes,
         "blocks": header.shape.blocks_bytes,
     }
     locations: dict[str, Any] = {}
     offset = HEADER_BYTES
     for name in _SECTIONS:
-        locations[name] = Section(offset, aligned(nbytes.get(name, 0)))
+        locations[name] = Section(offset, aligned(nbytes[name]))
         offset += locations[name].nbytes
     return replace(header, **locations)
 
 
 def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
-    """Encode all data before the blocks: header page, chain, digests and optional sections, each padded to 4 KiB.
+    """Encode all data before the blocks: header page, and all other sections, each padded to 4 KiB.
 
     Args:
         header: header as returned by `lay_out`.
@@ -174,15 +160,19 @@ def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.n
         digests: `DIGEST_DTYPE` `[blocks]`, one KV cache group after the other.
         guard: guard of the blocks; computes the tag if the file is encrypted.
     """
-    data = {"chain": b"".join(prefix_hashes), "digests": digests.tobytes(), **_optional_sections(header)}
-    fields = {}
-    for name in _SECTIONS[:-1]:
+    data = {
+        "chain": b"".join(prefix_hashes),
+        "digests": digests.tobytes(),
+        "scan": header.scan_hashes,
+        "tables": _encode_tables(header.shape.tables),
+    }
+    fields: dict[str, Any] = {}
+    for name, content in data.items():
         section = getattr(header, name)
-        data[name] = data.get(name, b"").ljust(section.nbytes, b"\0")
+        data[name] = content.ljust(section.nbytes, b"\0")
         fields[name] = replace(section, digest=xxh3(data[name]))
-    header = replace(header, **fields)
-    tables = b"".join(data[name] for name in _SECTIONS[:-1])
-    return finish_head(PREFIX, _encode_page(header, len(prefix_hashes)) + tables, HEADER_BYTES, guard)
+    page = _encode_page(replace(header, **fields), len(prefix_hashes))
+    return finish_head(PREFIX, page + b"".join(data.values()), HEADER_BYTES, guard)
 
 
 def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
@@ -202,15 +192,13 @@ def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
         "expires": header.expires,
         "sections": {name: [s.offset, s.nbytes, s.digest] for name, s in sections(header).items()},
     }
-    if not header.shape.page_aligned:
-        data["alignment"] = header.shape.alignment
     if header.seal is not None:
         data["cipher"] = header.seal.to_json()
     room = HEADER_BYTES - PREFIX.size - (0 if header.seal is None else TAG_BYTES)
     page_json = _with_names(data, header, room)
     if len(page_json) > room:
         raise FormatError(f"a header of {len(page_json)} bytes does not fit into its page of {HEADER_BYTES}")
-    page = bytearray(PREFIX.pack(MAGIC, _version(header), len(page_json), 0) + page_json)
+    page = bytearray(PREFIX.pack(MAGIC, FORMAT_VERSION, len(page_json), 0) + page_json)
     return page.ljust(HEADER_BYTES, b"\0")
 
 
@@ -232,30 +220,9 @@ def _encode_json(data: dict[str, Any]) -> bytes:
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
 
 
-def _version(header: SegmentHeader) -> int:
-    """Return the lowest format version that supports the content of a file."""
-    geometry = header.shape.geometry
-    needs = {
-        9: not header.shape.page_aligned,
-        8: header.scan.nbytes,
-        7: geometry.pairs,
-        6: header.tables.nbytes,
-        5: geometry.codec != RAW,
-        4: header.seal,
-        3: header.importance.nbytes,
-        2: header.order.nbytes or geometry.solo_layers,
-    }
-    return next((version for version, is_needed in needs.items() if is_needed), 1)
-
-
 def sections(header: SegmentHeader) -> dict[str, Section]:
-    """Return the sections by name, in the order of the file, without absent optional sections."""
-    all_sections = {name: getattr(header, name) for name in _SECTIONS}
-    return {name: section for name, section in all_sections.items() if section.nbytes or name not in _OPTIONAL}
-
-
-def _extents(header: SegmentHeader) -> dict[str, tuple[int, int]]:
-    return {name: (section.offset, section.nbytes) for name, section in sections(header).items()}
+    """Return the sections by name, in the order of the file."""
+    return {name: getattr(header, name) for name in _SECTIONS}
 
 
 def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
@@ -270,7 +237,7 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
     """
     if len(page) < HEADER_BYTES:
         raise FormatError("it is too short")
-    length, _ = parse_prefix(PREFIX, page, MAGIC, FORMAT_VERSION)
+    length, _ = parse_prefix(PREFIX, page, MAGIC, FORMAT_VERSION, OLDEST_VERSION)
     check_head(PREFIX, page[:HEADER_BYTES])
     with decoding("the header cannot be read"):
         header, num_hashes = _header_of(page[PREFIX.size : PREFIX.size + length])
@@ -279,26 +246,17 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
 
 
 def _check_sections(header: SegmentHeader, num_hashes: int) -> None:
-    """Raise FormatError if the sections do not follow from the shape.
+    """Raise FormatError if the sections do not follow one another, or exceed what the shape permits.
 
-    Token tables are not read yet. With them, the sizes computed from the shape are upper bounds.
+    Token tables are not read yet: with them, KV cache groups may hold fewer tokens. `decode_tables` checks exact sizes.
     """
-    shape, groups = header.shape, len(header.shape.block_groups)
-    most = {
-        "scan": SCAN_BYTES * num_hashes,
-        "order": _NUMBER_BYTES * len(shape.layout.layers) * shape.tokens,
-        "tables": _NUMBER_BYTES * (1 + groups * (1 + shape.tokens)),
-        "importance": _NUMBER_BYTES * shape.tokens,
-    }
-    laid = _lay_out(header, num_hashes, {name: size for name, size in most.items() if getattr(header, name).nbytes})
-    right = _extents(laid) == _extents(header)
-    if header.tables.nbytes:
-        sections_in_header, end = sections(header), HEADER_BYTES
-        right = all(section.nbytes <= getattr(laid, name).nbytes for name, section in sections_in_header.items())
-        for section in sections_in_header.values():
-            right, end = right and section.offset == end, end + section.nbytes
-    if not right:
-        raise FormatError("the header's offsets do not match its geometry")
+    groups = len(header.shape.block_groups)
+    most = _lay_out(header, num_hashes, SCAN_BYTES * num_hashes, 4 * (1 + groups * (1 + header.shape.tokens)))
+    end = HEADER_BYTES
+    for name, section in sections(header).items():
+        if section.offset != end or section.nbytes > getattr(most, name).nbytes:
+            raise FormatError("the header's offsets do not match its geometry")
+        end += section.nbytes
 
 
 def _header_of(page_json: bytes) -> tuple[SegmentHeader, int]:
@@ -311,10 +269,6 @@ def _header_of(page_json: bytes) -> tuple[SegmentHeader, int]:
         raise FormatError(f"{num_hashes} prefix hashes do not cover {tokens} tokens")
     layout, geometry = KVLayout.from_json(data["layout"]), Geometry.from_json(data["geometry"])
     shape = SegmentShape(layout, geometry, tokens)
-    if data.get("alignment", BLOCK_ALIGNMENT) != BLOCK_ALIGNMENT:
-        raise FormatError(f"blocks have an invalid alignment of {data['alignment']!r} bytes")
-    if "alignment" not in data and not shape.page_aligned:  # as in all files before format 9
-        shape = replace(shape, alignment=ALIGNMENT)
     expires = data["expires"]
     header = SegmentHeader(
         id=hexadecimal(data["id"]),
@@ -362,15 +316,16 @@ def decode_tables(
         and the digests of each KV cache group, `DIGEST_DTYPE` `[chunks]`.
     """
     arrays = {}
-    for name, section in sections(header).items():
-        if name != "blocks":
-            at = section.offset - HEADER_BYTES
-            arrays[name] = data[at : at + section.nbytes]
-            if xxh3(arrays[name]) != section.digest:
-                raise FormatError(f"the section {name!r} fails its checksum")
-    shape = replace(header.shape, tables=_tables(header.shape, arrays))
-    header = replace(header, shape=shape, scan_hashes=arrays.get("scan", b"")[: num_hashes * SCAN_BYTES])
-    if _extents(lay_out(header, num_hashes)) != _extents(header):
+    for name in _SECTIONS[:-1]:
+        section = getattr(header, name)
+        at = section.offset - HEADER_BYTES
+        arrays[name] = data[at : at + section.nbytes]
+        if xxh3(arrays[name]) != section.digest:
+            raise FormatError(f"the section {name!r} fails its checksum")
+    shape = replace(header.shape, tables=_decode_tables(header.shape, arrays["tables"]))
+    header = replace(header, shape=shape, scan_hashes=arrays["scan"][: num_hashes * SCAN_BYTES])
+    expected = sections(lay_out(header, num_hashes))
+    if any(section.nbytes != expected[name].nbytes for name, section in sections(header).items()):
         raise FormatError("the header's offsets do not match its token tables")
     if shape.geometry.pairs:
         shape.check_tables()
@@ -379,18 +334,13 @@ def decode_tables(
     return header, arrays["chain"][: num_hashes * HASH_BYTES], tuple(np.split(digests, firsts[1:]))
 
 
-def _tables(shape: SegmentShape, arrays: Mapping[str, bytes]) -> TokenTables | None:
-    """Decode the token tables. Returns None if there are none, and all tokens are in order."""
-    tokens, groups = shape.tokens, shape.block_groups
-    importance = np.frombuffer(arrays["importance"], "<f4", tokens) if "importance" in arrays else None
-    if "order" in arrays:
-        layers = len(shape.layout.layers)
-        by_layer = np.frombuffer(arrays["order"], "<u4", layers * tokens).reshape(layers, tokens)
-        return TokenTables.by_layer(by_layer, groups, importance)
-    if "tables" not in arrays:
+def _decode_tables(shape: SegmentShape, section: bytes) -> TokenTables | None:
+    """Decode the section of the token tables. Returns None if it is empty: all tokens are in order."""
+    if not section:
         return None
-    numbers = np.frombuffer(arrays["tables"], "<u4")
-    count, slots = int(numbers[0]), numbers[1 + len(groups) :]
-    if count > len(groups) or count * tokens > len(slots):
-        raise FormatError(f"{count} token tables of {len(groups)} KV cache groups do not fit into their section")
-    return TokenTables(slots[: count * tokens].reshape(count, tokens), numbers[1 : 1 + len(groups)], importance)
+    tokens, groups = shape.tokens, len(shape.block_groups)
+    numbers = np.frombuffer(section, "<u4")
+    count, slots = int(numbers[0]), numbers[1 + groups :]
+    if count > groups or count * tokens > len(slots):
+        raise FormatError(f"{count} token tables of {groups} KV cache groups do not fit into their section")
+    return TokenTables(slots[: count * tokens].reshape(count, tokens), numbers[1 : 1 + groups])

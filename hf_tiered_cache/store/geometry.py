@@ -9,7 +9,7 @@ of one KV cache group. The blocks of a group are contiguous on disk, so a run of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -22,17 +22,13 @@ ALIGNMENT = 4096
 """Alignment in bytes of the sections of a file and of memory, and size of a page."""
 
 BLOCK_ALIGNMENT = 512
-"""Alignment in bytes of blocks, in a file and in memory: the sector of most disks, as required by O_DIRECT. Blocks were
-aligned to `ALIGNMENT` before format 9, which doubled those of 8 tokens of one head."""
+"""Alignment in bytes of blocks, in a file and in memory: the sector of most disks, as required by O_DIRECT."""
 
 HASH_TOKENS = 16
 """Number of tokens that one prefix hash covers. The index does not depend on the geometry of a segment."""
 
 _MOST = 1 << 18
 """Upper bound on the heads of all layers together, on dimensions, and on the tokens of a chunk."""
-
-_UNSAID: tuple[Any, ...] = (None, 0, RAW, [])
-"""Defaults of index, solo layers, codec and pairs, for geometry JSON that ends before them."""
 
 TensorName = Literal["key", "value"]
 
@@ -176,7 +172,6 @@ class BlockGroup:
     """True if the parts are a separate copy of keys, which selectors read to identify tokens."""
     merged: bool = False
     """True if the group merges two layers: each part is a shared direction, and a factor of its own."""
-    alignment: int = BLOCK_ALIGNMENT
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -184,7 +179,7 @@ class BlockGroup:
 
     @cached_property
     def block_bytes(self) -> int:
-        return aligned(self.payload_bytes, self.alignment)
+        return aligned(self.payload_bytes, BLOCK_ALIGNMENT)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -222,7 +217,7 @@ class Geometry:
         index: additional copy of keys, or None.
         solo_layers: number of first layers without a window that have blocks, and an index, of their own.
         codec: name of the codec between tensors and bytes (see `codecs`), also of the index.
-        pairs: pairs of layers to merge, the shallower layer first (MiniCache; see `codecs.pairs`). Each layer has KV
+        pairs: pairs of layers to merge, the shallower layer first (MiniCache; see `pairs`). Each layer has KV
             cache groups of its own for its unmerged tokens, and each pair has groups for the tokens that its layers
             share; token tables define which tokens these are. Paired layers have full attention and the same `LayerKV`.
             `layers_per_block` must be 1.
@@ -258,34 +253,25 @@ class Geometry:
             raise ConfigError("pairs require layers_per_block=1, and no index")
         object.__setattr__(self, "pairs", tuple(sorted(tuple(pair) for pair in self.pairs)))
 
-    def to_json(self) -> list[Any]:
-        cut = [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
-        index = None if self.index is None else [self.index.every, self.index.heads]
-        optional = [index, self.solo_layers, self.codec, [list(pair) for pair in self.pairs]]
-        while optional and optional[-1] == _UNSAID[len(optional) - 1]:
-            optional.pop()
-        return [*cut, *optional]
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, data: list[Any]) -> Geometry:
-        if not isinstance(data, list):
-            raise FormatError(f"the geometry in the header is not a list: {data!r}")
+    def from_json(cls, data: dict[str, Any]) -> Geometry:
         try:
-            chunk, layers, heads, split, *optional = data
-            settings: list[Any] = [*optional, *_UNSAID[len(optional) :]]
-            index, solo_layers, codec, said_pairs = settings
-            if isinstance(codec, str) and codec not in CODECS:
+            if isinstance(codec := data["codec"], str) and codec not in CODECS:
                 raise NewerFormatError(
                     f"it is stored with the codec {codec!r}, which this process does not know; install a newer "
                     "version, or the package that registers it"
                 )
-            pairs = tuple((first, second) for first, second in said_pairs)
-            cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, solo_layers, codec, pairs)
-        except (TypeError, ValueError) as error:
-            raise FormatError(f"the geometry in the header cannot be read: {error}") from error
-        if chunk > _MOST:
-            raise FormatError(f"the geometry in the header has invalid chunks of {chunk} tokens")
-        return cut
+            index = None if data["index"] is None else KeyIndex(**data["index"])
+            pairs = tuple((first, second) for first, second in data["pairs"])
+            geometry = cls(**data | {"index": index, "pairs": pairs, "split_kv": bool(data["split_kv"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"the geometry in the header cannot be read: {error!r}") from error
+        if geometry.chunk_tokens > _MOST:
+            raise FormatError(f"the geometry in the header has invalid chunks of {geometry.chunk_tokens} tokens")
+        return geometry
 
 
 def _check_count(name: str, value: int | None) -> None:
@@ -294,7 +280,7 @@ def _check_count(name: str, value: int | None) -> None:
 
 
 @lru_cache(maxsize=64)
-def block_groups(layout: KVLayout, geometry: Geometry, alignment: int = BLOCK_ALIGNMENT) -> tuple[BlockGroup, ...]:
+def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]:
     """Return the KV cache groups of a segment, in the order in which a forward pass needs them; index groups are last.
 
     Raises:
@@ -321,14 +307,13 @@ def block_groups(layout: KVLayout, geometry: Geometry, alignment: int = BLOCK_AL
                     group_parts.append((0, parts, True))
     group_parts.sort(key=lambda block_group: block_group[1][0].layer)
     numbered = [
-        BlockGroup(number, parts, window, merged=merged, alignment=alignment)
-        for number, (window, parts, merged) in enumerate(group_parts)
+        BlockGroup(number, parts, window, merged=merged) for number, (window, parts, merged) in enumerate(group_parts)
     ]
     if geometry.index is not None:
         heads = None if geometry.index.heads is None else (0, geometry.index.heads)
         for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.solo_layers):
             parts = tuple(_parts(layout, geometry, [layer], ("key",), heads))
-            numbered.append(BlockGroup(len(numbered), parts, 0, identifies=True, alignment=alignment))
+            numbered.append(BlockGroup(len(numbered), parts, 0, identifies=True))
     return tuple(numbered)
 
 

@@ -49,24 +49,24 @@ class Index:
         self.unlisted: list[str] = []
         """Names in the backend without a catalogue row: damaged, of a newer format, or not readable yet."""
         self._unread = False  # whether some unlisted names may be valid segments
-        self._untold = False  # whether the catalogue could not be read or updated
         self._scanned = 0.0
         self._mending = threading.Lock()
         self._mended = self._opened = -_MENDING_SECONDS
-        self._in_line = 0  # the catalogue generation that was last synchronized with the backend
+        self._scanned_generation = 0  # the catalogue generation that was last synchronized with the backend
+        self._closed = False
         self.catalogue = self._open_catalogue()
         try:
             with self._mending:
                 self.scan()
         except BaseException:  # Ctrl-C: the caller gets no object to close
-            self.catalogue.close()
+            self.close()
             raise
 
     def _open_catalogue(self) -> Catalogue:
         if self._backend.writable and self._backend.catalogue is not None:
             self._opened = time.monotonic()
             try:
-                return Catalogue(self._backend.catalogue)
+                return Catalogue.shared(self._backend.catalogue)
             except (sqlite3.Error, OSError) as error:
                 self._note(
                     "catalogue_errors",
@@ -92,13 +92,16 @@ class Index:
 
     def listed_bytes(self) -> int | None:
         """Return the bytes on disk of all listed segments, or None if the catalogue may be incomplete, e.g. new."""
-        before = self._in_line
+        before = self._scanned_generation
         total = self.ask(Catalogue.total_bytes, None)
-        is_complete = self.catalogue.is_shared and before == self._in_line == self.catalogue.generation
+        is_complete = self.catalogue.is_shared and before == self._scanned_generation == self.catalogue.generation
         return total if is_complete else None
 
     def close(self) -> None:
-        self.catalogue.close()
+        """Release the catalogue. From now on it is not asked, though other stores may use it."""
+        if not self._closed:
+            self._closed = True
+            self.catalogue.release()
 
     # --- queries, as in `Catalogue`; they return the default if the catalogue fails
 
@@ -129,7 +132,6 @@ class Index:
         generation = self.catalogue.generation
         unknown: set[str] | None = None
         catalogue_ids = self.ask(Catalogue.ids, unknown)
-        self._untold = catalogue_ids is None
         try:
             present = set(self._backend.names())
             missing = [name for name in (catalogue_ids or set()) - present if self._backend.find(name) is None]
@@ -145,9 +147,9 @@ class Index:
             self.remove(missing)
         self._unread, self._scanned = catalogue_ids is None, time.monotonic()
         unlisted = list(present - (catalogue_ids or set()))
-        self.unlisted = unlisted if self._untold else self.adopt(unlisted)
+        self.unlisted = unlisted if catalogue_ids is None else self.adopt(unlisted)
         self.ask(Catalogue.set_right_clocks, None)
-        self._in_line = generation
+        self._scanned_generation = generation
 
     def catch_up(self) -> None:
         """Scan again if segments could not be read or added, at most every `_SCANNING_SECONDS`."""
@@ -171,7 +173,7 @@ class Index:
                 return True
 
             if rows and not self.ask(enter, False):
-                self._unread = self._untold = True
+                self._unread = True
                 return rejected + list(ids[first:])
             rejected += [segment_id for segment_id, row in batch.items() if row is None]
         return [segment_id for segment_id in rejected if not self._is_gone(segment_id)]
@@ -215,12 +217,12 @@ class Index:
         more. SQLite errors are never raised. Calls made during a scan do not start another scan.
         """
         answer: _T | _Default = default
-        for again in (True, False):
+        for again in () if self._closed else (True, False):
             catalogue = self.catalogue
             generation = catalogue.generation
             try:
                 answer = action(catalogue)
-                if catalogue.generation == self._in_line or not self._compare():
+                if catalogue.generation == self._scanned_generation or not self._compare():
                     break
             except _FAULTS as error:
                 damaged = isinstance(error, sqlite3.Error) and is_damage(error)

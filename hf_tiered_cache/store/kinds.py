@@ -137,7 +137,7 @@ def _record_kind(folder: str, *key: str) -> FileKind:
 
 
 SCHEMA_MARK = b"usable_links INTEGER NOT NULL"
-"""Part of the catalogue's schema in all versions. SQLite stores the schema as text."""
+"""Part of the catalogue's schema. SQLite stores the schema as text."""
 _HEX = "[0-9a-f]{32}"
 _DATABASE = re.escape(CATALOGUE_NAME)
 

@@ -190,11 +190,11 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
             freed = 0
         over = 0 if store.limits.quota is None else store.limits.overflow(store.used_bytes() - freed)
         if over > 0:
-            victims = store.victims(over, but={*expired, *damaged})
+            victims = [name for name, _ in store.victims(over, but={*expired, *damaged})]
             report.evicted = len(victims)
-            report.deleted |= _files(store, [name for name, _ in victims], "least recently used")
+            report.deleted |= _files(store, victims, "least recently used")
             if not dry_run:
-                store.evict(victims)
+                store.remove(victims, "evicted_segments")
         store.index.scan()
         with suppress(OSError):
             report.unknown = store.backend.unknown(rows.keys())

@@ -39,7 +39,7 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
 def _aligned_bytes(nbytes: int, pin: bool, device: torch.device) -> torch.Tensor:
     size = nbytes + ALIGNMENT
     memory = try_page_lock(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=True)) if pin else None
-    if memory is None and device.type == "cpu" and nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if memory is None and device.type == "cpu" and nbytes >= HUGE_PAGE:
         return _huge_pages(nbytes)[2]
     if memory is None:
         memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -89,7 +89,7 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
         nbytes: size in bytes.
         device: GPU that copies from and to the memory. No other GPU is initialized.
     """
-    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes >= HUGE_PAGE:
         with torch.inference_mode(False):
             pages, view, memory = _huge_pages(nbytes)
         with suppress(OSError):

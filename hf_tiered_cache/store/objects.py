@@ -15,7 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +27,6 @@ from .engines import EngineFile, ReadOp, ReadReport
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
-from .records import Room
 from .root import StoreRoot
 from .threads import DaemonPool
 from .tree import Stored
@@ -316,9 +315,8 @@ class ObjectRecords:
         except (FormatError, FileNotFoundError):
             return False
 
-    def write(self, kind: FileKind, name: str, content: bytes, room: Room | None = None) -> None:
-        with nullcontext() if room is None else room(len(content)):
-            self.put(kind, name, content, replace=True)
+    def write(self, kind: FileKind, name: str, content: bytes) -> None:
+        self.put(kind, name, content, replace=True)
 
     def put(self, kind: FileKind, name: str, content: bytes, replace: bool) -> None:
         """Write an object. Raises FileExistsError if it exists, and is not to be replaced or not the library's."""

@@ -41,10 +41,6 @@ class Limits:
     low: float = 0.85
     floor: int = 256 << 20
 
-    def __post_init__(self) -> None:
-        if self.quota is not None and self.quota < 0:
-            raise ConfigError(f"disk_quota must not be negative: {self.quota}")
-
     def shortfall(self, nbytes: int, used: int, free: int | None) -> tuple[int, int]:
         """Return the number of bytes to evict before `nbytes` more are written.
 
@@ -153,7 +149,7 @@ class Space:
             raise QuotaError(
                 f"no room for {nbytes} bytes; raise disk_quota, lower free_space_floor, or free space on the disk"
             )
-        self.evict(candidates)
+        self.remove([segment_id for segment_id, _ in candidates], "evicted_segments")
 
     def victims(self, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
         """Select the segments to evict until `nbytes` are freed, except pinned ones and `but`.
@@ -167,10 +163,6 @@ class Space:
             for name, size, expires in self.index.ask(Catalogue.by_use, [])
         ]
         return victims(uses, nbytes, self.backend.pinned().union(but), time.time())
-
-    def evict(self, segments: list[tuple[str, int]]) -> None:
-        """Delete segments as returned by `victims`. Raises OSError if one could not be deleted."""
-        self.remove([segment_id for segment_id, _ in segments], "evicted_segments")
 
     def clean_up(self, dry_run: bool = False) -> dict[str, int]:
         """Delete unfinished files of dead processes. The caller holds the backend's lock.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -96,8 +96,6 @@ def checked(schema: type[_T], facts: dict[str, Any]) -> _T:
 
 FORMAT_VERSION = 1
 """Newest format of conversations and documents."""
-Room = Callable[[int], AbstractContextManager[object]]
-"""Context manager that reserves the given number of bytes until a file takes them."""
 
 
 class RecordFiles(Protocol):
@@ -121,8 +119,8 @@ class RecordFiles(Protocol):
     def is_own(self, kind: FileKind, name: str) -> bool:
         """Return whether a file exists and was written by the library. Raises OSError."""
 
-    def write(self, kind: FileKind, name: str, content: bytes, room: Room | None = None) -> None:
-        """Write or replace a file of the library atomically. Raises OSError; exceptions of `room` are passed on."""
+    def write(self, kind: FileKind, name: str, content: bytes) -> None:
+        """Write or replace a file of the library atomically. Raises OSError."""
 
     def make_empty(self, kind: FileKind, name: str) -> None:
         """Create an empty file, unless the library has already. Raises OSError."""
@@ -203,18 +201,10 @@ class Records(Generic[R]):
             names = self.files.names(self.record.kind)
         return [record for record in map(self._get, names) if record is not None]
 
-    def write(self, records: Sequence[R], room: Room | None = None) -> None:
-        """Write records in place of the previous ones, each atomically, and durably.
-
-        Args:
-            records: records to write.
-            room: reserves the space of each record. None if the caller has reserved it, or no record becomes larger.
-
-        Raises:
-            OSError: a record cannot be written. Exceptions of `room` are passed on.
-        """
+    def write(self, records: Sequence[R]) -> None:
+        """Write records in place of the previous ones, each atomically, and durably. Raises OSError."""
         for record in records:
-            self.files.write(record.kind, record_name(*record.key), record.encode(), room)
+            self.files.write(record.kind, record_name(*record.key), record.encode())
         if records:
             self.files.sync(self.record.kind)
 

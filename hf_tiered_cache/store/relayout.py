@@ -16,10 +16,10 @@ import torch
 from ..errors import EvictedError
 from . import hashes_of
 from .codecs import checked_decode, checked_encode
-from .codecs.pairs import TOWARD, angle, encode, retained
 from .disk import SegmentStore
 from .format import SegmentHeader, end_of_chain, segment_id
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, Part, block_groups
+from .pairs import TOWARD, angle, encode, retained
 from .segment import SegmentReader
 from .shape import SegmentShape, TokenTables
 
@@ -38,11 +38,6 @@ Made = tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]
 """Arguments of `SegmentStore.publish`: header, prefix hashes, and a lazy iterator over the KV cache groups' blocks."""
 
 
-def relayout_segment(reader: SegmentReader, geometry: Geometry, tables: TokenTables | None = None) -> Made:
-    """Convert a segment to another geometry or other token tables. See `join_segments`."""
-    return join_segments([reader], geometry, tables)
-
-
 def join_segments(
     readers: Sequence[SegmentReader],
     geometry: Geometry,
@@ -50,7 +45,7 @@ def join_segments(
     blocks_of: BlocksOf = SegmentReader.blocks,
     toward: float = TOWARD,
 ) -> Made:
-    """Join consecutive segments into one.
+    """Join consecutive segments into one, or convert a single one to another geometry or other token tables.
 
     The codec is kept, and encoded values are copied without loss. Another codec would mean another provenance, and its
     hash chain can only be computed from the tokens. Layers that are a pair in the new geometry only are merged, and
@@ -63,7 +58,7 @@ def join_segments(
         geometry: geometry of the new segment. Its codec is replaced by the old segments' codec.
         tables: token tables of the new segment (see `TokenTables.by_pairs`). None: all tokens in order.
         blocks_of: function that returns the blocks of an old segment.
-        toward: interpolation weight for newly merged pairs (see `codecs.pairs.merge`).
+        toward: interpolation weight for newly merged pairs (see `pairs.merge`).
 
     Returns:
         Header, prefix hashes, and a lazy iterator over the blocks of each KV cache group.
@@ -369,7 +364,7 @@ def merge_segments(
 def front_shape(shape: SegmentShape) -> SegmentShape:
     """Return the shape of the first tokens of each layer that a segment of this shape lacks."""
     geometry = replace(shape.geometry, pairs=())
-    groups = block_groups(shape.layout, geometry, shape.alignment)
+    groups = block_groups(shape.layout, geometry)
     tables = TokenTables.of_first(shape.held_from, groups, shape.tokens)
     return replace(shape, geometry=geometry, tables=tables)
 

@@ -1,14 +1,15 @@
 """Folder of a store. All access to its files is through this module.
 
-Every access is relative to descriptors of the store's folder and its subfolders (`tree.py`). Links are not followed.
-Only files of a known kind (see `kinds.py`), by both name and content, are deleted or replaced. All other files in the
-folder are left unchanged, and are listed by `unknown`.
+A folder is a store if it has a marker. Every access is relative to descriptors of the folder and its subfolders
+(`tree.py`). Links are not followed. Only files of a known kind (see `kinds.py`), by both name and content, are deleted
+or replaced. All other files in the folder are left unchanged, and are listed by `unknown`.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -16,15 +17,30 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import NamedTuple
 
-from ..errors import FormatError
-from .claim import claim
-from .kinds import LOCK, LOCK_SUFFIX, TEMPORARY, TEMPORARY_LOCK, FileKind
-from .records import Room
-from .tree import FolderTree, allocate, fsync, open_file, read_all, write_all
+from ..errors import FormatError, StoreError
+from .kinds import (
+    FIXED_FILES,
+    FOLDERS,
+    LOCK_SUFFIX,
+    MARKER,
+    MARKER_FORMAT,
+    MARKER_NAME,
+    MARKER_VERSION,
+    TEMPORARY,
+    TEMPORARY_LOCK,
+    FileKind,
+    encode_record,
+    is_blank,
+    json_object,
+)
+from .tree import FolderTree, allocate, open_file, read_all, write_all
 
+logger = logging.getLogger("hf_tiered_cache")
+
+_MARKER_CONTENT = encode_record({"format": MARKER_FORMAT, "version": MARKER_VERSION})
 _ATTEMPTS = 100
 _POLL_SECONDS = 0.005
 _HAS_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -51,7 +67,7 @@ class StoreRoot(FolderTree):
     def __init__(self, path: str | os.PathLike[str], make: bool = True) -> None:
         super().__init__(Path(path).resolve())
         try:
-            self.writable = claim(self, make)
+            self.writable = _claim(self, make)
         except BaseException:
             self.close()
             raise
@@ -112,22 +128,9 @@ class StoreRoot(FolderTree):
             raise FileExistsError(errno.EEXIST, message)
         os.rename(temporary, name, src_dir_fd=source, dst_dir_fd=target)
 
-    def write(
-        self,
-        kind: FileKind,
-        name: str,
-        content: bytes,
-        room: Room | None = None,
-    ) -> None:
-        """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable.
-
-        `room` reserves the given number of bytes until the file is allocated. Its exceptions are passed on.
-        """
-        with ExitStack() as stack:
-            with ExitStack() as reserved:
-                if room is not None:
-                    reserved.enter_context(room(len(content)))
-                temporary = stack.enter_context(self.temporary(len(content)))
+    def write(self, kind: FileKind, name: str, content: bytes) -> None:
+        """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable."""
+        with self.temporary(len(content)) as temporary:
             write_all(temporary.file.fileno(), memoryview(content), 0)
             os.fsync(temporary.file.fileno())
             self.publish(temporary.name, kind, name, replace=True)
@@ -162,10 +165,10 @@ class StoreRoot(FolderTree):
     def sync(self, kind: FileKind, name: str | None = None) -> None:
         """Make a file's data durable, or without `name` the names of all files of this kind. Raises OSError."""
         if name is None:
-            fsync(self.folder_descriptor(kind.folder))
+            os.fsync(self.folder_descriptor(kind.folder))
         else:
             with self.open(kind, name) as (fd, _):
-                fsync(fd, data_only=True)
+                os.fdatasync(fd)
 
     # --- locks
 
@@ -220,11 +223,6 @@ class StoreRoot(FolderTree):
         os.ftruncate(fd, 0)
         write_all(fd, memoryview(content), 0)
 
-    @property
-    def lock_path(self) -> Path:
-        """Path of the store's lock, for messages."""
-        return self.where(LOCK, "lock")
-
 
 def try_flock(file: FileIO | int, kind: int) -> bool:
     """Lock an open file without waiting. Returns False if the lock is not free.
@@ -252,3 +250,112 @@ def _forget(folder: int, name: str, file: FileIO) -> None:
     with suppress(OSError):
         if _has_name(file, folder, name):
             os.unlink(name, dir_fd=folder)
+
+
+# --- recognition and creation
+
+
+def _claim(tree: FolderTree, make: bool) -> bool:
+    """Mark the folder as a store, and create the parts that it lacks.
+
+    If the folder is refused, or if it cannot be determined whether it is a store, nothing in it is changed.
+
+    Args:
+        tree: the folder.
+        make: whether a missing or empty folder becomes a store. If False, nothing in it is changed.
+
+    Returns:
+        Whether the store can be written; False without `make`.
+
+    Raises:
+        StoreError: the folder is no store, and cannot or must not become one; or a part of it is a link.
+    """
+    _make_root(tree.path, make)
+    try:
+        _check_is_store(tree, make)
+        if not make:
+            return False
+        _mark(tree)
+        folders = [tree.root_descriptor, *(tree.folder_descriptor(name, make=True) for name in FOLDERS)]
+        open_file("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, tree.root_descriptor).close()
+        if all(os.access(".", os.W_OK, dir_fd=folder) for folder in folders):
+            return True
+        reason = os.strerror(errno.EACCES)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if not make:
+            raise StoreError(f"{tree.path} cannot be read ({reason}); check the disk") from error
+    logger.warning("%s is not writable (%s), so no new KV is stored", tree.path, reason)
+    return False
+
+
+def _make_root(path: Path, make: bool) -> None:
+    """Create the folder if it is missing. Raises StoreError if it is a file, or must not or cannot be created."""
+    if not make and not path.is_dir():
+        raise StoreError(f"there is no store at {path}")
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"{path} is a file; pass the path of a folder to KVStore")
+    try:
+        if make:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if not path.is_dir():
+            raise StoreError(f"{path} cannot be created ({error.strerror}); choose another folder") from error
+
+
+def _check_is_store(tree: FolderTree, make: bool) -> None:
+    """Raise StoreError if the folder is no store and must not become one, or OSError if that cannot be determined."""
+    is_empty = not tree.list_names("")
+    if not _is_marked(tree) and not (make and is_empty):
+        if not make:
+            raise StoreError(f"there is no store at {tree.path}")
+        raise StoreError(
+            f"{tree.path} contains files, but is not a store; pass the path of a new or an empty folder to KVStore"
+        )
+    _check_kinds(tree)
+
+
+def _is_marked(tree: FolderTree) -> bool:
+    """Return whether the marker exists. It is the first file of a store, and blank if its writer was killed.
+
+    Raises:
+        StoreError: the marker has a newer version, or another file has its name.
+    """
+    try:
+        content = tree.read(MARKER, MARKER_NAME)
+    except FileNotFoundError:
+        return False
+    except FormatError as error:
+        raise StoreError(f"{tree.path / MARKER_NAME} is a link, or not a regular file; remove it") from error
+    if is_blank(content):
+        return True
+    facts = json_object(content)
+    if facts.get("format") != MARKER_FORMAT or type(version := facts.get("version")) is not int:
+        raise StoreError(f"{tree.path / MARKER_NAME} is not the marker of a store; choose another folder")
+    if version > MARKER_VERSION:
+        raise StoreError(
+            f"{tree.path} is a store of format {version}, which this version does not support; upgrade "
+            "hf-tiered-cache to open it"
+        )
+    return True
+
+
+def _check_kinds(tree: FolderTree) -> None:
+    """Raise StoreError if a part of the store is a link, or is not the expected file or folder."""
+    for name in (*FOLDERS, *FIXED_FILES):
+        with suppress(FileNotFoundError):
+            mode = os.stat(name, dir_fd=tree.root_descriptor, follow_symlinks=False).st_mode
+            if S_ISDIR(mode) if name in FOLDERS else S_ISREG(mode):
+                continue
+            kind = "a link" if S_ISLNK(mode) else f"not a {'folder' if name in FOLDERS else 'regular file'}"
+            raise StoreError(
+                f"{tree.path / name} is {kind}, so a store cannot use it; remove it, or choose another folder"
+            )
+
+
+def _mark(tree: FolderTree) -> None:
+    """Write the marker. Concurrent processes write the same bytes. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open_file(MARKER_NAME, flags, tree.root_descriptor) as file:
+        if os.fstat(file.fileno()).st_nlink == 1 and is_blank(read_all(file.fileno(), len(_MARKER_CONTENT), 0)):
+            write_all(file.fileno(), memoryview(_MARKER_CONTENT), 0)

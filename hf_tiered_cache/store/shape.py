@@ -11,7 +11,7 @@ import torch
 
 from ..errors import FormatError
 from .codecs import Codec, checked_decode, checked_encode, make_codec, merged_codec
-from .geometry import ALIGNMENT, BLOCK_ALIGNMENT, HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
+from .geometry import HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
 from .memory import to_device
 
 NOT_HELD = 0xFFFFFFFF
@@ -32,8 +32,6 @@ class TokenTables:
         slot_of_token: uint32 `[tables, tokens]`. In each table, the slots of the held tokens are 0, 1, 2, ... in any
             order, and the other entries are `NOT_HELD`.
         of_group: uint32 `[block_groups]`, the table index of each KV cache group, or `IN_ORDER`.
-        importance: float32 `[tokens]`, scores that define the order of a passage, comparable with those of tokens in
-            other segments.
 
     Raises:
         FormatError: The arrays are not valid tables.
@@ -41,7 +39,6 @@ class TokenTables:
 
     slot_of_token: np.ndarray
     of_group: np.ndarray
-    importance: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         sorted_slots = np.sort(self.slot_of_token, axis=1)
@@ -52,9 +49,7 @@ class TokenTables:
             raise FormatError("a KV cache group refers to a token table that does not exist")
 
     @classmethod
-    def by_importance(
-        cls, importance: np.ndarray, groups: Sequence[BlockGroup], kept: np.ndarray | None = None
-    ) -> TokenTables:
+    def by_importance(cls, importance: np.ndarray, groups: Sequence[BlockGroup]) -> TokenTables:
         """Return tables with the most important tokens first; tokens of equal importance keep their order.
 
         Args:
@@ -62,7 +57,6 @@ class TokenTables:
                 uses the sum over its heads, in its first layer. Groups with a sliding window, and groups of an index,
                 keep their order, since they are read in order.
             groups: KV cache groups of the segment.
-            kept: See `importance` of the class.
         """
         layers, heads, tokens = importance.shape
         slots: list[np.ndarray | None] = []
@@ -76,26 +70,7 @@ class TokenTables:
             ranked_heads = sorted(group_heads) if heads > 1 else [0]
             total = importance[group.layers[0] if layers > 1 else 0, ranked_heads].sum(axis=0)
             slots.append(np.argsort(np.argsort(-total, kind="stable")))
-        return cls._by_group(slots, tokens, kept)
-
-    @classmethod
-    def by_layer(
-        cls, slot_of_token: np.ndarray, groups: Sequence[BlockGroup], importance: np.ndarray | None = None
-    ) -> TokenTables:
-        """Return tables for given slots of each layer.
-
-        Args:
-            slot_of_token: uint32 `[layers, tokens]`, or `[1, tokens]` for all layers.
-            groups: KV cache groups of the segment.
-            importance: See `importance` of the class.
-        """
-        slots = [
-            None
-            if group.window or group.identifies
-            else slot_of_token[group.layers[0] if len(slot_of_token) > 1 else 0]
-            for group in groups
-        ]
-        return cls._by_group(slots, slot_of_token.shape[1], importance)
+        return cls._by_group(slots, tokens)
 
     @classmethod
     def by_pairs(
@@ -144,9 +119,7 @@ class TokenTables:
         return cls._by_group([np.where(all_tokens < count, all_tokens, NOT_HELD) for count in of_group], tokens)
 
     @classmethod
-    def _by_group(
-        cls, slots: Sequence[np.ndarray | None], tokens: int, importance: np.ndarray | None = None
-    ) -> TokenTables:
+    def _by_group(cls, slots: Sequence[np.ndarray | None], tokens: int) -> TokenTables:
         """Return tables for the slots of each KV cache group, `[tokens]`, or None: all tokens in order.
 
         Groups with equal slots share a table.
@@ -157,25 +130,7 @@ class TokenTables:
             if slots_of_group is not None:
                 of_group[group] = numbers.setdefault(slots_of_group.astype(np.uint32).tobytes(), len(numbers))
         tables = np.frombuffer(b"".join(numbers), np.uint32).reshape(len(numbers), tokens)
-        return cls(tables, of_group, importance)
-
-    def as_layers(self, groups: Sequence[BlockGroup], layers: int) -> np.ndarray | None:
-        """Return the inverse of `by_layer`, uint32 `[layers, tokens]`.
-
-        None if that does not describe the tables completely.
-        """
-        tokens = self.slot_of_token.shape[1]
-        rows = np.tile(np.arange(tokens, dtype=np.uint32), (layers, 1))
-        number_of: dict[int, int] = {}
-        for group, number in zip(groups, self.of_group.tolist(), strict=True):
-            if group.window or group.identifies:
-                if number != IN_ORDER:
-                    return None
-            elif number_of.setdefault(group.layers[0], number) != number:
-                return None  # heads have separate tables
-            elif number != IN_ORDER:
-                rows[list(group.layers)] = self.slot_of_token[number]
-        return None if (rows == NOT_HELD).any() else rows
+        return cls(tables, of_group)
 
     def same(self, other: TokenTables | None) -> bool:
         """Return whether both tables give the same slots; None means that all tokens are in order."""
@@ -193,17 +148,10 @@ class SegmentShape:
     tokens: int
     tables: TokenTables | None = None
     """Token tables; None if every KV cache group holds all tokens in order."""
-    alignment: int = BLOCK_ALIGNMENT
-    """Alignment of blocks in bytes; `ALIGNMENT` in files before format 9."""
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:
-        return block_groups(self.layout, self.geometry, self.alignment)
-
-    @property
-    def page_aligned(self) -> bool:
-        """True if all blocks are aligned to pages, with either alignment."""
-        return all(group.block_bytes % ALIGNMENT == 0 for group in self.block_groups)
+        return block_groups(self.layout, self.geometry)
 
     @cached_property
     def restoring_groups(self) -> dict[int, list[BlockGroup]]:
@@ -393,7 +341,7 @@ class SegmentShape:
         Tokens that the KV cache group does not hold are skipped.
 
         Raises:
-            ValueError: The group is merged, which takes two layers (see `codecs.pairs`).
+            ValueError: The group is merged, which takes two layers (see `pairs`).
         """
         if group.merged:
             raise ValueError(f"KV cache group {group.index} has two layers, and cannot be packed from one")

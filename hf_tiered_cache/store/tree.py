@@ -85,15 +85,10 @@ def allocate(fd: int, nbytes: int) -> None:
     """Allocate disk space for a file, so that a full disk is detected before anything is written."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
-    except (AttributeError, OSError) as error:  # no such call on this platform, or for this file system
-        if getattr(error, "errno", errno.ENOSYS) not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+    except OSError as error:  # not supported by this file system
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
         os.ftruncate(fd, nbytes)
-
-
-def fsync(fd: int, data_only: bool = False) -> None:
-    """Make an open file, or the names in an open folder, durable."""
-    (getattr(os, "fdatasync", os.fsync) if data_only else os.fsync)(fd)  # macOS has no fdatasync
 
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from hf_tiered_cache import cli
 from hf_tiered_cache.cli.contents import unique_length
 from hf_tiered_cache.methods import METHODS
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations
-from hf_tiered_cache.store.documents import Documents, changed, passage_name
+from hf_tiered_cache.store.documents import DocumentRecord, Documents, passage_name
 from hf_tiered_cache.store.root import StoreRoot
 
 COMMAND = [sys.executable, "-m", "hf_tiered_cache.cli"]
@@ -229,7 +228,7 @@ def test_looking_into_a_store_leaves_its_writers_alone(run, tmp_path):
         assert done.stdout.splitlines()[-1].startswith(f"total: {number + 1} segment")
         assert json.loads(run("stat", tmp_path, "--json")[1])["segments"] == number + 1
     assert len(writer.index.catalogue.ids()) == 8
-    assert writer.index.catalogue._database._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert writer.index.catalogue._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     writer.close()
     assert len(open_store(tmp_path).index.catalogue.ids()) == 8
 
@@ -375,7 +374,7 @@ def chats(store):
             nbytes=7,
             model=QWEN,
         )
-        conversations.write([record], lambda nbytes: nullcontext())
+        conversations.write([record])
     return root, headers, conversations
 
 
@@ -450,8 +449,8 @@ def corpus(store):
         names.append(passage_name(b"".join(made[1])))
     opened.close()
     for label, passages in {"report\x1b[31m 1": names, "minutes": [names[1], "0" * 32]}.items():
-        record = changed(None, (label, "model", "passage 1"), passages, 128, QWEN)
-        Documents(StoreRoot(root)).write([record], lambda nbytes: nullcontext())
+        record = DocumentRecord(label, "model", "passage 1", tuple(passages), 128, 1.0, 2.0, model=QWEN)
+        Documents(StoreRoot(root)).write([record])
     return root, headers
 
 

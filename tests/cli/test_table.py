@@ -71,8 +71,8 @@ def test_facts_fold_what_is_long_and_have_no_heading(show):
     table.add_row("store", "somewhere")
     table.add_row("model", "a name that is too long for forty columns")
     lines = show(table)
-    assert lines[0] == "\x1b[2mstore\x1b[0m  somewhere"
-    assert len(lines) == 3 and lines[2].split("\x1b[0m")[-1].startswith("  ")
+    assert lines[0] == "\x1b[2mstore\x1b[0m\x1b[2m  \x1b[0msomewhere"
+    assert len(lines) == 3 and lines[2] == "\x1b[2m       \x1b[0mcolumns"
 
 
 def test_an_empty_table_of_facts_shows_nothing(capsys):

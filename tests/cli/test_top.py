@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 
 import pytest
 from rich.console import Console
@@ -57,11 +56,17 @@ def test_uses_new_segments_and_removals_are_counted_and_shown(store, tmp_path):
     assert new.startswith(second[:8]) and " stored " in new and "[bold]minutes�[31m" in new
 
 
-def test_the_command_watches_until_its_time_is_over(store, tmp_path):
+def test_the_command_watches_until_its_time_is_over(store, tmp_path, monkeypatch):
     opened, _ = store
-    timer = threading.Timer(0.2, publish, (opened, "c"))
-    timer.start()
-    result = CliRunner().invoke(app, ["top", str(tmp_path / "store"), "--interval", "0.5", "--seconds", "1"])
-    timer.join()
-    assert result.exit_code == 0
+    looks = []
+
+    def look(path):
+        looks.append(contents_of(path))
+        if len(looks) == 1:
+            publish(opened, "c")
+        return looks[-1]
+
+    monkeypatch.setattr("hf_tiered_cache.cli.top.contents_of", look)
+    result = CliRunner().invoke(app, ["top", str(tmp_path / "store"), "--interval", "0.2", "--seconds", "0.4"])
+    assert result.exit_code == 0 and len(looks) > 1
     assert "stored 1 segment" in result.output and result.output.count("segment ") < 6  # printed once in a pipe

@@ -20,8 +20,8 @@ from hf_tiered_cache.reasons import MERGED
 from hf_tiered_cache.restore.prefetch import units_of
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.codecs import coded_provenance, make_codec, merged_codec
-from hf_tiered_cache.store.codecs.pairs import encode
 from hf_tiered_cache.store.geometry import BLOCK_ALIGNMENT, Geometry, aligned, block_groups
+from hf_tiered_cache.store.pairs import encode
 from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import TokenTables
 
@@ -267,7 +267,7 @@ def test_a_damaged_block_of_any_group_is_computed_and_never_served(direct, tmp_p
         reader = suspend(store)
     for group in reader.shape.block_groups:
         root = tmp_path / str(group.index)
-        (root / "segments").mkdir(parents=True)
+        KVStore(root).close()
         path = root / "segments" / f"{reader.id}.kv"
         path.write_bytes((tmp_path / "whole" / "segments" / path.name).read_bytes())
         good = damage(reader, path, group)

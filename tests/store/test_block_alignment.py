@@ -1,4 +1,4 @@
-"""Blocks are aligned to 512 bytes, in files of format 9, and to 4 KiB in older ones."""
+"""Blocks are aligned to 512 bytes, also on disks whose sectors have 4 KiB."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import errno
 import os
 import time
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from families import build, prompt
-from test_selective import ask, question
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV, Exact, Krul, KVDrive
 from hf_tiered_cache.store.engines import PosixEngine, ReadOp
-from hf_tiered_cache.store.format import PREFIX, SegmentHeader, lay_out
-from hf_tiered_cache.store.geometry import ALIGNMENT, BLOCK_ALIGNMENT, HASH_TOKENS, KVLayout, LayerKV
+from hf_tiered_cache.store.format import SegmentHeader, lay_out
+from hf_tiered_cache.store.geometry import ALIGNMENT, HASH_TOKENS, KVLayout, LayerKV
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.store.shape import SegmentShape
 
@@ -46,10 +44,6 @@ def stored(model, path, ids, method):
         return store._storage.disk.reader(row.id).header, store.path / "segments" / f"{row.id}.kv"
 
 
-def version_of(file):
-    return PREFIX.unpack_from(file.read_bytes())[1]
-
-
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_small_blocks_take_little_more_than_their_kv(model, tmp_path, method, codec):
@@ -59,51 +53,6 @@ def test_small_blocks_take_little_more_than_their_kv(model, tmp_path, method, co
     blocks = sum(group.block_bytes * shape.chunks_in(group) for group in shape.block_groups)
     assert payload <= blocks <= 1.5 * payload and (codec == "int8" or blocks == payload)
     assert file.stat().st_size == header.file_bytes and header.file_bytes % ALIGNMENT == 0
-    assert (version_of(file) == 9) == any(group.block_bytes % ALIGNMENT for group in shape.block_groups)
-
-
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_segments_of_older_formats_are_served(model, tmp_path, monkeypatch, method):
-    ids, answers = prompt(TOKENS), []
-    for alignment in (BLOCK_ALIGNMENT, ALIGNMENT):
-        path = tmp_path / str(alignment)
-        with monkeypatch.context() as patched:
-            patched.setattr("hf_tiered_cache.cache.recorder.SegmentShape", partial(SegmentShape, alignment=alignment))
-            header, file = stored(model, path, ids, method)
-        assert all(group.block_bytes % alignment == 0 for group in header.shape.block_groups)
-        assert version_of(file) == (9 if alignment < ALIGNMENT and not isinstance(method, Exact) else 1)
-        for host_memory in (0, "64MiB"):
-            with KVStore(path, engine="posix", host_memory=host_memory) as store:
-                for _ in range(2):
-                    output, cache = ask(model, store, question(ids), method)
-                    assert cache.stats.tokens_restored == TOKENS
-                    answers.append((header.id, torch.stack(output.logits)))
-                assert store.verify().ok
-    for name, logits in answers[1:]:
-        assert name == answers[0][0] and torch.equal(logits, answers[0][1])
-
-
-@pytest.mark.parametrize("method", [KVDrive(budget=0.2, local=16), ContiguousKV(0.25, reorder=False)])
-def test_a_prefix_may_begin_in_an_older_file(model, tmp_path, monkeypatch, method):
-    """A prompt of an older store continues, with blocks of two sizes in one row."""
-    first = prompt(400)
-    second = torch.cat([first, prompt(320, seed=5)], 1)
-    asked, answers = torch.cat([second, prompt(20, seed=9)], 1), []
-    for alignments in ((BLOCK_ALIGNMENT, BLOCK_ALIGNMENT), (ALIGNMENT, BLOCK_ALIGNMENT)):
-        path, sizes = tmp_path / str(alignments[0]), set()
-        for ids, alignment in zip((first, second), alignments, strict=True):
-            with monkeypatch.context() as patched, KVStore(path, engine="posix") as store:
-                shape = partial(SegmentShape, alignment=alignment)
-                patched.setattr("hf_tiered_cache.cache.recorder.SegmentShape", shape)
-                store.precompute(model, ids, method=method, progress=False)
-        with KVStore(path, engine="posix") as store:
-            for row in store.segments():
-                sizes |= {group.block_bytes for group in store._storage.disk.reader(row.id).shape.block_groups}
-            output, cache = ask(model, store, asked, method)
-            assert cache.stats.tokens_restored == 720
-            answers.append(torch.stack(output.logits))
-        assert len(sizes) == len(set(alignments))
-    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])

@@ -27,7 +27,7 @@ from test_relayout import geometries
 
 from eval.baselines import H2O, AttentionStore
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.errors import ConfigError, FormatError, StoreError
+from hf_tiered_cache.errors import ConfigError, StoreError
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact, Impress
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.cipher import StoreCipher, cipher_of, read_key_file
@@ -481,14 +481,6 @@ def test_two_keys_in_one_folder(root, model):
     assert len(files(root.parent / "both")) == 3
 
 
-def test_an_older_program_leaves_encrypted_files_alone(root, monkeypatch):
-    monkeypatch.setattr("hf_tiered_cache.store.format.FORMAT_VERSION", 3)
-    page = files(root)[0].read_bytes()[:HEADER_BYTES]
-    with pytest.raises(FormatError, match="newer") as raised:
-        decode_header(page)
-    assert type(raised.value).__name__ == "NewerFormatError"
-
-
 # --- damage
 
 
@@ -586,7 +578,6 @@ def with_cipher(data, of):
     """Return a plain file that claims to be encrypted like `of`."""
     data = bytearray(data)
     theirs = json.loads(of[PREFIX.size : PREFIX.size + PREFIX.unpack_from(of)[2]])
-    struct.pack_into("<I", data, 8, 4)
     return reseal(data, lambda page: page.update(cipher=theirs["cipher"]))
 
 

@@ -51,24 +51,23 @@ def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
         assert torch.equal(written, read)
 
 
-WRITTEN_BEFORE = {
-    Geometry(): ("c70dd34bcc5e34f3", "cc187d076ec32d9d", "567c2266102750cc"),
-    Geometry(24, 2, 1): ("ce25537c82873f8f", "21fdc035446efd93", "8ab2227934196631"),
-    Geometry(16, 8, split_kv=True, index=KeyIndex(2, 1)): ("47bcd62e72b113a4", "625837cde27668f1", "21618429b4f68a3d"),
-    Geometry(16, 4, solo_layers=1): ("8ba8c36a3279602f", "9bb806f369e7f6c7", "51cb10554839034b"),
+FORMAT_10 = {
+    Geometry(): ("dc72cacc7d748e29", "5293ecbf1041dabe"),
+    Geometry(24, 2, 1): ("bae4c767d6c4fa2b", "93f15b25012a15a7"),
+    Geometry(16, 8, split_kv=True, index=KeyIndex(2, 1)): ("a06945a7cd2f62a8", "8291529eecfe6049"),
+    Geometry(16, 4, solo_layers=1): ("29e32d57d4dbd89c", "53fcf5abedc0085d"),
 }
-"""sha256 of files as they were before there were codecs: in order, in an order by layer, and with importance."""
+"""sha256 of files of format 10, with tokens in order and by importance."""
 
 
-@pytest.mark.parametrize("kind_of_order", range(3), ids=["in order", "by layer", "with importance"])
-@pytest.mark.parametrize("geometry", WRITTEN_BEFORE, ids=str)
-def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(tmp_path, geometry, kind_of_order):
+@pytest.mark.parametrize("is_reordered", [False, True], ids=["in order", "by importance"])
+@pytest.mark.parametrize("geometry", FORMAT_10, ids=str)
+def test_files_of_format_10_stay_what_they_are_byte_for_byte(tmp_path, geometry, is_reordered):
     kind = LayerKV(2, 8, 2, 12, rotated="key", rotary_dims=8)
     layout = KVLayout((kind, kind, kind, LayerKV(1, 8, 3, 8, window=32), None, kind), torch.bfloat16)
     importance = (np.arange(6 * 64) * 7919 % 1009).reshape(6, 1, 64)
-    kept = np.arange(64, dtype=np.float32) if kind_of_order == 2 else None
-    tables = TokenTables.by_importance(importance, block_groups(layout, geometry), kept) if kind_of_order else None
-    shape, chain, parent = SegmentShape(layout, geometry, 64, tables, ALIGNMENT), hashes(4), b"\0" * 16
+    tables = TokenTables.by_importance(importance, block_groups(layout, geometry)) if is_reordered else None
+    shape, chain, parent = SegmentShape(layout, geometry, 64, tables), hashes(4), b"\0" * 16
     name = segment_id(parent, chain[-1], shape, "exact")
     header = SegmentHeader(name, "f" * 32, shape, parent, position=0, created=1.0)
     blocks, put = [], {}
@@ -80,7 +79,7 @@ def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(t
     store = open_store(tmp_path)
     assert store.publish(header, chain, blocks)
     written = hashlib.sha256(store.path(name).read_bytes()).hexdigest()
-    assert written.startswith(WRITTEN_BEFORE[geometry][kind_of_order])
+    assert written.startswith(FORMAT_10[geometry][is_reordered])
     read = store.reader(name).shape
     for block_group, memory in zip(read.block_groups, read_back(store, name), strict=True):
         assert all(torch.equal(read.unpack(memory, block_group, part), put[part]) for part in block_group.parts)
@@ -103,9 +102,8 @@ def test_the_file_is_aligned_and_its_header_can_be_read_by_people(tmp_path):
     assert len(data) % ALIGNMENT == 0
     assert data[:8] == MAGIC
     version, length = struct.unpack_from("<II", data, 8)
-    assert version == 9
+    assert version == FORMAT_VERSION
     described = json.loads(data[24 : 24 + length])
-    assert described["alignment"] == 512
     assert described["tokens"] == 80
     assert all(offset % ALIGNMENT == 0 for offset, _, _ in described["sections"].values())
 
@@ -169,14 +167,18 @@ def test_a_file_cut_short_is_seen(tmp_path, cut):
         read_file(path)
 
 
-def test_a_newer_format_says_so(tmp_path):
+@pytest.mark.parametrize(
+    ("version", "error", "advice"), [(FORMAT_VERSION + 1, NewerFormatError, "upgrade"), (9, FormatError, "gc")]
+)
+def test_another_format_says_what_to_do(version, error, advice):
     header, chain, blocks = segment(hashes(2))
     page = bytearray(
         encode_head(lay_out(header, 2), chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())[:4096]
     )
-    struct.pack_into("<I", page, 8, FORMAT_VERSION + 1)
-    with pytest.raises(NewerFormatError, match="upgrade"):
+    struct.pack_into("<I", page, 8, version)
+    with pytest.raises(error, match=advice) as raised:
         decode_header(bytes(page))
+    assert type(raised.value) is error
 
 
 def test_a_header_whose_offsets_do_not_fit_is_refused():

@@ -129,4 +129,4 @@ def test_broken_layouts_are_format_errors(wrong):
 
 def test_broken_geometries_are_format_errors():
     with pytest.raises(FormatError):
-        Geometry.from_json([16, 4])
+        Geometry.from_json({"chunk_tokens": 16})

@@ -493,7 +493,7 @@ def test_a_forked_child_leaves_at_once(model, tmp_path):
         store._storage._lock,
         store._storage.writer._lock,
         store._storage.residency._lock,
-        store._storage.disk.index.catalogue._database._lock,
+        store._storage.disk.index.catalogue._lock,
     ]
     held, leave = threading.Event(), threading.Event()
 

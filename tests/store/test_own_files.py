@@ -191,7 +191,7 @@ def use(root, model):
     command("rm", root, "--all", "--yes")
 
 
-@given(entries=st.lists(entries, min_size=1, max_size=5), origin=st.sampled_from(["store", "older store", "folder"]))
+@given(entries=st.lists(entries, min_size=1, max_size=5), origin=st.sampled_from(["store", "folder"]))
 @example([(("tmp", "thesis.docx"), "file", b"precious", 0o600)], "store")
 @example(
     [(("tmp", "thesis.docx"), "file", b"precious", 0o600), (("documents", "draft.partial"), "file", b"{}", 0o600)],
@@ -201,8 +201,8 @@ def use(root, model):
 @example([(("", "catalogue.sqlite"), "link to a file", b"precious" * 99, 0o600)], "store")
 @example([(("", "catalogue.sqlite"), "file", b"precious" * 99, 0o600)], "store")
 @example([(("", "catalogue.sqlite-journal"), "file", b"precious" * 99, 0o600)], "store")
-@example([(("", "calibrations.json"), "hard link", b'{"a": 1}', 0o600)], "older store")
-@example([(("segments", f"{HEX}.kv"), "file", b"precious", 0o600), (("pins", HEX), "file", b"x", 0o600)], "older store")
+@example([(("", "calibrations.json"), "hard link", b'{"a": 1}', 0o600)], "store")
+@example([(("segments", f"{HEX}.kv"), "file", b"precious", 0o600), (("pins", HEX), "file", b"x", 0o600)], "store")
 @settings(max_examples=40)
 def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole, tmp_path_factory, entries, origin):
     made = tmp_path_factory.mktemp("own")
@@ -214,8 +214,6 @@ def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole
             (root / folder).mkdir()
     else:
         shutil.copytree(whole, root)
-        if origin == "older store":
-            (root / "hf_tiered_cache.json").unlink(missing_ok=True)
     planted = {path for number, entry in enumerate(entries) if (path := plant(root, outside, number, entry))}
     planted = [path for path in planted if os.path.lexists(path)]  # a folder may have taken another's place
     root.chmod(0o750)
@@ -237,7 +235,7 @@ def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole
     after = {}
     for path in (outside, *planted):
         after |= look(path)
-    assert after == before
+    assert {path: after.get(path) for path in before} == before  # a planted folder may hold the store's files, too
     assert root.stat().st_mode & 0o777 == 0o750
     shutil.rmtree(made)
 
@@ -286,23 +284,14 @@ def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, run, nam
     assert look(root) == before
 
 
-@pytest.mark.parametrize("left", ["all", "no catalogue", "nothing in it", "folders alone"])
-def test_a_store_of_a_version_without_markers_opens_and_gets_one(whole, model, tmp_path, left):
+def test_a_blank_marker_is_written_again(whole, model, tmp_path):
     root = tmp_path / "store"
     shutil.copytree(whole, root)
-    if left in ("no catalogue", "folders alone"):
-        for path in root.glob("catalogue*"):
-            path.unlink()
-    if left == "nothing in it":
-        with KVStore(root, engine="posix") as store:
-            store.clear(disk=True)
-    if left == "folders alone":  # as a process leaves it that is killed when it has made them
-        for path in root.rglob("*"):
-            if path.is_file():
-                path.unlink()
-    (root / MARKER).unlink(missing_ok=True)
-    assert has(root, model) == (48 if left in ("all", "no catalogue") else 0)
-    assert (root / MARKER).exists()
+    content = (root / MARKER).read_bytes()
+    for blank in (b"", bytes(len(content))):
+        (root / MARKER).write_bytes(blank)
+        assert has(root, model) == 48
+        assert (root / MARKER).read_bytes() == content
 
 
 def test_a_store_of_a_newer_version_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache.store.codecs import CODECS, make_codec, merged_codec
-from hf_tiered_cache.store.codecs.pairs import TOWARD, angle, encode, merge, retained
+from hf_tiered_cache.store.pairs import TOWARD, angle, encode, merge, retained
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_codec = pytest.mark.parametrize("codec", CODECS)

@@ -8,7 +8,6 @@ import json
 import struct
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -18,15 +17,13 @@ from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file
 from test_forged import ODD, assert_counted, forge, forge_section, open_forged, page_of, places, put_value
 
-from hf_tiered_cache.errors import ConfigError, FormatError, IntegrityError, NewerFormatError
+from hf_tiered_cache.errors import ConfigError, FormatError, IntegrityError
 from hf_tiered_cache.methods import METHODS, BudgetMethod, ContiguousKV, Exact
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.codecs import CODECS, coded_provenance, make_codec, merged_codec
-from hf_tiered_cache.store.codecs.pairs import encode
 from hf_tiered_cache.store.format import HEADER_BYTES, SegmentHeader, decode_header, segment_id
 from hf_tiered_cache.store.geometry import (
-    ALIGNMENT,
     BLOCK_ALIGNMENT,
     Geometry,
     KeyIndex,
@@ -35,6 +32,7 @@ from hf_tiered_cache.store.geometry import (
     aligned,
     block_groups,
 )
+from hf_tiered_cache.store.pairs import encode
 from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import NOT_HELD, SegmentShape, TokenTables
 
@@ -120,13 +118,13 @@ def test_meaningless_pairs_are_refused(wrong):
     with pytest.raises(ConfigError, match="pairs"):
         Geometry(16, 1, pairs=wrong)
     with pytest.raises(FormatError):
-        Geometry.from_json([16, 1, None, 0, None, 0, "raw", [list(pair) for pair in wrong]])
+        Geometry.from_json(Geometry(16, 1).to_json() | {"pairs": wrong})
 
 
 @pytest.mark.parametrize("wrong", [3, None, [3], [[0]], [[0, 1], 2], ["ab"], {"0": 1}, [[0, [1]]], "01"])
 def test_pairs_that_are_none_are_no_geometry(wrong):
     with pytest.raises(FormatError):
-        Geometry.from_json([16, 1, None, 0, None, 0, "raw", wrong])
+        Geometry.from_json(Geometry(16, 1).to_json() | {"pairs": wrong})
 
 
 def test_pairs_go_with_one_layer_a_block_and_no_index():
@@ -150,10 +148,8 @@ def test_layers_that_are_not_alike_cannot_be_merged():
 
 
 @given(cut=merging())
-def test_pairs_go_through_json_and_nothing_else_has_changed_there(cut):
-    data = json.loads(json.dumps(cut.to_json()))
-    assert Geometry.from_json(data) == cut
-    assert len(data) == (8 if cut.pairs else 4)
+def test_pairs_go_through_json(cut):
+    assert Geometry.from_json(json.loads(json.dumps(cut.to_json()))) == cut
     assert Geometry(16, 1, pairs=[[2, 4], (0, 1)]) == Geometry(16, 1, pairs=((0, 1), (2, 4)))
 
 
@@ -514,15 +510,13 @@ def test_with_a_key(tmp_path):
 # --- the file
 
 
-FORMAT_7 = {"raw": "bfb55b16b3b6e687", "int8": "65a6690a5c98a1f2"}
-"""sha256 of files of format 7, written when there were pairs first."""
+FORMAT_10 = {"raw": "192495f2bb452e84", "int8": "5f57ec4383fa474f"}
+"""sha256 of files of format 10 with pairs."""
 
 
-@pytest.mark.parametrize("codec", FORMAT_7)
-def test_files_of_format_7_are_what_they_were(tmp_path, monkeypatch, codec):
+@pytest.mark.parametrize("codec", FORMAT_10)
+def test_files_of_format_10_with_pairs_stay_what_they_are(tmp_path, codec):
     """Numbers whose merging leaves nothing to rounding: what is not parallel is on axes, and opposite at that."""
-    in_pages = partial(SegmentShape, alignment=ALIGNMENT)
-    monkeypatch.setattr("hf_tiered_cache.store.relayout.SegmentShape", in_pages)
     store, chain, cut = open_store(tmp_path), hashes(4), Geometry(16, 1, codec=codec, pairs=((0, 3), (1, 2)))
     axes = torch.eye(8)[torch.arange(64) % 8].expand(2, 64, 8)
     kv = {(layer, name): axes * (2.0 + layer) for layer in range(LAYERS) for name in ("key", "value")}
@@ -534,31 +528,14 @@ def test_files_of_format_7_are_what_they_were(tmp_path, monkeypatch, codec):
         {(0, 3): np.array([40, 50])},
     )
     page = page_of(store.path(made.id))
-    forge_time(store.path(made.id), page)
+    forge(store.path(made.id), page | {"created": 1.0})
     data = store.path(made.id).read_bytes()
-    assert struct.unpack_from("<I", data, 8) == (7,) and page["geometry"][7] == [[0, 3], [1, 2]]
+    assert page["geometry"]["pairs"] == [[0, 3], [1, 2]]
     same(
         read(store, made),
         {name: tensor * (torch.arange(64) >= [32, 20, 16, 0, 0][name[0]])[:, None] for name, tensor in kv.items()},
     )
-    assert hashlib.sha256(data).hexdigest()[:16] == FORMAT_7[codec]
-
-
-def forge_time(path, page):
-    page["created"] = 1.0
-    forge(path, page, version=7)
-
-
-def test_older_programs_leave_such_files_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(SegmentShape, "page_aligned", True)  # with small blocks all are of format 9
-    store, kv, chain = open_store(tmp_path), kv_of(64, 1), hashes(4)
-    made = joined(store, [put(store, kv, chain, 0, 4, Geometry())], Geometry(16, 1, pairs=((0, 3),)))
-    page = store.path(made.id).read_bytes()[:HEADER_BYTES]
-    plain = joined(store, [made], Geometry(16, 1), [8] * LAYERS)
-    assert struct.unpack_from("<I", store.path(plain.id).read_bytes(), 8) == (6,)
-    monkeypatch.setattr("hf_tiered_cache.store.format.FORMAT_VERSION", 6)
-    with pytest.raises(NewerFormatError, match="upgrade"):
-        decode_header(page)
+    assert hashlib.sha256(data).hexdigest()[:16] == FORMAT_10[codec]
 
 
 def test_what_is_merged_is_not_written_as_exact(tmp_path):

@@ -15,7 +15,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import METHODS
 from hf_tiered_cache.store.codecs import RAW
 from hf_tiered_cache.store.geometry import Geometry, KeyIndex
-from hf_tiered_cache.store.relayout import relayout_segment
+from hf_tiered_cache.store.relayout import join_segments
 
 geometries = st.builds(
     Geometry,
@@ -50,7 +50,7 @@ def test_any_geometry_becomes_any_other(tmp_path_factory, before, after, count):
     header, chain, block_groups = segment(hashes(count), geometry=before, model={"name": "small"}, label="a text")
     assert store.publish(header, chain, block_groups)
     old = store.reader(header.id)
-    new_header, new_hashes, blocks = relayout_segment(old, after)
+    new_header, new_hashes, blocks = join_segments([old], after)
     assert store.publish(new_header, new_hashes, blocks)
     new = store.reader(new_header.id)
     assert new.shape.geometry == after

@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import os
-import struct
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import processes
 import pytest
 import torch
 from families import build, prompt
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference import assert_same, kv_of
 from segments import LAYOUT, hashes, open_store, read_back, segment
@@ -31,8 +30,8 @@ from hf_tiered_cache.restore.fetch import FetchUnit
 from hf_tiered_cache.selection.selector import Selection
 from hf_tiered_cache.selection.selectors import TopChunks
 from hf_tiered_cache.store.format import segment_id
-from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, block_groups
-from hf_tiered_cache.store.relayout import relayout_segment
+from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import NOT_HELD, SegmentShape, TokenTables
 from hf_tiered_cache.tiers.scores import TokenImportance
 
@@ -88,14 +87,6 @@ def test_the_most_important_come_first_and_equals_as_they_were():
         TokenTables(np.array([[0, 1]], np.uint32), np.array([0, 1], np.uint32))
 
 
-@pytest.fixture
-def whole_pages(monkeypatch):
-    """Treat all blocks as whole pages: the format of a file then depends on its other contents."""
-    monkeypatch.setattr(SegmentShape, "page_aligned", True)
-
-
-@pytest.mark.usefixtures("whole_pages")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(geometries.filter(lambda g: g.index is None), geometries, st.integers(1, 7), st.integers(0, 99))
 def test_an_order_and_back_is_the_identity(tmp_path_factory, before, after, count, seed):
     groups = block_groups(LAYOUT, after)
@@ -106,21 +97,14 @@ def test_an_order_and_back_is_the_identity(tmp_path_factory, before, after, coun
     expected = tensors(plain, read_back(store, plain.id))
     last = plain
     by_layer, apart = (random_tables(groups, 16 * count, seed, each) for each in (False, True))
-    scored = replace(by_layer, importance=np.arange(16 * count, dtype=np.float32))
-    for order in (by_layer, apart, scored, replace(apart, importance=scored.importance), None):
-        new_header, new_hashes, blocks = relayout_segment(last, after, order)
+    for order in (by_layer, apart, None):
+        new_header, new_hashes, blocks = join_segments([last], after, order)
         assert store.publish(new_header, new_hashes, blocks)
         last = store.reader(new_header.id)
         assert (last.shape.tables is None) == (order is None)
         if order is not None:
             assert last.shape.tables.same(order)
-            assert np.array_equal(last.shape.tables.importance, order.importance)
             assert last.id == segment_id(header.parent, chain[-1], last.shape, header.provenance)
-        version = struct.unpack_from("<I", store.path(last.id).read_bytes(), 8)[0]
-        needs_tables = order is not None and order.as_layers(groups, LAYERS) is None
-        assert not needs_tables or order.slot_of_token is apart.slot_of_token
-        assert version == 6 if needs_tables else version < 6  # so that older programs read what they can
-        assert version == 3 if order is scored else True
         found = tensors(last, read_back(store, last.id))
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -422,7 +406,7 @@ def test_only_what_reorders_reads_and_keeps_importance(model, tmp_path):
 # --- faults
 
 
-@pytest.mark.parametrize("region", ["order", "tables", "block"])
+@pytest.mark.parametrize("region", ["tables", "block"])
 def test_damage_in_an_ordered_segment_is_a_miss(model, tmp_path, region):
     ids = prompt(200)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
@@ -442,19 +426,6 @@ def test_damage_in_an_ordered_segment_is_a_miss(model, tmp_path, region):
         assert store.stats.verification_failures + store.stats.damaged_files > 0
         whole = 0 if region != "block" else reader.shape.first_token(block_group, chunk) // 16 * 16
         assert cache.stats.tokens_restored == whole
-
-
-@pytest.mark.usefixtures("whole_pages")
-def test_a_version_that_knows_no_order_would_leave_such_a_file_alone(tmp_path):
-    store = open_store(tmp_path)
-    header, chain, blocks = segment(hashes(3))
-    store.publish(header, chain, blocks)
-    tables = random_tables(block_groups(LAYOUT, Geometry()), 48)
-    new, new_hashes, blocks = relayout_segment(store.reader(header.id), Geometry(), tables)
-    store.publish(new, new_hashes, blocks)
-    versions = {i: int.from_bytes(store.path(i).read_bytes()[8:12], "little") for i in (header.id, new.id)}
-    assert versions == {header.id: 1, new.id: 2}
-    assert store.reader(new.id).header.order.offset % ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("bug")], ids=["disk", "bug"])

@@ -26,7 +26,7 @@ from hf_tiered_cache.store.container import xxh3
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.folder import FolderBackend
 from hf_tiered_cache.store.geometry import Geometry
-from hf_tiered_cache.store.relayout import relayout_segment
+from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.sidecars import DTYPES, MAGIC, PREFIX
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
@@ -195,7 +195,7 @@ def remove(store, reader):
 
 
 def evict(store, reader):
-    store.evict(store.victims(1))
+    store.remove(name for name, _ in store.victims(1))
 
 
 def damage(store, reader):
@@ -211,7 +211,7 @@ def damage(store, reader):
 
 
 def expire(store, reader):
-    store.index.catalogue.database.run(lambda db: db.execute("UPDATE segments SET expires = 1"))
+    store.index.catalogue.run(lambda db: db.execute("UPDATE segments SET expires = 1"))
     assert maintain.gc(store).expired == 1
 
 
@@ -705,7 +705,7 @@ def test_the_same_forgeries_under_a_checksum_are_misses_too(tmp_path):
 def test_laid_out_anew_a_segment_has_nothing_beside_it(store):
     reader = publish(store)
     assert store.sidecars.keep(reader, "index", ARRAYS, FACTS)
-    header, chain, blocks = relayout_segment(reader, Geometry(8, 1))
+    header, chain, blocks = join_segments([reader], Geometry(8, 1))
     assert store.publish(header, chain, blocks)
     store.remove([reader.id])
     assert store.sidecars.sizes() == {}

@@ -19,7 +19,7 @@ from segments import hashes, open_store, read_back, segment, written_at_once
 from threads import run_in_threads
 
 from hf_tiered_cache.errors import IntegrityError, NotOursError, StoreBusyError, StoreError
-from hf_tiered_cache.store import folder, maintain, root
+from hf_tiered_cache.store import folder, maintain
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 from hf_tiered_cache.store.kinds import PAGE_BYTES, SCHEMA_MARK
 from hf_tiered_cache.store.root import StoreRoot
@@ -157,10 +157,10 @@ def test_a_damaged_catalogue_is_rebuilt(tmp_path, damage):
 def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
-    store.index.catalogue.database.run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+    store.index.catalogue.run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
     with open(tmp_path / "catalogue.sqlite", "r+b") as file:
         file.write(b"\xff" * 16384)
-    store.index.catalogue.database.run(lambda db: db.execute("PRAGMA shrink_memory"))
+    store.index.catalogue.run(lambda db: db.execute("PRAGMA shrink_memory"))
     found = store.find(hashes(4)[:1]) or store.find(hashes(4)[:1])
     assert [row.id for row in found] == [header.id]
     assert store.counters.snapshot().catalogue_errors >= 1
@@ -233,9 +233,9 @@ def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
 
     def steps():
         counted = []
-        catalogue.database.run(lambda db: db.set_progress_handler(lambda: counted.append(1), 1))
+        catalogue.run(lambda db: db.set_progress_handler(lambda: counted.append(1), 1))
         catalogue.models(), catalogue.keys("a"), catalogue.provenances("a")
-        catalogue.database.run(lambda db: db.set_progress_handler(None, 1))
+        catalogue.run(lambda db: db.set_progress_handler(None, 1))
         return len(counted)
 
     few = steps()
@@ -595,7 +595,7 @@ def test_a_child_is_evicted_before_its_parent(tmp_path):
     parent = publish(store, seed="parent", position=0)
     header, chain, blocks = segment(hashes(4, "child"), position=64)
     store.publish(header, chain, blocks, ancestors=[parent.id])
-    store.evict(store.victims(1))
+    store.remove(name for name, _ in store.victims(1))
     assert store.index.catalogue.ids() == {parent.id}
 
 
@@ -604,7 +604,7 @@ def test_expired_segments_make_room_before_others(tmp_path):
     store = open_store(tmp_path / "store", quota=100 * size)
     live = publish(store, seed="live")
     publish(store, seed="expired", expires=time.time() - 1)
-    store.evict(store.victims(1))
+    store.remove(name for name, _ in store.victims(1))
     assert store.index.catalogue.ids() == {live.id}
 
 
@@ -828,12 +828,13 @@ def test_what_could_not_be_made_durable_is_tried_again(tmp_path, monkeypatch):
     publish(store, seed="b")
     synced, broken = [], [True]
 
-    def fsync(fd, data_only=False):
+    def fsync(fd):
         if broken and len(synced) == 1:
             raise OSError(errno.EIO, "input/output error")
         synced.append(fd)
 
-    monkeypatch.setattr(root, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fdatasync", fsync)
     with pytest.raises(StoreError, match="cannot be synchronized"):
         store.sync()
     broken.clear()

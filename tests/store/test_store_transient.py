@@ -200,7 +200,7 @@ def test_stores_of_one_folder_share_a_connection_that_the_last_one_closes(tmp_pa
     (tmp_path / "link").symlink_to(tmp_path / "store")
     (tmp_path / "store").mkdir()
     stores = [open_store(tmp_path / "store"), open_store(tmp_path / "link"), open_store(tmp_path / "store")]
-    assert len({id(store.index.catalogue._database) for store in stores}) == 1
+    assert len({id(store.index.catalogue) for store in stores}) == 1
     held = [path for path in process._process().databases if str(tmp_path) in str(path)]
     assert len(held) == 1
     for store in stores[:2]:
@@ -469,7 +469,7 @@ def test_what_a_clock_that_was_ahead_has_stored_expires_in_time_and_can_be_store
     assert now + 90 < store.find(hashes(4, "future"))[0].expires < now + 130
     row = store.find(hashes(4, "future"))[0]
     assert row.created <= time.time() >= row.used
-    store.index.catalogue.database.run(lambda db: db.execute("UPDATE segments SET expires = 1"))
+    store.index.catalogue.run(lambda db: db.execute("UPDATE segments SET expires = 1"))
     publish(store, seed="future", expires=now + 1000)
     assert store.find(hashes(4, "future"))[0].expires == now + 1000
     for i in range(20):

@@ -29,7 +29,7 @@ from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.format import HEADER_BYTES, decode_header
 from hf_tiered_cache.store.geometry import Geometry, aligned, block_groups
-from hf_tiered_cache.store.relayout import relayout_segment
+from hf_tiered_cache.store.relayout import join_segments
 from hf_tiered_cache.store.shape import IN_ORDER, NOT_HELD, SegmentShape, TokenTables
 
 
@@ -79,7 +79,7 @@ def test_what_is_held_is_read_and_nothing_else_is_stored(tmp_path_factory, befor
     expected = tensors(whole, read_back(store, header.id))
     groups = block_groups(LAYOUT, after)
     held = drawn(groups, 16 * count, seed)
-    new_header, new_chain, new_blocks = relayout_segment(whole, after, tables_of(held, 16 * count))
+    new_header, new_chain, new_blocks = join_segments([whole], after, tables_of(held, 16 * count))
     assert store.publish(new_header, new_chain, new_blocks)
     reader = store.reader(new_header.id)
     shape = reader.shape
@@ -104,7 +104,7 @@ def test_what_is_held_is_read_and_nothing_else_is_stored(tmp_path_factory, befor
             assert torch.equal(found[:, one], right[:, one]) and not found[:, missing].any()
     if not shape.held.all():  # an index can be made again
         with pytest.raises(ValueError, match="part of its tokens"):
-            relayout_segment(reader, before)
+            join_segments([reader], before)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def in_part(tmp_path_factory):
     header, chain, blocks = segment(hashes(4), geometry=Geometry(16, 1))
     assert store.publish(header, chain, blocks)
     held = [np.arange(64), np.arange(63, -1, -1), np.arange(16, 64), None, np.arange(0)]
-    made = relayout_segment(store.reader(header.id), Geometry(16, 1), tables_of(held, 64))
+    made = join_segments([store.reader(header.id)], Geometry(16, 1), tables_of(held, 64))
     assert store.publish(*made)
     store.remove([header.id])
     whole = store.path(made[0].id).read_bytes()
@@ -163,29 +163,6 @@ def test_tables_that_say_something_else_are_refused_or_are_tables(in_part, numbe
         assert len(set(shape.tokens_by_slot(group).tolist())) == shape.tokens_in(group)
 
 
-def test_orders_of_older_programs_are_read_whatever_they_say_of_layers_that_nobody_asks(tmp_path):
-    """They wrote a row for every layer; a block group goes by its first layer's."""
-    store = open_store(tmp_path)
-    header, chain, blocks = segment(hashes(4), geometry=Geometry(16, 3))
-    groups = block_groups(LAYOUT, Geometry(16, 3))
-    assert store.publish(header, chain, blocks)
-    order = TokenTables.by_importance(np.random.default_rng(0).random((5, 1, 64)), groups)
-    made = relayout_segment(store.reader(header.id), Geometry(16, 3), order)
-    assert store.publish(*made)
-    path, found = store.path(made[0].id), read_file(store.path(made[0].id)).header
-    expected = tensors(store.reader(made[0].id), read_back(store, made[0].id))
-    data = bytearray(path.read_bytes())
-    rows = np.frombuffer(data, "<u4", 5 * 64, found.order.offset).reshape(5, 64)
-    rows[[1, 2, 4]] = np.random.default_rng(1).permuted(rows[[1, 2, 4]], axis=1)
-    forge_section(path, "order", data)
-    store.close()
-    again = open_store(tmp_path)
-    reader = again.reader(made[0].id)
-    assert reader.shape.tables.same(order)
-    read = tensors(reader, read_back(again, reader.id))
-    assert all(torch.equal(read[name], expected[name]) for name in expected)
-
-
 # --- look-ups
 
 
@@ -216,7 +193,7 @@ def test_of_two_the_whole_one_is_restored(model, tmp_path):
         disk = store._storage.disk
         reader = disk.reader(row.id)
         lacking = tables_of([np.arange(16, 192) for _ in reader.shape.block_groups], 192)
-        assert disk.publish(*relayout_segment(reader, reader.shape.geometry, lacking))
+        assert disk.publish(*join_segments([reader], reader.shape.geometry, lacking))
         assert len(store.segments()) == 2
         found, cache = ask(model, store, question(ids), None)
         assert_same(found, expected)

@@ -103,7 +103,7 @@ def test_memory_forgets_what_the_disk_forgets(model, tmp_path, how):
             store.flush()
             store.remove([row.id for row in store.segments()])  # what was stored anew
         elif how == "quota":
-            store._storage.disk.evict([(gone, 1)])
+            store._storage.disk.remove([gone], "evicted_segments")
         elif how == "relayout":
             store.relayout(ContiguousKV(0.5), progress=False)
         else:

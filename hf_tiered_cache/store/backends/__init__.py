@@ -32,8 +32,7 @@ def _in_module(module: str, name: str, needs: str) -> Opener:
         try:
             opener: Opener = getattr(import_module(f".{module}", __name__), name)
         except ImportError as error:
-            scheme = scheme_of(address)
-            raise ConfigError(f"{scheme}:// requires {needs} ({error})") from error
+            raise ConfigError(f"{scheme_of(address)}:// requires {needs} ({error})") from error
         return opener(address)
 
     return open_place
@@ -41,18 +40,17 @@ def _in_module(module: str, name: str, needs: str) -> Opener:
 
 _OBJECT_STORE = _in_module("object_store", "ObjectStoreBackend", "obstore; pip install 'hf-tiered-cache[remote]'")
 _REDIS = _in_module("redis", "RedisBackend", "redis; pip install 'hf-tiered-cache[redis]'")
-_MOONCAKE = (
-    "mooncake-transfer-engine; pip install 'hf-tiered-cache[mooncake]', or mooncake-transfer-engine-non-cuda on "
-    "machines without CUDA"
-)
 _BUILT_IN = {
     **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _OBJECT_STORE),
-    **dict.fromkeys(
-        ("redis", "rediss"), _in_module("redis", "RedisBackend", "redis; pip install 'hf-tiered-cache[redis]'")
-    ),
+    **dict.fromkeys(("redis", "rediss"), _REDIS),
     "hf": _in_module("hub", "HubBackend", "huggingface_hub; pip install huggingface_hub"),
     "sqlite": _in_module("sqlite", "SQLiteBackend", "a Python with sqlite3"),
-    "mooncake": _in_module("mooncake", "MooncakeBackend", _MOONCAKE),
+    "mooncake": _in_module(
+        "mooncake",
+        "MooncakeBackend",
+        "mooncake-transfer-engine; pip install 'hf-tiered-cache[mooncake]', or mooncake-transfer-engine-non-cuda on "
+        "machines without CUDA",
+    ),
 }
 BACKENDS: Registry[Opener] = Registry(
     "backend", "hf_tiered_cache.backends", _BUILT_IN, lambda name, part: "" if callable(part) else "it cannot be called"

@@ -43,7 +43,6 @@ class RedisBackend(ValueBackend):
         parts = urlsplit(address)
         database, _, prefix = parts.path.strip("/").partition("/")
         place = without_secrets(address).rstrip("/")
-        self.faults = redis.exceptions
         environment = {"username": os.environ.get("REDIS_USERNAME"), "password": os.environ.get("REDIS_PASSWORD")}
         try:
             self.client: Any = redis.Redis.from_url(
@@ -99,13 +98,13 @@ class RedisBackend(ValueBackend):
         """Raise the exceptions of the client as OSErrors."""
         try:
             yield
-        except self.faults.RedisError as error:
+        except redis.exceptions.RedisError as error:
             number = errno.EIO
-            if isinstance(error, self.faults.TimeoutError):
+            if isinstance(error, redis.exceptions.TimeoutError):
                 number = errno.ETIMEDOUT
-            elif isinstance(error, self.faults.OutOfMemoryError):
+            elif isinstance(error, redis.exceptions.OutOfMemoryError):
                 number = errno.ENOSPC
-            elif isinstance(error, self.faults.AuthenticationError | self.faults.NoPermissionError):
+            elif isinstance(error, redis.exceptions.AuthenticationError | redis.exceptions.NoPermissionError):
                 number = errno.EACCES
             raise OSError(number, type(error).__name__, self.place) from None
 

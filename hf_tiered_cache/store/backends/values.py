@@ -60,7 +60,6 @@ class ValueBackend(ObjectBackend):
     Args:
         place: Address for messages, without a password.
         prefix: Beginning of all keys.
-        threads: Number of reads in flight.
     """
 
     first_bytes: ClassVar[int] = 4 << 20
@@ -68,9 +67,9 @@ class ValueBackend(ObjectBackend):
     part_bytes: ClassVar[int] = 4 << 20
     """Bytes of the other parts."""
 
-    def __init__(self, place: str, prefix: str, threads: int = 8) -> None:
+    def __init__(self, place: str, prefix: str) -> None:
         self.keys = f"{prefix or PREFIX}:"
-        super().__init__(place, threads)
+        super().__init__(place)
 
     # --- the values
 

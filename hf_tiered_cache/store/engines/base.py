@@ -85,7 +85,7 @@ class Call:
     nbytes: int = 0
 
 
-def coalesce(ops: Sequence[ReadOp], read_through: int = READ_THROUGH_BYTES) -> list[Call]:
+def coalesce(ops: Sequence[ReadOp]) -> list[Call]:
     """Sort a batch by file and offset, merge adjacent reads, read through small gaps, and split large reads."""
     calls: list[Call] = []
     order = sorted(ops, key=lambda op: (id(op.file), op.offset))
@@ -96,7 +96,7 @@ def coalesce(ops: Sequence[ReadOp], read_through: int = READ_THROUGH_BYTES) -> l
             offset = op.offset + start
             gap = offset - (call.offset + call.nbytes) if call is not None and call.file is op.file else -1
             room = MAX_CALL_BYTES - call.nbytes - gap if call is not None else 0
-            fits = 0 <= gap <= read_through and room > 0
+            fits = 0 <= gap <= READ_THROUGH_BYTES and room > 0
             if call is None or not fits or len(call.pieces) + 2 > MAX_IOVECS:
                 call = Call(op.file, offset)
                 calls.append(call)

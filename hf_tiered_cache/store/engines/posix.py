@@ -1,8 +1,8 @@
 """Engines with threads and preadv: one that bypasses the page cache, and one that reads through it.
 
-They work on every platform that has `os.preadv`. Eight persistent threads reach the throughput of io_uring at depth 32
-on a virtio disk. One future per thread, instead of one per read, reduces the work of the interpreter. Through the page
-cache, all processes of a machine share one copy of frequently read data.
+Eight persistent threads reach the throughput of io_uring at depth 32 on a virtio disk. One future per thread, instead
+of one per read, reduces the work of the interpreter. Through the page cache, all processes of a machine share one copy
+of frequently read data.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from typing import cast
 
 import torch
 
-from ...errors import EngineUnavailableError
 from ..geometry import ALIGNMENT, BLOCK_ALIGNMENT, aligned
 from ..tree import open_file
 from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce, in_threads
 
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
 """Errors that mean that direct I/O is impossible. A file system without it reports them on opening, or only on reading.
 Disks cannot write to some memory that a driver has mapped."""
@@ -34,9 +32,9 @@ class PosixFile(EngineFile):
     def __init__(self, path: str, direct: bool) -> None:
         self.path = path
         self.direct = self.whole_pages = False
-        if direct and _O_DIRECT:
+        if direct:
             try:
-                self._file = open_file(path, os.O_RDONLY | _O_DIRECT)
+                self._file = open_file(path, os.O_RDONLY | os.O_DIRECT)
                 self.direct = True
             except OSError as error:
                 if error.errno not in _NOT_DIRECT:
@@ -47,7 +45,7 @@ class PosixFile(EngineFile):
 
     def read_through_page_cache(self) -> None:
         """Switch to buffered reads. The file is not reopened, since its name may belong to another file by now."""
-        fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self.direct = False
 
     def __del__(self) -> None:
@@ -66,8 +64,6 @@ class PosixEngine(Engine):
     """
 
     def __init__(self, threads: int = 8, direct: bool = True) -> None:
-        if not hasattr(os, "preadv"):
-            raise EngineUnavailableError("the posix engine requires os.preadv, which this platform lacks")
         self.name = "posix" if direct else "page_cache"
         self.threads, self.direct = threads, direct
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-read")

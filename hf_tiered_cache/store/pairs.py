@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .base import Codec, Field, checked_decode, checked_encode
+from .codecs import Codec, checked_decode, checked_encode
 
 TOWARD = 0.6
 """Interpolation weight of the second, deeper layer's direction (MiniCache, Section 4)."""
@@ -19,26 +19,6 @@ _PARALLEL = 1e-3
 """Sine of the angle below which interpolation is linear. It differs from spherical interpolation by at most 1e-6."""
 
 _KeysValues = tuple[torch.Tensor, torch.Tensor]
-
-
-class Direction:
-    """Codec of merged vectors in uncompressed segments: the direction in the tensor's dtype, and a float32 factor.
-
-    8-bit codecs do not need it: their scale serves as the factor.
-    """
-
-    name = "direction"
-    lossless = False
-
-    def fields(self, dtype: torch.dtype, dim: int) -> tuple[Field, ...]:
-        return Field(dtype, dim), Field(torch.float32, 1)
-
-    def encode(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensor, torch.ones(*tensor.shape[:-1], 1, device=tensor.device)
-
-    def decode(self, fields: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-        direction, factor = fields
-        return (direction.float() * factor).to(dtype)
 
 
 def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
