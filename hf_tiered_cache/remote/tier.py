@@ -333,6 +333,8 @@ class RemoteTier:
         with self._lock:
             stats = replace(self._stats, misses=dict(self._stats.misses))
         stats.queued_writes = self._writes.queued
+        stats.hedged_reads = sum(reads.hedged for reads in self.remote.hedges)
+        stats.won_hedges = sum(reads.won for reads in self.remote.hedges)
         return stats
 
     def _count(self, **amounts: float) -> None:

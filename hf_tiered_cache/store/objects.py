@@ -26,6 +26,7 @@ from .backend import HeadLength, SegmentBackend
 from .engines import EngineFile, ReadOp, ReadReport
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
+from .hedged import HedgedReads
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .records import Room
 from .root import StoreRoot
@@ -51,6 +52,9 @@ class ObjectBackend(ABC, SegmentBackend):
         place: address of the place, for messages.
         threads: number of reads in flight.
     """
+
+    hedges: Sequence[HedgedReads] = ()
+    """Reads of each kind that are requested twice if they take long; none if the client does not allow that."""
 
     def __init__(self, place: str, threads: int = 8) -> None:
         self.place, self.reads_with = place, f"{type(self).__name__} ({threads} threads)"

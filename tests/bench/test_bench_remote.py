@@ -99,3 +99,16 @@ def test_remote_segments(tmp_path, monkeypatch):
     assert all(min(result[name]) > 0 for name in remote_segments.MEASURES)
     assert "file, 70 segments" in (tmp_path / "remote-segments-cpu.md").read_text()
     assert (tmp_path / "remote-segments-cpu.png").exists()
+
+
+def test_hedged_reads(tmp_path, monkeypatch):
+    pytest.importorskip("obstore")
+    import hedged_reads
+
+    monkeypatch.setattr(hedged_reads, "USUAL_SECONDS", 0.0)
+    monkeypatch.setattr(hedged_reads, "LONG_SECONDS", 0.03)
+    monkeypatch.setattr(sys, "argv", ["hedged_reads.py", "--repeats", "3", "--out", str(tmp_path)])
+    hedged_reads.main()
+    results = json.loads((tmp_path / "hedged-reads-cpu.json").read_text())["results"]
+    assert sum(results["with"]["second requests"]) > 0 == sum(results["without"]["second requests"])
+    assert "look-up, without second requests" in (tmp_path / "hedged-reads-cpu.md").read_text()
