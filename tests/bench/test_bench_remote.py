@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ import processes
 import pytest
 import torch
 from memory_backend import MemoryBackend
+
+from hf_tiered_cache import KVStore
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
@@ -97,6 +100,10 @@ def test_remote_segments(tmp_path, monkeypatch):
     assert result["gc_memory"] >= 0
     assert len(result["hit"]) == len(result["miss"]) == 50
     assert all(min(result[name]) > 0 for name in remote_segments.MEASURES)
+    with closing(MemoryBackend()) as remote:
+        remote_segments.fill(remote, range(9))
+        with KVStore(backend=remote) as store:
+            assert store.verify().ok and len(store.segments()) == 9
     assert "file, 70 segments" in (tmp_path / "remote-segments-cpu.md").read_text()
     assert (tmp_path / "remote-segments-cpu.png").exists()
 
