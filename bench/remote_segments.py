@@ -90,7 +90,8 @@ def objects(number: int) -> Iterator[tuple[str, bytes]]:
     ]
     digests = np.concatenate([block_digests(group) for group in blocks])
     head = encode_head(header, [prefix_hash], digests, Checksums())
-    yield f"segments/{name}{SEGMENT_SUFFIX}", b"".join([head, *(group.numpy().tobytes() for group in blocks)])
+    content = b"".join([head, *(group.numpy().tobytes() for group in blocks)]).ljust(header.file_bytes, b"\0")
+    yield f"segments/{name}{SEGMENT_SUFFIX}", content
     yield f"prefixes/{prefix_hash.hex()}", encode_entry(head)
 
 

@@ -125,6 +125,10 @@ class RemoteStats:
     """Seconds in which they were fetched, added up."""
     waiting_seconds: float = 0.0
     """Seconds that prompts waited for the remote."""
+    hedged_reads: int = 0
+    """Number of requests that took unusually long and were sent a second time."""
+    won_hedges: int = 0
+    """Number of these for which the second request was answered first."""
     segments_written: int = 0
     """Number of segments that were sent."""
     bytes_written: int = 0

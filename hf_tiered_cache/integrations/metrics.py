@@ -1,22 +1,22 @@
-"""Metrics of a store and of the requests that use it, for Prometheus.
+"""Figures of a store and of the requests that use it, as metrics, and their export to OpenTelemetry.
 
-`MetricsOf(store, requests)` is a collector of prometheus-client. `hf-tiered-cache serve` answers `/metrics` with it.
+`prometheus` serves the same metrics for Prometheus. They are named after the figures of docs/statistics.md.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import islice
-from typing import Any
-
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-from starlette.responses import Response
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kvstore import KVStore
 from ..stats import RemoteStats, RequestStats, StatsCollector, StoreStats, TierUse
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 _CURRENT: dict[type, frozenset[str]] = {
     StoreStats: frozenset(
@@ -29,63 +29,91 @@ _CURRENT: dict[type, frozenset[str]] = {
 """Figures that can fall (gauges), by their class. All others only grow (counters)."""
 
 _MOST_REASONS = 100
-"""Maximum number of reasons that are reported as labels: Prometheus keeps a series for each."""
+"""Maximum number of reasons that are reported as labels: a series is kept for each."""
 
 _LABELS = {"tiers": "tier", "reasons": "reason", "misses": "reason"}
 """Name of the label for figures by name."""
 
+_SNAPSHOT_SECONDS = 1.0
+"""Seconds for which OpenTelemetry gets the same figures: each metric asks for itself."""
 
-class MetricsOf(Collector):
-    """Collector of the figures of a store, and of the sums over its requests.
 
-    Metrics are named after the figures of docs/statistics.md: `hf_tiered_cache_store_segments`,
-    `hf_tiered_cache_requests_tokens_restored_total`, `hf_tiered_cache_requests_tier_bytes_total{tier="host"}`.
+class Metric(NamedTuple):
+    """A figure, or figures of the same kind with a label."""
+
+    path: tuple[str, ...]
+    """Parts of the name."""
+    text: str
+    is_gauge: bool
+    """True if it can fall; otherwise it is a counter."""
+    label: str
+    """Name of the label, or an empty string."""
+    values: Mapping[str, float]
+    """Values by label; a single one has an empty label."""
+
+
+def metrics_of(store: KVStore, requests: StatsCollector) -> Iterator[Metric]:
+    """Yield a metric for each figure of a store, and for the sums over its requests."""
+    yield from _metrics(("hf_tiered_cache", "store"), store.stats)
+    yield from _metrics(("hf_tiered_cache", "requests"), requests.stats)
+
+
+def export_to_opentelemetry(store: KVStore, requests: StatsCollector, meter: Meter | None = None) -> None:
+    """Report all metrics to OpenTelemetry, as observable counters and gauges such as `hf_tiered_cache.store.segments`.
+
+    Args:
+        store: The store.
+        requests: Sums over its requests.
+        meter: Meter of the instruments; by default that of the global provider, which the program or
+            `opentelemetry-instrument` sets.
+
+    Raises:
+        ImportError: opentelemetry-api is not installed.
     """
+    from opentelemetry.metrics import Observation, get_meter
 
-    def __init__(self, store: KVStore, requests: StatsCollector) -> None:
-        self._store, self._requests = store, requests
+    snapshot: dict[tuple[str, ...], Metric] = {}
+    expires = 0.0
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield a metric for each figure."""
-        yield from _metrics("hf_tiered_cache_store", self._store.stats)
-        yield from _metrics("hf_tiered_cache_requests", self._requests.stats)
+    def observe(path: tuple[str, ...], _: CallbackOptions) -> Iterator[Observation]:
+        nonlocal snapshot, expires
+        if (now := time.monotonic()) >= expires:
+            snapshot, expires = {m.path: m for m in metrics_of(store, requests)}, now + _SNAPSHOT_SECONDS
+        if (metric := snapshot.get(path)) is not None:
+            for name, value in metric.values.items():
+                yield Observation(value, {metric.label: name} if metric.label else None)
 
-    def answer(self) -> Response:
-        """Return an HTTP response with all metrics, in the text format of Prometheus."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    meter = meter or get_meter("hf_tiered_cache")
+    for metric in metrics_of(store, requests):
+        create = meter.create_observable_gauge if metric.is_gauge else meter.create_observable_counter
+        create(".".join(metric.path), [partial(observe, metric.path)], description=metric.text)
 
 
-def _metrics(prefix: str, figures: Any) -> Iterator[Metric]:
+def _metrics(path: tuple[str, ...], figures: Any) -> Iterator[Metric]:
     """Yield the metrics of a dataclass with figures."""
     for field in fields(figures):
-        value, name = getattr(figures, field.name), f"{prefix}_{field.name}"
+        value, name = getattr(figures, field.name), (*path, field.name)
         if isinstance(value, int | float):
             yield _metric(figures, field.name, name, {"": value})
         elif is_dataclass(value):
-            yield from _metrics(prefix if field.name == "details" else name, value)
+            yield from _metrics(path if field.name == "details" else name, value)
         elif isinstance(value, Mapping) and field.name == "tiers":
-            yield from _by_tier(prefix, value)
+            yield from _by_tier(path, value)
         elif isinstance(value, Mapping) and field.name in _LABELS:
             counts = dict(islice(sorted(value.items()), _MOST_REASONS))
             yield _metric(figures, field.name, name, counts, _LABELS[field.name])
 
 
-def _by_tier(prefix: str, tiers: Mapping[str, Any]) -> Iterator[Metric]:
+def _by_tier(path: tuple[str, ...], tiers: Mapping[str, Any]) -> Iterator[Metric]:
     """Yield the metrics of each tier's figures, with the tier as label. A budget without a limit is left out."""
     for field in fields(next(iter(tiers.values()))):
         values = {tier: getattr(figures, field.name) for tier, figures in tiers.items()}
         known = {tier: value for tier, value in values.items() if value is not None}
         if known and all(isinstance(value, int | float) for value in known.values()):
-            yield _metric(next(iter(tiers.values())), field.name, f"{prefix}_tier_{field.name}", known, "tier")
+            yield _metric(next(iter(tiers.values())), field.name, (*path, "tier", field.name), known, "tier")
 
 
-def _metric(figures: Any, figure: str, name: str, values: Mapping[str, float], label: str = "") -> Metric:
-    """Return one metric with its values by label, or a single value."""
-    kind = GaugeMetricFamily if figure in _CURRENT.get(type(figures), ()) else CounterMetricFamily
+def _metric(figures: Any, figure: str, path: tuple[str, ...], values: Mapping[str, float], label: str = "") -> Metric:
+    """Return the metric of a figure with its values."""
     text = f"{figure.replace('_', ' ')} (see {type(figures).__name__})"
-    metric = kind(name, text, labels=[label] if label else [])
-    for label_value, value in values.items():
-        metric.add_metric([label_value] if label else [], value)
-    return metric
+    return Metric(path, text, figure in _CURRENT.get(type(figures), ()), label, values)

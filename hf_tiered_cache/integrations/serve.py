@@ -36,6 +36,7 @@ from ..methods import Method
 from ..stats import RequestStats, StatsCollector
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
+from .metrics import export_to_opentelemetry
 from .serve_requests import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
@@ -49,7 +50,7 @@ from .serve_requests import (
 )
 
 if TYPE_CHECKING:
-    from .metrics import MetricsOf
+    from .prometheus import MetricsOf
 
 try:
     from transformers.cli.serving.systemone import SystemOneHandler
@@ -345,11 +346,13 @@ def _counted(total: StatsCollector, make: Callable[[PreTrainedModel], Counted], 
 
 
 def _metrics_of(store: KVStore, requests: StatsCollector) -> MetricsOf | None:
-    """Return the metrics for `/metrics`, or None without the package for it."""
+    """Return the metrics for `/metrics`, or None without the package for it. OpenTelemetry gets the same."""
+    with suppress(ImportError):
+        export_to_opentelemetry(store, requests)
     if find_spec("prometheus_client") is None:
         logger.info("/metrics is not served; install prometheus-client")
         return None
-    from .metrics import MetricsOf
+    from .prometheus import MetricsOf
 
     return MetricsOf(store, requests)
 

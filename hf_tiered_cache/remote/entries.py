@@ -78,33 +78,9 @@ def entry_names(chain: bytes) -> list[str]:
     return [chain[(number - 1) * HASH_BYTES : number * HASH_BYTES].hex() for number in sorted(counts)]
 
 
-def decode_entry(name: str, content: bytes) -> Entry | None:
-    """Decode the entry of a prefix hash. Returns None if it is damaged, or not of this library or version."""
-    with suppress(FormatError):
-        header, num_hashes = decode_header(content[:HEADER_BYTES])
-        chain = content[HEADER_BYTES:][: min(num_hashes, _MOST_HASHES) * HASH_BYTES]
-        chain = chain[: len(chain) // HASH_BYTES * HASH_BYTES]
-        if bytes.fromhex(name) in hashes_of(chain) and is_found_by_prefix(header.provenance):
-            return Entry(SegmentRow.of(header, chain, header.file_bytes), num_hashes)
-    return None
-
-
-def is_newer(content: bytes) -> bool:
-    """Return whether a newer version of this library wrote an entry, so that it is left alone."""
-    try:
-        decode_header(content[:HEADER_BYTES])
-    except NotOursError:
-        return True
-    except FormatError:
-        pass
-    return False
-
-
 def find_entries(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry]:
     """Return the entries of prefix hashes that exist and have not expired. Raises OSError."""
-    paths = {_path(name): name for name in names}
-    contents = remote.get_beginnings(list(paths), ENTRY_BYTES)
-    entries = {paths[path]: decode_entry(paths[path], content) for path, content in contents.items()}
+    entries = _read(remote, names)
     return {name: entry for name, entry in entries.items() if entry is not None and not entry.row.is_expired}
 
 
@@ -119,17 +95,14 @@ def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes
     Raises:
         OSError: It cannot be read or deleted.
     """
-    content = remote.get_beginnings([_path(name)], ENTRY_BYTES).get(_path(name))
-    if content is None:
-        return ""
-    entry = decode_entry(name, content)
-    is_named = not is_newer(content) if entry is None else entry.row.id == segment_id
-    if entry is not None and chain is not None:
-        is_named |= entry.num_hashes * HASH_BYTES == len(chain) and chain.startswith(entry.row.chain)
-    if not is_named:
-        return ""
-    remote.records.delete(ENTRY, name)
-    return segment_id if entry is None else entry.row.id
+    for entry in _read(remote, [name]).values():
+        is_named = entry is None or entry.row.id == segment_id
+        if entry is not None and chain is not None:
+            is_named |= entry.num_hashes * HASH_BYTES == len(chain) and chain.startswith(entry.row.chain)
+        if is_named:
+            remote.records.delete(ENTRY, name)
+            return segment_id if entry is None else entry.row.id
+    return ""
 
 
 def sweep_entries(remote: ObjectBackend, dry_run: bool = False) -> list[str]:
@@ -138,22 +111,40 @@ def sweep_entries(remote: ObjectBackend, dry_run: bool = False) -> list[str]:
     ids = set(remote.names())  # listed last: a segment is stored before its entries
     dangling = []
     for start in range(0, len(names), _SWEPT):
-        swept = names[start : start + _SWEPT]
-        contents = remote.get_beginnings([_path(name) for name in swept], ENTRY_BYTES)
-        for name in swept:
-            content = contents.get(_path(name))
-            if content is None or is_newer(content):
-                continue
-            entry = decode_entry(name, content)
-            if entry is None or entry.row.id not in ids:
-                dangling.append(name)
-                if not dry_run:
-                    remote.records.delete(ENTRY, name)
+        entries = _read(remote, names[start : start + _SWEPT])
+        swept = [name for name, entry in entries.items() if entry is None or entry.row.id not in ids]
+        for name in () if dry_run else swept:
+            remote.records.delete(ENTRY, name)
+        dangling += swept
     return dangling
 
 
-def _path(name: str) -> str:
-    return f"{ENTRY.folder}/{name}"
+def _read(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry | None]:
+    """Return the entries of prefix hashes that exist, None for a damaged one. Raises OSError.
+
+    Those that a newer version of this library wrote are left out, and so left alone.
+    """
+    paths = {f"{ENTRY.folder}/{name}": name for name in names}
+    contents = remote.get_beginnings(list(paths), ENTRY_BYTES)
+    entries: dict[str, Entry | None] = {}
+    for path, content in contents.items():
+        with suppress(NotOursError):
+            entries[paths[path]] = _decode(paths[path], content)
+    return entries
+
+
+def _decode(name: str, content: bytes) -> Entry | None:
+    try:
+        header, num_hashes = decode_header(content[:HEADER_BYTES])
+    except NotOursError:
+        raise
+    except FormatError:
+        return None
+    chain = content[HEADER_BYTES:][: min(num_hashes, _MOST_HASHES) * HASH_BYTES]
+    chain = chain[: len(chain) // HASH_BYTES * HASH_BYTES]
+    if bytes.fromhex(name) in hashes_of(chain) and is_found_by_prefix(header.provenance):
+        return Entry(SegmentRow.of(header, chain, header.file_bytes), num_hashes)
+    return None
 
 
 _MOST_SHARE = 0.75

@@ -228,18 +228,17 @@ class RemoteTier:
         Returns:
             The reason if it is not stored here now, or an empty string.
         """
-        reason, attempts = "", 2  # it may be replaced during the first
-        while attempts:
-            attempts -= 1
+        for is_last in (False, True):  # it may be replaced during the first attempt
             try:
-                is_stored = self._publish(segment_id, row, num_hashes)
-                reason, attempts = "" if is_stored else "there is no room for it, or it cannot be written", 0
+                if self._publish(segment_id, row, num_hashes):
+                    return ""
+                reason = "there is no room for it, or it cannot be written"
+                break
             except (FormatError, IntegrityError, OSError) as error:
                 reason = str(error)
-                if not attempts:
+                if is_last:
                     self._judge(segment_id, row, error)
-        if reason:
-            self._hide(segment_id)
+        self._hide(segment_id)
         return reason
 
     def _hide(self, segment_id: str) -> None:
@@ -333,6 +332,8 @@ class RemoteTier:
         with self._lock:
             stats = replace(self._stats, misses=dict(self._stats.misses))
         stats.queued_writes = self._writes.queued
+        stats.hedged_reads = sum(reads.hedged for reads in self.remote.hedges)
+        stats.won_hedges = sum(reads.won for reads in self.remote.hedges)
         return stats
 
     def _count(self, **amounts: float) -> None:

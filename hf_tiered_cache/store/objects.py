@@ -26,6 +26,7 @@ from .backend import HeadLength, SegmentBackend
 from .engines import EngineFile, ReadOp, ReadReport
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
+from .hedged import HedgedReads
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .root import StoreRoot
 from .threads import DaemonPool
@@ -37,6 +38,8 @@ _CLOSE_SECONDS = 5.0
 """Seconds to wait for pending reads at the end: a server that does not answer keeps no process alive."""
 _ATTEMPTS = 100
 """Maximum number of attempts to read an object that is replaced between two reads each time."""
+_HEAD_BYTES = 64 << 10
+"""Bytes of a segment that are read first: for most segments, all before the blocks, in one request."""
 _T = TypeVar("_T")
 _RECORD_FOLDERS = ("", "conversations", "documents")
 
@@ -50,6 +53,9 @@ class ObjectBackend(ABC, SegmentBackend):
         place: address of the place, for messages.
         threads: number of reads in flight.
     """
+
+    hedges: Sequence[HedgedReads] = ()
+    """Reads of each kind that are requested twice if they take long; none if the client does not allow that."""
 
     def __init__(self, place: str, threads: int = 8) -> None:
         self.place, self.reads_with = place, f"{type(self).__name__} ({threads} threads)"
@@ -159,9 +165,11 @@ class ObjectBackend(ABC, SegmentBackend):
         name = _object_name(*file_of(segment_id))
 
         def read(stored: Stored) -> tuple[Stored, bytes]:
-            page = self.get_object(name, stored.version, 0, HEADER_BYTES)
-            rest = max(0, length(stored, page) - HEADER_BYTES)
-            return stored, page + (self.get_object(name, stored.version, HEADER_BYTES, rest) if rest else b"")
+            beginning = self.get_object(name, stored.version, 0, _HEAD_BYTES)
+            nbytes = max(length(stored, beginning[:HEADER_BYTES]), HEADER_BYTES)
+            if nbytes > _HEAD_BYTES:
+                beginning += self.get_object(name, stored.version, _HEAD_BYTES, nbytes - _HEAD_BYTES)
+            return stored, beginning[:nbytes]
 
         return self._read_version(name, read)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ import processes
 import pytest
 import torch
 from memory_backend import MemoryBackend
+
+from hf_tiered_cache import KVStore
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
@@ -97,5 +100,22 @@ def test_remote_segments(tmp_path, monkeypatch):
     assert result["gc_memory"] >= 0
     assert len(result["hit"]) == len(result["miss"]) == 50
     assert all(min(result[name]) > 0 for name in remote_segments.MEASURES)
+    with closing(MemoryBackend()) as remote:
+        remote_segments.fill(remote, range(9))
+        with KVStore(backend=remote) as store:
+            assert store.verify().ok and len(store.segments()) == 9
     assert "file, 70 segments" in (tmp_path / "remote-segments-cpu.md").read_text()
     assert (tmp_path / "remote-segments-cpu.png").exists()
+
+
+def test_hedged_reads(tmp_path, monkeypatch):
+    pytest.importorskip("obstore")
+    import hedged_reads
+
+    monkeypatch.setattr(hedged_reads, "USUAL_SECONDS", 0.0)
+    monkeypatch.setattr(hedged_reads, "LONG_SECONDS", 0.03)
+    monkeypatch.setattr(sys, "argv", ["hedged_reads.py", "--repeats", "3", "--out", str(tmp_path)])
+    hedged_reads.main()
+    results = json.loads((tmp_path / "hedged-reads-cpu.json").read_text())["results"]
+    assert sum(results["with"]["second requests"]) > 0 == sum(results["without"]["second requests"])
+    assert "look-up, without second requests" in (tmp_path / "hedged-reads-cpu.md").read_text()

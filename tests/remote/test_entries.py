@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from families import prompt
+from faulty_remote import FaultyRemote
 from reference import kv_of, prefilled
 from shared_prompts import share
 
-from hf_tiered_cache import Geometry, TieredCache
+from hf_tiered_cache import Geometry, KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.remote.entries import beginning_of, entry_names, sweep_entries
 from hf_tiered_cache.remote.write_back import send_segment
@@ -119,6 +120,15 @@ def test_a_segment_that_the_remote_has_dropped_is_sent_again_although_its_entry_
     (name,) = folder.names()
     assert send_segment(folder, shared, name).nbytes > 0
     assert restore(model, machine("d")[0], DOCUMENTS[0][:, :250]) == 240
+
+
+def test_a_list_of_a_remote_reads_each_segment_once(model, machine):
+    writer, remote = machine("a")
+    share(model, writer, *DOCUMENTS)
+    place = FaultyRemote(remote.objects)
+    with KVStore(backend=place) as store:
+        assert len(store.segments()) == len(remote.segments()) > 1
+    assert place.calls["get"] == len(remote.segments())
 
 
 def test_a_sweep_keeps_the_entries_of_a_segment_that_arrives_meanwhile(model, machine, monkeypatch):

@@ -310,6 +310,15 @@ def test_a_slow_link_is_not_used_for_what_is_computed_faster(model, machine, pac
     check(model, store, PROMPTS[1], restored=96)  # a long prompt of a slow model is worth it
 
 
+def test_segments_that_are_computed_faster_than_fetched_are_computed_after_the_others(model, machine, monkeypatch):
+    writer, store = machine("a")[0], machine("b")[0]
+    share(model, writer, IDS[:, :64], IDS)
+    first = max(row.nbytes for row in writer.segments() if not row.position)
+    monkeypatch.setattr(link.Link, "fetch_seconds", lambda self, nbytes: float("inf") if nbytes > first else 0.0)
+    check(model, store, IDS, restored=64)
+    assert (store.stats.remote.hits, store.stats.remote.segments_read) == (1, 1)
+
+
 def test_a_fetch_that_hangs_is_left_after_the_time_that_computing_takes(model, machine, pace, monkeypatch):
     share(model, machine("a")[0], *PROMPTS)
     store, remote = machine("b")

@@ -11,19 +11,20 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
 
 from ...errors import ConfigError
+from ..hedged import HedgedReads
 from ..objects import ObjectBackend
 from ..settings import without_secrets
-from ..threads import DaemonPool
 from ..tree import Stored
 
-_THREADS = 32
-"""Requests in flight: an object store answers each slowly, and many at once."""
+_REQUESTS = 32
+"""Requests in flight, for ranges and for look-ups: an object store answers each slowly, and many at once."""
 _CLIENT = {"connect_timeout": "2s", "timeout": "30s"}
 """The timeout is that of a request with all its bytes: a range of at most 1 MiB, or a part of an upload."""
 _RETRIES = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
@@ -48,9 +49,10 @@ class ObjectStoreBackend(ObjectBackend):
     def __init__(self, address: str) -> None:
         self.client: Any = obstore
         self.store = _open(obstore, address)
-        super().__init__(without_secrets(address).rstrip("/"), threads=_THREADS)
-        # its own threads: a look-up must not wait for the ranges of a large segment
-        self.lookups = DaemonPool(_THREADS, "hf-tiered-look")
+        super().__init__(without_secrets(address).rstrip("/"), threads=_REQUESTS)
+        # look-ups do not wait for the ranges of a large segment
+        self._ranges, self._beginnings = (HedgedReads(_REQUESTS, f"hf-tiered-{kind}") for kind in ("range", "look"))
+        self.hedges = self._ranges, self._beginnings
 
     def find_object(self, name: str) -> Stored | None:
         with self._faults(name):
@@ -65,42 +67,36 @@ class ObjectStoreBackend(ObjectBackend):
         return {meta["path"].rpartition("/")[2]: _stored(meta) for meta in listing["objects"]}
 
     def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:
-        return self._get(name, offset, nbytes, version)
+        content = self._ranges.submit(partial(self._get, name, offset, nbytes, version))() if nbytes else b""
+        if content is None:
+            raise FileNotFoundError(errno.ENOENT, "it was replaced or deleted", name)
+        return content
 
     def get_beginnings(self, names: Sequence[str], nbytes: int) -> dict[str, bytes]:
-        def beginning(name: str) -> bytes | None:
-            try:
-                return self._get(name, 0, nbytes)
-            except FileNotFoundError:
-                return None
-
-        if len(names) == 1:
-            contents = {names[0]: beginning(names[0])}
-        else:
-            futures = {name: self.lookups.submit(beginning, name) for name in names}
-            contents = {name: future.result() for name, future in futures.items()}
+        results = {name: self._beginnings.submit(partial(self._get, name, 0, nbytes)) for name in names}
+        contents = {name: result() for name, result in results.items()}
         return {name: content for name, content in contents.items() if content is not None}
 
-    def _get(self, name: str, offset: int, nbytes: int, version: Any = None) -> bytes:
-        if not nbytes:
-            return b""
+    def _get(self, name: str, offset: int, nbytes: int, version: Any = None) -> bytes | None:
+        """Return a range of an object, or None if there is no such object, or another version of it."""
         options: dict[str, Any] = {"range": (offset, offset + nbytes)}
         if isinstance(version, str):
             options["if_match"] = version
-        with self._faults(name):
-            try:
-                result = self.client.get(self.store, name, options=options)
-                if version is not None and _stored(result.meta).version != version:  # some servers ignore `if_match`
-                    raise FileNotFoundError(errno.ENOENT, "it was replaced", name)
-                return bytes(result.bytes())
-            except FileNotFoundError:
-                raise
-            except self.client.exceptions.BaseError as error:
-                if isinstance(error, self.client.exceptions.PreconditionError):
-                    raise FileNotFoundError(errno.ENOENT, "it was replaced", name) from error
-                if offset >= self.client.head(self.store, name)["size"]:
-                    return b""  # no range begins at the end
-                raise
+        try:
+            with self._faults(name):
+                try:
+                    result = self.client.get(self.store, name, options=options)
+                    if version is not None and _stored(result.meta).version != version:
+                        return None  # some servers ignore `if_match`
+                    return bytes(result.bytes())
+                except self.client.exceptions.PreconditionError:
+                    return None
+                except self.client.exceptions.BaseError:
+                    if offset >= self.client.head(self.store, name)["size"]:
+                        return b""  # no range begins at the end
+                    raise
+        except FileNotFoundError:
+            return None
 
     def put_object(self, name: str, content: bytes, replace: bool) -> None:
         if not replace and self.find_object(name) is not None:  # some servers ignore the condition of `create`
@@ -123,7 +119,8 @@ class ObjectStoreBackend(ObjectBackend):
 
     def close(self) -> None:
         super().close()
-        self.lookups.close(0.0)
+        for reads in self.hedges:
+            reads.close()
 
     @contextmanager
     def _faults(self, name: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: every figure of a store and its requests has one, with its value."""
+"""Metrics for Prometheus and OpenTelemetry: every figure of a store and its requests has one, with its value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ pytest.importorskip("prometheus_client", reason="install the extra serve: pip in
 from prometheus_client.parser import text_string_to_metric_families
 
 from hf_tiered_cache import KVStore, TieredCache, tiered
-from hf_tiered_cache.integrations.metrics import MetricsOf
+from hf_tiered_cache.integrations.metrics import export_to_opentelemetry
+from hf_tiered_cache.integrations.prometheus import MetricsOf
 from hf_tiered_cache.stats import StatsCollector
 
 
@@ -84,3 +85,24 @@ def test_a_limit_that_does_not_exist_is_left_out(served):
     metrics, store, _ = served
     assert store.stats.disk.budget is None
     assert ("disk",) not in read(metrics)["hf_tiered_cache_store_tier_budget"][1]
+
+
+def test_opentelemetry_gets_the_same_metrics(served):
+    pytest.importorskip("opentelemetry.sdk", reason="install opentelemetry-sdk: pip install opentelemetry-sdk")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import Gauge, InMemoryMetricReader
+
+    metrics, store, _ = served
+    reader = InMemoryMetricReader()
+    meter = MeterProvider([reader], shutdown_on_exit=False).get_meter("test")
+    export_to_opentelemetry(store, metrics._requests, meter)
+    data = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    exported = {
+        metric.name.replace(".", "_"): (
+            "gauge" if isinstance(metric.data, Gauge) else "counter",
+            {tuple(point.attributes.values()): point.value for point in metric.data.data_points},
+        )
+        for metric in data
+    }
+    expected = {name: (kind, samples) for name, (kind, samples) in read(metrics).items() if samples}
+    assert exported == expected and len(expected) > 50
