@@ -23,9 +23,9 @@ notebooks: $(FOR_DEV)
 test: $(FOR_DEV)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
-# more examples of every property, for a quiet machine
+# all combinations, and more examples of every property, for a quiet machine: hours
 test-thorough: $(FOR_DEV)
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 1800 --thorough $(ARGS)
 
 # with pretrained models, which are downloaded the first time (see docs/evaluation.md)
 test-real: $(FOR_DEV)

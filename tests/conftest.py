@@ -15,32 +15,38 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from servers import place_of  # noqa: F401  # a fixture
+from thorough import FEW, THOROUGH
 
 import eval.baselines  # noqa: F401  # registered, so that what is asked of every method is asked of them
 
 # background jobs of a shell ignore SIGINT, and so would their children
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# the same examples each time, so that who changes nothing breaks nothing; `make test-thorough` looks for others
-settings.register_profile(
-    "default",
-    deadline=None,
-    max_examples=60,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000, derandomize=False)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real", action="store_true", help="run the tests that need a pretrained model, too")
+    parser.addoption("--thorough", action="store_true", help="run all combinations, and more examples of each property")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples of a property are drawn, before test modules are imported."""
+    settings.load_profile(THOROUGH if config.getoption("--thorough") else FEW)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say what is left out."""
+    every = config.getoption("--thorough")
+    return "examples: " + ("all" if every else "some of each property; make test-thorough runs all")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests that need a pretrained model unless `--real` asks for them."""
+    """Deselect tests that only `--thorough` runs, and skip those with a pretrained model unless `--real` is given."""
+    if not config.getoption("--thorough"):
+        deselected = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     if not config.getoption("--real"):
         for item in items:
             if item.get_closest_marker("real"):

@@ -13,6 +13,7 @@ import processes
 import pytest
 import torch
 from families import build, prompt
+from thorough import pairs
 from threads import run_in_threads
 from transformers import DynamicCache
 
@@ -285,8 +286,7 @@ def test_two_models_share_a_store(tmp_path):
         assert store.stats.host.bytes <= 300 << 10
 
 
-@pytest.mark.parametrize("host", [0, "64KiB", "200KiB", "1GiB"])
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize(("host", "policy"), pairs([0, "64KiB", "200KiB", "1GiB"], ["lru", "lfu"]))
 def test_any_host_budget_is_kept_and_right(model, tmp_path, host, policy):
     with KVStore(tmp_path, host_memory=host, policy=policy) as store:
         for seed in (1, 2, 3, 1, 2, 1):

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
+import processes
 import pytest
 from transformers.utils.import_utils import is_serve_available
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient and ipykernel")
 pytest.importorskip("nbclient", reason="notebooks need nbclient and ipykernel")
 pytest.importorskip("ipykernel", reason="notebooks need nbclient and ipykernel")
+import notebook_cells  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples" / "notebooks"
-NOTEBOOKS = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+NOTEBOOKS = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 LONGER = ("few_shot", "long_context", "quick_start", "serving")
 """Notebooks that have no plot, or no stored prefix, with shorter prompts."""
+SLOWER = ("conversations", "serving")
+"""Notebooks that start processes which import everything again."""
+REFERENCE = ROOT / "eval" / "reference" / "xs"
 REPOSITORY = "hf-tiered-cache/hf-tiered-cache"
 
 
@@ -30,16 +38,30 @@ def printed(notebook):
     return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
 
 
-def executed(path, monkeypatch):
-    """Run a notebook on the reference model, with little work and without a network."""
-    monkeypatch.setenv("NOTEBOOK_TOKENS", "512" if path.stem in LONGER else "256")
-    monkeypatch.setenv("NOTEBOOK_QUESTIONS", "2")
-    monkeypatch.setenv("NOTEBOOK_MIB", "16")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def in_a_kernel(path, tmp_path):
+    """Run a notebook as `make notebooks` does; returns it with its outputs."""
     spec = importlib.util.spec_from_file_location("make", FOLDER / "make.py")
     make = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make)
-    return make.execute(path, model=str(ROOT / "eval" / "reference" / "xs"))
+    return make.execute(path, model=str(REFERENCE))
+
+
+def in_a_forked_process(path, tmp_path):
+    """Run the cells of a notebook without importing PyTorch and transformers again; returns it with its outputs."""
+    folder, done = tmp_path / "run", tmp_path / "done.ipynb"
+    folder.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NOTEBOOK_MODEL": str(REFERENCE)}
+    command = [sys.executable, notebook_cells.__file__, path, done]
+    processes.run(command, env=environment, cwd=folder, stdout=processes.DEVNULL, check=True)
+    return nbformat.read(done, as_version=4)
+
+
+@pytest.fixture
+def little_work(monkeypatch):
+    """Let notebooks do little work, without a network."""
+    monkeypatch.setenv("NOTEBOOK_QUESTIONS", "2")
+    monkeypatch.setenv("NOTEBOOK_MIB", "16")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture
@@ -54,11 +76,19 @@ def sentences(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_DATA", str(tmp_path))
 
 
-@NOTEBOOKS
-def test_it_runs_on_the_reference_model(path, monkeypatch, sentences):
+@pytest.mark.parametrize(
+    ("path", "executed"),
+    [
+        *((path, in_a_forked_process) for path in PATHS if path.stem not in SLOWER),
+        *(pytest.param(path, in_a_kernel, marks=pytest.mark.thorough) for path in PATHS),
+    ],
+    ids=lambda value: getattr(value, "stem", None),
+)
+def test_it_runs_on_the_reference_model(path, executed, tmp_path, monkeypatch, little_work, sentences):
     if path.stem == "serving" and not is_serve_available():
         pytest.skip("the server needs the extra `serve`")
-    done = executed(path, monkeypatch)
+    monkeypatch.setenv("NOTEBOOK_TOKENS", "512" if path.stem in LONGER else "256")
+    done = executed(path, tmp_path)
     restored = [int(number) for number in re.findall(r"(\d+)(?: of \d+)? tokens restored", printed(done))]
     assert max(restored) > 64
     assert any("image/png" in output.get("data", {}) for output in outputs(done))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import processes
 import pytest
 import torch
 from families import build, prompt
@@ -374,7 +374,7 @@ def test_the_code_of_the_page_runs(tmp_path):
     """It runs in a separate process, since it registers its parts; it asserts the page's claims."""
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks_of("extending.md")))
-    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = processes.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "restored" in done.stdout
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from families import build, prompt
@@ -26,6 +26,7 @@ from paged import (
     writes,
 )
 from reference import kv_of
+from thorough import amount, pairs
 
 from hf_tiered_cache import KVStore, TieredCache, detach, reasons, tiered
 from hf_tiered_cache.batching import engine as verbs
@@ -87,14 +88,13 @@ def test_64_requests_get_the_tokens_of_generate_cold_shared_and_after_a_restart(
         assert stats.tokens_attended == stats.tokens_restored > 0
 
 
-@pytest.mark.parametrize("tokens", [4, 16, 64])
-@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
+@pytest.mark.parametrize(("tokens", "scheduler"), pairs([4, 16, 64], ["fifo", "prefill_first"]))
 def test_few_pages_give_the_same_tokens(model, root, crowd, tokens, scheduler):
-    prompts, expected = crowd
+    (prompts, expected), some = crowd, amount(12, 24)
     options = {"pages": 512 // tokens, "tokens": tokens, "scheduler_type": scheduler}
     for _ in range(2):
         with KVStore(root) as store, tiered(model, store), running(model, **options) as manager:
-            assert arriving(manager, prompts[:24], pause=0.0) == expected[:24]
+            assert arriving(manager, prompts[:some], pause=0.0) == expected[:some]
             assert settled(manager) == 0
 
 
@@ -119,14 +119,12 @@ def test_two_processes_share_one_store(model, root, crowd):
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(root)]
     halves = prompts[:40], prompts[24:]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) for _ in halves
-    ]
-    for process, half in zip(processes, halves, strict=True):
+    both = [processes.Popen(command, stdin=processes.PIPE, stdout=processes.PIPE, cwd=ROOT, text=True) for _ in halves]
+    for process, half in zip(both, halves, strict=True):
         process.stdin.write(json.dumps(half))
         process.stdin.close()
-    answers = [json.loads(process.stdout.read().splitlines()[-1]) for process in processes]
-    assert [process.wait() for process in processes] == [0, 0]
+    answers = [json.loads(process.stdout.read().splitlines()[-1]) for process in both]
+    assert [process.wait() for process in both] == [0, 0]
     assert answers == [expected[:40], expected[24:]]
     with KVStore(root) as store, tiered(model, store) as session:
         assert batched(model, prompts[:8]) == expected[:8]

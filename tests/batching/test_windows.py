@@ -10,11 +10,14 @@ import transformers
 from families import _COMMON, build, prompt
 from paged import alone, arriving, batched, finished, greedy, moved_to_host_memory, running, settled, writes
 from reference import kv_of
+from thorough import amount, pairs
 
 from hf_tiered_cache import KVStore, TieredCache, tiered
 from hf_tiered_cache.batching import tiers
 
 WINDOW = 40
+CROWD = amount(12, 24)
+"""Number of prompts, for which there may be too few pages."""
 TWO_SEQUENCES = greedy(do_sample=True, top_k=1, num_return_sequences=2)
 FAMILIES = ["qwen2_sliding", "mistral", "gemma2", "gemma3", "gpt_oss"]
 
@@ -35,10 +38,10 @@ def model(request):
 
 
 def crowd_of(model):
-    """Return 24 prompts with shared beginnings shorter and longer than the window, and the answers of `generate()`."""
+    """Return prompts with shared beginnings shorter and longer than the window, and the answers of `generate()`."""
     chance = random.Random(4)
     prefixes = [prompt(tokens, seed=800 + tokens)[0].tolist() for tokens in (0, 20, 50, 130)]
-    prompts = [prefixes[at % 4] + prompt(chance.randint(17, 60), seed=700 + at)[0].tolist() for at in range(24)]
+    prompts = [prefixes[at % 4] + prompt(chance.randint(17, 60), seed=700 + at)[0].tolist() for at in range(CROWD)]
     return prompts, alone(model, prompts)
 
 
@@ -52,7 +55,7 @@ def stored_share(prompts):
     return sum((len(ids) - 1) // 16 * 16 for ids in prompts)
 
 
-def test_24_requests_get_the_tokens_of_generate_cold_warm_and_after_a_restart(model, root, crowd):
+def test_requests_get_the_tokens_of_generate_cold_warm_and_after_a_restart(model, root, crowd):
     prompts, expected = crowd
     for _ in range(2):
         with KVStore(root) as store, tiered(model, store) as session:
@@ -61,14 +64,13 @@ def test_24_requests_get_the_tokens_of_generate_cold_warm_and_after_a_restart(mo
                     assert arriving(manager, prompts) == expected
                     assert settled(manager) == 0
             stats = session.stats
-            assert stats.requests == 48
+            assert stats.requests == 2 * CROWD
             assert stats.tokens_attended == stats.tokens_restored >= stored_share(prompts)
     assert stats.reasons == {}
     assert stats.tokens_restored >= 2 * stored_share(prompts)
 
 
-@pytest.mark.parametrize("tokens", [4, 16])
-@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
+@pytest.mark.parametrize(("tokens", "scheduler"), pairs([4, 16], ["fifo", "prefill_first"]))
 def test_few_pages_give_the_same_tokens(model, root, crowd, tokens, scheduler):
     prompts, expected = crowd
     options = {"pages": 320 // tokens, "tokens": tokens, "scheduler_type": scheduler}

@@ -869,15 +869,21 @@ def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp
         torch.testing.assert_close(other, seen[0], rtol=0, atol=1e-4)
 
 
-def test_sharing(tmp_path, monkeypatch):
+def test_sharing(tmp_path):
     import sharing
 
     options = ["--shape", "tiny", "--layers", "2", "--prompts", "2", "--tokens", "64", "--processes", "2"]
     options += ["--rounds", "1", "--repeats", "1", "--folder", str(tmp_path), "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["sharing.py", *options])
-    sharing.main()
+    code = (  # forked, as in test_long_prompt
+        f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
+        "import multiprocessing, sharing\n"
+        "fork = multiprocessing.get_context('fork')\n"
+        "multiprocessing.get_context = lambda _: fork\n"
+        "sharing.main()"
+    )
+    processes.run([sys.executable, "-c", code, *options], check=True, stdout=processes.DEVNULL)
     ways = json.loads((tmp_path / "sharing-tiny-float32-cpu.json").read_text())["ways"]
-    assert ways["page cache"][0]["page_cache_bytes"] > 0 < ways["own copies"][0]["first_token_s"]
+    assert ways[sharing.SHARED][0]["page_cache_bytes"] > 0 < ways[sharing.OWN][0]["first_token_s"]
     assert "One copy for 2 processes" in (tmp_path / "sharing-tiny-float32-cpu.md").read_text()
 
 

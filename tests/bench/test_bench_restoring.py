@@ -227,7 +227,7 @@ def test_auto(tmp_path, monkeypatch):
         "--prefixes",
         "64,128",
         "--rates",
-        "5,0",
+        "50,0",
         "--repeats",
         2,
         "--device",
@@ -236,7 +236,7 @@ def test_auto(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "LONG", 100)  # the longer prefix counts as long
     run(monkeypatch, auto, *sizes, "--long-repeats", 1, "--out", tmp_path)
     document, page = read(tmp_path, "auto-tiny-4l-float32-cpu")
-    assert document["disks"].keys() == {"5 MB/s", "real disk"}
+    assert document["disks"].keys() == {"50 MB/s", "real disk"}
     for disk in document["disks"].values():
         assert disk["calibration_s"] > 0
         for length, turns in (("64", 2), ("128", 1)):

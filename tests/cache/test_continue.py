@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from families import build, prompt
+from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
@@ -47,8 +48,7 @@ def test_a_copied_prompt_goes_on_in_several_ways(model, store):
     assert begun.get_seq_length() == 60
 
 
-@pytest.mark.parametrize("kept", [0, 1, 17, 64, 99])
-@pytest.mark.parametrize("tokens", [20, 100, 140])
+@pytest.mark.parametrize(("kept", "tokens"), pairs([0, 1, 17, 64, 99], [20, 100, 140]))
 def test_whatever_two_prompts_share(model, store, kept, tokens):
     cache = TieredCache(model, store)
     first, second = prompt(100), prompt(tokens, seed=9)

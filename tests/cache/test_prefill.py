@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build, prompt
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planted_device import on_device
 from test_kv_drive import exact_kv, tokens_in
@@ -299,7 +299,6 @@ def test_the_bar(model, tmp_path, capfd):
 # --- attention in parts
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
     dims=st.sampled_from([(16, 16), (24, 8), (5, 5)]),

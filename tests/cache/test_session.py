@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 import threading
 
+import processes
 import pytest
 import torch
 import transformers
@@ -500,7 +500,9 @@ def test_what_is_saved_of_an_attached_model_loads_where_this_library_is_not(mode
         torch.save(model, tmp_path / "model.pt")
         model.save_pretrained(tmp_path / "model")
     code = (
-        "import sys; sys.modules['hf_tiered_cache'] = None  # importing it fails from here on\n"
+        "import sys  # importing this library fails from here on\n"
+        "ours = [name for name in sys.modules if name.partition('.')[0] == 'hf_tiered_cache']\n"
+        "sys.modules |= dict.fromkeys(['hf_tiered_cache', *ours])\n"
         "import pickle, torch, transformers\n"
         "models = [pickle.load(open(name, 'rb')) for name in ('model.pickle', 'copy.pickle')]\n"
         "models += [torch.load('model.pt', weights_only=False)]\n"
@@ -508,8 +510,6 @@ def test_what_is_saved_of_an_attached_model_loads_where_this_library_is_not(mode
         "for model in models:\n"
         f"    print(model.generate(torch.tensor({prompt(40).tolist()}), **{GREEDY}).tolist())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = processes.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str(plain.tolist())] * 4

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from families import build, prompt
+from thorough import pairs
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
 from hf_tiered_cache.cache.spot_check import SpotChecks
@@ -60,8 +61,11 @@ def test_kv_that_the_model_does_not_compute_is_found_and_its_name_is_not_used_an
         assert asks(model, store, tag="the user's word").reason != reasons.DOUBTED
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "starcoder2", "gemma3", "qwen3_moe", "deepseek_v3", "opt"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    pairs(["llama", "starcoder2", "gemma3", "qwen3_moe", "deepseek_v3", "opt"], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_rounding_is_no_difference(tmp_path, family, dtype):
     model = build(family, dtype)
     with KVStore(tmp_path, spot_checks=1) as store:

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from families import build
@@ -224,7 +225,7 @@ def test_looking_into_a_store_leaves_its_writers_alone(run, tmp_path):
     for number in range(8):
         header, chain, blocks = segment(hashes(2, str(number)))
         writer.publish(header, chain, blocks)
-        done = subprocess.run([*COMMAND, "ls", tmp_path], capture_output=True, text=True, timeout=60)
+        done = processes.run([*COMMAND, "ls", tmp_path], capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines()[-1].startswith(f"total: {number + 1} segment")
         assert json.loads(run("stat", tmp_path, "--json")[1])["segments"] == number + 1
     assert len(writer.index.catalogue.ids()) == 8

@@ -19,6 +19,7 @@ import torch
 from conversing import Conversing
 from families import build, prompt
 from reference import Remembering, prefilled
+from thorough import amount
 
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
 from hf_tiered_cache.methods import ContiguousKV, Exact, Impress, KVDrive, describe_method, make_method
@@ -893,7 +894,7 @@ from kill_steps import count_writes, kill_at_steps
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store.catalogue import Catalogue
 
-root, draws, method = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+root, method, draws, end = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 model = build("llama")
 
 def suspend(folder):
@@ -904,7 +905,7 @@ def suspend(folder):
         count_writes(Catalogue, "add", "touch")
         cache.suspend()
 
-print(kill_at_steps(root, suspend, draws - 12, 12))  # the record is written at the end
+print(kill_at_steps(root, suspend, draws, end))  # the record is written at the end
 """
 
 
@@ -927,13 +928,13 @@ def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path, metho
         first = info(store)
     asked = torch.cat([history, prompt(40, seed=6)], dim=1)
     torch.save(asked, tmp_path / "history.pt")
-    done = processes.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), "18", method], capture_output=True, text=True, timeout=280
-    )
+    draws, end = amount((3, 6), (6, 12))
+    command = [sys.executable, "-c", KILLED, str(tmp_path), method, str(draws), str(end)]
+    done = processes.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
     folders = [*tmp_path.glob("killed-*"), tmp_path / "whole"]
-    assert len(folders) == 19
+    assert len(folders) == draws + end + 1
     turns = set()
     short = GREEDY | {"max_new_tokens": 4}
     expected = model.generate(asked, **short)

@@ -15,6 +15,7 @@ import torch
 from conversing import Conversing
 from families import build, prompt
 from test_plans import Chosen
+from thorough import amount
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -488,7 +489,7 @@ def test_decoding_does_no_more_arithmetic(store):
     """The layers have Qwen2.5-0.5B's shape, without output layer and weighing."""
     shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
     model = build("qwen2", num_hidden_layers=3, max_position_embeddings=4096, **shape)
-    for tokens in (1024, 4000):
+    for tokens in amount([1024], [1024, 4000]):
         cache = TieredCache(model, store, method=Watched(options={}), record=False)
         with FlopCounterMode(display=False) as prefill:
             step(model, cache, prompt(tokens))

@@ -13,6 +13,7 @@ import datasets
 import pytest
 import torch
 from huggingface_hub import constants
+from thorough import amount
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -45,7 +46,7 @@ def run(*arguments):
 def finished(saved, folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "results"
     common = ("--model", saved, "--data", folder, "--limit", 2, "--out", out, "--prefix-tokens", 500, "--device", "cpu")
-    common += ("--max-new-tokens", 24)  # answers of a model that never ends have up to 512 tokens
+    common += ("--max-new-tokens", amount(8, 24))  # answers of a model that never ends have up to 512 tokens
     result = run("--tasks", TASKS_RUN, *common)
     assert result.exit_code == 0, result.output
     return out, common

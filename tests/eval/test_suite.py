@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import processes
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -56,6 +57,7 @@ def test_a_group_runs_and_reports_and_skips_what_needs_data(tmp_path, monkeypatc
     }
     small["runs"]["tiny"]["tasks"] = ["reference_shot"]
     monkeypatch.setattr(suite, "read_suites", lambda: small)
+    monkeypatch.setattr(suite, "subprocess", processes)
     result = CliRunner().invoke(suite.app, ["both", "--results", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "texts: skipped, it needs --data" in result.output

@@ -9,7 +9,7 @@ import pytest
 import torch
 from changes import inventory, rich
 from families import prompt
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache
@@ -18,9 +18,7 @@ TOKENS = 60
 IDS = prompt(TOKENS)
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
 
-property_settings = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+property_settings = settings(max_examples=settings.default.max_examples // 2)
 any_site = st.sampled_from(inventory())
 
 

@@ -8,8 +8,9 @@ from functools import lru_cache
 import pytest
 import torch
 from families import build, prompt
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import pairs
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -204,7 +205,7 @@ def decode(model, cache, ids):
             model(input_ids=token, past_key_values=cache)
 
 
-property_settings = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+property_settings = settings(max_examples=settings.default.max_examples // 2)
 
 
 @property_settings
@@ -268,8 +269,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("passes", [range(40, 100), range(55, 56), range(99, 100)])
+@pytest.mark.parametrize(("odd", "passes"), pairs(ODD, [range(40, 100), range(55, 56), range(99, 100)]))
 def test_odd_passes_of_one_token_are_not_stored(tmp_path, odd, passes):
     (model, other), ids = models(), prompt(TOKENS)
     with KVStore(tmp_path) as store:

@@ -7,6 +7,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from families import build, prompt
+from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache, attach, detach
 from hf_tiered_cache.identity import fingerprint
@@ -31,8 +32,7 @@ def offloaded_to_disk(model, tmp_path):
 WAYS = [dispatched, offloaded_to_host, offloaded_to_disk]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("way", "family"), pairs(WAYS, ["llama", "gemma3"]))
 def test_it_restores_what_the_model_stored_when_it_was_whole(tmp_path, way, family):
     model, ids = build(family), prompt(100)
     expected = model.generate(ids, **GREEDY)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import importlib.util
 import json
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
+import processes
 import pytest
 from families import CHAT_TEMPLATE, build, prompt
 from paged import finished, greedy, paging
@@ -79,7 +79,7 @@ def serving(model, store, *options):
     port, log = free_port(), store.with_suffix(".log")
     command = [sys.executable, "-m", "hf_tiered_cache.cli", "serve", model, "--store", store, "--dtype", "float32"]
     with log.open("w") as out:
-        process = subprocess.Popen([*map(str, command), "--port", str(port), *options], stderr=out, cwd=ROOT)
+        process = processes.Popen([*map(str, command), "--port", str(port), *options], stderr=out, cwd=ROOT)
     try:
         yield connected(port, lambda: process.poll() is None), log.read_text
         process.send_signal(signal.SIGTERM)
@@ -106,6 +106,7 @@ def conversation(client, model, system=SYSTEM):
     return messages, cached
 
 
+@functools.cache
 def plain_conversation(model):
     """Run the same three turns with transformers' unmodified server, in a thread of this process."""
     from transformers.cli.serve import Serve
@@ -127,7 +128,6 @@ def plain_conversation(model):
 PAGES = ("--continuous-batching", "--cb-num-blocks", 64, "--cb-block-size", 16, "--cb-max-batch-tokens", 256)
 
 
-@pytest.mark.timeout(120)
 def test_continuous_batches_give_the_same_answers_and_survive_a_restart(model, tmp_path):
     store = tmp_path / "store"
     expected = plain_conversation(model)
@@ -170,7 +170,6 @@ def test_a_model_that_no_store_supports_is_batched_without_one(caplog):
     assert caplog.text.count("is served without the store: it has a state") == 1
 
 
-@pytest.mark.timeout(120)
 def test_the_example_of_a_client_asks_at_once_and_shows_what_was_cached(model, tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("batched_client", ROOT / "examples" / "batched_client.py")
     example = importlib.util.module_from_spec(spec)
@@ -202,7 +201,6 @@ def test_continuous_batches_need_the_exact_method(run, model, tmp_path):
     assert "--continuous-batching" in err
 
 
-@pytest.mark.timeout(120)
 def test_clients_get_the_same_answers_and_restore_what_was_said(model, tmp_path):
     store = tmp_path / "store"
     expected = plain_conversation(model)
@@ -287,7 +285,7 @@ def app(model, tmp_path_factory):
     models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
     with KVStore(tmp_path_factory.mktemp("kv") / "store") as store:
         requests = StatsCollector()
-        new_cache = partial(server._counted, requests, partial(TieredCache, store=store))
+        new_cache = functools.partial(server._counted, requests, functools.partial(TieredCache, store=store))
         metrics = server._metrics_of(store, requests)
         yield Client(server.build_app(models, new_cache, metrics=metrics, max_request_bytes=100_000), models)
 

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from families import build, prompt
+from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.layers import buffer as buffer_module
@@ -80,8 +81,7 @@ def fails(*args):
     raise Planted
 
 
-@pytest.mark.parametrize("how", ["fork", "damage", "failure"])
-@pytest.mark.parametrize("name", [*METHODS, *SETTINGS])
+@pytest.mark.parametrize(("name", "how"), pairs([*METHODS, *SETTINGS], ["fork", "damage", "failure"]))
 def test_a_cache_frees_its_kv_without_a_collection(model, tmp_path, made, uncollected, name, how):
     method = make_method(name)
     with KVStore(tmp_path, policy=method.policy) as store:

@@ -40,7 +40,7 @@ _REQUEST_BYTES = 100_000
 
 
 class Popen:
-    """Process that runs `[sys.executable, "-c", code, *arguments]` or `[sys.executable, script, *arguments]`.
+    """Process that runs `[sys.executable, "-c", code, *arguments]`, or `-m` and a module, or a script.
 
     Arguments are those of `subprocess.Popen`; texts are UTF-8. PyTorch uses one thread.
     """
@@ -253,6 +253,10 @@ def _run_python(first: str, *arguments: str) -> None:
         sys.argv, sys.path = ["-c", *arguments], ["", *libraries]
         main = sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(code, "<string>", "exec"), main.__dict__)
+    elif first == "-m":
+        name, *arguments = arguments
+        sys.argv, sys.path = [name, *arguments], [os.getcwd(), *libraries]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path = [first, *arguments], [str(Path(first).resolve().parent), *libraries]
         runpy.run_path(first, run_name="__main__")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same
 from test_selective import fill
+from thorough import pairs
 
 from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache, detach
@@ -110,7 +111,7 @@ def assert_rows_as_alone(model, store, method, rows, new=NEW):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@settings(max_examples=settings().max_examples // 8)
+@settings(max_examples=settings.default.max_examples // 8)
 @given(rows=st.lists(row_of_batch, min_size=2, max_size=4))
 def test_rows_drawn(name, stores, rows):
     model, store = stores("qwen2", METHODS[name])
@@ -120,8 +121,7 @@ def test_rows_drawn(name, stores, rows):
 ROWS = [(0, 250, 20), (1, 130, 9), (2, 0, 70), (0, 90, 50), (3, 40, 3)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["contiguous_kv", "kv_drive", "kv_drive some stream"])
+@pytest.mark.parametrize(("family", "name"), pairs(FAMILIES, ["contiguous_kv", "kv_drive", "kv_drive some stream"]))
 def test_rows_of_every_family(family, name, stores):
     model, store = stores(family, METHODS[name])
     cache = assert_rows_as_alone(model, store, METHODS[name], [tokens_of(row, i) for i, row in enumerate(ROWS)])

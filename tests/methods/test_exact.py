@@ -6,17 +6,18 @@ to the same prefix.
 
 from __future__ import annotations
 
-import os
-import subprocess
+import functools
 import sys
-from functools import lru_cache
+import zlib
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import write_stores
 from families import FAMILIES, build, prompt
 from reference import KV, Remembering, assert_same, kv_of, prefilled, put, trimming_first_pass
+from thorough import pairs
 from write_stores import DTYPES, PROMPTS
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -24,27 +25,27 @@ from hf_tiered_cache import KVStore, TieredCache
 NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 
-pytestmark = pytest.mark.parametrize(
-    ("family", "dtype"), [(f, d) for f in FAMILIES for d in DTYPES], ids=lambda value: value
-)
+
+def pytest_generate_tests(metafunc):
+    """Run each test with every family; by default data types take turns, by families and by tests."""
+    turn = zlib.crc32(metafunc.function.__name__.encode())
+    metafunc.parametrize(("family", "dtype"), pairs(FAMILIES, DTYPES, turn))
 
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory) -> Path:
     """Open stores that another process has written."""
     root = tmp_path_factory.mktemp("stores")
-    script = Path(write_stores.__file__)
-    environment = os.environ | {"PYTHONPATH": str(script.parent)}
-    subprocess.run([sys.executable, str(script), str(root)], check=True, timeout=600, env=environment)
+    processes.run([sys.executable, write_stores.__file__, root], check=True, timeout=280)
     return root
 
 
-@lru_cache(maxsize=2)
+@functools.cache
 def model_of(family, dtype):
     return build(family, DTYPES[dtype])
 
 
-@lru_cache(maxsize=8)
+@functools.cache
 def kv(family, dtype, name) -> KV:
     return kv_of(model_of(family, dtype), PROMPTS[name])
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import kv_of, prefilled
 from test_pairs_restore import merged_kv
+from thorough import pairs
 from transformers import DynamicCache
 
 from eval.baselines import MiniCache
@@ -78,8 +79,7 @@ def next_turn(ids, more=12, seed=7):
     return torch.cat([ids, prompt(more, seed=seed)], dim=1)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox"])
-@pytest.mark.parametrize("recompute", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize(("family", "recompute"), pairs(["llama", "qwen3", "gemma3", "gpt_neox"], [0.0, 0.3, 0.8]))
 def test_nothing_shared_is_lossless(family, recompute, root):
     model, ids, method = build(family), prompt(TOKENS), Krul(0.0, recompute=recompute, **LOSSLESS)
     begun(model, root, method, ids)

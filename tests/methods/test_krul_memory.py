@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from families import build, prompt
+from thorough import pairs
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -41,8 +42,7 @@ def front_of(store):
     return [storage_of(store).disk.reader(row.id).shape.held_from for row in store.segments()]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "qwen2_sliding"])
-@pytest.mark.parametrize("share", [0.4, 0.8])
+@pytest.mark.parametrize(("family", "share"), pairs(["qwen2", "gemma3", "qwen2_sliding"], [0.4, 0.8]))
 def test_a_quick_return_recomputes_and_reads_nothing(family, share, root):
     model, method, text = build(family), Krul(recompute=share, **SETTINGS), prompt(TOKENS + 200)
     with KVStore(root, engine="posix") as store:
@@ -72,8 +72,7 @@ def test_an_evicted_front_is_recomputed(codec, root):
         assert run_turn(model, store, method, text, suspend=False)[1] == expected
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8"])
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "qwen2_sliding"])
+@pytest.mark.parametrize(("family", "codec"), pairs(["qwen2", "gemma3", "qwen2_sliding"], ["raw", "int8"]))
 def test_a_front_is_recomputed_once_after_a_restart(family, codec, root):
     model, method, text = build(family), Krul(recompute=0.4, **SETTINGS | {"codec": codec}), prompt(TOKENS + 200)
     with KVStore(root, engine="posix") as store:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from families import build, prompt
+from thorough import pairs
 from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -47,10 +48,12 @@ def bytes_of(store, method, tokens):
     return SegmentShape(layout, method.geometry, tokens).blocks_bytes
 
 
-@pytest.mark.parametrize("turn", [64, 160])
 @pytest.mark.parametrize(
-    "settings",
-    [{"recompute": 0.4}, {"recompute": 0.7}, {"recompute": 0.0, "layers_shared": 0.7}, {"layers_shared": 0.5}],
+    ("settings", "turn"),
+    pairs(
+        [{"recompute": 0.4}, {"recompute": 0.7}, {"recompute": 0.0, "layers_shared": 0.7}, {"layers_shared": 0.5}],
+        [64, 160],
+    ),
     ids=str,
 )
 def test_a_turn_writes_bytes_in_proportion_to_its_tokens(model, root, turn, settings):

@@ -8,6 +8,7 @@ import torch
 from families import build, prompt
 from reference import assert_same
 from test_selective import GREEDY, ask, fill, question
+from thorough import pairs
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_tiered_cache import KVStore, LostKVError, TieredCache
@@ -56,8 +57,7 @@ def tokens_in(chunks, method, tokens):
     return method.selector().span(tokens, method.token_budget(tokens)).tokens_of(chunks)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3", "phi3", "granite"])
-@pytest.mark.parametrize("window", [0, 1, 2, 4])
+@pytest.mark.parametrize(("family", "window"), pairs(["qwen2", "llama", "gemma3", "phi3", "granite"], [0, 1, 2, 4]))
 def test_columns_hold_the_kv_of_the_tokens_that_the_window_says(family, window, tmp_path, steps):
     model, ids, method = build(family), prompt(TOKENS), KVDrive(budget=0.2, local=16, window=window)
     kv = exact_kv(model, ids)

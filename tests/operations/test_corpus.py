@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import build, prompt
 from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, epic, join, tune
+from thorough import amount, pairs
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError, StoreError
@@ -279,7 +280,7 @@ def test_kill_9_while_a_document_is_replaced_leaves_the_old_one_or_the_new_one(m
     with KVStore(tmp_path / "first", engine="posix") as store:
         fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[2]], ["report", "report", "other"])
     seen = set()
-    for folder, store in stores_killed(tmp_path, KILLED, 10, 30):
+    for folder, store in stores_killed(tmp_path, KILLED, *amount((4, 12), (10, 30))):
         report, other = store.documents("report")[0], store.documents("other")[0]
         assert report.evicted == other.evicted == 0 and report.tokens == report.tokens_there
         assert report.tokens in (160, 240)
@@ -303,7 +304,7 @@ def test_kill_9_while_a_document_is_removed_loses_nothing_else_and_it_can_be_rem
     with KVStore(tmp_path / "first", engine="posix") as store:
         fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[1], PASSAGES[2]], ["report", "report", "other", "other"])
     left = set()
-    for folder, store in stores_killed(tmp_path, REMOVED, 8, 16):
+    for folder, store in stores_killed(tmp_path, REMOVED, *amount((4, 8), (8, 16))):
         (other,) = store.documents("other")
         assert other.evicted == 0 and other.tokens == other.tokens_there
         assert [found(store, model, text) for text in PASSAGES[1:3]] == list(map(len, PASSAGES[1:3]))
@@ -320,8 +321,11 @@ def test_kill_9_while_a_document_is_removed_loses_nothing_else_and_it_can_be_rem
 # --- batches
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_sliding", "gpt_neox", "gemma3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    pairs(["llama", "qwen2_sliding", "gpt_neox", "gemma3"], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_batched_passages_have_the_kv_that_they_have_alone(family, dtype, tmp_path):
     model = build(family).to(dtype)
     texts = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((64, 70, 64, 16, 79, 30, 17, 96), start=1)]

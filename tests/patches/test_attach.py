@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from families import build, prompt
+from thorough import pairs
 from threads import run_in_threads
 from torch import nn
 from transformers import DynamicCache
@@ -240,8 +241,7 @@ def layers(model):
     return model
 
 
-@pytest.mark.parametrize("compiled", [whole, in_place, forward, inner, layers])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("compiled", "when"), pairs([whole, in_place, forward, inner, layers], ["before", "after"]))
 def test_compiled_models_fall_back(tmp_path, compiled, when):
     torch._dynamo.reset()
     model, ids = build("llama"), prompt(70)

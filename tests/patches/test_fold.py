@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build, prompt
+from thorough import pairs
 from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,8 +32,7 @@ def folded(monkeypatch):
     return shapes
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("family", GROUPED)
+@pytest.mark.parametrize(("family", "batch"), pairs(GROUPED, [1, 3]))
 def test_folding_changes_only_rounding(family, batch, store, folded):
     model, ids = build(family), prompt(90, rows=batch)
     mask = torch.ones_like(ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build, prompt
+from thorough import pairs
 
 from hf_tiered_cache import TieredCache
 from hf_tiered_cache.patches import rope
@@ -40,8 +41,7 @@ def restored(model, store):
     return plain.logits, ours.logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", BY_HALVES + OTHERS)
+@pytest.mark.parametrize(("family", "dtype"), pairs(BY_HALVES + OTHERS, [torch.float32, torch.bfloat16]), ids=str)
 def test_keys_are_rotated_by_halves_where_the_bits_are_the_models(family, dtype, store, halves):
     model = build(family, dtype)
     plain, ours = restored(model, store)

@@ -13,6 +13,7 @@ from families import build, prompt
 from reference import Remembering, assert_same, kv_of, prefilled
 from side_stream import with_device
 from test_selective import GREEDY, ask, fill, question
+from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import METHODS, Exact, Impress, Method
@@ -115,8 +116,7 @@ def family(request):
     return request.param
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("codec", "dtype"), pairs(["raw", "int8", "fp8"], [torch.float32, torch.bfloat16]), ids=str)
 def test_logits_are_those_of_a_dynamic_cache_whose_layers_were_merged(family, dtype, codec, tmp_path, monkeypatch):
     """Bits are equal, from disk and from host memory."""
     model, ids, method = build(family, dtype), prompt(PREFIX), cut_for(codec)

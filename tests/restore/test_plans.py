@@ -16,6 +16,7 @@ from families import FAMILIES, build, longrope, prompt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import kv_of
+from thorough import pairs
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_tiered_cache import ConfigError, KVStore, Method, TieredCache
@@ -68,7 +69,7 @@ columns = st.frozensets(st.integers(0, TOKENS - 1), max_size=TOKENS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=12)
+@settings(max_examples=settings.default.max_examples // 6)
 @given(first=columns, dropped=st.lists(columns, max_size=LAYERS).map(tuple))
 @example(first=frozenset(), dropped=())
 @example(first=frozenset(range(TOKENS)), dropped=())
@@ -107,7 +108,7 @@ def other_hashes(store, cache):
     return cache._executor.sequence.history.hasher.hashes(prompt(TOKENS, seed=99)[0].numpy())
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(first=columns, pad=st.integers(1, 40))
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
 def test_scattered_plans_honour_padding(root, family, first, pad):
@@ -210,8 +211,7 @@ def moved(store, place, request):
     return Plan(0, request.num_positions, (computed,) * len(reader.shape.layout.layers), (group,))
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("place", [1, 37, 160])
+@pytest.mark.parametrize(("scaling", "place"), pairs(SCALINGS, [1, 37, 160]))
 @pytest.mark.parametrize(
     "geometry", [Geometry(), Geometry(chunk_tokens=8, layers_per_block=1, heads_per_block=1, split_kv=True)]
 )
@@ -296,17 +296,19 @@ class Plain(Method):
 
 
 @pytest.mark.parametrize(
-    "geometry",
-    [
-        Geometry(8, 1),
-        Geometry(64, 2),
-        Geometry(16, 3, 1),
-        Geometry(4, 1, 1, True),
-        Geometry(32, 6, None, True),
-    ],
+    ("geometry", "family"),
+    pairs(
+        [
+            Geometry(8, 1),
+            Geometry(64, 2),
+            Geometry(16, 3, 1),
+            Geometry(4, 1, 1, True),
+            Geometry(32, 6, None, True),
+        ],
+        ["llama", "gemma3", "deepseek_v3"],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
 def test_the_exact_method_reads_any_geometry(tmp_path, family, geometry):
     model, ids = build(family), prompt(TOKENS)
     arguments = {"do_sample": False, "max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True}

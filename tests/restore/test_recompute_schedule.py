@@ -12,6 +12,7 @@ from families import build, prompt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import kv_of
+from thorough import pairs
 
 from eval.baselines import PartialRecompute
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
@@ -205,7 +206,7 @@ def close(ours, full):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 8)
 @given(ratio=RATIO)
 @example(ratio=0.04)
 @example(ratio=0.3)
@@ -260,8 +261,7 @@ def cache_hashes(cache):
     return cache._executor.sequence.history.hasher.hashes(prompt(STORED, seed=99)[0].numpy())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_neox", "phi3"])
-@pytest.mark.parametrize("ratio", [0.2, 0.6])
+@pytest.mark.parametrize(("family", "ratio"), pairs(["llama", "gemma2", "gemma3", "gpt_neox", "phi3"], [0.2, 0.6]))
 def test_generating_goes_on_from_it(root, family, ratio):
     model, store, ids, _ = stored(family, root)
     cache = TieredCache(model, store, method=Exact(recompute=ratio), record=False)

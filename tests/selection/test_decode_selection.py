@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import build, prompt
 from reference import kv_of, put
+from thorough import pairs
 from transformers import DynamicCache
 
 from eval.baselines import H2O
@@ -99,11 +100,13 @@ def of_sets(every, sets):
     return every.gather(2, tokens[None, :, :, None].expand(-1, -1, -1, dim))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "smollm3"])
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"identify": "index"}, {"gain": 0.0003}, PER_HEAD, PER_HEAD | {"gain": 0.0003}],
-    ids=["all", "index", "gain", "heads", "heads, gain"],
+    ("family", "changes"),
+    pairs(
+        ["llama", "qwen3", "phi3", "gpt_neox", "smollm3"],
+        [{}, {"identify": "index"}, {"gain": 0.0003}, PER_HEAD, PER_HEAD | {"gain": 0.0003}],
+    ),
+    ids=str,
 )
 def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, chosen):
     """The reference is a DynamicCache with the selected tokens of each step and all computed ones."""

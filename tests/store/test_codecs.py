@@ -16,6 +16,7 @@ from reference import KV, Remembering, assert_same, prefilled
 from segments import hashes, open_store, read_back, segment, without_catalogue
 from test_forged import forge, page_of
 from test_geometry import geometries, layouts
+from thorough import pairs
 
 from eval.baselines import H2O, AttentionStore
 from hf_tiered_cache import KVStore, TieredCache
@@ -216,8 +217,11 @@ def coded_kv(model, ids, codec, monkeypatch) -> KV:
 
 
 @every_lossy
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "glm4", "opt"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    pairs(["llama", "qwen2", "qwen3", "gemma2", "glm4", "opt"], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_logits_are_those_of_a_dynamic_cache_whose_kv_went_through_the_codec(family, dtype, codec, root, monkeypatch):
     model, ids = build(family, dtype), prompt(100)
     kv = coded_kv(model, ids, codec, monkeypatch)
@@ -235,13 +239,14 @@ def test_logits_are_those_of_a_dynamic_cache_whose_kv_went_through_the_codec(fam
 def test_bytes_on_disk(root):
     """Heads of 64 dims: the scales are 1/16 of the codes, and the end of a block costs nothing."""
     changes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
-    ids, sizes = prompt(512), {}
-    for codec in CODECS:
-        for dtype in (torch.bfloat16, torch.float32):
+    ids, sizes = prompt(128), {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = build("qwen2", dtype, **changes)
+        for codec in CODECS:
             for layers in (4, 8):
                 with opened(root / f"{codec}{dtype}{layers}", codec) as store:
                     method = Exact(geometry=Geometry(16, layers))
-                    store.precompute(build("qwen2", dtype, **changes), ids, method=method, progress=False)
+                    store.precompute(model, ids, method=method, progress=False)
                     (row,) = store.segments()
                     header = store._storage.disk.reader(row.id).header
                     assert header.file_bytes <= row.nbytes <= header.file_bytes + 4096

@@ -24,6 +24,7 @@ from reference import assert_like_reference
 from segments import hashes, open_store, read_back, read_file, segment, without_catalogue
 from test_forged import ODD, places
 from test_relayout import geometries
+from thorough import pairs
 
 from eval.baselines import H2O, AttentionStore
 from hf_tiered_cache import KVStore, TieredCache
@@ -201,8 +202,7 @@ def test_key_files(tmp_path):
 # --- the same answers
 
 
-@pytest.mark.parametrize("memory", [0, "64KiB", "1GiB"])
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("memory", "verify"), pairs([0, "64KiB", "1GiB"], [True, False]))
 def test_what_is_stored_comes_back_exactly(tmp_path, model, memory, verify):
     with KVStore(tmp_path, key=KEY, host_memory=memory, verify=verify) as store:
         assert ask(model, store).tokens_restored == 0
@@ -675,7 +675,7 @@ def forge(root, base, kind, draw):
 
 
 @pytest.mark.parametrize("kind", FORGERIES)
-@settings(max_examples=max(4, settings.default.max_examples // 10))
+@settings(max_examples=settings.default.max_examples // 6)
 @given(data=st.data())
 def test_no_forgery_is_served(tmp_path_factory, model, forgery, kind, data):
     base, expected = forgery

@@ -203,7 +203,7 @@ def use(root, model):
 @example([(("", "catalogue.sqlite-journal"), "file", b"precious" * 99, 0o600)], "store")
 @example([(("", "calibrations.json"), "hard link", b'{"a": 1}', 0o600)], "store")
 @example([(("segments", f"{HEX}.kv"), "file", b"precious", 0o600), (("pins", HEX), "file", b"x", 0o600)], "store")
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 4)
 def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole, tmp_path_factory, entries, origin):
     made = tmp_path_factory.mktemp("own")
     root, outside = made / "store", made / "outside"

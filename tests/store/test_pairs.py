@@ -40,7 +40,7 @@ MERGED = "paired"
 """A provenance of its own, as whoever merges layers has one."""
 LAYERS = len(LAYOUT.layers)
 every_codec = pytest.mark.parametrize("codec", CODECS)
-few = settings(max_examples=settings.default.max_examples // 6)  # each writes files, for each codec
+few = settings(max_examples=settings.default.max_examples // 4)  # each writes files, for each codec
 pairings = st.permutations(range(LAYERS)).flatmap(
     lambda order: st.integers(0, 2).map(
         lambda count: tuple(sorted(tuple(sorted(order[2 * i : 2 * i + 2])) for i in range(count)))

@@ -19,11 +19,12 @@ print("and this", file=sys.stderr)
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "sys.exit('no')", "os._exit(4)", "os.abort()", "raise ValueError"])
-@pytest.mark.parametrize("how", ["code", "script"])
+@pytest.mark.parametrize("how", ["code", "script", "module"])
 def test_they_say_and_end_with_the_same(tmp_path, how, end):
     code = SAYS.format(end=end)
     (tmp_path / "script.py").write_text(code)
-    command = [sys.executable, *(["-c", code] if how == "code" else ["script.py"]), "one", "two"]
+    program = {"code": ["-c", code], "script": ["script.py"], "module": ["-m", "script"]}[how]
+    command = [sys.executable, *program, "one", "two"]
     options = {"cwd": tmp_path, "env": os.environ | {"SAID": "this"}, "capture_output": True, "text": True}
     ours, theirs = (module.run(command, timeout=60, **options) for module in (processes, subprocess))
     assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)

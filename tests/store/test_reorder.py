@@ -21,6 +21,7 @@ from reference import assert_same, kv_of
 from segments import LAYOUT, hashes, open_store, read_back, segment
 from test_relayout import geometries, tensors
 from test_selective import ask, fill, question
+from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.forward_pass import RestoringForward
@@ -132,8 +133,11 @@ def test_tokens_are_where_the_shape_says(geometry, tokens, seed, apart, data):
 # --- whoever reads it
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "opt", "phi3", "deepseek_v3"])
-@pytest.mark.parametrize("cut", [Geometry(), METHOD.geometry, Geometry(24, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "cut"),
+    pairs(["qwen2", "gemma3", "opt", "phi3", "deepseek_v3"], [Geometry(), METHOD.geometry, Geometry(24, 2, 1)]),
+    ids=str,
+)
 @pytest.mark.parametrize("apart", [False, True], ids=["by layer", "by group"])
 def test_the_exact_method_reads_any_order(family, cut, apart, tmp_path):
     model, ids = build(family), prompt(200)

@@ -30,7 +30,7 @@ def expected(model):
     return [model.generate(ids, **GREEDY) for ids in PROMPTS]
 
 
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.02, 0.1, 0.4, 1.0]), quota=st.sampled_from([None, QUOTA]))
 def test_whatever_fails_tokens_are_right_and_what_was_whole_stays(
     model, expected, tmp_path_factory, seed, share, quota

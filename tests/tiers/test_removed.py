@@ -56,7 +56,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(actions=actions)
 def test_two_stores_on_one_folder_never_serve_what_was_removed(model, expected, tmp_path_factory, actions):
     """Wrong KV lies in the store, and memory, until it is removed; from then on every answer is right."""

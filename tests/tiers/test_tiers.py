@@ -168,7 +168,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTier.settings = settings(stateful_step_count=30)
 
 
 def test_runs_break_at_slabs_at_gaps_and_between_chunks():
