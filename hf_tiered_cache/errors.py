@@ -96,8 +96,8 @@ class NotOursError(FormatError):
     """Segment that may be intact, but that this store must not read or judge. It is left alone."""
 
 
-class NewerFormatError(NotOursError):
-    """Segment written by a newer version of the library."""
+class OtherFormatError(NotOursError):
+    """File in a format, or with a codec or cipher, that this version of the library does not read."""
 
 
 class OtherKeyError(NotOursError):

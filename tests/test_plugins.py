@@ -236,7 +236,8 @@ FAULTS = {
     "beyond": (lambda tokens, count: np.arange(count)[None] + tokens - count + 1, "from 0 to 191"),
     "negative": (lambda tokens, count: np.arange(count)[None] - 1, "from 0 to 191"),
     "sets": (lambda tokens, count: np.stack([np.arange(count)] * 3), r"with 1 or 2 sets"),
-    "flat": (lambda tokens, count: np.arange(count), "int64 .sets, tokens. is expected"),
+    "list": (lambda tokens, count: list(range(count)), "a list, but a numpy array"),
+    "flat": (lambda tokens, count: np.arange(count), "int64 .sets, tokens., is expected"),
     "dtype": (lambda tokens, count: np.arange(count, dtype=np.int32)[None], "int32 of shape"),
 }
 
@@ -285,6 +286,12 @@ def test_attention_that_is_not_finite_is_refused(number, model, store, monkeypat
     mass[0, 100] = number
     monkeypatch.setattr(Faulty, "choose", lambda self, asked: Selection(np.arange(asked.count)[None], mass))
     with pytest.raises(ConfigError, match=r"Faulty of the method ByFaulty returned mass with (NaN|infinity)"):
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
+
+
+def test_a_class_in_place_of_a_selector_is_refused(model, store, monkeypatch):
+    monkeypatch.setattr(ByFaulty, "selector", lambda self: Faulty)
+    with pytest.raises(ConfigError, match=r"selector returned .*Faulty.*an instance of Selector"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
 
 
@@ -346,7 +353,7 @@ def test_a_store_is_not_whole_without_its_codec(model, registered, tmp_path, mon
     make_codec.__globals__["_codec"].cache_clear()
     with KVStore(tmp_path, engine="posix") as store:
         report = store.verify(progress=False)
-        assert (report.segments, report.newer, report.bad) == (0, 1, {})
+        assert (report.segments, report.other_format, report.bad) == (0, 1, {})
     with pytest.raises(ConfigError, match=r"unknown codec 'halves_here'; there are: raw, int8, fp8\. Another package"):
         KVStore(tmp_path, codec="halves_here")
 

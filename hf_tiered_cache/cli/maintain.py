@@ -50,9 +50,9 @@ def verify(
     if report.ok and report.unread:
         reason = "no --key-file was given" if key_file is None else "they are encrypted with another key"
         raise Refused(f"{count(report.unread, 'segment')} could not be checked: {reason}")
-    if report.ok and report.newer:
-        segments = count(report.newer, "segment")
-        raise Refused(f"{segments} could not be checked: a newer version, or a package with their codec, is needed")
+    if report.ok and report.other_format:
+        segments = count(report.other_format, "segment")
+        raise Refused(f"{segments} could not be checked: another version, or a package with their codec, is needed")
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..restore.fetch import Fetcher
 from ..restore.plan import BudgetPlan
 from ..restore.prefetch import share_row
@@ -65,6 +65,10 @@ class SelectiveRestore:
         observed: int = 0,
         method: str = "",
     ) -> None:
+        if not isinstance(selector, Selector):
+            raise ConfigError(
+                f"{method}.selector returned {with_type(selector)}; it must return an instance of Selector"
+            )
         if unknown := set(prefetches) - PREFETCHED:
             raise ConfigError(f"prefetches may name {sorted(PREFETCHED)}, not {sorted(unknown)}")
         self.plan, self.selector, self.fetcher = plan, selector, fetcher

@@ -184,10 +184,12 @@ def check_selection(selector: object, tokens: np.ndarray, request: SelectionInpu
         ConfigError: The tokens are too many, too few, not ascending, duplicate, or not restored tokens.
     """
     name, sets = type(selector).__name__, (1, request.own_keys.shape[0])
-    if tokens.ndim != 2 or tokens.dtype != np.int64 or len(tokens) not in sets:
-        form = f"{tokens.dtype} of shape {list(tokens.shape)}"
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 2 or tokens.dtype != np.int64 or len(tokens) not in sets:
+        is_array = isinstance(tokens, np.ndarray)
+        form = f"{tokens.dtype} of shape {list(tokens.shape)}" if is_array else f"a {type(tokens).__name__}"
         raise ConfigError(
-            f"{name} selected {form}, but int64 [sets, tokens] is expected, with {sets[0]} or {sets[1]} sets"
+            f"{name} selected {form}, but a numpy array, int64 [sets, tokens], is expected, "
+            f"with {sets[0]} or {sets[1]} sets"
         )
     if tokens.shape[1] != request.count:
         raise ConfigError(f"{name} selected {tokens.shape[1]} tokens, but {request.count} were requested")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ..errors import FormatError, NewerFormatError
+from ..errors import FormatError, OtherFormatError
 from .backend import Upload
 from .records import hexadecimal
 from .tree import Stored
@@ -172,27 +172,25 @@ class Seal:
             return None
         data = header["cipher"]
         if data["name"] != CIPHER:
-            raise NewerFormatError(f"it is encrypted with {data['name']!r}, which this version does not support")
+            raise OtherFormatError(f"it is encrypted with {data['name']!r}, which this version does not support")
         return cls(hexadecimal(data["key"], KEY_ID_BYTES), bytes.fromhex(hexadecimal(data["salt"], SALT_BYTES)))
 
 
 # --- head
 
 
-def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, newest: int, oldest: int = 1) -> Sequence[int]:
+def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, known: int) -> Sequence[int]:
     """Return the numbers of a prefix after the version: length of the JSON, others, and the checksum.
 
     Raises:
-        NewerFormatError: the format version is higher than `newest`. FormatError: it is lower than `oldest`, or the
-            file has another magic.
+        OtherFormatError: the format version is not `known`. FormatError: the file has another magic.
     """
     if len(head) < prefix.size or head[: len(magic)] != magic:
         raise FormatError("it has another magic, or is too short")
     _, version, *numbers = prefix.unpack_from(head)
-    if version > newest:
-        raise NewerFormatError(f"format {version} is newer than {newest}; upgrade hf-tiered-cache")
-    if version < oldest:
-        raise FormatError(f"format {version} is of an unreleased version; `hf-tiered-cache gc` deletes the file")
+    if version != known:
+        advice = "upgrade hf-tiered-cache" if version > known else "it was never released; you may delete the file"
+        raise OtherFormatError(f"it has format {version}, and this version reads format {known} only; {advice}")
     return numbers
 
 

@@ -304,7 +304,7 @@ class SegmentStore(Space):
 
         Raises:
             FileExistsError: the existing segment is usable.
-            NotOursError: the existing segment has another key or a newer format.
+            NotOursError: the existing segment has another key or format.
             OSError: the existing segment cannot be read.
         """
         listed_row = self.index.row(segment_id)

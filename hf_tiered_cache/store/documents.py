@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from ..errors import FormatError, NewerFormatError
+from ..errors import FormatError, OtherFormatError
 from . import HASH_BYTES
 from .catalogue import SegmentRow
 from .kinds import DOCUMENT, FileKind
@@ -128,7 +128,7 @@ class Documents(Records[DocumentRecord]):
         """Return the given passages that no record uses, except the records to be deleted (`leaving`).
 
         Raises:
-            NewerFormatError: there is a record that this version cannot read. OSError: one cannot be read now.
+            OtherFormatError: there is a record that this version cannot read. OSError: one cannot be read now.
         """
         keys, unused = {record.key for record in leaving}, set(names)
         files: list[str] = []
@@ -137,7 +137,7 @@ class Documents(Records[DocumentRecord]):
         for name in files:
             try:
                 record = self.load(name)
-            except NewerFormatError:
+            except OtherFormatError:
                 raise
             except (FormatError, FileNotFoundError):
                 continue

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import ConfigError, FormatError, NewerFormatError, with_type
+from ..errors import ConfigError, FormatError, OtherFormatError, with_type
 from .codecs import CODECS, RAW, Codec, make_codec, merged_codec
 
 ALIGNMENT = 4096
@@ -260,7 +260,7 @@ class Geometry:
     def from_json(cls, data: dict[str, Any]) -> Geometry:
         try:
             if isinstance(codec := data["codec"], str) and codec not in CODECS:
-                raise NewerFormatError(
+                raise OtherFormatError(
                     f"it is stored with the codec {codec!r}, which this process does not know; install a newer "
                     "version, or the package that registers it"
                 )

@@ -47,7 +47,7 @@ class Index:
     def __init__(self, backend: SegmentBackend, faults: Faults) -> None:
         self._backend, self._note = backend, faults.note
         self.unlisted: list[str] = []
-        """Names in the backend without a catalogue row: damaged, of a newer format, or not readable yet."""
+        """Names in the backend without a catalogue row: damaged, of another format, or not readable yet."""
         self._unread = False  # whether some unlisted names may be valid segments
         self._scanned = 0.0
         self._mending = threading.Lock()

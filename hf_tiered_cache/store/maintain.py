@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..errors import FormatError, IntegrityError, NewerFormatError, NotOursError, OtherKeyError, StoreError
+from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, StoreError
 from .catalogue import SegmentRow
 from .disk import SegmentStore
 from .memory import aligned_bytes
@@ -40,7 +40,7 @@ class VerifyReport:
     removed: list[str] = field(default_factory=list)
     unread: int = 0
     """Number of segments that were not read: encrypted with another key, or only one of segment and store has a key."""
-    newer: int = 0
+    other_format: int = 0
     """Number of segments that were not read because this process does not know their format or codec."""
     unknown: list[str] = field(default_factory=list)
     """Files in the store's folder that this library did not write. They are ignored, and do not count as damaged."""
@@ -114,9 +114,9 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
                 report.nbytes += nbytes
                 bar.update(nbytes)
         except (NotOursError, FileNotFoundError) as error:
-            report.segments -= 1  # of another key or a newer format, or evicted meanwhile
+            report.segments -= 1  # of another key or format, or evicted meanwhile
             report.unread += isinstance(error, OtherKeyError)
-            report.newer += isinstance(error, NewerFormatError)
+            report.other_format += isinstance(error, OtherFormatError)
         except (FormatError, IntegrityError, OSError) as error:
             report.bad[segment_id] = str(error)
             if repair and not isinstance(error, OSError) and store.remove([segment_id]):
@@ -206,7 +206,7 @@ def _files(store: SegmentStore, ids: Iterable[str], reason: str) -> dict[str, st
 
 
 def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
-    """Return whether a segment is permanently unreadable, as opposed to a newer format or a temporary read error."""
+    """Return whether a segment is permanently unreadable, as opposed to another format or a temporary read error."""
     try:
         if not store.backend.is_own(segment_id):
             return False

@@ -146,8 +146,13 @@ class Space:
         needed, desired = needed - swept, desired - swept
         candidates = self.victims(desired, spared)
         if sum(nbytes for _, nbytes in candidates) < needed:
+            free = self.backend.free()
+            facts = [] if free is None else [f"{free} bytes are free, and free_space_floor is {self.limits.floor}"]
+            if self.limits.quota is not None:
+                facts.append(f"disk_quota is {self.limits.quota}, of which {used} are used or kept for the catalogue")
             raise QuotaError(
-                f"no room for {nbytes} bytes; raise disk_quota, lower free_space_floor, or free space on the disk"
+                f"no room for {nbytes} bytes ({'; '.join(facts)}); raise disk_quota, lower free_space_floor, or free "
+                "space on the disk"
             )
         self.remove([segment_id for segment_id, _ in candidates], "evicted_segments")
 

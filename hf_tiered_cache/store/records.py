@@ -14,7 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from ..errors import ConfigError, FormatError, NewerFormatError
+from ..errors import ConfigError, FormatError, OtherFormatError
 from . import HASH_BYTES
 from .kinds import CALIBRATIONS, CALIBRATIONS_NAME, FileKind, encode_record, record_name
 from .tree import Stored
@@ -163,11 +163,11 @@ class Record:
 
     @classmethod
     def decode(cls: type[R], data: bytes) -> R:
-        """Decode the content of a file. Raises FormatError, or NewerFormatError for a record of a newer format."""
+        """Decode the content of a file. Raises FormatError, or OtherFormatError for a record of a newer format."""
         with decoding(f"not a valid record of {cls.subject}"):
             facts = json.loads(data)
             if isinstance(version := facts["format"], int) and version > FORMAT_VERSION:
-                raise NewerFormatError(f"it is a record of format {version}, which this version does not support")
+                raise OtherFormatError(f"it is a record of format {version}, which this version does not support")
             return checked(cls, facts)
 
 
@@ -230,7 +230,7 @@ class Records(Generic[R]):
     def _may_be_needed(self, name: str, is_needed: Callable[[R], bool]) -> bool:
         try:
             return is_needed(self.load(name))
-        except (OSError, NewerFormatError):
+        except (OSError, OtherFormatError):
             return True
         except FormatError:
             return False

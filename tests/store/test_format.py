@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
 
-from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
+from hf_tiered_cache.errors import FormatError, IntegrityError, OtherFormatError
 from hf_tiered_cache.store.container import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
 from hf_tiered_cache.store.format import (
     FORMAT_VERSION,
@@ -167,18 +167,15 @@ def test_a_file_cut_short_is_seen(tmp_path, cut):
         read_file(path)
 
 
-@pytest.mark.parametrize(
-    ("version", "error", "advice"), [(FORMAT_VERSION + 1, NewerFormatError, "upgrade"), (9, FormatError, "gc")]
-)
-def test_another_format_says_what_to_do(version, error, advice):
+@pytest.mark.parametrize(("version", "advice"), [(FORMAT_VERSION + 1, "upgrade"), (9, "never released")])
+def test_another_format_says_what_to_do(version, advice):
     header, chain, blocks = segment(hashes(2))
     page = bytearray(
         encode_head(lay_out(header, 2), chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())[:4096]
     )
     struct.pack_into("<I", page, 8, version)
-    with pytest.raises(error, match=advice) as raised:
+    with pytest.raises(OtherFormatError, match=advice):
         decode_header(bytes(page))
-    assert type(raised.value) is error
 
 
 def test_a_header_whose_offsets_do_not_fit_is_refused():

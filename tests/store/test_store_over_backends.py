@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from families import build, prompt
@@ -161,6 +163,15 @@ def test_a_quota_holds(model, connect, objects):
         assert sum(len(content) for _, content in objects.values()) <= quota
 
 
+def test_what_has_no_room_is_said_with_the_limits(model, connect, caplog):
+    with connect(disk_quota=CATALOGUE_GROWTH + 1000, free_space_floor=0) as store:
+        report = store.precompute(model, IDS[0, :80], progress=False)
+        assert report.stored == 0 and store.stats.dropped_writes
+    assert re.search(
+        rf"no room for \d+ bytes \(disk_quota is {CATALOGUE_GROWTH + 1000}, of which \d+ are used", caplog.text
+    )
+
+
 def test_faults_of_a_place_never_fail_a_request(model, connect, monkeypatch):
     with connect(host_memory=0) as store:
         store.precompute(model, IDS[0, :80], progress=False)
@@ -205,6 +216,7 @@ def test_an_address_opens_a_registered_backend(model, objects):
         ({"path": 5}, "a folder or an address"),
         ({"path": ""}, "is empty"),
         ({"backend": {}}, "dict is not a backend: it lacks catalogue"),
+        ({"backend": MemoryBackend}, r"an instance, not the class MemoryBackend; use MemoryBackend\(\.\.\.\)"),
         ({"backend": MemoryBackend(), "engine": "posix"}, "engine is an option of stores in folders"),
     ],
 )

@@ -87,6 +87,8 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
         raise ConfigError("engine is an option of stores in folders; other backends read by themselves")
     if address is not None:
         backend = _opener(str(address))(str(address))
+    if isinstance(backend, type):
+        raise ConfigError(f"backend must be an instance, not the class {backend.__name__}; use {backend.__name__}(...)")
     if missing := [name for name in _MEMBERS if not hasattr(backend, name)]:
         raise ConfigError(f"{type(backend).__name__} is not a backend: it lacks {', '.join(missing)}")
     assert backend is not None
