@@ -179,18 +179,20 @@ class Seal:
 # --- head
 
 
-def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, known: int) -> Sequence[int]:
+def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, newest: int, oldest: int = 1) -> Sequence[int]:
     """Return the numbers of a prefix after the version: length of the JSON, others, and the checksum.
 
     Raises:
-        OtherFormatError: the format version is not `known`. FormatError: the file has another magic.
+        OtherFormatError: the format version is not one from `oldest` to `newest`. FormatError: the file has another
+            magic.
     """
     if len(head) < prefix.size or head[: len(magic)] != magic:
         raise FormatError("it has another magic, or is too short")
     _, version, *numbers = prefix.unpack_from(head)
-    if version != known:
-        advice = "upgrade hf-tiered-cache" if version > known else "it was never released; you may delete the file"
-        raise OtherFormatError(f"it has format {version}, and this version reads format {known} only; {advice}")
+    if version > newest:
+        raise OtherFormatError(f"format {version} is newer than {newest}; upgrade hf-tiered-cache")
+    if version < oldest:
+        raise OtherFormatError(f"format {version} was never released, and is not read; you may delete the file")
     return numbers
 
 

@@ -29,7 +29,9 @@ from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC
 FORMAT_VERSION = 10
-"""Version that is written, and the only one that is read. Those before it were not released."""
+"""Version that is written, and the newest one that is read."""
+OLDEST_VERSION = 10
+"""Oldest version that is read. Those before it were not released."""
 HEADER_BYTES = ALIGNMENT
 _SECTIONS = ("chain", "digests", "scan", "tables", "blocks")
 _MOST_TOKENS, _MOST_POSITION = 1 << 28, 1 << 48
@@ -235,7 +237,7 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
     """
     if len(page) < HEADER_BYTES:
         raise FormatError("it is too short")
-    length, _ = parse_prefix(PREFIX, page, MAGIC, FORMAT_VERSION)
+    length, _ = parse_prefix(PREFIX, page, MAGIC, FORMAT_VERSION, OLDEST_VERSION)
     check_head(PREFIX, page[:HEADER_BYTES])
     with decoding("the header cannot be read"):
         header, num_hashes = _header_of(page[PREFIX.size : PREFIX.size + length])

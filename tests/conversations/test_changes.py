@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hf_tiered_cache.conversations.sharing import SAMPLED_TOKENS, merge_changes
-from hf_tiered_cache.store.pairs import Direction, merge_layers
+from hf_tiered_cache.store.codecs import Direction
+from hf_tiered_cache.store.pairs import merge_layers
 
 LAYERS = 4
 

@@ -63,7 +63,7 @@ def test_a_redis_server_that_is_killed_in_the_middle(model, tmp_path, call, monk
             calls = iter(range(1000))
             if call == "get_object":
                 get = remote.get_object
-                monkeypatch.setattr(remote, "get_object", lambda *a: (next(calls) == 3 and server.kill(), get(*a))[1])
+                monkeypatch.setattr(remote, "get_object", lambda *a: (next(calls) == 1 and server.kill(), get(*a))[1])
                 with KVStore(tmp_path / "b", remote=remote) as reader:
                     check(model, reader, restored=0)
                     assert reader.stats.remote.errors > 0
