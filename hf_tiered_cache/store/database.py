@@ -84,7 +84,10 @@ class Database(ABC):
 
     def release(self) -> None:
         """Close the database, if it is not shared, or by its last user."""
-        release_database(self) if self.is_shared else self.close()
+        if self.is_shared:
+            release_database(self)
+        else:
+            self.close()
 
     @abstractmethod
     def _set_up(self, db: sqlite3.Connection) -> None:

@@ -35,6 +35,7 @@ from .kinds import (
     encode_record,
     is_blank,
     json_object,
+    kind_of,
 )
 from .tree import FolderTree, allocate, open_file, read_all, write_all
 
@@ -316,7 +317,10 @@ def _check_is_store(tree: FolderTree, make: bool) -> None:
 
 
 def _is_marked(tree: FolderTree) -> bool:
-    """Return whether the marker exists. It is the first file of a store, and blank if its writer was killed.
+    """Return whether the marker exists.
+
+    It is the first file of a store, and blank if its writer was killed. A blank one counts only if nothing else than
+    files of a store is there.
 
     Raises:
         StoreError: the marker has a newer version, or another file has its name.
@@ -328,7 +332,7 @@ def _is_marked(tree: FolderTree) -> bool:
     except FormatError as error:
         raise StoreError(f"{tree.path / MARKER_NAME} is a link, or not a regular file; remove it") from error
     if is_blank(content):
-        return True
+        return _has_only_own_names(tree)
     facts = json_object(content)
     if facts.get("format") != MARKER_FORMAT or type(version := facts.get("version")) is not int:
         raise StoreError(f"{tree.path / MARKER_NAME} is not the marker of a store; choose another folder")
@@ -337,6 +341,17 @@ def _is_marked(tree: FolderTree) -> bool:
             f"{tree.path} is a store of format {version}, which this version does not support; upgrade "
             "hf-tiered-cache to open it"
         )
+    return True
+
+
+def _has_only_own_names(tree: FolderTree) -> bool:
+    """Return whether all files have the place and the name of a kind. Raises OSError."""
+    if not all(name in FOLDERS or kind_of("", name) for name in tree.list_names("")):
+        return False
+    for folder in FOLDERS:
+        with suppress(FileNotFoundError, NotADirectoryError):  # `_check_kinds` refuses what is no folder
+            if not all(kind_of(folder, name) for name in tree.list_names(folder)):
+                return False
     return True
 
 

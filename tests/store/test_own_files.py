@@ -270,11 +270,14 @@ def test_an_empty_folder_becomes_a_store_and_keeps_its_mode(tmp_path):
     assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 
+@pytest.mark.parametrize("marker", [None, b""], ids=["no marker", "blank marker"])
 @pytest.mark.parametrize("name", ["main.py", "tmp/notes.txt", "documents/letter.json", "segments/movie.kv", "empty/"])
-def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, run, name):
+def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, run, name, marker):
     root = tmp_path / "project"
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).mkdir() if name.endswith("/") else (root / name).write_text("precious")
+    if marker is not None:
+        (root / MARKER).write_bytes(marker)
     before = look(root)
     with pytest.raises(StoreError, match="contains files, but is not a store"):
         KVStore(root)
