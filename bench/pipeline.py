@@ -63,41 +63,41 @@ def measure(arguments: argparse.Namespace, context_tokens: int, folder: Path) ->
     steps = arguments.tokens * (arguments.turns + 2)
     with ExitStack() as stack, torch.inference_mode():
         workers = stack.enter_context(ThreadPoolExecutor(2))
-        store: KVStore | None = None
 
-        def system(rows: int) -> System:
-            nonlocal store
+        def contexts_of(rows: int) -> Contexts:
             model = build(arguments.shape, torch.float32, device, layers=arguments.layers)
             contexts = Contexts(model, context_tokens, rows, steps)
             stack.enter_context(contexts.asking())
-            if store is None:  # the halves have the first rows of the whole batch
-                host = contexts.nbytes + contexts.nbytes // 8 + (256 << 20)
-                store = stack.enter_context(
-                    KVStore(folder, host_memory=host, index_memory="64GiB", queue_memory="64GiB")
-                )
-                contexts.store(store, KVDrive())
-                for ids in contexts.ids:
-                    store.warm(model, ids[: context_tokens + SUFFIX], tag=TAG, progress=False)
+            return contexts
+
+        def system(contexts: Contexts) -> System:
             method = KVDrive(arguments.budget)
-            cache = TieredCache(model, store, method=method, record=False, tag=TAG, fold_heads=True)
+            cache = TieredCache(contexts.model, store, method=method, record=False, tag=TAG, fold_heads=True)
             begun = System(contexts, cache)
             begun.pass_over(SUFFIX)
             assert cache.stats.tokens_restored, cache.stats.reason
             return begun
 
-        whole = system(arguments.batch)
-        in_turn, at_once = ([system(arguments.batch // 2) for _ in range(2)] for _ in range(2))
+        batch = contexts_of(arguments.batch)
+        host = batch.nbytes + batch.nbytes // 8 + (256 << 20)
+        store = stack.enter_context(KVStore(folder, host_memory=host, index_memory="64GiB", queue_memory="64GiB"))
+        batch.store(store, KVDrive())
+        for ids in batch.ids:
+            store.warm(batch.model, ids[: context_tokens + SUFFIX], tag=TAG, progress=False)
+        whole = system(batch)
+        half = arguments.batch // 2  # halves have the first rows of the batch
+        in_turn, at_once = ([system(contexts_of(half)) for _ in range(2)] for _ in range(2))
 
         def timed(way: str) -> float:
             began = time.perf_counter()
             if way == WHOLE:
                 decode(whole, arguments.tokens, threads)
             elif way == IN_TURN:
-                for half in in_turn:
-                    decode(half, arguments.tokens, threads)
+                for part in in_turn:
+                    decode(part, arguments.tokens, threads)
             else:
                 share = max(1, threads // 2)
-                for future in [workers.submit(decode, half, arguments.tokens, share) for half in at_once]:
+                for future in [workers.submit(decode, part, arguments.tokens, share) for part in at_once]:
                     future.result()
             return (time.perf_counter() - began) / arguments.tokens
 
