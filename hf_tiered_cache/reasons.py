@@ -31,7 +31,10 @@ ALL_STATES = "hidden states or attentions of all tokens are requested, so all to
 APPROXIMATE = "the cache holds a selection of its prompt, so later tokens are computed, and neither restored nor stored"
 TRAINING = "the model is in training mode, so nothing is restored or stored; call model.eval()"
 ROW_ADAPTERS = "the rows of the batch use different adapters, so nothing is restored or stored"
-FILLED_ELSEWHERE = "the cache was filled outside of the model's forward passes, so nothing is restored or stored"
+FILLED_ELSEWHERE = (
+    "the cache is filled outside of the forward passes of the attached model, so nothing is restored, selected or "
+    "stored; call the causal LM itself"
+)
 ODD_MASK = "the attention mask contains more than left padding, so nothing is restored or stored from that position on"
 ODD_POSITIONS = "position_ids do not count the tokens, so nothing is restored or stored from that position on"
 LOOKS_AHEAD = "tokens attend to later tokens (is_causal, bidirectional attention), so no prefix can be reused"

@@ -46,6 +46,24 @@ def test_training_mode(store, caplog):
     assert caplog.text.count(reasons.TRAINING) == 1  # one warning for each cause
 
 
+@pytest.mark.parametrize("method", ["exact", "kv_drive"])
+@pytest.mark.parametrize("beside", ["the model without its head", "a detached model"])
+def test_a_cache_that_is_filled_beside_the_attached_model(store, caplog, method, beside):
+    model = build("llama")
+    store.precompute(model, prompt(80), method=method)
+    cache = TieredCache(model, store, method=method)
+    model(prompt(96), past_key_values=cache, logits_to_keep=1)
+    assert cache.stats.tokens_restored == 80 and not cache.stats.reason
+    if beside == "a detached model":
+        detach(model)
+    other = model if beside == "a detached model" else model.model
+    for token in prompt(2)[0]:
+        other(token.view(1, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 98
+    assert cache.stats.reason == reasons.FILLED_ELSEWHERE
+    assert caplog.text.count(reasons.FILLED_ELSEWHERE) == 1
+
+
 @pytest.mark.parametrize("tokens", [1, 15])
 def test_a_prompt_below_one_block(store, tokens):
     stats = ask(build("llama"), store, prompt(tokens))

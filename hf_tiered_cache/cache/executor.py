@@ -165,7 +165,7 @@ class Executor:
             self._estimate_savings(sequence, request.base + plan.restored_until or request.num_positions, before)
         if sequence.reports_passages:
             for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
-                self._explain_once(why)
+                self.explain_once(why)
         if self.unreported:
             tokens_kept = sequence.history.tokens_in(request.base) if request.base else 0
             self._report_prompt(self.bypass or reason, tokens_kept)
@@ -251,7 +251,7 @@ class Executor:
         self.restored = RestoredRun.of(forward_pass.plan, began)
         self._front = forward_pass.front
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
-            self._explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
+            self.explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
 
     def _observe_costs(
@@ -634,7 +634,7 @@ class Executor:
             return
         self.collector.add(seconds_saved=restored * per_token - restoring)
 
-    def _explain_once(self, reason: str) -> None:
+    def explain_once(self, reason: str) -> None:
         """Report a reason, unless it is empty or was reported for this cache before."""
         if reason and reason not in self.collector.stats.reasons:
             self.explain(reason)

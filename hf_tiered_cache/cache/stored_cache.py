@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from .. import reasons
 from ..errors import CacheMismatchError
 from ..layers import DenseSource, SelectedSource, kv_sources, sources_for
 from ..methods import BudgetMethod, Exact, Method
@@ -183,6 +184,8 @@ class StoredCache(Cache, ServedCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return all that its queries may see."""
         forward_pass = self._executor.forward_pass
+        if forward_pass is None:  # the model without its head, or a detached one
+            self._executor.explain_once(reasons.FILLED_ELSEWHERE)
         if forward_pass is None or not forward_pass.captures or current() is not forward_pass:
             return cast(DenseSource, self.layers[layer_idx]).update(key_states, value_states)
         return forward_pass.append(layer_idx, key_states, value_states)
