@@ -18,7 +18,6 @@ import random
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -96,27 +95,36 @@ def intervals(stamps: list[float], spans: list[tuple[float, float]]) -> dict[str
 
 
 def measure(arguments: argparse.Namespace, model: Any, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the results of all runs, by name."""
+    """Return the results of all runs, by name. In every other turn the engine alone comes last."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in (*RUNS, *PRIVATE)}
     for turn in range(arguments.repeats):
-        shared, private = (
-            prompts_of(arguments, model.config.vocab_size, shares, turn + 100 * shares) for shares in (True, False)
-        )
-        results[RUNS[0]].append(run(model, arguments, shared))
-        with ExitStack() as stack:
-            store = stack.enter_context(KVStore(folder / f"shared-{turn}", host_memory=arguments.host_memory))
-            stack.enter_context(tiered(model, store))
-            for name in RUNS[1:3]:
-                results[name].append(run(model, arguments, shared))
-                store.flush()
-        forget_page_cache(folder)
-        with KVStore(folder / f"shared-{turn}", host_memory=arguments.host_memory) as store, tiered(model, store):
-            results[RUNS[3]].append(run(model, arguments, shared))
-        results[PRIVATE[0]].append(run(model, arguments, private))
-        with KVStore(folder / f"private-{turn}", host_memory=arguments.host_memory) as store, tiered(model, store):
-            results[PRIVATE[1]].append(run(model, arguments, private))
+        for shares, alone in ((True, RUNS[0]), (False, PRIVATE[0])):
+            prompts = prompts_of(arguments, model.config.vocab_size, shares, turn + 100 * shares)
+            actions = [
+                lambda alone=alone, prompts=prompts: {alone: run(model, arguments, prompts)},
+                lambda shares=shares, turn=turn, prompts=prompts: with_store(
+                    arguments, model, folder / f"{turn}-{shares}", prompts, RUNS[1:] if shares else PRIVATE[1:]
+                ),
+            ]
+            for action in actions[:: -1 if turn % 2 else 1]:
+                for name, result in action().items():
+                    results[name].append(result)
         expected = results[RUNS[0]][-1]["answers"]
         assert all(results[name][-1]["answers"] == expected for name in RUNS) or arguments.dtype != "float32"
+    return results
+
+
+def with_store(
+    arguments: argparse.Namespace, model: Any, folder: Path, prompts: list[list[int]], names: tuple[str, ...]
+) -> dict[str, dict[str, Any]]:
+    """Return the results of runs with a new store: cold, and then from host memory and from disk if these are named."""
+    results = {}
+    for opened in filter(None, (names[:2], names[2:])):
+        forget_page_cache(folder)
+        with KVStore(folder, host_memory=arguments.host_memory) as store, tiered(model, store):
+            for name in opened:
+                results[name] = run(model, arguments, prompts)
+                store.flush()
     return results
 
 
