@@ -38,11 +38,17 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import hf_tiered_cache
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.identity import watch
-from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact, Passages
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact, Krul, KVDrive, Passages
 
 PACKAGE = Path(hf_tiered_cache.__file__).parent
 PREFIX, SUFFIX = 256, 16
-METHODS = {"Exact": Exact(), "ContiguousKV": ContiguousKV(0.25, reorder=False), "CacheTune": CacheTune(recompute=0.15)}
+METHODS = {
+    "Exact": Exact(),
+    "ContiguousKV": ContiguousKV(0.25, reorder=False),
+    "KVDrive": KVDrive(0.25),
+    "CacheTune": CacheTune(recompute=0.15),
+    "Krul": Krul(recompute=0.0),
+}
 KINDS = ("prompt", "token")
 CPU = torch.device("cpu")
 _PARTS_OF_FUNCTIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"}
@@ -301,7 +307,7 @@ def report(document: dict[str, Any]) -> str:
         )
         + "\n## Time in addition to DynamicCache\n\n"
         f"Medians of {document['rounds']} rounds of {document['turns']} turns. "
-        "CacheTune computes a part of its passages, so its time is not an overhead.\n\n"
+        "CacheTune computes a part of its passages, so its time is not an overhead. Krul decodes int8.\n\n"
         + table(["", *sources], rows(times, ("first token", "token")))
     )
 
