@@ -56,8 +56,9 @@ METHODS: dict[str, Method | None] = {
 }
 NEAR = 1.05
 """Aim: maximum time to first token relative to the best candidate, and relative to recomputing."""
-LONG = 8192
-"""Number of prefix tokens above which there is no turn of warm-up and `--long-repeats` counts."""
+SHORT, LONG = 1024, 8192
+"""Numbers of prefix tokens up to which there are three times as many turns, and above which `--long-repeats` counts and
+there is no turn of warm-up."""
 
 
 class Bench:
@@ -134,13 +135,18 @@ class Bench:
         summaries = {}
         for length in tqdm(sorted(self.prompts), unit="prefix", desc=name_of(rate)):
             actions = {name: lambda name=name, length=length: self.ask(name, rate, length) for name in METHODS}
-            is_long = length > LONG
-            repeats = arguments.long_repeats if is_long else arguments.repeats
-            rows = interleaved(actions, repeats, warm_up=0 if is_long else 1)
+            rows = interleaved(actions, turns_of(arguments, length), warm_up=length <= LONG)
             summaries[length] = summarise(length, rows)
             if (known := costs[length]) is not None:
                 summaries[length]["predicted_recompute_s"] = float(known.computing(length)) + known.overhead
         return {"calibration_s": calibration_s, "prefixes": summaries}
+
+
+def turns_of(arguments: argparse.Namespace, length: int) -> int:
+    """Return the number of measured turns of a prefix length: short ones vary more."""
+    if length > LONG:
+        return int(arguments.long_repeats)
+    return int(arguments.repeats) * (3 if length <= SHORT else 1)
 
 
 def name_of(rate: float) -> str:
@@ -175,7 +181,8 @@ def report(document: dict[str, Any]) -> str:
         f"{document['dtype']} on {machine_info['device']}\n",
         f"{machine_text(machine_info)} {document['token_bytes']} bytes of KV per token, suffixes of "
         f"{document['suffix']} tokens, random weights. Seconds to the first token, medians of {document['repeats']} "
-        f"turns, or of {document['long_repeats']} for more than {LONG:,} tokens; ratios within a turn.\n",
+        f"turns, {3 * document['repeats']} up to {SHORT:,} tokens and {document['long_repeats']} for more than "
+        f"{LONG:,}; ratios within a turn.\n",
     ]
     headings = ["prefix", *candidates, AUTO, "it computed", "auto ÷ best", f"≤ {NEAR}", "auto ÷ recompute", f"≤ {NEAR}"]
     cells = [cell for disk in document["disks"].values() for cell in disk["prefixes"].values()]

@@ -229,7 +229,7 @@ def test_auto(tmp_path, monkeypatch):
         "--rates",
         "50,0",
         "--repeats",
-        2,
+        1,
         "--device",
         "cpu",
     ]
@@ -239,7 +239,7 @@ def test_auto(tmp_path, monkeypatch):
     assert document["disks"].keys() == {"50 MB/s", "real disk"}
     for disk in document["disks"].values():
         assert disk["calibration_s"] > 0
-        for length, turns in (("64", 2), ("128", 1)):
+        for length, turns in (("64", 3), ("128", 1)):  # a short one has three times as many
             cell = disk["prefixes"][length]
             assert cell["ttft_s"].keys() == auto.METHODS.keys()
             assert all(len(times) == turns and min(times) > 0 for times in cell["ttft_s"].values())
