@@ -5,7 +5,8 @@ such as quota, tiers and GPUDirect Storage, sees a local segment.
 
 A remote never fails a request, and delays it by no more than it can save: a prompt waits for the remote as long as
 computing the tokens takes, and for a look-up a fifth of that. Once the bandwidth is known, it waits for a fetch only a
-few times as long as that should take. What comes too late is there for the next prompt.
+few times as long as that should take. While it is not, half of what computing takes must show that the rest will be in
+time. What comes too late is there for the next prompt.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -49,6 +51,8 @@ _MOST_SECONDS = 600.0
 """Maximum number of seconds that a prompt waits for the remote."""
 _FETCHES = 4
 """Number of segments that are fetched at a time."""
+_TRIAL_SHARE = 0.5
+"""Share of the time to compute the missing tokens after which a fetch of unknown bandwidth is judged by its pace."""
 _LEAST_WAIT = 0.25
 """Seconds that a prompt waits for a fetch in any case, if computing takes longer: those of round trips and checks."""
 _CLOSE_SECONDS = 5.0
@@ -175,8 +179,14 @@ class RemoteTier:
         if not waiting:
             return SLOW_FETCH
         deadline = min(began + saved(stop), time.monotonic() + self._fetch_limit())
+        is_known = self.link.bandwidth.value is not None
+        trial = deadline if is_known else began + max(_LEAST_WAIT, _TRIAL_SHARE * saved(stop))
         for fetched, (row, future) in enumerate(waiting):
             try:
+                with suppress(FutureTimeoutError):
+                    future.result(max(0.0, min(trial, deadline) - time.monotonic()))
+                if not future.done() and time.monotonic() + self.link.seconds_left(nbytes) > deadline:
+                    deadline = 0.0  # too slow
                 if future.result(max(0.0, deadline - time.monotonic())):
                     return "" if fetched else UNUSABLE
             except (FutureTimeoutError, CancelledError):
@@ -257,13 +267,14 @@ class RemoteTier:
         """
         began = time.monotonic()
         with self.link.fetching() as note_bytes:
-            is_stored, nbytes = self._read_into_store(segment_id, row, num_hashes)
-            note_bytes(nbytes)
+            is_stored, nbytes = self._read_into_store(segment_id, row, num_hashes, note_bytes)
         self.fetch_breaker.succeeded()
         self._count(segments_read=1, bytes_read=nbytes, read_seconds=time.monotonic() - began)
         return is_stored
 
-    def _read_into_store(self, segment_id: str, row: SegmentRow | None, num_hashes: int | None) -> tuple[bool, int]:
+    def _read_into_store(
+        self, segment_id: str, row: SegmentRow | None, num_hashes: int | None, note_bytes: Callable[[int], None]
+    ) -> tuple[bool, int]:
         """Write a segment of the remote to the local store. Returns whether it is stored, and the bytes read."""
         reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
         if row is not None and not reader.chain.startswith(row.chain):
@@ -277,7 +288,8 @@ class RemoteTier:
         written: Written = lambda group, blocks, content: self._admit(header.id, group, blocks, content)  # noqa: E731
         try:
             with self._writes.not_offered(header.id):
-                is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=written)
+                groups = _groups(reader, header.shape, note_bytes)
+                is_stored = self._disk.publish(header, hashes, groups, written=written)
         except _FetchError as error:
             assert isinstance(error.__cause__, IntegrityError | OSError)
             raise error.__cause__ from None
@@ -348,10 +360,10 @@ class RemoteTier:
         self._disk.warn(f"remote {what}", f"a {what} of {self.remote.place} failed ({error}); prompts are computed")
 
 
-def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
+def _groups(reader: SegmentReader, shape: SegmentShape, note_bytes: Callable[[int], None]) -> Iterator[Group]:
     """Yield the first verified blocks of each KV cache group of a shape, that of the segment or of its beginning.
 
-    The next blocks are read meanwhile. Raises _FetchError.
+    The next blocks are read meanwhile, and their bytes noted when they are here. Raises _FetchError.
     """
     count = len(shape.block_groups)
 
@@ -367,6 +379,7 @@ def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
             blocks, future = pending
             pending = begin(group + 1) if group + 1 < count else None
             future.result()
+            note_bytes(blocks.numel())
             sealed = reader.header.seal is not None
             lin64 = reader.digests[group]["lin64"][: len(blocks)].view("<i8")
             yield blocks if sealed else PackedBlocks(blocks, lin64)

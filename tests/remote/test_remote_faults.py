@@ -10,7 +10,7 @@ import pytest
 import torch
 from shared_prompts import IDS, PROMPTS, check, share
 
-from hf_tiered_cache import TieredCache
+from hf_tiered_cache import Exact, Geometry, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.remote import link, tier, write_back
 from hf_tiered_cache.remote.entries import sweep_entries
@@ -319,7 +319,7 @@ def test_segments_that_are_computed_faster_than_fetched_are_computed_after_the_o
     assert (store.stats.remote.hits, store.stats.remote.segments_read) == (1, 1)
 
 
-def test_a_fetch_that_hangs_is_left_after_the_time_that_computing_takes(model, machine, pace, monkeypatch):
+def test_a_fetch_that_hangs_is_left_after_half_of_the_time_that_computing_takes(model, machine, pace, monkeypatch):
     share(model, machine("a")[0], *PROMPTS)
     store, remote = machine("b")
     gate = threading.Event()
@@ -338,6 +338,33 @@ def test_a_fetch_that_hangs_is_left_after_the_time_that_computing_takes(model, m
         assert time.monotonic() < deadline
         time.sleep(0.01)
     check(model, store, PROMPTS[0], restored=96)
+
+
+@pytest.mark.parametrize(("share_of_computing", "restored"), [(0.6, 96), (2.0, 0)])
+def test_a_fetch_of_unknown_bandwidth_is_judged_by_its_pace(
+    model, machine, pace, monkeypatch, share_of_computing, restored
+):
+    """After half of the time that computing takes, it is clear whether all will be here in time."""
+    store, _ = machine("a")
+    cache = TieredCache(model, store, method=Exact(geometry=Geometry(layers_per_block=1)))
+    model(input_ids=PROMPTS[0], past_key_values=cache, logits_to_keep=1)
+    cache.store_now()
+    store.flush()
+    (nbytes,) = (row.nbytes for row in store.segments())
+    store, remote = machine("b")
+    pace[0] = 0.03
+    computing, get = 96 * pace[0], remote.get_object
+    lock = threading.Lock()
+
+    def get_slowly(name, version, offset, count):
+        with lock:
+            time.sleep(share_of_computing * computing * count / nbytes if offset else 0.0)  # the head is read at once
+        return get(name, version, offset, count)
+
+    monkeypatch.setattr(remote, "get_object", get_slowly)
+    check(model, store, PROMPTS[0], restored=restored)
+    assert store.stats.remote.misses == ({} if restored else {link.LATE: 1})
+    assert restored or 0.5 * computing <= store.stats.remote.waiting_seconds < 0.75 * computing
 
 
 def test_a_fetch_that_hangs_is_left_soon_if_the_bandwidth_is_known(model, machine, pace, monkeypatch):
