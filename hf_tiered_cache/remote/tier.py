@@ -18,8 +18,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from functools import cache, partial
 
-import torch
-
 from ..errors import FormatError, IntegrityError, NotOursError
 from ..restore.planner import MatchedRun, longest_prefix
 from ..stats import RemoteStats
@@ -28,6 +26,7 @@ from ..store.catalogue import SegmentRow
 from ..store.container import Group, PackedBlocks
 from ..store.disk import SegmentStore, Written
 from ..store.geometry import HASH_TOKENS
+from ..store.lazy import torch
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader
