@@ -1,6 +1,7 @@
 """`KVStore`, the store class that users create. The implementation is in `Storage`.
 
 Operations that run a model are imported when they are called, because a store alone needs no transformers.
+It imports torch when it first reads or writes KV (see `store.lazy`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm.auto import tqdm
 
-from .cache.calibrations import Calibration, PrefixCosts, QualityFinding
 from .cache.conversation import remove_conversations
 from .cache.storage import DEFAULT_POLICY, Storage
 from .errors import ConfigError, unknown_name, with_type
-from .methods import Exact, Method, make_method
 from .operations.documents import BATCH_TOKENS, finish_documents, remove_documents
 from .remote.write_back import WRITES
 from .stats import Counters, StoreStats
@@ -35,6 +33,7 @@ from .store.documents import DocumentInfo
 from .store.engines import Engine
 from .store.folder import FolderBackend
 from .store.geometry import Geometry
+from .store.lazy import torch
 from .store.objects import ObjectBackend
 from .store.quota import Limits
 from .store.settings import configurable, folder_of
@@ -43,6 +42,8 @@ from .tiers.residency import Residency
 from .units import parse_bytes
 
 if TYPE_CHECKING:
+    from .cache.calibrations import Calibration, PrefixCosts, QualityFinding
+    from .methods import Method
     from .operations.precompute import Lookup, PrecomputeReport
 
 
@@ -369,6 +370,8 @@ class KVStore:
         Raises:
             ConfigError: the geometry names a lossy codec, and a segment is stored with another codec.
         """
+        from .methods import Exact, make_method
+
         method = Exact(geometry=geometry) if isinstance(geometry, Geometry) else make_method(geometry)
         if method.geometry.codec != RAW:
             self._check_codec(method.geometry.codec, ids)

@@ -443,6 +443,54 @@ def test_stats_of_a_store(model, tmp_path):
         assert stats.as_dict()["tokens"] == 96
 
 
+NO_TENSORS = """
+import sys
+from hf_tiered_cache import KVStore
+
+def check(use):
+    assert not {"torch", "transformers", "accelerate"} & sys.modules.keys(), use
+
+check("import")
+with KVStore(sys.argv[1]) as store:
+    check("open")
+    for use in sys.argv[2:]:
+        eval(use)
+        check(use)
+check("close")
+
+with KVStore(sys.argv[1]) as store:
+    assert store.verify().segments == 1
+torch = sys.modules["torch"]
+held = {name: vars(module)["torch"] for name, module in list(sys.modules.items())
+        if name.startswith("hf_tiered_cache.") and "torch" in vars(module)}
+assert len(held) > 20
+assert all(module is torch for module in held.values()), held
+"""
+
+
+def test_a_store_imports_torch_for_tensors_only(model, root):
+    with KVStore(root) as store:
+        store.precompute(model, prompt(40), progress=False)
+    uses = [
+        "str(store)",
+        "store.stats._repr_html_()",
+        "store.segments()",
+        "store.models()",
+        "store.pinned()",
+        "store.conversations()",
+        "store.documents()",
+        "store.gc(dry_run=True)",
+        "store.gc()",
+        "store.pin([store.segments()[0].id])",
+        "store.flush()",
+        "store.clear()",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TENSORS, str(root), *uses], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_store_needs_no_transformers(root):
     """Tools that list, check and clean a store start in a third of the time."""
     code = f"""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from ..store.container import Group
 from ..store.geometry import BlockGroup, KVLayout, LayerKV, Part
+from ..store.lazy import torch
 from ..store.shape import SegmentShape
 from ..store.writer import KeptOnDevice
 from ..tiers.device import CopyStream, Event, Staging, copy_stream

@@ -6,18 +6,17 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from .. import reasons
 from ..errors import ConfigError, ConversationInUseError, StoreClosedError, StoreError
-from ..methods import Method, describe_method
 from ..store.catalogue import SegmentRow
 from ..store.conversations import ConversationRecord
 from ..store.geometry import ALIGNMENT, aligned
+from ..store.lazy import torch
 from .storage import Storage
 
 if TYPE_CHECKING:
     from ..identity import Identity
+    from ..methods import Method
     from .sequence import SequenceState
 
 
@@ -101,6 +100,8 @@ class Conversation:
         Returns:
             Reason why the record was not saved, or "".
         """
+        from ..methods import describe_method  # a store alone needs no torch
+
         if not tokens or not self.turns:
             return ""
         try:

@@ -6,21 +6,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from ..errors import EvictedError
 from ..restore.plan import Plan, RecomputePlan
 from ..stats import StatsCollector
 from ..store.container import Group
 from ..store.geometry import BlockGroup, LayerKV
+from ..store.lazy import torch
 from ..store.relayout import front_blocks, front_shape
 from ..store.segment import FrontReader, SegmentReader, owners_of_front
 from ..store.shape import SegmentShape
 from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from .captured import CapturedKV
-
-_CPU = torch.device("cpu")
 
 
 class ComputedFront:
@@ -143,9 +141,8 @@ class Fronts:
         held = np.zeros((len(shape.layout.layers), shape.tokens), bool)
         step = shape.geometry.chunk_tokens
         for group, owner in zip(shape.block_groups, owners_of_front(segment, shape), strict=True):
-            tiers = self._residency.find(
-                owner, np.arange(shape.chunks_in(group)), _CPU if devices is None else devices[group.layers[0]]
-            )
+            device = torch.device("cpu") if devices is None else devices[group.layers[0]]
+            tiers = self._residency.find(owner, np.arange(shape.chunks_in(group)), device)
             tokens = shape.tokens_by_slot(group)
             is_held = ~np.isin(np.arange(len(tokens)) // step, tiers["disk"])
             held[np.array(group.layers)[:, None], tokens[is_held]] = True
@@ -171,10 +168,10 @@ def blocks_in_memory(residency: Residency, reader: SegmentReader, block_group: i
         uint8 `[chunks, block_bytes]`, and int64, ascending.
     """
     blocks = reader.room_for(block_group)
-    missing = np.arange(len(blocks))
-    on_host = residency.find(reader.owners[block_group], missing, _CPU)["host"]
+    missing, cpu = np.arange(len(blocks)), torch.device("cpu")
+    on_host = residency.find(reader.owners[block_group], missing, cpu)["host"]
     if len(on_host):
-        handle = residency.fetch([BlockRequest(reader, block_group, on_host)], _CPU, StatsCollector(), ahead=True)
+        handle = residency.fetch([BlockRequest(reader, block_group, on_host)], cpu, StatsCollector(), ahead=True)
         try:
             handle.wait()
             for first, memory in handle.fetched[0].arrived.runs():

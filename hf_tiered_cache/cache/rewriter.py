@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from ..errors import IntegrityError, StoreError
 from ..passages.ranking import RANKED_IN_CONTEXT, KeptRankings
@@ -25,6 +24,7 @@ from ..store import EXACT
 from ..store.codecs import coded_provenance
 from ..store.disk import SegmentStore
 from ..store.geometry import Geometry, block_groups
+from ..store.lazy import torch
 from ..store.relayout import join_segments
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape, TokenTables

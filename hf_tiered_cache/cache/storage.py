@@ -16,10 +16,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from ..errors import ConfigError, StoreClosedError, StoreError
-from ..methods import Method
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
 from ..remote.tier import RemoteTier, Seconds
@@ -31,6 +29,7 @@ from ..store.cipher import Hidden
 from ..store.conversations import Conversations
 from ..store.disk import SegmentStore
 from ..store.documents import Documents
+from ..store.lazy import torch
 from ..store.objects import ObjectBackend
 from ..store.records import Calibrations
 from ..store.segment import SegmentReader
@@ -44,6 +43,7 @@ from .rewriter import SegmentRewriter
 from .spot_check import SpotChecks
 
 if TYPE_CHECKING:
+    from ..methods import Method
     from .recorder import Recorder
 
 DEFAULT_POLICY = "lru"

@@ -1,7 +1,7 @@
 """Command line `hf-tiered-cache`: inspect, check and clean up a store.
 
 A command is a function in a module of this package and an entry below. Modules import torch, transformers and whatever
-needs them inside functions, so that `--help`, `ls` and `stat STORE` start fast.
+needs them inside functions, so that commands start fast.
 """
 
 from __future__ import annotations

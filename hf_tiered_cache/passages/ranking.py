@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
-import torch
 
 from ..store.disk import SegmentStore
+from ..store.lazy import torch
 from ..store.segment import SegmentReader
 
 Ranking = Literal["low_frequency", "random", "context"]
@@ -23,7 +23,7 @@ RANKINGS: tuple[Ranking, ...] = ("low_frequency", "random", "context")
 RANKED_IN_CONTEXT = ("context",)
 """Rankings that compute a passage once more, after other text. Their scores are comparable between passages."""
 
-KV = tuple[torch.Tensor, torch.Tensor]
+KV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """Keys before rotation, and values, of one layer: `[heads, tokens, dim]`."""
 
 

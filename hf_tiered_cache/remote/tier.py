@@ -20,8 +20,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
-import torch
-
 from ..errors import FormatError, IntegrityError, NotOursError
 from ..restore.planner import MatchedRun, longest_prefix
 from ..stats import RemoteStats
@@ -30,6 +28,7 @@ from ..store.catalogue import SegmentRow
 from ..store.container import Group, PackedBlocks
 from ..store.disk import SegmentStore, Written
 from ..store.geometry import HASH_TOKENS
+from ..store.lazy import torch
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader

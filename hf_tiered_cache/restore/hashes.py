@@ -11,10 +11,10 @@ import hmac
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from ..store import HASH_BYTES
 from ..store.geometry import HASH_TOKENS
+from ..store.lazy import torch
 
 
 class PrefixHasher:

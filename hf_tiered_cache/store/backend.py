@@ -18,10 +18,9 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from .engines import EngineFile, ReadOp, ReadReport
 from .kinds import PIN, SEGMENT, SEGMENT_SUFFIX, file_of
+from .lazy import torch
 from .records import RecordFiles
 from .tree import Stored
 

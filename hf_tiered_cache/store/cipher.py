@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import ConfigError, OtherKeyError
 from .container import DIGEST_DTYPE, KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Checksums, Guard, Seal, rows
+from .lazy import torch
 
 KEY_BYTES = 32
 _NONCE_BYTES = 12

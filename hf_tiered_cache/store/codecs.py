@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
 
-import torch
-
 from ..errors import ConfigError, unknown_name, with_type
 from ..plugins import Registry
+from .lazy import torch
 
 
 class Field(NamedTuple):
@@ -121,8 +120,11 @@ class Scaled(ABC):
     lossless = False
     largest: float
     """Magnitude of the largest code."""
-    code_dtype: torch.dtype
-    """Dtype of the stored codes. It must support indexing on every device."""
+
+    @property
+    @abstractmethod
+    def code_dtype(self) -> torch.dtype:
+        """Dtype of the stored codes. It must support indexing on every device."""
 
     def fields(self, dtype: torch.dtype, dim: int) -> tuple[Field, ...]:
         return Field(self.code_dtype, dim), Field(torch.float32, 1)
@@ -155,7 +157,10 @@ class Int8(Scaled):
 
     name = "int8"
     largest = 127.0
-    code_dtype = torch.int8
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        return torch.int8
 
     def _round(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers.round_().to(torch.int8)
@@ -172,7 +177,10 @@ class Fp8(Scaled):
 
     name = "fp8"
     largest = 448.0
-    code_dtype = torch.uint8
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        return torch.uint8
 
     def _round(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers.clamp_(-self.largest, self.largest).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -16,14 +16,14 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-import torch
 import xxhash
 
 from ..errors import FormatError, OtherFormatError
 from .backend import Upload
+from .lazy import torch
 from .records import hexadecimal
 from .tree import Stored
 
@@ -73,7 +73,7 @@ class PackedBlocks(NamedTuple):
     """int64 `[n]`, the bits of the unsigned digests."""
 
 
-Group = torch.Tensor | PackedBlocks
+Group: TypeAlias = "torch.Tensor | PackedBlocks"
 """Blocks of a KV cache group, uint8 `[n, block_bytes]` on the CPU, with or without their lin64."""
 
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
-import torch
 
 from ..errors import (
     FormatError,
@@ -33,13 +33,14 @@ from .cipher import Plain
 from .container import Group, PackedBlocks, content_of, write_blocks
 from .faults import Faults, figure_of, is_of_the_process, out_of_descriptors
 from .format import SegmentHeader, encode_head, lay_out
+from .lazy import torch
 from .quota import Limits, Space
 from .segment import SegmentReader, read_head
 
 _HIDDEN_SECONDS = 60.0
 """Seconds for which a segment is not used after a read error."""
 
-Written = Callable[[int, torch.Tensor, int], None]
+Written: TypeAlias = "Callable[[int, torch.Tensor, int], None]"
 """Callback for a written KV cache group: its number, its blocks, and the content hash in `SegmentReader.owner`."""
 
 

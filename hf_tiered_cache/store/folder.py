@@ -19,8 +19,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 
-import torch
-
 from ..errors import StoreBusyError
 from .backend import HeadLength, SegmentBackend
 from .engines import Engine, EngineFile, ReadOp, ReadReport
@@ -42,6 +40,7 @@ from .kinds import (
     FileKind,
     file_of,
 )
+from .lazy import torch
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
 from .tree import Stored, nbytes_of, open_regular, read_all, stored_in, write_all

@@ -13,10 +13,9 @@ from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-import torch
-
 from ..errors import ConfigError, FormatError, OtherFormatError, with_type
 from .codecs import CODECS, RAW, Codec, make_codec, merged_codec
+from .lazy import torch
 
 ALIGNMENT = 4096
 """Alignment in bytes of the sections of a file and of memory, and size of a page."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, StoreError
 from .catalogue import SegmentRow
 from .disk import SegmentStore
+from .lazy import torch
 from .memory import aligned_bytes
 from .segment import SegmentReader, read_head
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
-import torch
 
 from .faults import Notices
 from .geometry import ALIGNMENT
+from .lazy import torch
 
 HUGE_PAGE = 2 << 20
 

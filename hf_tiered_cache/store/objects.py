@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from ..errors import FormatError, StoreBusyError
 from .backend import HeadLength, SegmentBackend
@@ -28,6 +27,7 @@ from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
 from .hedged import HedgedReads
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
+from .lazy import torch
 from .root import StoreRoot
 from .threads import DaemonPool
 from .tree import Stored

@@ -8,17 +8,17 @@ position embedding (RoPE) preserves lengths and angles, so keys may be merged be
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import torch
+from typing import TypeAlias
 
 from .codecs import Codec, checked_decode, checked_encode
+from .lazy import torch
 
 TOWARD = 0.6
 """Interpolation weight of the second, deeper layer's direction (MiniCache, Section 4)."""
 _PARALLEL = 1e-3
 """Sine of the angle below which interpolation is linear. It differs from spherical interpolation by at most 1e-6."""
 
-_KeysValues = tuple[torch.Tensor, torch.Tensor]
+_KeysValues: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

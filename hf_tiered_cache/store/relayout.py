@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
-import torch
 
 from ..errors import EvictedError
 from . import hashes_of
@@ -19,6 +19,7 @@ from .codecs import checked_decode, checked_encode
 from .disk import SegmentStore
 from .format import SegmentHeader, end_of_chain, segment_id
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, Part, block_groups
+from .lazy import torch
 from .pairs import TOWARD, angle, encode, retained
 from .segment import SegmentReader
 from .shape import SegmentShape, TokenTables
@@ -27,14 +28,14 @@ _SOON = 4
 """Number of next KV cache groups that keep their source blocks in memory. Later groups read them again."""
 _RUN = 2048
 """Tokens that are merged at once. Merging needs several times the memory of their KV."""
-Fields = tuple[torch.Tensor, ...]
+Fields: TypeAlias = "tuple[torch.Tensor, ...]"
 """Encoded fields of keys or values, `[heads, tokens, field's dim]` each."""
-BlocksOf = Callable[[SegmentReader, int], torch.Tensor]
+BlocksOf: TypeAlias = "Callable[[SegmentReader, int], torch.Tensor]"
 """Function that returns all blocks of a segment's KV cache group, uint8 `[chunks, block_bytes]`.
 
 It raises IntegrityError or OSError.
 """
-Made = tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]
+Made: TypeAlias = "tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]"
 """Arguments of `SegmentStore.publish`: header, prefix hashes, and a lazy iterator over the KV cache groups' blocks."""
 
 
@@ -304,7 +305,7 @@ def _put(targets: Fields, heads: slice, tokens: np.ndarray, fields: Fields) -> N
         target[heads].index_copy_(1, columns, field)
 
 
-Admit = Callable[[tuple[str, int, int], torch.Tensor], None]
+Admit: TypeAlias = "Callable[[tuple[str, int, int], torch.Tensor], None]"
 """Callback for written blocks. Takes the `SegmentReader.owner` name and the blocks, uint8 `[chunks, block_bytes]`."""
 
 

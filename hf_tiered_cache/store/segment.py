@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from ..errors import EvictedError, FormatError, IntegrityError
 from .backend import HeadLength, SegmentBackend
@@ -17,12 +16,13 @@ from .container import Guard, check_not_sparse, check_tag, content_of
 from .engines import EngineFile, ReadOp, ReadReport
 from .format import HEADER_BYTES, PREFIX, SegmentHeader, decode_header, decode_tables
 from .geometry import HASH_TOKENS
+from .lazy import torch
 from .memory import aligned_bytes
 from .shape import SegmentShape
 from .tree import Stored
 
 _NO_KEY = Plain()
-BlockRun = tuple[int, torch.Tensor]
+BlockRun: TypeAlias = "tuple[int, torch.Tensor]"
 """First chunk of a run, and the destination of its blocks: uint8 `[n, block_bytes]`, contiguous."""
 
 

@@ -127,7 +127,7 @@ def _setting(name: str, written: str, value: Any, source: str) -> Setting:
 
 def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
     """Let an `__init__` take arguments that its caller omits from `read_settings`."""
-    from .cipher import Hidden  # imports torch, which the commands that import this module do without
+    from .cipher import Hidden  # imports numpy, which the commands that import this module do without
 
     @wraps(init)
     def configured(self: S, /, *arguments: P.args, **given: P.kwargs) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from ..errors import FormatError
 from .codecs import Codec, checked_decode, checked_encode, make_codec, merged_codec
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
+from .lazy import torch
 from .memory import to_device
 
 NOT_HELD = 0xFFFFFFFF

@@ -16,11 +16,11 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ..errors import FormatError, IntegrityError, QuotaError, StoreBusyError
 from .backend import SegmentBackend, Upload
@@ -41,6 +41,7 @@ from .engines import EngineFile, ReadOp
 from .faults import Faults, figure_of
 from .geometry import ALIGNMENT, aligned
 from .kinds import SIDECAR_MAGIC
+from .lazy import torch
 from .memory import aligned_bytes
 from .records import decoding
 from .segment import SegmentReader
@@ -48,14 +49,11 @@ from .tree import Stored
 
 MAGIC = SIDECAR_MAGIC
 FORMAT_VERSION = 1
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-    )
-}
-"""Supported dtypes of arrays, by name."""
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn"),
+    *("int64", "int32", "int16", "int8", "uint8"),
+)
+"""Names of the supported dtypes of arrays."""
 PREFIX = struct.Struct("<8sIIQQ")  # magic, version, bytes of the JSON, bytes of the arrays, xxh3-64 of the head
 _NAME = re.compile(r"([0-9a-f]{32})\.([a-z][a-z0-9_]{0,31})")
 _MOST_JSON, _MOST_BYTES, _MOST_DIMS = 64 << 10, 1 << 40, 8
@@ -158,7 +156,7 @@ class Sidecars:
         if _NAME.fullmatch(name) is None:
             raise ValueError(f"{kind!r} is not a valid kind of sidecar")
         places = tuple(_Place(key, value.dtype, tuple(value.shape)) for key, value in arrays.items())
-        if odd := {place.dtype for place in places} - set(DTYPES.values()):
+        if odd := {place.dtype for place in places} - set(_dtypes().values()):
             raise ValueError(f"arrays of {odd} are not supported in sidecars")
         if not self._backend.writable:
             self._faults.counters.add("dropped_writes")
@@ -308,6 +306,11 @@ class Sidecars:
         return False
 
 
+@cache
+def _dtypes() -> dict[str, torch.dtype]:
+    return {name: getattr(torch, name) for name in DTYPES}
+
+
 def _content_of(reader: SegmentReader) -> str:
     """Return an identifier of a segment's bytes. It changes if a block changes or is encrypted again."""
     return f"{reader.header.digests.digest:016x}"
@@ -388,7 +391,7 @@ def _decode_head(data: bytes) -> _Head:
             content=header["content"],
             kind=header["kind"],
             facts=_text(header["facts"]),
-            arrays=tuple(_Place(str(name), DTYPES[dtype], _shape(shape)) for name, dtype, shape in header["arrays"]),
+            arrays=tuple(_Place(str(name), _dtypes()[dtype], _shape(shape)) for name, dtype, shape in header["arrays"]),
             seal=Seal.of(header),
             digests=np.frombuffer(data, DIGEST_DTYPE, _blocks(nbytes)[0], end),
         )

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..errors import ModelChangedError, StoreBusyError, StoreClosedError
 from .container import Group, PackedBlocks
 from .disk import SegmentStore, Written
 from .format import SegmentHeader
+from .lazy import torch
 from .threads import Latch, Progress
 
 logger = logging.getLogger("hf_tiered_cache")

@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
-import torch
-
 from ..store.container import PackedBlocks, lin64
+from ..store.lazy import torch
 from ..store.memory import aligned_bytes, page_locked
 from .pool import DIRECT_SLAB_BYTES, LEAST_SLAB_BYTES, Tier
 from .scores import EvictionPolicy, Owner, ScoreTable, Usage

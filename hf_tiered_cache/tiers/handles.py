@@ -15,10 +15,10 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ..errors import IntegrityError
 from ..store.container import lin64
+from ..store.lazy import torch
 from ..store.memory import to_device
 from ..store.segment import Asked, SegmentReader
 from ..store.threads import Apart, Latch, Step

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-import torch
+from ..store.lazy import torch
 
 KeyOwner = tuple[str, int, int, str]
 """Segment id, layer, a checksum of the segment's content, and the kind of index made from the layer's keys."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TypeAlias
 
 import numpy as np
-import torch
 
 from ..store.geometry import ALIGNMENT
+from ..store.lazy import torch
 from .scores import EvictionPolicy, Owner, ScoreTable, Usage
 from .slabs import FREE, GONE, NO_MEMORY, ORPHANED, RESERVED, Blocks, SlabStock, SlotPool
 
@@ -28,7 +29,7 @@ DIRECT_SLAB_BYTES = 10 << 20
 PyTorch cuts smaller memory out of larger allocations, and cuFile then does not find the registered memory by its
 address."""
 
-Allocate = Callable[[int], torch.Tensor]
+Allocate: TypeAlias = "Callable[[int], torch.Tensor]"
 """Function that allocates uint8 `[nbytes]` on the device of the tier, aligned to 4 KiB."""
 
 

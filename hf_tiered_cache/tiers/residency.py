@@ -15,10 +15,10 @@ from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
-import torch
 
 from ..stats import StatsCollector
 from ..store.engines import ReadReport
+from ..store.lazy import torch
 from ..store.segment import read_batch
 from ..store.threads import Apart, Step
 from . import make_policy

@@ -9,15 +9,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 
 from ..store.geometry import ALIGNMENT
+from ..store.lazy import torch
 from .scores import Usage
 
-BlockRun = tuple[int, torch.Tensor]
+BlockRun: TypeAlias = "tuple[int, torch.Tensor]"
 """A run of consecutive chunks: the number of the first chunk, and the blocks, uint8 `[n, block_bytes]`."""
 
 

@@ -101,12 +101,12 @@ SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 7), (70_000,), (3, 41_000)]
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_arrays_of_every_dtype_and_size_come_back_in_every_bit(store, name):
-    reader, generator = publish(store), torch.Generator().manual_seed(3)
+    reader, generator, dtype = publish(store), torch.Generator().manual_seed(3), getattr(torch, name)
     arrays = {}
     for number, shape in enumerate(SHAPES):
-        size = torch.Size(shape).numel() * DTYPES[name].itemsize
+        size = torch.Size(shape).numel() * dtype.itemsize
         data = torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
-        arrays[f"{number} ä"] = data.view(DTYPES[name]).view(shape)
+        arrays[f"{number} ä"] = data.view(dtype).view(shape)
     arrays["turned"] = arrays["4 ä"].T
     assert store.sidecars.keep(reader, "index", arrays, {})
     same({key: value[None] for key, value in store.sidecars.kept(reader, "index", {}).items()},

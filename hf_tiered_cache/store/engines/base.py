@@ -10,9 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-import torch
-
 from ...errors import StoreClosedError
+from ..lazy import torch
 from ..threads import DaemonPool
 
 MAX_CALL_BYTES = 1 << 20

@@ -33,9 +33,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from ...errors import EngineUnavailableError
+from ..lazy import torch
 from .base import Engine, EngineFile, ReadOp, ReadReport, in_threads
 
 logger = logging.getLogger("hf_tiered_cache")

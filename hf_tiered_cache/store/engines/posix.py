@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
-import torch
-
 from ..geometry import ALIGNMENT, BLOCK_ALIGNMENT, aligned
+from ..lazy import torch
 from ..tree import open_file
 from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce, in_threads
 
