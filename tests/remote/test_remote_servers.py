@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import processes
 import pytest
@@ -205,6 +207,20 @@ with torch.no_grad():
             process.kill()
             for part in stopped:
                 part.go_on()
+
+
+def test_many_objects_of_a_mooncake_pool_are_listed(tmp_path, monkeypatch):
+    """In calls that its transport has room for: it refuses a part of some thousand values."""
+    with mooncake_server(tmp_path) as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        with closing(open_remote(server.address("x"))) as remote:
+            names = [f"segments/{number:032x}.kv" for number in range(600)]
+            for name in names:
+                remote.put_object(name, b"content", False)
+            remote.client = Mock(wraps=remote.client)
+            assert len(remote.names()) == 600
+            assert all(len(call.args[0]) <= 256 for call in remote.client.get_batch.call_args_list)
 
 
 def test_a_mooncake_pool_whose_machine_dies(model, tmp_path, pace, monkeypatch):

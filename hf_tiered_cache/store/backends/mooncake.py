@@ -25,6 +25,8 @@ _PORT, _METADATA_PORT, _ADMIN_PORT = 50051, 8080, 9003
 """Ports of a master: of its calls, of its metadata server, and of its web pages, by which keys are listed."""
 _POOL, _BUFFER = "0", "64MiB"
 """Memory of this process that the pool gets, and memory for transfers, if the environment does not say."""
+_MOST_VALUES = 256
+"""Maximum number of values that are read at a time, which the client's buffer and the queues of its transport hold."""
 _NOT_FOUND, _FULL = -704, -200
 _PAGES_SECONDS = 10.0
 
@@ -77,7 +79,13 @@ class MooncakeBackend(ValueBackend):
         if len(exist) != len(keys) or any(status < 0 for status in exist):
             raise self._fault("look-up", min(exist, default=-1))
         present = [key for key, status in zip(keys, exist, strict=True) if status]
-        values = dict(zip(present, self.client.get_batch(present) if present else [], strict=True))
+        values: dict[str, bytes] = {}
+        for first in range(0, len(present), _MOST_VALUES):
+            keys_of_call = present[first : first + _MOST_VALUES]
+            contents = self.client.get_batch(keys_of_call)
+            if len(contents) != len(keys_of_call):
+                raise self._fault("transfer", -1)
+            values.update(zip(keys_of_call, contents, strict=True))
         lost = [key for key, value in values.items() if not value]
         if lost and any(self.client.batch_is_exist(lost)):  # they have not been dropped meanwhile
             raise self._fault("transfer", -1)
