@@ -2,6 +2,7 @@
 
     python bench/remote_segments.py                      # 100,000 segments; 10,000 behind the S3-compatible gateway
     python bench/remote_segments.py --engines redis --segments 20000 --listed 20000
+    python bench/remote_segments.py --engines mooncake,s3 --keep    # add to the results of other engines
 
 Segments have 16 tokens of a made-up model, since only their number matters: an object of 12 KiB each, and a look-up
 entry of 4 KiB. Several threads write them through the interface of the backends. Look-ups are of prompts of 1,024
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -203,6 +205,7 @@ def report(document: dict[str, Any]) -> str:
     rows = [["write all, per second", *(f"{r['segments'] / r['write_s']:,.0f}" for r in results)]]
     rows += [[text, *(_shown(result[name]) for result in results)] for name, text in MEASURES.items()]
     rows.append(["segments when the commands run", *(f"{result['listed']:,}" for result in results)])
+    rows.append(["commit", *(result["commit"] for result in results)])
     memory = {"memory": "look-ups", "ls_memory": "`ls`", "gc_memory": "`gc`"}
     for name, text in memory.items():
         rows.append([f"memory of {text}", *(f"{_single(result[name]) / 2**20:.0f} MiB" for result in results)])
@@ -252,15 +255,20 @@ def main() -> None:
     parser.add_argument("--s3-segments", type=int, default=10_000, help="the same for s3, which takes longer to fill")
     parser.add_argument("--listed", type=int, default=500, help="number of segments when ls and gc run")
     parser.add_argument("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--keep", action="store_true", help="keep the results of other engines that are in --out")
     parser.add_argument("--folder", type=Path, help="parent folder of the servers' data (default: a temporary one)")
     arguments: argparse.Namespace = parser.parse_args()
-    results, missing = [], {}
+    engines, results, missing = arguments.engines.split(","), [], {}
+    if arguments.keep:
+        earlier = json.loads((arguments.out / "remote-segments-cpu.json").read_text())["results"]
+        results = [result for result in earlier if result["engine"] not in engines]
     with tempfile.TemporaryDirectory(prefix="bench-remote-", dir=arguments.folder) as path:
         on = machine(torch.device("cpu"), Path(path))
-        for engine in arguments.engines.split(","):
+        for engine in engines:
             segments = min(arguments.segments, arguments.s3_segments) if engine == "s3" else arguments.segments
             try:
-                results.append(measure(engine, segments, min(segments, arguments.listed), Path(path)))
+                measured = measure(engine, segments, min(segments, arguments.listed), Path(path))
+                results.append(measured | {"commit": on["commit"]})
             except MissingServerError as error:
                 missing[engine] = str(error)
             document = {"machine": on, "missing": missing, "results": results}

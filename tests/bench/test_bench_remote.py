@@ -95,7 +95,12 @@ def test_remote_segments(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["remote_segments.py", *options])
     remote_segments.main()
     document = json.loads((tmp_path / "remote-segments-cpu.json").read_text())
-    (result,) = document["results"]
+    document["results"].append(document["results"][0] | {"engine": "of another run"})
+    (tmp_path / "remote-segments-cpu.json").write_text(json.dumps(document))
+    sys.argv.append("--keep")
+    remote_segments.main()
+    other, result = json.loads((tmp_path / "remote-segments-cpu.json").read_text())["results"]
+    assert other == document["results"][1]
     assert (result["engine"], result["segments"], result["listed"]) == ("file", 70, 9)
     assert result["gc_memory"] >= 0
     assert len(result["hit"]) == len(result["miss"]) == 50
