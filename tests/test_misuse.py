@@ -228,9 +228,10 @@ def test_an_empty_salt_is_refused(tmp_path, empty):
         KVStore(tmp_path, salt=empty)
 
 
-def test_seconds_to_live_are_a_number(tmp_path):
-    with pytest.raises(ConfigError, match="ttl must be a number of seconds"):
-        KVStore(tmp_path, ttl="7d")
+@pytest.mark.parametrize("wrong", ["7d", 0, -1.0, float("nan"), float("inf"), 1e12, pytest.param(10**400, id="huge")])
+def test_seconds_to_live_are_a_number_that_files_can_hold(tmp_path, wrong):
+    with pytest.raises(ConfigError, match="ttl must be a number of seconds above 0, or None for no limit"):
+        KVStore(tmp_path, ttl=wrong)
 
 
 @pytest.mark.parametrize("wrong", [[0.5, 1.0], torch.rand(20), torch.ones(20, dtype=torch.bool), "text", []])
