@@ -160,7 +160,10 @@ def folder_of(store: str | os.PathLike[str]) -> Path | None:
         raise ConfigError("the path of the store is empty; pass a folder, or '.' for the current folder")
     if scheme_of(store):
         return None
-    return Path(store).expanduser().resolve()  # independent of later changes of the working directory
+    try:
+        return Path(store).expanduser().resolve()  # independent of later changes of the working directory
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a null character
+        raise ConfigError(f"{os.fspath(store)!r} cannot be the folder of a store: {error}") from None
 
 
 def without_secrets(address: str) -> str:
