@@ -282,6 +282,6 @@ class Calibrations:
         try:
             records = json.loads(self._files.read(CALIBRATIONS, CALIBRATIONS_NAME))
             is_sound = all(isinstance(record, dict) for named in records.values() for record in named)
-        except (OSError, FormatError, ValueError, AttributeError, TypeError):  # deleted meanwhile, or damaged
+        except (OSError, FormatError, *_UNREADABLE):  # deleted meanwhile, or damaged
             is_sound = False
         return records if is_sound else {}  # as if nothing had been measured
