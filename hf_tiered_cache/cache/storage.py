@@ -104,7 +104,7 @@ class Storage:
                 named = f"key id {other_key}, not {disk.cipher.key_id}"
                 raise ConfigError(f"{self.place} is encrypted with another key: {named}")
             self.rankings = KeptRankings(disk)
-            self.rewriter = SegmentRewriter(disk, residency, self.rankings)
+            self.rewriter = SegmentRewriter(disk, residency, self.rankings, self.conversations)
             self.passage_index = PassageIndex(disk.index)
             if remote is not None:
                 self.remote = RemoteTier(remote, disk, remote_write, partial(_admit, residency))
