@@ -77,7 +77,10 @@ class MooncakeBackend(ValueBackend):
         if len(exist) != len(keys) or any(status < 0 for status in exist):
             raise self._fault("look-up", min(exist, default=-1))
         present = [key for key, status in zip(keys, exist, strict=True) if status]
-        values = dict(zip(present, self.client.get_batch(present) if present else [], strict=True))
+        contents = self.client.get_batch(present) if present else []
+        if len(contents) != len(present):
+            raise self._fault("transfer", -1)
+        values = dict(zip(present, contents, strict=True))
         lost = [key for key, value in values.items() if not value]
         if lost and any(self.client.batch_is_exist(lost)):  # they have not been dropped meanwhile
             raise self._fault("transfer", -1)

@@ -64,6 +64,8 @@ class RedisBackend(ValueBackend):
             for key, start, stop in ranges:
                 pipeline.getrange(key, start, stop - 1)
             values: list[bytes] = pipeline.execute()
+            if not all(isinstance(value, bytes) for value in values):
+                raise redis.exceptions.InvalidResponse("values are bytes")
         return values
 
     def set_part(self, key: str, content: bytes) -> None:
@@ -95,10 +97,10 @@ class RedisBackend(ValueBackend):
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Raise the exceptions of the client as OSErrors."""
+        """Raise the exceptions of the client as OSErrors: if no Redis answers, they can be of any type."""
         try:
             yield
-        except redis.exceptions.RedisError as error:
+        except Exception as error:
             number = errno.EIO
             if isinstance(error, redis.exceptions.TimeoutError):
                 number = errno.ETIMEDOUT
