@@ -346,9 +346,10 @@ class KVStore:
     @contextmanager
     def _scratch(self, method: Method) -> Iterator[Storage]:
         key = os.urandom(32) if self._storage.disk.cipher.key_id else None
+        alone: dict[str, Any] = {"remote": None, "disk_quota": None, "ttl": None}  # whatever the environment says
         with (
             tempfile.TemporaryDirectory(prefix="hf-tiered-quality-") as folder,
-            KVStore(folder, policy=method.policy, codec=self.codec, key=key) as store,
+            KVStore(folder, policy=method.policy, codec=self.codec, key=key, **alone) as store,
         ):
             yield store._storage
 
