@@ -185,7 +185,7 @@ def open_store(
     if not place.is_reachable():
         place.close()
         raise Refused(f"{place.place} cannot be reached")
-    return KVStore(backend=place, **options)
+    return KVStore(backend=place, engine="auto", remote=None, **options)  # whatever the environment says
 
 
 def head_of(store: Path | str, segment_id: str) -> Head:
