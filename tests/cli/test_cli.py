@@ -530,7 +530,7 @@ def test_what_cannot_be_done_with_documents(run, corpus):
         (("rm", "{store}", "zz", "--all"), "specify one of: ids of segments, --model, or --all"),
         (("rm", "{store}", "zz"), "no segments have an id that begins with 'zz'"),
         (("rm", "{store}", ""), "no segments have an id that begins with ''"),
-        (("rm", "{store}", "--model", ""), "no model has the name ''"),
+        (("rm", "{store}", "--model", ""), "the name of the model is empty"),
         (("rm", "{store}", "--model", "zz"), "no model has the name 'zz'"),
         (("stat", "{store}", "zz"), "`hf-tiered-cache ls` lists all segments"),
         (("conversations", "nowhere"), "no store at nowhere"),
