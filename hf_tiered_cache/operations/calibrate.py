@@ -86,7 +86,8 @@ def calibrate(
     ids = torch.randint(3, config.vocab_size, (length,), generator=generator)
     prompt = ids.unsqueeze(0).to(inner.device)
     bar = tqdm(desc="calibrate", unit="ratio", disable=not progress)
-    with torch.no_grad(), bar, _stored(storage, model, list(ids[: passages * tokens].split(tokens)), method):
+    stored = _stored(storage, model, list(ids[: passages * tokens].split(tokens)), method)
+    with torch.no_grad(), bar, storage.without_remote(), stored:
 
         def run(ratio: float) -> float:
             cache = StoredCache.over(model, storage, replace(method, recompute=ratio), options)
@@ -172,7 +173,8 @@ def calibrate_prefix(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, config.vocab_size, (lengths[-1] + suffix,), generator=generator)
     costs: list[PrefixCosts] = []
-    with torch.no_grad(), tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress) as bar:
+    bar = tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress)
+    with torch.no_grad(), storage.without_remote(), bar:
         for length in bar:
             if costs and (repeats + 1) * _both_ways(costs[-1], length) > seconds:  # stored or warmed up once
                 break

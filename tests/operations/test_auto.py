@@ -90,6 +90,21 @@ def run(model, store, ids, **options):
     return cache.stats
 
 
+@pytest.mark.parametrize("settings", [{}, {"passages": 2, "tokens": 64, "repeats": 1, "progress": False}])
+def test_measurements_leave_the_remote_out(root, tmp_path, settings):
+    model, address = build("qwen2"), f"sqlite://{tmp_path}/shared.db"
+    with KVStore(root, remote=address) as store:
+        if settings:
+            store.calibrate(model, **settings)
+        else:
+            TieredCache(model, store, method="auto", progress=False)
+        store.flush()
+        assert (store.stats.remote.lookups, store.stats.remote.segments_written) == (0, 0)
+        store.precompute(model, prompt(64), progress=False)
+        store.flush()
+        assert (store.stats.remote.lookups, store.stats.remote.segments_written) == (1, 1)
+
+
 def test_the_first_cache_measures_and_later_ones_do_not(root, monkeypatch):
     model, calls = build("qwen2"), []
     calibrate = module.calibrate_prefix
