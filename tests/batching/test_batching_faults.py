@@ -152,6 +152,26 @@ def test_a_request_that_is_cancelled_during_its_restore_leaves_nothing(stored, m
         assert session.stats.tokens_restored == len(prompts[1]) // 16 * 16
 
 
+def test_a_request_whose_lookup_ends_just_after_it_is_stored(store, model, prompts, expected, monkeypatch):
+    gate, look_up = threading.Event(), lookups.Lookups._look_up
+    monkeypatch.setattr(tiers, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(lookups.Lookups, "_look_up", lambda *given: gate.wait(30) and look_up(*given))
+
+    def is_looked_up(request):
+        found = request.lookup.done()
+        if request.gone and not found:  # its lookup ends before the caller has seen the result
+            gate.set()
+            request.lookup.result(30)
+        return found
+
+    monkeypatch.setattr(requests.BatchedRequest, "is_looked_up", property(is_looked_up))
+    with tiered(model, store), running(model) as manager:
+        assert arriving(manager, prompts[:1]) == expected[:1]
+        assert settled(manager) == 0
+    store.flush()
+    assert sum(row.tokens for row in store.segments()) >= len(prompts[0]) // 16 * 16
+
+
 def test_other_requests_go_on_while_one_is_restored(stored, model, prompts, expected, monkeypatch):
     held, others = Held(monkeypatch), [prompt(30, seed=90 + at)[0].tolist() for at in range(3)]
     answers = alone(model, others)
