@@ -232,4 +232,5 @@ def limit_request(model: PreTrainedModel, inputs: dict[str, Any], gen_config: Ge
         return
     if (tokens := len(ids) if isinstance(ids, list) else ids.shape[-1]) >= context:
         raise HTTPException(400, f"the prompt has {tokens} tokens, but the model's context is {context}")
-    gen_config.max_new_tokens = min(gen_config.max_new_tokens or context, context - tokens)
+    limit = context - tokens
+    gen_config.max_new_tokens = limit if gen_config.max_new_tokens is None else min(gen_config.max_new_tokens, limit)

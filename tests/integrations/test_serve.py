@@ -341,6 +341,8 @@ MESSAGES = [{"role": "user", "content": "who went in ?"}]
         ("completion", {"prompt": 5}),
         ("completion", {"prompt": "who went in ? " * 5000}),
         ("completion", {"prompt": SYSTEM, "max_tokens": -5}),
+        ("completion", {"prompt": SYSTEM, "max_tokens": 0}),
+        ("completion", {"prompt": SYSTEM, "generation_config": '{"num_beams": 0}'}),
         ("response", {"input": 5}),
         ("load", {"model": "gpt2"}),
         ("load", {"model": 7}),
