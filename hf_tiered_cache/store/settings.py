@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from ..errors import ConfigError, suggest, unknown_name
 from ..units import parse_bytes
@@ -167,11 +167,28 @@ def folder_of(store: str | os.PathLike[str]) -> Path | None:
 
 
 def without_secrets(address: str) -> str:
-    """Return an address for messages: without user, password, and options, which can be a signature or a password."""
+    """Return an address for messages: without user, password, and options, which can be a signature or a password.
+
+    A password with a character that it must not have, such as "/", seems to end there: then all of it is left out.
+    """
     if not scheme_of(address):
         return address
     try:
         parts = urlsplit(address)
     except ValueError:
         return f"{scheme_of(address)}://..."
+    if ":" in parts.netloc and "@" not in parts.netloc and "@" in address:
+        return f"{scheme_of(address)}://..."
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def split_server(address: str) -> SplitResult:
+    """Return the parts of a server's address. Raises ConfigError if its port is invalid, or it has a fragment."""
+    parts, advice = urlsplit(address), "write /, ?, # and @ in a password or a prefix as %2F, %3F, %23 and %40"
+    try:
+        _ = parts.port
+    except ValueError:  # the message shows it, and it may be a part of the password
+        raise ConfigError(f"{without_secrets(address)} names no valid port; {advice}") from None
+    if parts.fragment:
+        raise ConfigError(f"{without_secrets(address)} ends with a #; {advice}")
+    return parts

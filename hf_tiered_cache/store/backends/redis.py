@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from ...errors import ConfigError
-from ..settings import without_secrets
+from ..settings import split_server, without_secrets
 from .values import Range, ValueBackend
 
 _UNFINISHED_SECONDS = 3600
@@ -40,7 +40,7 @@ class RedisBackend(ValueBackend):
     """
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
+        parts = split_server(address)
         database, _, prefix = parts.path.strip("/").partition("/")
         place = without_secrets(address).rstrip("/")
         environment = {"username": os.environ.get("REDIS_USERNAME"), "password": os.environ.get("REDIS_PASSWORD")}
