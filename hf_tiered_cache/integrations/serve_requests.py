@@ -209,6 +209,8 @@ class BatchedGenerateManager(CBGenerateManager):
     ) -> str:
         """Limit and count a request, and return its name in the engine, which clients cannot repeat."""
         limit_request(model, inputs, gen_config)
+        if not inputs["input_ids"]:
+            raise HTTPException(400, "the prompt has no tokens")  # the engine would end with all of its requests
         name = f"{request_id}-{next(self._numbers)}"
         if self._session is not None:
             request_stats.get([]).append(self._session.count_batched(self._cb, name))
