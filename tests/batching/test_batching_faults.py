@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import random
 import threading
 import time
@@ -170,6 +171,30 @@ def test_a_request_whose_lookup_ends_just_after_it_is_stored(store, model, promp
         assert settled(manager) == 0
     store.flush()
     assert sum(row.tokens for row in store.segments()) >= len(prompts[0]) // 16 * 16
+
+
+def test_a_lookup_that_hangs_keeps_no_process_alive(stored, model, prompts, expected, monkeypatch):
+    held = Held(monkeypatch)
+    with KVStore(stored) as store, tiered(model, store), running(model) as manager:
+        name = manager.add_request(prompts[0], **OPTIONS)
+        assert held.began.wait(10)
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("hf-tiered-batching")]
+        assert threads and all(thread.daemon for thread in threads)
+        held.go_on.set()
+        assert finished(manager, [name]) == expected[:1]
+
+
+def test_lookup_threads_end_with_their_manager(stored, model, prompts, expected):
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name.startswith("hf-tiered-batching")]
+
+    with KVStore(stored) as store, tiered(model, store):
+        assert batched(model, prompts) == expected
+        until = time.monotonic() + 10
+        while threads() and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.01)
+        assert not threads()
 
 
 def test_other_requests_go_on_while_one_is_restored(stored, model, prompts, expected, monkeypatch):
