@@ -16,6 +16,7 @@ from hf_tiered_cache.cache.observed import Pace
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.store.backends import open_remote
 from hf_tiered_cache.store.backends.sqlite import SQLiteBackend
+from hf_tiered_cache.store.backends.values import Range
 
 NAME, CONTENT = "segments/" + "a" * 32 + ".kv", bytes(range(256)) * 20_000  # of several parts
 
@@ -122,6 +123,20 @@ def test_a_full_disk_is_an_error_and_loses_nothing(path):
     assert error.value.errno == errno.ENOSPC
     assert content_of(remote) == CONTENT
     assert remote.find_object("segments/b.kv") is None
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_value_of_another_program_is_left_alone(path, replace):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=True)
+    remote.put_object(NAME, CONTENT[1:], replace=True)
+    assert content_of(remote) == CONTENT[1:]
+    key = f"{remote.keys}calibrations.json"
+    remote.set_value(key, b"mine", replace=False)
+    with pytest.raises(FileExistsError):
+        remote.put_object("calibrations.json", CONTENT, replace)
+    assert not remote.delete_object("calibrations.json")
+    assert remote.list_keys(key) == [key] and remote.read_values([Range(key, 0, 9)]) == [b"mine"]
 
 
 def lose_a_part(path):

@@ -145,7 +145,11 @@ class ValueBackend(ObjectBackend):
         try:
             for number, key in enumerate(parts):
                 self.set_part(key, content[self.first_bytes + number * self.part_bytes :][: self.part_bytes])
-            is_stored = self.set_value(self.keys + name, head.encode() + content[: self.first_bytes], replace)
+            value = head.encode() + content[: self.first_bytes]
+            is_stored = self.set_value(self.keys + name, value, replace and before is not None)
+            if not is_stored and replace:  # written meanwhile, or a value of another program
+                before = self._head(name)
+                is_stored = before is not None and self.set_value(self.keys + name, value, True)
         finally:
             if not is_stored:  # also if the server is full: parts without an object would keep it full
                 self._discard(parts)
