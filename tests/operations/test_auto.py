@@ -105,6 +105,17 @@ def test_measurements_leave_the_remote_out(root, tmp_path, settings):
         assert (store.stats.remote.lookups, store.stats.remote.segments_written) == (1, 1)
 
 
+def test_a_measurement_deletes_only_what_it_has_stored(root):
+    model = build("qwen2")
+    with KVStore(root, engine="posix") as store:
+        cache = TieredCache(model, store)
+        model.generate(prompt(100), past_key_values=cache, max_new_tokens=80, do_sample=False)
+        assert sum(row.tokens for row in store.segments()) < 176  # the measurement flushes the rest of this cache
+        TieredCache(model, store, method="auto", progress=False)
+        store.flush()
+        assert sum(row.tokens for row in store.segments()) == 176
+
+
 def test_the_first_cache_measures_and_later_ones_do_not(root, monkeypatch):
     model, calls = build("qwen2"), []
     calibrate = module.calibrate_prefix
