@@ -5,8 +5,10 @@ Without fronts (`recompute=0.0`), which would often be quicker than either: see 
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -213,6 +215,21 @@ def test_costs_that_no_measurement_gives_are_nothing(tmp_path, change):
         assert prefix_costs(storage, fingerprint, CPU, "exact", 160).compute == 1e-3
         keep_records(storage, name, [SOUND | change])
         assert prefix_costs(storage, fingerprint, CPU, "exact", 160) is None
+
+
+def test_calibrations_outlive_a_moment_in_which_they_cannot_be_read(tmp_path, monkeypatch):
+    fingerprint = "0" * 32
+    with KVStore(tmp_path) as store:
+        keep_prefix_costs(storage_of(store), fingerprint, CPU, "exact", [PrefixCosts(**SOUND)])
+    with KVStore(tmp_path) as store:
+        storage = storage_of(store)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(storage.records), "read", Mock(side_effect=OSError(errno.EMFILE, "too many")))
+            assert prefix_costs(storage, fingerprint, CPU, "exact", 160) is None
+            with pytest.raises(OSError, match="too many"):
+                storage.calibrations.write("other", [])
+        keep_records(storage, f"other {fingerprint}", [])
+        assert prefix_costs(storage, fingerprint, CPU, "exact", 160).compute == 1e-3
 
 
 def test_a_file_of_calibrations_that_is_nested_too_deeply_is_none(path, model):
