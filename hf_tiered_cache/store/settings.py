@@ -58,6 +58,12 @@ def _switch(value: str | bool) -> bool:
     return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
 
 
+def _address(text: str) -> str:
+    if not scheme_of(text):
+        raise ValueError(text)
+    return text
+
+
 SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "device_memory": (_size, "a size, such as 10GiB"),
     "host_memory": (_size, "a size, such as 10GiB"),
@@ -72,7 +78,7 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "verify": (_switch, "true or false"),
     "ttl": (_optional_number, "a number of seconds, or none"),
     "spot_checks": (float, "a share, such as 0.01"),
-    "remote": (str, "an address, such as s3://bucket/prefix"),
+    "remote": (_address, "an address, such as s3://bucket/prefix"),
     "remote_write": (str, "always, pinned or never"),
 }
 """Arguments of `KVStore` that can be set from outside: a function that reads the value, and what the value is."""

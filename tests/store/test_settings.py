@@ -51,6 +51,7 @@ def test_the_file_may_be_elsewhere(working_directory, monkeypatch):
         ({"HF_TIERED_CACHE_HOST_MEMORY": "lots"}, "HF_TIERED_CACHE_HOST_MEMORY to 'lots'; it must be a size, such as"),
         ({"HF_TIERED_CACHE_VERIFY": "perhaps"}, "VERIFY to 'perhaps'; it must be true or false"),
         ({"HF_TIERED_CACHE_TTL": "soon"}, "TTL to 'soon'; it must be a number of seconds, or none"),
+        ({"HF_TIERED_CACHE_REMOTE": ""}, "REMOTE to ''; it must be an address, such as s3://bucket/prefix"),
         ({"HF_TIERED_CACHE_HOST_MEM": "1GiB"}, "did you mean 'HF_TIERED_CACHE_HOST_MEMORY'"),
     ],
 )
@@ -74,6 +75,11 @@ def test_a_file_that_cannot_be_meant_is_an_error(working_directory, text, messag
     with pytest.raises(ConfigError, match=message):
         KVStore(working_directory / "kv")
     assert not (working_directory / "kv").exists()
+
+
+def test_an_empty_remote_is_no_address(working_directory):
+    with pytest.raises(ConfigError, match="remote must be an address such as s3://bucket/prefix, not ''"):
+        KVStore(working_directory / "kv", remote="")
 
 
 def test_every_setting_is_an_argument_and_reads_its_own_default():
