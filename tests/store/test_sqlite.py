@@ -126,6 +126,21 @@ def test_a_full_disk_is_an_error_and_loses_nothing(path):
 
 
 @pytest.mark.parametrize("replace", [True, False])
+def test_a_write_that_a_client_repeats_is_stored(path, replace, monkeypatch):
+    """A client repeats a call if the connection was closed before the answer: then the value is there already."""
+    remote, set_value = open_remote(f"sqlite://{path}"), SQLiteBackend.set_value
+
+    def repeated(self, key, content, replace):
+        if not replace:
+            set_value(self, key, content, replace)
+        return set_value(self, key, content, replace)
+
+    monkeypatch.setattr(SQLiteBackend, "set_value", repeated)
+    remote.put_object(NAME, CONTENT, replace)
+    assert content_of(remote) == CONTENT
+
+
+@pytest.mark.parametrize("replace", [True, False])
 def test_a_value_of_another_program_is_left_alone(path, replace):
     remote = open_remote(f"sqlite://{path}")
     remote.put_object(NAME, CONTENT, replace=True)

@@ -147,9 +147,11 @@ class ValueBackend(ObjectBackend):
                 self.set_part(key, content[self.first_bytes + number * self.part_bytes :][: self.part_bytes])
             value = head.encode() + content[: self.first_bytes]
             is_stored = self.set_value(self.keys + name, value, replace and before is not None)
-            if not is_stored and replace:  # written meanwhile, or a value of another program
-                before = self._head(name)
-                is_stored = before is not None and self.set_value(self.keys + name, value, True)
+            if not is_stored:  # written meanwhile, a value of another program, or written by a call that was repeated
+                now = self._head(name)
+                is_stored = now == head
+                if replace and now not in (None, head):
+                    before, is_stored = now, self.set_value(self.keys + name, value, True)
         finally:
             if not is_stored:  # also if the server is full: parts without an object would keep it full
                 self._discard(parts)
