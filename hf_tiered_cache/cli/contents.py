@@ -187,7 +187,7 @@ def open_store(
     if not place.is_reachable():
         place.close()
         raise Refused(f"{place.place} cannot be reached")
-    return KVStore(backend=place, engine="auto", remote=None, **options)  # whatever the environment says
+    return KVStore(backend=place, remote=None, **options)  # whatever the environment says
 
 
 def head_of(store: Path | str, segment_id: str) -> Head:

@@ -131,6 +131,11 @@ def _setting(name: str, written: str, value: Any, source: str) -> Setting:
         raise ConfigError(f"{source} sets {written} to {value!r}; it must be {meaning}") from None
 
 
+def _is_in_folder(path: object = None, *, backend: object = None, **_: object) -> bool:
+    """Return whether `KVStore` with these arguments is in a folder."""
+    return backend is None and not (isinstance(path, str) and scheme_of(path))
+
+
 def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
     """Let an `__init__` take arguments that its caller omits from `read_settings`."""
     from .cipher import Hidden  # imports numpy, which the commands that import this module do without
@@ -140,6 +145,8 @@ def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenat
         call = Hidden(partial(init, self, *arguments, **given))
         arguments, given = (), {}  # type: ignore[assignment]  # tracebacks may show variables
         outside = {name: one.value for name, one in read_settings().items() if name not in call.value.keywords}
+        if not _is_in_folder(*call.value.args[1:], **call.value.keywords):
+            outside.pop("engine", None)  # other backends read by themselves
         call.value(**outside)
 
     return configured

@@ -6,6 +6,7 @@ import inspect
 import json
 
 import pytest
+from memory_backend import MemoryBackend
 from typer.testing import CliRunner
 
 from hf_tiered_cache import ConfigError, KVStore
@@ -75,6 +76,17 @@ def test_a_file_that_cannot_be_meant_is_an_error(working_directory, text, messag
     with pytest.raises(ConfigError, match=message):
         KVStore(working_directory / "kv")
     assert not (working_directory / "kv").exists()
+
+
+def test_an_engine_from_outside_is_that_of_folders(working_directory, monkeypatch):
+    monkeypatch.setenv("HF_TIERED_CACHE_ENGINE", "posix")
+    for options in ({"path": "sqlite://kv.db"}, {"backend": MemoryBackend()}):
+        with KVStore(**options) as store:
+            assert "posix" not in repr(store)
+    with KVStore("folder") as store:
+        assert "posix" in repr(store)
+    with pytest.raises(ConfigError, match="engine is an option of stores in folders"):
+        KVStore("sqlite://kv.db", engine="posix")
 
 
 def test_an_empty_remote_is_no_address(working_directory):
