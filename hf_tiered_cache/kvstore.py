@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from .methods import Method
     from .operations.precompute import Lookup, PrecomputeReport
 
+_MOST_TTL = 1e11
+"""Maximum lifetime in seconds, 3,000 years: files do not hold times that are much later."""
+
 
 class KVStore:
     """Persistent store of KV: segments on disk, with blocks cached in host and device memory.
@@ -144,8 +147,8 @@ class KVStore:
             secret = Hidden(cipher.chain_secret(salt))
         finally:
             del key, salt  # tracebacks may show variables
-        if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
-            raise ConfigError(f"ttl must be a number of seconds above 0, not {with_type(ttl)}")
+        if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl <= _MOST_TTL):  # also NaN
+            raise ConfigError(f"ttl must be a number of seconds above 0, or None for no limit, not {with_type(ttl)}")
         if no_salt:
             raise ConfigError("the salt is empty; omit it, or pass a secret")
         if remote_write not in WRITES:
@@ -343,9 +346,10 @@ class KVStore:
     @contextmanager
     def _scratch(self, method: Method) -> Iterator[Storage]:
         key = os.urandom(32) if self._storage.disk.cipher.key_id else None
+        alone: dict[str, Any] = {"remote": None, "disk_quota": None, "ttl": None}  # whatever the environment says
         with (
             tempfile.TemporaryDirectory(prefix="hf-tiered-quality-") as folder,
-            KVStore(folder, policy=method.policy, codec=self.codec, key=key) as store,
+            KVStore(folder, policy=method.policy, codec=self.codec, key=key, **alone) as store,
         ):
             yield store._storage
 

@@ -17,6 +17,7 @@ from eval.runner import find_variants
 from eval.tasks import find_tasks
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, attach, detach, tiered
 from hf_tiered_cache.cli import app
+from hf_tiered_cache.errors import TieredCacheError
 from hf_tiered_cache.methods import METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress, make_method
 from hf_tiered_cache.methods.base import DEFAULT_BUDGET
 from hf_tiered_cache.patches.attach import attachment_of
@@ -228,9 +229,23 @@ def test_an_empty_salt_is_refused(tmp_path, empty):
         KVStore(tmp_path, salt=empty)
 
 
-def test_seconds_to_live_are_a_number(tmp_path):
-    with pytest.raises(ConfigError, match="ttl must be a number of seconds"):
-        KVStore(tmp_path, ttl="7d")
+@pytest.mark.parametrize("wrong", ["7d", 0, -1.0, float("nan"), float("inf"), 1e12, pytest.param(10**400, id="huge")])
+def test_seconds_to_live_are_a_number_that_files_can_hold(tmp_path, wrong):
+    with pytest.raises(ConfigError, match="ttl must be a number of seconds above 0, or None for no limit"):
+        KVStore(tmp_path, ttl=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["~nobody-here/kv", "a\0b", "\ud800"])
+def test_a_path_that_cannot_be_one_is_refused_in_one_sentence(wrong):
+    with pytest.raises(ConfigError, match="cannot be the folder of a store"):
+        KVStore(wrong)
+
+
+def test_a_path_that_cannot_be_created_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for wrong in (tmp_path / ("x" * 300), tmp_path / ("x" * 300) / "kv", tmp_path / "loop", tmp_path / "loop" / "kv"):
+        with pytest.raises(TieredCacheError, match=r"cannot be created|cannot be the folder of a store"):
+            KVStore(wrong)
 
 
 @pytest.mark.parametrize("wrong", [[0.5, 1.0], torch.rand(20), torch.ones(20, dtype=torch.bool), "text", []])

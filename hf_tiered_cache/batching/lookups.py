@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from ..restore.fetch import Fetcher
 from ..restore.plan import Plan, RowGroup
 from ..restore.prefetch import Prefetch, restore_layer
 from ..store.geometry import HASH_TOKENS, LayerKV
+from ..store.threads import DaemonPool
 from .engine import PagedKV
 from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
 
@@ -59,7 +61,8 @@ class Lookups:
     ) -> None:
         self._attachment, self._storage, self._ahead_bytes = attachment, storage, ahead_bytes
         self._rotations, self._wake = rotations, wake
-        self._threads = ThreadPoolExecutor(_THREADS, "hf-tiered-batching")
+        self._threads = DaemonPool(_THREADS, "hf-tiered-batching")  # a store that hangs keeps no process alive
+        weakref.finalize(self, self._threads.close, 0.0).atexit = False
         self._overdue: list[Future[None]] = []  # lookups that requests no longer wait for
         self._restored_bytes = 0
         self._room = threading.Condition()
@@ -95,7 +98,7 @@ class Lookups:
             request.gone = True
         with self._room:
             self._room.notify_all()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close(0.0)
         wait([request.lookup for request in requests if request.lookup is not None], PATIENCE_SECONDS)
 
     def _look_up(self, request: BatchedRequest, restores: bool) -> None:

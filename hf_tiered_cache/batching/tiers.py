@@ -302,12 +302,12 @@ class PagedTiers:
         self._leaving.append(request)
 
     def _store_leaving(self) -> None:
-        for request in self._leaving:
+        waiting = [request for request in self._leaving if request.lookup is not None and not request.is_looked_up]
+        ended = [request for request in self._leaving if request not in waiting]  # lookups may end meanwhile
+        self._leaving = waiting
+        for request in ended:
             self._store(request)
             self._lookups.release(request)
-        self._leaving = [
-            request for request in self._leaving if request.lookup is not None and not request.is_looked_up
-        ]
 
     # --- restoring
 

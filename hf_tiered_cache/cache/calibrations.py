@@ -26,6 +26,8 @@ _MUCH = 0.1
 """Mean loss in nats above which a budget causes a warning."""
 _REQUIRED = {"tokens", "ratio", "cold"}
 """Keys of a `Calibration` record that are read back."""
+_MOST_NUMBER = 1e12
+"""Largest number that a sound record holds."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,11 @@ class QualityFinding:
         return asdict(self)
 
 
+def _are_numbers(*values: object) -> bool:
+    """Return whether all values of a record are numbers from 0 to `_MOST_NUMBER`, so neither NaN nor infinite."""
+    return all(isinstance(value, int | float) and 0 <= value <= _MOST_NUMBER for value in values)
+
+
 def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> float | None:
     """Return the lowest measured budget at which a method keeps its quality target on this model; 1 if none does.
 
@@ -202,9 +209,14 @@ def keep_quality(storage: Storage, fingerprint: str, findings: list[QualityFindi
 
 def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
     try:
-        return [QualityFinding(**record) for record in records_of(storage, _quality_name(fingerprint))]
+        findings = [QualityFinding(**record) for record in records_of(storage, _quality_name(fingerprint))]
+        are_sound = all(
+            0 < finding.budget <= 1 and finding.losses and _are_numbers(*map(abs, finding.losses))
+            for finding in findings
+        )
     except TypeError:  # damaged
-        return []
+        are_sound = False
+    return findings if are_sound else []
 
 
 def _quality_name(fingerprint: str) -> str:
@@ -228,7 +240,7 @@ def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) 
     name = f"initial recent {fingerprint}"
     try:
         before = [np.array(record["shares"], float) for record in records_of(storage, name)]
-    except (KeyError, TypeError, ValueError):  # damaged
+    except (KeyError, TypeError, ValueError, OverflowError):  # damaged
         before = []
     latest = [*(layer_shares for layer_shares in before if layer_shares.shape == shares.shape), shares][-_SUSPENDED:]
     if storage.disk.backend.writable:
@@ -239,7 +251,9 @@ def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
     """Return the ratio of `calibrate` for this model and device, interpolated to `tokens`, or None."""
     records = records_of(storage, f"{fingerprint} {_describe(device)}")
-    return _between(tokens, {record["tokens"]: record["ratio"] for record in records if record.keys() >= _REQUIRED})
+    sound = [record for record in records if record.keys() >= _REQUIRED]
+    sound = [record for record in sound if _are_numbers(record["tokens"], record["ratio"]) and record["ratio"] <= 1]
+    return _between(tokens, {record["tokens"]: record["ratio"] for record in sound})
 
 
 def prefix_costs(
@@ -256,6 +270,8 @@ def prefix_costs(
         return None
     try:
         measured = [PrefixCosts(**record) for record in records]
+        if not all(map(_is_sound, measured)):
+            return None
         restore, load = (
             _by_tier(tokens, {costs.tokens: getattr(costs, name) for costs in measured}) for name in ("restore", "load")
         )
@@ -271,6 +287,11 @@ def prefix_costs(
         return None
     compute += growth * max(0, tokens - longest.tokens)
     return PrefixCosts(tokens, compute, restore, load, overhead, growth)
+
+
+def _is_sound(costs: PrefixCosts) -> bool:
+    tiers = *costs.restore.values(), *costs.load.values()
+    return _are_numbers(costs.tokens, costs.compute, costs.overhead, costs.growth, *tiers) and costs.tokens >= 1
 
 
 def _by_tier(tokens: int, measured: dict[int, dict[str, float]]) -> dict[str, float]:
@@ -340,10 +361,10 @@ def cost_factors(storage: Storage, fingerprint: str, device: torch.device) -> Co
     """Return the factors of a model's calibrated costs on a device, which are 1 before any conversation returned."""
     try:
         factors = CostFactors(**records_of(storage, _factors_name(storage, fingerprint, device))[0])
-        usable = all(0 < float(factor) < np.inf for factor in (factors.compute, factors.load))
-    except (TypeError, ValueError, IndexError, KeyError):  # none yet, or damaged
+    except (TypeError, IndexError):  # none yet, or damaged
         return CostFactors()
-    return factors if usable else CostFactors()
+    is_sound = _are_numbers(factors.compute, factors.load) and factors.compute > 0 and factors.load > 0
+    return factors if is_sound else CostFactors()
 
 
 def keep_cost_factors(storage: Storage, fingerprint: str, device: torch.device, factors: CostFactors) -> None:

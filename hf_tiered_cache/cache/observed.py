@@ -113,7 +113,8 @@ class ObservedCosts:
             nbytes: Number of bytes that were read.
         """
         if plan is None:  # short prompts show only fixed costs
-            return cls(seconds / float(costs.computing(tokens)) if tokens >= _LEAST_TOKENS else None)
+            predicted = float(costs.computing(tokens))  # 0 if the measurement was disturbed
+            return cls(seconds / predicted if tokens >= _LEAST_TOKENS and predicted else None)
         compute = load = None
         if isinstance(plan, RecomputePlan):
             lengths = np.array(plan.recompute_lengths)
@@ -125,7 +126,7 @@ class ObservedCosts:
         shape = plan.readers[0].shape
         chunk_bytes = sum(group.block_bytes for group in shape.block_groups if not group.merged)
         token_bytes = chunk_bytes / shape.geometry.chunk_tokens
-        if nbytes >= _LEAST_READ and (predicted := nbytes / token_bytes * costs.loading(TIERS[-1])):
+        if nbytes >= _LEAST_READ and token_bytes and (predicted := nbytes / token_bytes * costs.loading(TIERS[-1])):
             load = reading / predicted
         return cls(compute, load)
 

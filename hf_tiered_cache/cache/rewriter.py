@@ -22,6 +22,7 @@ from ..passages.ranking import RANKED_IN_CONTEXT, KeptRankings
 from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.codecs import coded_provenance
+from ..store.conversations import Conversations
 from ..store.disk import SegmentStore
 from ..store.geometry import Geometry, block_groups
 from ..store.lazy import torch
@@ -99,8 +100,11 @@ class SegmentRewriter:
     Requests that read the old segment can read it to the end.
     """
 
-    def __init__(self, disk: SegmentStore, residency: Residency, rankings: KeptRankings) -> None:
+    def __init__(
+        self, disk: SegmentStore, residency: Residency, rankings: KeptRankings, conversations: Conversations
+    ) -> None:
         self._disk, self._residency, self._rankings = disk, residency, rankings
+        self._conversations = conversations
         self.importance = TokenImportance()
         self._lock = threading.Lock()  # guards the next two attributes
         self._users = Counter[str]()  # number of caches that use each segment
@@ -284,6 +288,11 @@ class SegmentRewriter:
         for sidecar in sidecars:
             self._disk.sidecars.keep(replacement, *sidecar)  # without room it is dropped and counted
         self.importance.rename(old, header.id)
+        try:
+            with self._disk.backend.locked():
+                self._conversations.rename_segment(old, header.id)
+        except (OSError, StoreError) as error:  # the KV is found without a record
+            logger.debug("conversations still name segment %s: %r", old, error)
         self._disk.remove([old])
         if handover is not None:
             handover.give_to(replacement)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -97,6 +97,7 @@ class Storage:
         self._secret = secret
         self._lock = threading.RLock()
         self._used: list[str] | None = None  # segments found since `note_uses`; None if there was no lookup
+        self._measuring = 0  # number of bodies of `without_remote`
         self._pid = os.getpid()
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         try:
@@ -104,7 +105,7 @@ class Storage:
                 named = f"key id {other_key}, not {disk.cipher.key_id}"
                 raise ConfigError(f"{self.place} is encrypted with another key: {named}")
             self.rankings = KeptRankings(disk)
-            self.rewriter = SegmentRewriter(disk, residency, self.rankings)
+            self.rewriter = SegmentRewriter(disk, residency, self.rankings, self.conversations)
             self.passage_index = PassageIndex(disk.index)
             if remote is not None:
                 self.remote = RemoteTier(remote, disk, remote_write, partial(_admit, residency))
@@ -176,6 +177,7 @@ class Storage:
         self.seal(prefix_hashes[0], asking)
         self.writer.wait_for(prefix_hashes[start:])
         rows, asked_again = self.disk.find(prefix_hashes), False
+        seconds = None if self._measuring else seconds
         if self.remote is not None and seconds is not None and self.remote.bring(prefix_hashes, rows, start, seconds):
             rows = self.disk.find(prefix_hashes)
         while True:
@@ -285,6 +287,21 @@ class Storage:
         _keep_scores(self.disk, self.residency.scores)
         if self.remote is not None:
             self.remote.flush()
+
+    @contextmanager
+    def without_remote(self) -> Iterator[None]:
+        """Leave the remote out while something is measured: it is not asked, and KV that is deleted again is not sent.
+
+        What else is stored meanwhile is sent afterwards.
+        """
+        with self._lock:
+            self._measuring += 1
+        try:
+            with nullcontext() if self.remote is None else self.remote.holding():
+                yield
+        finally:
+            with self._lock:
+                self._measuring -= 1
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments that the user no longer wants, also from the remote. See `SegmentStore.remove`."""

@@ -6,6 +6,7 @@ needs them inside functions, so that commands start fast.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -135,6 +136,8 @@ _add(
 
 def main() -> None:
     """Run the command line. An error that the user can fix is printed as one line, with exit status 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # labels may have characters that a terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             app()

@@ -75,12 +75,14 @@ class Contents:
         """Return the segments of the model with this name, or with a fingerprint that begins with it.
 
         Raises:
-            Refused: No model matches, or several fingerprints do.
+            Refused: No model matches, or several fingerprints do, or the name is empty: many models have no name.
         """
+        if not name:
+            raise Refused("the name of the model is empty; give the first characters of its fingerprint")
         matching = {
             fingerprint for fingerprint in self.fingerprints() if self.models.get(fingerprint, {}).get("name") == name
         }
-        if not matching and name:
+        if not matching:
             matching = {fingerprint for fingerprint in self.fingerprints() if fingerprint.startswith(name)}
             if len(matching) > 1:
                 raise Refused(
@@ -185,7 +187,7 @@ def open_store(
     if not place.is_reachable():
         place.close()
         raise Refused(f"{place.place} cannot be reached")
-    return KVStore(backend=place, **options)
+    return KVStore(backend=place, remote=None, **options)  # whatever the environment says
 
 
 def head_of(store: Path | str, segment_id: str) -> Head:

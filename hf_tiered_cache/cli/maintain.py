@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -240,6 +241,8 @@ def _fetch(source: str, target: str, names: list[str], key_file: Path | None) ->
         tier = storage.remote
         assert tier is not None
         local = {row.id for row in store.segments()}
+        if wrong := [name for name in names if not re.fullmatch("[0-9a-f]{32}", name)]:
+            raise Refused(f"{wrong[0]!r} is no whole id of a segment; `hf-tiered-cache ls` lists all segments")
         names = names or sorted(tier.remote.names())
         if not names:
             raise Refused(f"{without_secrets(source)} holds no segments")

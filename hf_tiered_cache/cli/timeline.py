@@ -69,7 +69,7 @@ def read_trace(path: Path) -> list[Pass]:
             owner = next((one for one in passes if one.began <= event["ts"] <= one.ended), None)
             if owner is not None and event["name"] != "pass":
                 owner.events.append((tracks[event["tid"]], event["name"], event["ts"], event["dur"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"{path} is not a trace; make one with TieredCache(..., trace={path.name!r})") from error
     if not passes:
         raise Refused(f"{path} holds no pass yet")
@@ -78,7 +78,8 @@ def read_trace(path: Path) -> list[Pass]:
 
 def _pass(event: dict[str, Any]) -> Pass:
     counts = event["args"]
-    return Pass(event["ts"], event["ts"] + event["dur"], counts["restored"], counts["computed"])
+    began, duration = float(event["ts"]), float(event["dur"])
+    return Pass(began, began + duration, int(counts["restored"]), int(counts["computed"]))
 
 
 def typical(passes: list[Pass]) -> dict[str, Pass]:

@@ -259,7 +259,7 @@ def build_app(
     app = build_server(models, **handlers, generation_state=state, enable_cors=enable_cors)
     app.state.generation_state = state
     closed_paths = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads the model
-    for error_type in (AttributeError, ImportError, LookupError, TypeError, ValueError):
+    for error_type in (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError):
         app.add_exception_handler(error_type, _answer_invalid_request)
     if metrics is not None:
         app.add_api_route("/metrics", metrics.answer, response_class=Response)

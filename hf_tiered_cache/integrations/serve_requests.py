@@ -209,6 +209,8 @@ class BatchedGenerateManager(CBGenerateManager):
     ) -> str:
         """Limit and count a request, and return its name in the engine, which clients cannot repeat."""
         limit_request(model, inputs, gen_config)
+        if not inputs["input_ids"]:
+            raise HTTPException(400, "the prompt has no tokens")  # the engine would end with all of its requests
         name = f"{request_id}-{next(self._numbers)}"
         if self._session is not None:
             request_stats.get([]).append(self._session.count_batched(self._cb, name))
@@ -232,4 +234,5 @@ def limit_request(model: PreTrainedModel, inputs: dict[str, Any], gen_config: Ge
         return
     if (tokens := len(ids) if isinstance(ids, list) else ids.shape[-1]) >= context:
         raise HTTPException(400, f"the prompt has {tokens} tokens, but the model's context is {context}")
-    gen_config.max_new_tokens = min(gen_config.max_new_tokens or context, context - tokens)
+    limit = context - tokens
+    gen_config.max_new_tokens = limit if gen_config.max_new_tokens is None else min(gen_config.max_new_tokens, limit)

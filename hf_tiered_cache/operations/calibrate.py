@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -82,11 +83,11 @@ def calibrate(
         raise ConfigError(
             f"{passages} passages of {tokens} tokens exceed the model's maximum number of positions; use fewer"
         )
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, config.vocab_size, (length,), generator=generator)
+    ids = _random_ids(config.vocab_size, length)
     prompt = ids.unsqueeze(0).to(inner.device)
     bar = tqdm(desc="calibrate", unit="ratio", disable=not progress)
-    with torch.no_grad(), bar, _stored(storage, model, list(ids[: passages * tokens].split(tokens)), method):
+    stored = _stored(storage, model, list(ids[: passages * tokens].split(tokens)), method)
+    with torch.no_grad(), bar, storage.without_remote(), stored:
 
         def run(ratio: float) -> float:
             cache = StoredCache.over(model, storage, replace(method, recompute=ratio), options)
@@ -169,10 +170,10 @@ def calibrate_prefix(
         raise ConfigError(
             f"a prefix of {lengths[-1]} tokens exceeds the model's maximum number of positions; use fewer"
         )
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, config.vocab_size, (lengths[-1] + suffix,), generator=generator)
+    ids = _random_ids(config.vocab_size, lengths[-1] + suffix)
     costs: list[PrefixCosts] = []
-    with torch.no_grad(), tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress) as bar:
+    bar = tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress)
+    with torch.no_grad(), storage.without_remote(), bar:
         for length in bar:
             if costs and (repeats + 1) * _both_ways(costs[-1], length) > seconds:  # stored or warmed up once
                 break
@@ -218,9 +219,7 @@ def _prefix_costs(
 ) -> PrefixCosts:
     """Measure the costs of one prefix: the first `length` tokens of `ids`, int `[tokens]`."""
     prompt = ids.unsqueeze(0).to(model.device)
-    earlier_ids = {row.id for row in storage.disk.index.rows()}
-    precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label="", tag="")
-    new_ids = [row.id for row in storage.disk.index.rows() if row.id not in earlier_ids]
+    label = _new_label()
 
     def run(restore: bool) -> tuple[float, RequestStats]:
         """Run the prompt. Return the duration in seconds, and the request's statistics."""
@@ -231,6 +230,8 @@ def _prefix_costs(
         return seconds, cache.stats
 
     try:
+        precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label=label, tag="")
+        new_ids = _labelled(storage, label)
         times: dict[str, list[float]] = {}  # by the slowest tier that the request read from
         read_seconds: list[float] = []
         run(True)  # warm-up
@@ -244,7 +245,7 @@ def _prefix_costs(
             _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), model.device) for _ in range(repeats)
         )
     finally:
-        storage.disk.remove(new_ids)
+        storage.disk.remove(_labelled(storage, label))
     costs = {
         tier: max(statistics.median(durations) - suffix_seconds, 0.0) / length for tier, durations in times.items()
     }
@@ -296,19 +297,33 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
     return max(0.0, statistics.median(differences) / (2 * tokens * times * tokens))
 
 
+def _random_ids(vocabulary: int, count: int) -> torch.Tensor:
+    """Return token ids, int64 `[count]`, that no other measurement uses at the same time."""
+    generator = torch.Generator()
+    generator.seed()
+    return torch.randint(3, vocabulary, (count,), generator=generator)
+
+
+def _new_label() -> str:
+    """Return a label by which a measurement finds its segments: other caches store theirs at the same time."""
+    return f"measurement {uuid.uuid4().hex}"
+
+
+def _labelled(storage: Storage, label: str) -> list[str]:
+    return [row.id for row in storage.disk.index.rows() if row.label == label]
+
+
 @contextmanager
 def _stored(
     storage: Storage, model: torch.nn.Module, passages: list[torch.Tensor], method: CacheTune
 ) -> Iterator[None]:
     """Keep passages in the store for the duration of the context."""
-    earlier_ids, provenance = {row.id for row in storage.disk.index.rows()}, method.coded(storage.codec).passages
-    precompute_passages(storage, model, passages, method=method, progress=False, pin=False, label="", tag="")
+    label = _new_label()
     try:
+        precompute_passages(storage, model, passages, method=method, progress=False, pin=False, label=label, tag="")
         yield
     finally:
-        storage.disk.remove(
-            row.id for row in storage.disk.index.rows() if row.id not in earlier_ids and row.provenance == provenance
-        )
+        storage.disk.remove(_labelled(storage, label))
 
 
 def _seconds(action: Callable[[], Any], device: torch.device) -> float:

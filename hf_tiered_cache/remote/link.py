@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from ..store.objects import ObjectBackend
@@ -188,11 +188,11 @@ class LookUps:
             look_up = partial(self._look_up, unknown)
             if self.breaker.is_open:
                 if self.breaker.wants_probe():
-                    self._threads.submit(look_up)  # nothing waits for it
+                    self._begin(look_up)
                 return UNAVAILABLE
             if (self.seconds.value or 0.0) > limit:
                 if self.seconds.wants_measurement():
-                    self._threads.submit(look_up)  # nothing waits for it
+                    self._begin(look_up)
                 return SLOW
             try:
                 known |= self._threads.submit(look_up).result(limit)
@@ -213,6 +213,11 @@ class LookUps:
     def close(self) -> None:
         """Drop the look-ups that wait, and release the threads."""
         self._threads.close(0.0)
+
+    def _begin(self, look_up: Callable[[], object]) -> None:
+        """Begin a look-up that nothing waits for."""
+        with suppress(RuntimeError):  # the store is being closed
+            self._threads.submit(look_up)
 
     def _known(self, names: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
         """Return the entries that are known to exist, and the names that are to be looked up."""

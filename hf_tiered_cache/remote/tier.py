@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -324,6 +324,10 @@ class RemoteTier:
         """Delete segments that the user has deleted here from the remote, in the background."""
         self.look_ups.forget([name for row in rows for name in entry_names(row.chain)])
         self._writes.remove(rows)
+
+    def holding(self) -> AbstractContextManager[None]:
+        """See `WriteBack.holding`."""
+        return self._writes.holding()
 
     def flush(self) -> None:
         """Wait until the segments that wait to be sent are sent or dropped, while the remote makes progress."""

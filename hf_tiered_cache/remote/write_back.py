@@ -67,6 +67,8 @@ class WriteBack:
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._waiting: set[str] = set()
         self._skipped: set[str] = set()
+        self._holding = 0  # number of bodies of `holding`
+        self._held: list[str] = []  # segments that were stored meanwhile
         self._unfinished = 0  # number of queued and running works
         self._progress = Progress()
         self._lock = threading.Lock()
@@ -94,10 +96,29 @@ class WriteBack:
             with self._lock:
                 self._skipped.discard(segment_id)
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Send what is stored in the body after it, and only what is still stored then."""
+        with self._lock:
+            self._holding += 1
+        try:
+            yield
+        finally:
+            held: list[str] = []
+            with self._lock:
+                self._holding -= 1
+                if not self._holding:
+                    held, self._held = self._held, []
+            self.offer([segment_id for segment_id in held if self._disk.index.row(segment_id) is not None])
+
     def offer(self, ids: Collection[str]) -> None:
         """Queue segments that were stored or pinned, unless they wait already. If the queue is full, count them."""
         if not self.changes_remote:
             return
+        with self._lock:
+            if self._holding:
+                self._held += [segment_id for segment_id in ids if segment_id not in self._skipped]
+                return
         for segment_id in ids:
             with self._lock:
                 if segment_id in self._skipped or segment_id in self._waiting:

@@ -35,13 +35,26 @@ class IndexSidecars:
     defer: Callable[[Callable[[], object]], object]
 
     def find(self, reader: SegmentReader, kind: type[DecodeIndex], chunk_tokens: int) -> dict[int, DecodeIndex]:
-        """Return the indexes of a segment by layer, on the CPU; empty if the sidecar is missing or damaged."""
+        """Return the indexes of a segment by layer, on the CPU; empty if the sidecar is missing or damaged.
+
+        A sidecar that another version of a plug-in's index wrote is as good as missing.
+        """
         by_layer: dict[int, dict[str, torch.Tensor]] = {}
         tensors_by_name = self.disk.sidecars.kept(reader, *self._name_and_settings(kind, chunk_tokens)) or {}
-        for name, tensor in tensors_by_name.items():
-            layer, _, field = name.partition(".")
-            by_layer.setdefault(int(layer), {})[field] = tensor
-        return {layer: kind.from_tensors(tensors, chunk_tokens) for layer, tensors in by_layer.items()}
+        layout, chunks = reader.shape.layout, -(-reader.shape.tokens // chunk_tokens)
+        try:
+            for name, tensor in tensors_by_name.items():
+                layer, _, field = name.partition(".")
+                by_layer.setdefault(int(layer), {})[field] = tensor
+            indexes = {layer: kind.from_tensors(tensors, chunk_tokens) for layer, tensors in by_layer.items()}
+            are_fit = all(
+                index.chunks == chunks
+                and all(len(tensor) == layout.layer(layer).key_heads for tensor in index.tensors().values())
+                for layer, index in indexes.items()
+            )
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            are_fit = False
+        return indexes if are_fit else {}
 
     def keep(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
         """Write the indexes of all layers of a segment to its sidecar, after the request."""

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ConversationInUseError, FormatError
@@ -173,6 +173,20 @@ class Conversations(Records[ConversationRecord]):
                 stack.callback(owned.release)
             for conversation_id in ids:
                 self.delete(conversation_id)
+
+    def rename_segment(self, old: str, new: str) -> None:
+        """Let the records that name a segment name the one that replaces it. The caller holds the store's lock.
+
+        Raises:
+            OSError: a record could not be written.
+        """
+        self.write(
+            [
+                replace(record, segments=tuple(new if name == old else name for name in record.segments))
+                for record in self.all()
+                if old in record.segments
+            ]
+        )
 
     def sweep(self, stored_ids: Collection[str], dry_run: bool = False) -> list[str]:
         """Delete records that are damaged or have no stored segment left, and the locks of dead processes.

@@ -6,12 +6,14 @@ its reads (Dean and Barroso, "The Tail at Scale"). Objects that are never change
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, as_completed, wait
+from concurrent.futures import CancelledError, Future, as_completed, wait
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -47,7 +49,10 @@ class HedgedReads:
         self._lock = threading.Lock()
 
     def submit(self, request: Callable[[], _T]) -> Callable[[], _T]:
-        """Begin a read, and return a function that waits for its result, or raises the error of its requests."""
+        """Begin a read, and return a function that waits for its result, or raises the error of its requests.
+
+        Both raise OSError if the reads were closed meanwhile.
+        """
         began: list[float] = []
 
         def timed() -> _T:
@@ -59,7 +64,11 @@ class HedgedReads:
 
         with self._lock:
             self._allowed = min(self._allowed + _SHARE, _MOST_AT_ONCE)
-        return partial(self._result, self._first.submit(timed), began, request)
+        try:
+            first = self._first.submit(timed)
+        except RuntimeError:
+            raise OSError(errno.ESHUTDOWN, "the store is closed") from None
+        return partial(self._result, first, began, request)
 
     def close(self) -> None:
         """Drop the requests that have not begun, and release the threads."""
@@ -75,12 +84,15 @@ class HedgedReads:
                 self._allowed -= is_hedged
                 self.hedged += is_hedged
             if is_hedged:
-                answer = _first_success(first, self._second.submit(request))
+                futures = [first]
+                with suppress(RuntimeError):  # closed meanwhile
+                    futures.append(self._second.submit(request))
+                answer = _first_success(*futures)
                 with self._lock:
                     self.won += answer is not first
-                return answer.result()
+                return _result_of(answer)
             wait([first], left if 0 < left < math.inf else None)
-        return first.result()
+        return _result_of(first)
 
     def _limit(self) -> float:
         """Return the seconds after which a read is requested again."""
@@ -91,9 +103,16 @@ class HedgedReads:
         return max(most, _TIMES_MEDIAN * median, _LEAST_SECONDS)
 
 
+def _result_of(future: Future[_T]) -> _T:
+    try:
+        return future.result()
+    except CancelledError:
+        raise OSError(errno.ESHUTDOWN, "the store is closed") from None
+
+
 def _first_success(*futures: Future[_T]) -> Future[_T]:
     """Return the first future that succeeds, or the last one if all of them fail."""
     for future in as_completed(futures):
-        if future.exception() is None:
+        if not future.cancelled() and future.exception() is None:
             break
     return future

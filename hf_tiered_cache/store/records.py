@@ -262,26 +262,35 @@ class Calibrations:
         self._records: dict[str, list[dict[str, Any]]] = {}
 
     def read(self) -> dict[str, list[dict[str, Any]]]:
-        """Return all records by name; {} if there are none, or the file is damaged. They must not be changed."""
+        """Return all records by name; {} if there are none, or the file cannot be read. They must not be changed."""
         try:
-            version = self._files.version(CALIBRATIONS, CALIBRATIONS_NAME)
+            return self._load()
         except OSError:
             return {}
+
+    def write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
+        """Write records under a name, in place of earlier ones. The caller holds the store's lock.
+
+        Raises:
+            OSError: the file cannot be written, or the others in it cannot be read now.
+        """
+        content = encode_record(self._load() | {name: list(records)})
+        self._files.write(CALIBRATIONS, CALIBRATIONS_NAME, content)
+
+    def _load(self) -> dict[str, list[dict[str, Any]]]:
+        """Return all records; {} if there are none, or the file is damaged. Raises OSError."""
+        version = self._files.version(CALIBRATIONS, CALIBRATIONS_NAME)
         if version is None:
             return {}
         if version != self._version:
-            self._version, self._records = version, self._parse()
+            self._records = self._parse()
+            self._version = version
         return self._records
-
-    def write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
-        """Write records under a name, in place of earlier ones. The caller holds the store's lock. Raises OSError."""
-        content = encode_record(self.read() | {name: list(records)})
-        self._files.write(CALIBRATIONS, CALIBRATIONS_NAME, content)
 
     def _parse(self) -> dict[str, list[dict[str, Any]]]:
         try:
             records = json.loads(self._files.read(CALIBRATIONS, CALIBRATIONS_NAME))
             is_sound = all(isinstance(record, dict) for named in records.values() for record in named)
-        except (OSError, FormatError, ValueError, AttributeError, TypeError):  # deleted meanwhile, or damaged
+        except (FileNotFoundError, FormatError, *_UNREADABLE):  # deleted meanwhile, or damaged
             is_sound = False
         return records if is_sound else {}  # as if nothing had been measured

@@ -292,15 +292,15 @@ def _claim(tree: FolderTree, make: bool) -> bool:
 
 def _make_root(path: Path, make: bool) -> None:
     """Create the folder if it is missing. Raises StoreError if it is a file, or must not or cannot be created."""
-    if not make and not path.is_dir():
+    if not make and not os.path.isdir(path):  # unlike the method, never raises an error
         raise StoreError(f"there is no store at {path}")
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):
         raise StoreError(f"{path} is a file; pass the path of a folder to KVStore")
     try:
         if make:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise StoreError(f"{path} cannot be created ({error.strerror}); choose another folder") from error
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from ..errors import ConfigError, suggest, unknown_name
 from ..units import parse_bytes
@@ -58,6 +58,12 @@ def _switch(value: str | bool) -> bool:
     return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
 
 
+def _address(text: str) -> str:
+    if not scheme_of(text):
+        raise ValueError(text)
+    return text
+
+
 SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "device_memory": (_size, "a size, such as 10GiB"),
     "host_memory": (_size, "a size, such as 10GiB"),
@@ -72,7 +78,7 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "verify": (_switch, "true or false"),
     "ttl": (_optional_number, "a number of seconds, or none"),
     "spot_checks": (float, "a share, such as 0.01"),
-    "remote": (str, "an address, such as s3://bucket/prefix"),
+    "remote": (_address, "an address, such as s3://bucket/prefix"),
     "remote_write": (str, "always, pinned or never"),
 }
 """Arguments of `KVStore` that can be set from outside: a function that reads the value, and what the value is."""
@@ -125,6 +131,11 @@ def _setting(name: str, written: str, value: Any, source: str) -> Setting:
         raise ConfigError(f"{source} sets {written} to {value!r}; it must be {meaning}") from None
 
 
+def _is_in_folder(path: object = None, *, backend: object = None, **_: object) -> bool:
+    """Return whether `KVStore` with these arguments is in a folder."""
+    return backend is None and not (isinstance(path, str) and scheme_of(path))
+
+
 def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
     """Let an `__init__` take arguments that its caller omits from `read_settings`."""
     from .cipher import Hidden  # imports numpy, which the commands that import this module do without
@@ -134,6 +145,8 @@ def configurable(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenat
         call = Hidden(partial(init, self, *arguments, **given))
         arguments, given = (), {}  # type: ignore[assignment]  # tracebacks may show variables
         outside = {name: one.value for name, one in read_settings().items() if name not in call.value.keywords}
+        if not _is_in_folder(*call.value.args[1:], **call.value.keywords):
+            outside.pop("engine", None)  # other backends read by themselves
         call.value(**outside)
 
     return configured
@@ -160,15 +173,35 @@ def folder_of(store: str | os.PathLike[str]) -> Path | None:
         raise ConfigError("the path of the store is empty; pass a folder, or '.' for the current folder")
     if scheme_of(store):
         return None
-    return Path(store).expanduser().resolve()  # independent of later changes of the working directory
+    try:
+        return Path(store).expanduser().resolve()  # independent of later changes of the working directory
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a null character
+        raise ConfigError(f"{os.fspath(store)!r} cannot be the folder of a store: {error}") from None
 
 
 def without_secrets(address: str) -> str:
-    """Return an address for messages: without user, password, and options, which can be a signature or a password."""
+    """Return an address for messages: without user, password, and options, which can be a signature or a password.
+
+    A password with a character that it must not have, such as "/", seems to end there: then all of it is left out.
+    """
     if not scheme_of(address):
         return address
     try:
         parts = urlsplit(address)
     except ValueError:
         return f"{scheme_of(address)}://..."
+    if ":" in parts.netloc and "@" not in parts.netloc and "@" in address:
+        return f"{scheme_of(address)}://..."
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def split_server(address: str) -> SplitResult:
+    """Return the parts of a server's address. Raises ConfigError if its port is invalid, or it has a fragment."""
+    parts, advice = urlsplit(address), "write /, ?, # and @ in a password or a prefix as %2F, %3F, %23 and %40"
+    try:
+        _ = parts.port
+    except ValueError:  # the message shows it, and it may be a part of the password
+        raise ConfigError(f"{without_secrets(address)} names no valid port; {advice}") from None
+    if parts.fragment:
+        raise ConfigError(f"{without_secrets(address)} ends with a #; {advice}")
+    return parts

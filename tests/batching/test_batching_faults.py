@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import random
 import threading
 import time
@@ -150,6 +151,50 @@ def test_a_request_that_is_cancelled_during_its_restore_leaves_nothing(stored, m
         assert finished(manager, [second]) == expected[1:2]
         assert settled(manager) == 0
         assert session.stats.tokens_restored == len(prompts[1]) // 16 * 16
+
+
+def test_a_request_whose_lookup_ends_just_after_it_is_stored(store, model, prompts, expected, monkeypatch):
+    gate, look_up = threading.Event(), lookups.Lookups._look_up
+    monkeypatch.setattr(tiers, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(lookups.Lookups, "_look_up", lambda *given: gate.wait(30) and look_up(*given))
+
+    def is_looked_up(request):
+        found = request.lookup.done()
+        if request.gone and not found:  # its lookup ends before the caller has seen the result
+            gate.set()
+            request.lookup.result(30)
+        return found
+
+    monkeypatch.setattr(requests.BatchedRequest, "is_looked_up", property(is_looked_up))
+    with tiered(model, store), running(model) as manager:
+        assert arriving(manager, prompts[:1]) == expected[:1]
+        assert settled(manager) == 0
+    store.flush()
+    assert sum(row.tokens for row in store.segments()) >= len(prompts[0]) // 16 * 16
+
+
+def test_a_lookup_that_hangs_keeps_no_process_alive(stored, model, prompts, expected, monkeypatch):
+    held = Held(monkeypatch)
+    with KVStore(stored) as store, tiered(model, store), running(model) as manager:
+        name = manager.add_request(prompts[0], **OPTIONS)
+        assert held.began.wait(10)
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("hf-tiered-batching")]
+        assert threads and all(thread.daemon for thread in threads)
+        held.go_on.set()
+        assert finished(manager, [name]) == expected[:1]
+
+
+def test_lookup_threads_end_with_their_manager(stored, model, prompts, expected):
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name.startswith("hf-tiered-batching")]
+
+    with KVStore(stored) as store, tiered(model, store):
+        assert batched(model, prompts) == expected
+        until = time.monotonic() + 10
+        while threads() and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.01)
+        assert not threads()
 
 
 def test_other_requests_go_on_while_one_is_restored(stored, model, prompts, expected, monkeypatch):

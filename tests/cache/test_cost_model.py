@@ -5,8 +5,10 @@ Without fronts (`recompute=0.0`), which would often be quicker than either: see 
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from families import build, prompt
 
 from eval.baselines import AttentionStore
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
-from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
+from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, keep_records, prefix_costs
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import make_method
@@ -187,6 +189,55 @@ def test_both_calibrations_are_kept_beside_one_another_and_damage_is_nothing(pat
         file.write_text(json.dumps(kept | {name: damaged}))
         with KVStore(path, engine="posix") as store:
             assert ask(model, store).tokens_restored > 0
+
+
+SOUND = {"tokens": 160, "compute": 1e-3, "restore": {"disk": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"tokens": value} for value in (0, -1, 10**400, None)),
+        *({"compute": value} for value in (-1.0, 10**400, float("nan"), "x")),
+        *({"growth": value} for value in (-1e300, "x")),
+        *({"overhead": value} for value in (float("inf"), None)),
+        *({"restore": value} for value in ([], {"disk": 10**400}, {"disk": -1.0}, {"disk": None})),
+        {"load": {"disk": -5}},
+    ],
+    ids=lambda change: f"{change!s:.40}",
+)
+def test_costs_that_no_measurement_gives_are_nothing(tmp_path, change):
+    fingerprint = "0" * 32
+    with KVStore(tmp_path) as store:
+        storage = storage_of(store)
+        keep_prefix_costs(storage, fingerprint, CPU, "exact", [PrefixCosts(**SOUND)])
+        (name,) = storage.calibrations.read()
+        assert prefix_costs(storage, fingerprint, CPU, "exact", 160).compute == 1e-3
+        keep_records(storage, name, [SOUND | change])
+        assert prefix_costs(storage, fingerprint, CPU, "exact", 160) is None
+
+
+def test_calibrations_outlive_a_moment_in_which_they_cannot_be_read(tmp_path, monkeypatch):
+    fingerprint = "0" * 32
+    with KVStore(tmp_path) as store:
+        keep_prefix_costs(storage_of(store), fingerprint, CPU, "exact", [PrefixCosts(**SOUND)])
+    with KVStore(tmp_path) as store:
+        storage = storage_of(store)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(storage.records), "read", Mock(side_effect=OSError(errno.EMFILE, "too many")))
+            assert prefix_costs(storage, fingerprint, CPU, "exact", 160) is None
+            with pytest.raises(OSError, match="too many"):
+                storage.calibrations.write("other", [])
+        keep_records(storage, f"other {fingerprint}", [])
+        assert prefix_costs(storage, fingerprint, CPU, "exact", 160).compute == 1e-3
+
+
+def test_a_file_of_calibrations_that_is_nested_too_deeply_is_none(path, model):
+    with KVStore(path, engine="posix") as store:
+        plant(store, model, SLOW_DISK)
+    (path / "calibrations.json").write_text("[" * 100_000)
+    with KVStore(path, engine="posix") as store:
+        assert ask(model, store).tokens_restored > 0
 
 
 def test_lengths_that_cannot_be_measured(tmp_path, model):

@@ -47,7 +47,14 @@ def test_factors_move_by_bounded_steps_to_the_observed_times(root):
         assert cost_factors(storage, MODEL, CPU) == CostFactors()
 
 
-@pytest.mark.parametrize("record", [{"compute": 0, "load": 1}, {"compute": "x", "load": 1}, {"loads": 1}, {}])
+def test_a_disturbed_measurement_of_no_costs_predicts_nothing():
+    assert ObservedCosts.of(None, 320, costs(compute=0.0), 0.5) == ObservedCosts()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"compute": 0, "load": 1}, {"compute": "x", "load": 1}, {"compute": 10**400, "load": 1}, {"loads": 1}, {}],
+)
 def test_damaged_factors_are_none(root, record):
     with KVStore(root, engine="posix") as store:
         storage = storage_of(store)

@@ -122,6 +122,9 @@ def test_the_command_draws_a_trace_and_sums_it(model, tmp_path):
     assert heading.split()[:2] == ["pass", "ms"] and "compute" in heading
     assert row.startswith("prompt: 80 tokens restored, 20 computed")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
-    trace.write_text(json.dumps({"some": "thing"}))
-    result = CliRunner().invoke(app, ["timeline", str(trace)])
-    assert "is not a trace; make one with TieredCache(..., trace='trace.json')" in str(result.exception)
+    event = {"ph": "X", "name": "pass", "ts": 1, "dur": 1, "args": {"restored": 1, "computed": 1}}
+    others = [event | {"ts": "soon"}, event | {"args": {"restored": "all", "computed": 1}}]
+    for text in (json.dumps({"some": "thing"}), "[" * 100_000, *(json.dumps([one]) for one in others)):
+        trace.write_text(text)
+        result = CliRunner().invoke(app, ["timeline", str(trace)])
+        assert "is not a trace; make one with TieredCache(..., trace='trace.json')" in str(result.exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import pty
@@ -163,6 +164,21 @@ def test_ids_stay_whole_at_80_columns_and_what_ls_shows_is_what_stat_takes(run, 
 def test_ids_are_shown_as_long_as_it_takes_to_tell_them_apart():
     assert unique_length([]) == unique_length(["0123456789"]) == 8
     assert unique_length(["0123456789a", "0123456789b", "ffffffffff"]) == 11
+
+
+def test_labels_may_have_letters_that_the_terminal_lacks(tmp_path, monkeypatch):
+    opened = open_store(tmp_path / "store")
+    header, chain, blocks = segment(hashes(4, "a"), label="日本")
+    opened.publish(header, chain, blocks)
+    opened.close()
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, encoding="latin-1") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "argv", ["hf-tiered-cache", "ls", str(tmp_path / "store")])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        assert rb"\u65e5\u672c" in written.getvalue()
 
 
 def test_labels_cannot_command_the_terminal(run, tmp_path):
@@ -530,7 +546,7 @@ def test_what_cannot_be_done_with_documents(run, corpus):
         (("rm", "{store}", "zz", "--all"), "specify one of: ids of segments, --model, or --all"),
         (("rm", "{store}", "zz"), "no segments have an id that begins with 'zz'"),
         (("rm", "{store}", ""), "no segments have an id that begins with ''"),
-        (("rm", "{store}", "--model", ""), "no model has the name ''"),
+        (("rm", "{store}", "--model", ""), "the name of the model is empty"),
         (("rm", "{store}", "--model", "zz"), "no model has the name 'zz'"),
         (("stat", "{store}", "zz"), "`hf-tiered-cache ls` lists all segments"),
         (("conversations", "nowhere"), "no store at nowhere"),

@@ -89,6 +89,21 @@ def test_a_remote_is_listed_checked_and_cleaned(corpus, address):
     remote.close()
 
 
+def test_settings_of_stores_do_not_count_for_a_remote_that_is_named(corpus, tmp_path, monkeypatch):
+    named, other = (f"sqlite://{tmp_path / name}.db" for name in ("named", "other"))
+    for remote in (named, other):
+        assert as_json("copy", corpus, remote)["copied"] == 3
+    monkeypatch.setenv("HF_TIERED_CACHE_REMOTE", other)
+    monkeypatch.setenv("HF_TIERED_CACHE_ENGINE", "posix")
+    assert as_json("rm", named, "--all", "--yes")["removed"] == 3
+    assert len(as_json("ls", other)) == 3
+
+
+def test_an_empty_name_of_a_model_deletes_nothing(corpus):
+    assert run("rm", corpus, "--model", "").exit_code
+    assert len(as_json("ls", corpus)) == 3
+
+
 def test_damage_in_a_remote_is_reported(corpus, place_of, tmp_path):
     address = place_of("file")
     as_json("copy", corpus, address)
@@ -126,6 +141,7 @@ def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
         (["copy", "a", "b"], "needs a folder and the address"),
         (["copy", "s3://a", "s3://b"], "needs a folder and the address"),
         (["copy", "sqlite://nothing.db", "b"], "sqlite://nothing.db holds no segments"),
+        (["copy", "sqlite://nothing.db", "b", "../../passwd"], "'../../passwd' is no whole id of a segment"),
         (["ls", "teleport://x"], "unknown backend"),
         (["ls", "redis://127.0.0.1:1"], "cannot be reached"),
     ],

@@ -672,6 +672,20 @@ def test_gc_forgets_conversations_of_which_nothing_is_left(model, store, root):
     assert report.unknown == [f"conversations/{name}" for name in left]
 
 
+def test_a_conversation_keeps_its_segments_when_they_are_rewritten(model, store):
+    begun(model, store)
+    begun(model, store, "bob")
+    (before,) = {tuple(each.segments) for each in store.conversations()}
+    assert store.relayout(ContiguousKV(0.3), progress=False) == len(before)
+    for each in store.conversations():
+        assert each.tokens_there == each.tokens and not each.evicted
+        assert not set(each.segments) & set(before)
+    assert store.gc().conversations == 0
+    store.remove_conversation("bob")
+    assert len(store.segments()) == len(before)
+    assert store.remove_conversation("alice-42") == len(before) and not store.segments()
+
+
 def test_clearing_the_disk_forgets_conversations(model, store, root):
     begun(model, store)
     store.clear()

@@ -170,6 +170,18 @@ def test_a_model_that_no_store_supports_is_batched_without_one(caplog):
     assert caplog.text.count("is served without the store: it has a state") == 1
 
 
+def test_an_empty_prompt_does_not_end_the_engine_of_the_others():
+    model, batches = build("llama"), server.BatchedGenerateManager(server.Batching(lambda model: None, paging()))
+    batches.init_cb(model, greedy())
+    try:
+        with pytest.raises(server.HTTPException, match="has no tokens"):
+            asyncio.run(batches.generate_non_streaming(model, None, {"input_ids": []}, greedy(), "empty"))
+        ids = prompt(20)[0].tolist()
+        assert len(finished(batches._cb, [batches._cb.add_request(ids, max_new_tokens=8, eos_token_id=-1)])[0]) == 8
+    finally:
+        batches.stop()
+
+
 def test_the_example_of_a_client_asks_at_once_and_shows_what_was_cached(model, tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("batched_client", ROOT / "examples" / "batched_client.py")
     example = importlib.util.module_from_spec(spec)
@@ -341,6 +353,8 @@ MESSAGES = [{"role": "user", "content": "who went in ?"}]
         ("completion", {"prompt": 5}),
         ("completion", {"prompt": "who went in ? " * 5000}),
         ("completion", {"prompt": SYSTEM, "max_tokens": -5}),
+        ("completion", {"prompt": SYSTEM, "max_tokens": 0}),
+        ("completion", {"prompt": SYSTEM, "generation_config": '{"num_beams": 0}'}),
         ("response", {"input": 5}),
         ("load", {"model": "gpt2"}),
         ("load", {"model": 7}),

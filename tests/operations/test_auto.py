@@ -90,6 +90,32 @@ def run(model, store, ids, **options):
     return cache.stats
 
 
+@pytest.mark.parametrize("settings", [{}, {"passages": 2, "tokens": 64, "repeats": 1, "progress": False}])
+def test_measurements_leave_the_remote_out(root, tmp_path, settings):
+    model, address = build("qwen2"), f"sqlite://{tmp_path}/shared.db"
+    with KVStore(root, remote=address) as store:
+        if settings:
+            store.calibrate(model, **settings)
+        else:
+            TieredCache(model, store, method="auto", progress=False)
+        store.flush()
+        assert (store.stats.remote.lookups, store.stats.remote.segments_written) == (0, 0)
+        store.precompute(model, prompt(64), progress=False)
+        store.flush()
+        assert (store.stats.remote.lookups, store.stats.remote.segments_written) == (1, 1)
+
+
+def test_a_measurement_deletes_only_what_it_has_stored(root):
+    model = build("qwen2")
+    with KVStore(root, engine="posix") as store:
+        cache = TieredCache(model, store)
+        model.generate(prompt(100), past_key_values=cache, max_new_tokens=80, do_sample=False)
+        assert sum(row.tokens for row in store.segments()) < 176  # the measurement flushes the rest of this cache
+        TieredCache(model, store, method="auto", progress=False)
+        store.flush()
+        assert sum(row.tokens for row in store.segments()) == 176
+
+
 def test_the_first_cache_measures_and_later_ones_do_not(root, monkeypatch):
     model, calls = build("qwen2"), []
     calibrate = module.calibrate_prefix
@@ -99,6 +125,7 @@ def test_the_first_cache_measures_and_later_ones_do_not(root, monkeypatch):
     with KVStore(root, engine="posix") as store:
         run(model, store, prompt(64))
         assert len(calls) == 1 and measured(model, store) is not None
+        store.flush()
         assert [row.tokens for row in store.segments()] == [64]  # nothing is left of what was measured
         run(model, store, prompt(80))
     with KVStore(root, engine="posix") as store:

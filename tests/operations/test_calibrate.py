@@ -120,7 +120,8 @@ def test_what_is_kept_outlives_the_store_and_damage(store, monkeypatch, tmp_path
         (name,) = json.loads(path.read_text())
         fingerprint = name.split()[0]
         assert calibrated_ratio(storage_of(again), fingerprint, torch.device("cpu"), 136) == ratio
-        for damaged in ("{", "[]", "7", f'{{"{name}": 3}}', f'{{"{name}": [{{"ratio": 0.5}}]}}'):
+        records = ({"ratio": 0.5}, *({"tokens": 136, "ratio": ratio, "cold": True} for ratio in ("x", None, -3, 2)))
+        for damaged in ("{", "[]", "7", *(json.dumps({name: found}) for found in (3, *([one] for one in records)))):
             path.write_text(damaged)
             assert calibrated_ratio(storage_of(again), fingerprint, torch.device("cpu"), 136) is None
 

@@ -178,6 +178,13 @@ def test_the_texts_of_an_encrypted_store_are_encrypted(model, text, tmp_path, mo
     assert len(keys) == 2 == len(set(keys)) and None not in keys
 
 
+def test_the_texts_are_not_sent_to_a_remote(model, text, tmp_path, monkeypatch):
+    with KVStore(tmp_path / "store") as store:
+        monkeypatch.setenv("HF_TIERED_CACHE_REMOTE", f"sqlite://{tmp_path}/shared.db")
+        store.calibrate_quality(model, text, methods=["h2o"], budgets=(0.5,), questions=1, progress=False)
+    assert not (tmp_path / "shared.db").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -184,6 +184,13 @@ def test_a_failing_hub_costs_no_answer(model, repository, tmp_path, status, numb
         assert sum(store.stats.remote.misses.values()) == 1
 
 
+@pytest.mark.parametrize("revision", ["refs/pr/1", "refs%2Fpr%2F1"])
+def test_a_pull_request_is_a_revision(revision):
+    remote = open_remote(f"hf://datasets/me/corpus@{revision}/kv")
+    assert (remote._revision, remote._prefix) == ("refs/pr/1", "kv")
+    remote.close()
+
+
 @pytest.mark.parametrize("address", ["hf://", "hf://name", "hf://datasets/name", "hf://papers/a/b@c@d"])
 def test_an_address_without_a_repository_is_refused(address):
     with pytest.raises(ConfigError, match="is not the address of a repository"):

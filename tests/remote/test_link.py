@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from faulty_remote import FaultyRemote
 
 from hf_tiered_cache.remote import link
-from hf_tiered_cache.remote.link import Breaker, Estimate, Link
+from hf_tiered_cache.remote.link import Breaker, Estimate, Link, LookUps
 
 
 @pytest.fixture
@@ -98,3 +99,16 @@ def test_a_probe_that_is_never_reported_is_followed_by_another(clock):
     assert breaker.wants_probe()
     clock(link._MOST_OPEN_SECONDS)
     assert breaker.wants_probe()
+
+
+def test_a_store_that_is_closed_meanwhile_is_no_error_of_a_prompt(clock):
+    look_ups = LookUps(FaultyRemote({}), lambda breaker, error: None)
+    for _ in range(3):
+        look_ups.breaker.failed()
+    clock(60.0)
+    look_ups.close()
+    assert look_ups.find(["0" * 32], 1.0) == link.UNAVAILABLE
+    look_ups.breaker.succeeded()
+    look_ups.seconds.add(5.0)
+    clock(60.0)
+    assert look_ups.find(["0" * 32], 1.0) == link.SLOW

@@ -334,6 +334,12 @@ def test_a_missing_client_is_named(address, extra, tmp_path, monkeypatch):
         KVStore(tmp_path / "store", remote=address)
 
 
+def test_an_address_with_a_fragment_is_refused(tmp_path):
+    pytest.importorskip("redis")
+    with pytest.raises(ConfigError, match="ends with a #; write"):  # another prefix than is meant
+        KVStore(tmp_path, remote="redis://host/0/team#1")
+
+
 @pytest.mark.parametrize(
     "address",
     [
@@ -346,6 +352,11 @@ def test_a_missing_client_is_named(address, extra, tmp_path, monkeypatch):
         "teleport://user:hunter2@host",
         "redis://user:hunter2@host:port",
         "redis://user:hunter2@[host",
+        "redis://:hunter2/x@127.0.0.1:1/0",
+        "redis://:hunter2#x@127.0.0.1:1/0",
+        "redis://127.0.0.1:1/hunter2@127.0.0.1:1",
+        "s3://key:1/hunter2@bucket/prefix",
+        "mooncake://127.0.0.1:1/hunter2@127.0.0.1",
     ],
 )
 def test_passwords_are_shown_nowhere(model, tmp_path, address, caplog, capfd):

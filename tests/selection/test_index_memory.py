@@ -185,3 +185,38 @@ def test_an_index_that_does_not_fit_is_counted_once():
     for _ in range(3):
         assert cache.get(KEY, torch.device("cpu")) is index
     assert cache.evicted == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name, tensor: (name.replace(".", ".former_"), tensor),
+        lambda name, tensor: ("centroids", tensor),
+        lambda name, tensor: (name, tensor[:, :3]),
+    ],
+    ids=["other fields", "no layers", "fewer tokens"],
+)
+def test_a_sidecar_of_another_version_of_an_index_is_made_again(model, root, change):
+    method, asked = KVDrive(0.3), torch.cat([prompt(300), prompt(8, seed=4)], dim=1)
+
+    def request(store):
+        cache = TieredCache(model, store, method=method)
+        output = model.generate(asked, past_key_values=cache, do_sample=False, max_new_tokens=4)
+        assert cache.stats.tokens_restored == 288
+        return output
+
+    with KVStore(root) as store:
+        store.precompute(model, prompt(300), method=method, progress=False)
+        expected = request(store)
+        store.flush()
+        disk = store._storage.disk
+        (row,) = disk.index.rows()
+        ((kind, arrays, settings),) = disk.sidecars.all_of(disk.reader(row.id))
+        disk.sidecars.remove([row.id])
+        disk.sidecars.keep(disk.reader(row.id), kind, dict(map(change, *zip(*arrays.items(), strict=True))), settings)
+    with KVStore(root) as store:
+        assert torch.equal(request(store), expected)
+        store.flush()
+        disk = store._storage.disk
+        ((_, found, _),) = disk.sidecars.all_of(disk.reader(row.id))
+        assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in arrays.items()}

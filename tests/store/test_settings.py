@@ -6,6 +6,7 @@ import inspect
 import json
 
 import pytest
+from memory_backend import MemoryBackend
 from typer.testing import CliRunner
 
 from hf_tiered_cache import ConfigError, KVStore
@@ -51,6 +52,7 @@ def test_the_file_may_be_elsewhere(working_directory, monkeypatch):
         ({"HF_TIERED_CACHE_HOST_MEMORY": "lots"}, "HF_TIERED_CACHE_HOST_MEMORY to 'lots'; it must be a size, such as"),
         ({"HF_TIERED_CACHE_VERIFY": "perhaps"}, "VERIFY to 'perhaps'; it must be true or false"),
         ({"HF_TIERED_CACHE_TTL": "soon"}, "TTL to 'soon'; it must be a number of seconds, or none"),
+        ({"HF_TIERED_CACHE_REMOTE": ""}, "REMOTE to ''; it must be an address, such as s3://bucket/prefix"),
         ({"HF_TIERED_CACHE_HOST_MEM": "1GiB"}, "did you mean 'HF_TIERED_CACHE_HOST_MEMORY'"),
     ],
 )
@@ -74,6 +76,22 @@ def test_a_file_that_cannot_be_meant_is_an_error(working_directory, text, messag
     with pytest.raises(ConfigError, match=message):
         KVStore(working_directory / "kv")
     assert not (working_directory / "kv").exists()
+
+
+def test_an_engine_from_outside_is_that_of_folders(working_directory, monkeypatch):
+    monkeypatch.setenv("HF_TIERED_CACHE_ENGINE", "posix")
+    for options in ({"path": "sqlite://kv.db"}, {"backend": MemoryBackend()}):
+        with KVStore(**options) as store:
+            assert "posix" not in repr(store)
+    with KVStore("folder") as store:
+        assert "posix" in repr(store)
+    with pytest.raises(ConfigError, match="engine is an option of stores in folders"):
+        KVStore("sqlite://kv.db", engine="posix")
+
+
+def test_an_empty_remote_is_no_address(working_directory):
+    with pytest.raises(ConfigError, match="remote must be an address such as s3://bucket/prefix, not ''"):
+        KVStore(working_directory / "kv", remote="")
 
 
 def test_every_setting_is_an_argument_and_reads_its_own_default():

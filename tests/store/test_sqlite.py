@@ -9,9 +9,14 @@ import subprocess
 import sys
 
 import pytest
+from families import build, prompt
 
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.cache.observed import Pace
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.store.backends import open_remote
+from hf_tiered_cache.store.backends.sqlite import SQLiteBackend
+from hf_tiered_cache.store.backends.values import Range
 
 NAME, CONTENT = "segments/" + "a" * 32 + ".kv", bytes(range(256)) * 20_000  # of several parts
 
@@ -118,3 +123,69 @@ def test_a_full_disk_is_an_error_and_loses_nothing(path):
     assert error.value.errno == errno.ENOSPC
     assert content_of(remote) == CONTENT
     assert remote.find_object("segments/b.kv") is None
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_write_that_a_client_repeats_is_stored(path, replace, monkeypatch):
+    """A client repeats a call if the connection was closed before the answer: then the value is there already."""
+    remote, set_value = open_remote(f"sqlite://{path}"), SQLiteBackend.set_value
+
+    def repeated(self, key, content, replace):
+        if not replace:
+            set_value(self, key, content, replace)
+        return set_value(self, key, content, replace)
+
+    monkeypatch.setattr(SQLiteBackend, "set_value", repeated)
+    remote.put_object(NAME, CONTENT, replace)
+    assert content_of(remote) == CONTENT
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_value_of_another_program_is_left_alone(path, replace):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=True)
+    remote.put_object(NAME, CONTENT[1:], replace=True)
+    assert content_of(remote) == CONTENT[1:]
+    key = f"{remote.keys}calibrations.json"
+    remote.set_value(key, b"mine", replace=False)
+    with pytest.raises(FileExistsError):
+        remote.put_object("calibrations.json", CONTENT, replace)
+    assert not remote.delete_object("calibrations.json")
+    assert remote.list_keys(key) == [key] and remote.read_values([Range(key, 0, 9)]) == [b"mine"]
+
+
+def lose_a_part(path):
+    """Delete the last part of the longest object, as a server does whose memory is full."""
+    with sqlite3.connect(path) as connection:
+        (key,) = connection.execute("SELECT max(key) FROM parts WHERE key LIKE '%.kv#%'").fetchone()
+        connection.execute("DELETE FROM parts WHERE key = ?", (key,))
+    connection.close()
+
+
+def test_an_object_that_has_lost_a_part_is_gone_and_can_be_stored_again(path):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=False)
+    lose_a_part(path)
+    with pytest.raises(FileNotFoundError, match="dropped a part"):
+        content_of(remote)
+    assert remote.find_object(NAME) is None and not remote.list_keys("")
+    remote.put_object(NAME, CONTENT, replace=False)
+    assert content_of(remote) == CONTENT
+
+
+def test_a_segment_that_has_lost_a_part_is_sent_again(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(SQLiteBackend, "first_bytes", 64 << 10)
+    monkeypatch.setattr(SQLiteBackend, "part_bytes", 64 << 10)
+    monkeypatch.setattr(Pace, "per_token", lambda self, fingerprint: 10.0)
+    model, ids = build("llama"), prompt(200)
+
+    def restored(name):
+        """Return the tokens that a new machine restores."""
+        with KVStore(tmp_path / name, remote=f"sqlite://{path}") as store:
+            cache = TieredCache(model, store)
+            model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
+            return cache.stats.tokens_restored
+
+    assert [restored("a"), restored("b")] == [0, 192]
+    lose_a_part(path)
+    assert [restored("c"), restored("d")] == [0, 192]

@@ -103,7 +103,7 @@ def open_remote(address: str | ObjectBackend) -> ObjectBackend:
     """
     remote: object = address
     if isinstance(address, str):
-        if folder_of(address) is not None:
+        if not scheme_of(address):
             raise ConfigError(f"remote must be an address such as s3://bucket/prefix, not {address!r}")
         remote = _opener(address)(address)
     if not isinstance(remote, ObjectBackend):

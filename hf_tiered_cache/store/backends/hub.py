@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 from huggingface_hub import HfApi, get_session, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError
@@ -26,7 +27,7 @@ from ..tree import Stored
 
 _ADDRESS = re.compile(
     r"hf://(?:(?P<type>datasets|models|spaces)/)?(?!(?:datasets|models|spaces|buckets|papers)/)(?P<repo>[^/@]+/[^/@]+)"
-    r"(?:@(?P<revision>[^/@]+))?(?:/(?P<prefix>.*))?"
+    r"(?:@(?P<revision>refs/(?:pr|convert)/[^/@]+|[^/@]+))?(?:/(?P<prefix>.*))?"
 )
 _THREADS = 16
 _SECONDS = 30.0
@@ -55,7 +56,7 @@ class HubBackend(ObjectBackend):
             "repo_id": parts["repo"],
             "repo_type": {"datasets": "dataset", "spaces": "space"}.get(parts["type"] or "models", "model"),
         }
-        self._revision, self._prefix = parts["revision"] or "main", (parts["prefix"] or "").strip("/")
+        self._revision, self._prefix = unquote(parts["revision"] or "main"), (parts["prefix"] or "").strip("/")
         super().__init__(address.rstrip("/"), threads=_THREADS)
         self.writable = False
         self._api = HfApi()

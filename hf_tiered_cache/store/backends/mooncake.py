@@ -11,14 +11,14 @@ import os
 import socket
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 from urllib.request import urlopen
 
 from mooncake.store import MooncakeDistributedStore
 
 from ...errors import ConfigError
 from ...units import parse_bytes
-from ..settings import without_secrets
+from ..settings import split_server, without_secrets
 from .values import Range, ValueBackend
 
 _PORT, _METADATA_PORT, _ADMIN_PORT = 50051, 8080, 9003
@@ -50,9 +50,9 @@ class MooncakeBackend(ValueBackend):
 
     def __init__(self, address: str) -> None:
         place = without_secrets(address).rstrip("/")
+        parts = split_server(address)
+        host, port = parts.hostname, parts.port or _PORT
         try:
-            parts = urlsplit(address)
-            host, port = parts.hostname, parts.port or _PORT
             self._admin_port = int(parse_qs(parts.query).get("admin", [str(_ADMIN_PORT)])[0])
         except ValueError as error:
             raise ConfigError(f"{place} is no address of a Mooncake master: {error}") from None

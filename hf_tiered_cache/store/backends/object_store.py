@@ -127,8 +127,14 @@ class ObjectStoreBackend(ObjectBackend):
         """Raise the exceptions of the client as OSErrors, without what they say about credentials."""
         try:
             yield
-        except OSError:
-            raise
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            # of the client, with a message of many lines
+            number, reason = errno.EIO, str(error).partition("\n")[0]
+            if isinstance(error, FileNotFoundError):
+                number, reason = errno.ENOENT, "there is no such object or bucket"
+            raise OSError(number, reason, f"{self.place}/{name}") from None  # a FileNotFoundError for ENOENT
         except self.client.exceptions.BaseError as error:
             denied = self.client.exceptions.PermissionDeniedError, self.client.exceptions.UnauthenticatedError
             number = errno.EACCES if isinstance(error, denied) else errno.EIO

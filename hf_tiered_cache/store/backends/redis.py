@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from ...errors import ConfigError
-from ..settings import without_secrets
+from ..settings import split_server, without_secrets
 from .values import Range, ValueBackend
 
 _UNFINISHED_SECONDS = 3600
@@ -40,7 +40,7 @@ class RedisBackend(ValueBackend):
     """
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
+        parts = split_server(address)
         database, _, prefix = parts.path.strip("/").partition("/")
         place = without_secrets(address).rstrip("/")
         environment = {"username": os.environ.get("REDIS_USERNAME"), "password": os.environ.get("REDIS_PASSWORD")}
@@ -64,6 +64,8 @@ class RedisBackend(ValueBackend):
             for key, start, stop in ranges:
                 pipeline.getrange(key, start, stop - 1)
             values: list[bytes] = pipeline.execute()
+            if not all(isinstance(value, bytes) for value in values):
+                raise redis.exceptions.InvalidResponse("values are bytes")
         return values
 
     def set_part(self, key: str, content: bytes) -> None:
@@ -95,10 +97,10 @@ class RedisBackend(ValueBackend):
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Raise the exceptions of the client as OSErrors."""
+        """Raise the exceptions of the client as OSErrors: if no Redis answers, they can be of any type."""
         try:
             yield
-        except redis.exceptions.RedisError as error:
+        except Exception as error:
             number = errno.EIO
             if isinstance(error, redis.exceptions.TimeoutError):
                 number = errno.ETIMEDOUT

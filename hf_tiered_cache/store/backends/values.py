@@ -2,7 +2,8 @@
 
 The value of an object's key is a head of 32 bytes and the first part of the object. Further parts have keys of their
 own, which contain the version of the object, so parts of two versions never mix. Memory limits and expiry are those of
-the server: an object that it has dropped, or a part of it, is not found.
+the server: an object that it has dropped is not found, and one of which it has dropped a part is deleted when that part
+is read.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ class ValueBackend(ObjectBackend):
             raise FileNotFoundError(errno.ENOENT, "it was replaced or deleted", name)
         content = b"".join(pieces)
         if len(content) < min(offset + nbytes, head.size) - min(offset, head.size):
+            if self._head(name) == head:  # not replaced meanwhile: it is of no use, and can be stored again
+                self._discard([self.keys + name, *self._parts(name, head)])
             raise FileNotFoundError(errno.ENOENT, "the server has dropped a part of it", name)
         return content
 
@@ -142,7 +145,13 @@ class ValueBackend(ObjectBackend):
         try:
             for number, key in enumerate(parts):
                 self.set_part(key, content[self.first_bytes + number * self.part_bytes :][: self.part_bytes])
-            is_stored = self.set_value(self.keys + name, head.encode() + content[: self.first_bytes], replace)
+            value = head.encode() + content[: self.first_bytes]
+            is_stored = self.set_value(self.keys + name, value, replace and before is not None)
+            if not is_stored:  # written meanwhile, a value of another program, or written by a call that was repeated
+                now = self._head(name)
+                is_stored = now == head
+                if replace and now not in (None, head):
+                    before, is_stored = now, self.set_value(self.keys + name, value, True)
         finally:
             if not is_stored:  # also if the server is full: parts without an object would keep it full
                 self._discard(parts)
