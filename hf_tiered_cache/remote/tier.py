@@ -96,6 +96,7 @@ class RemoteTier:
         self.look_ups = LookUps(remote, partial(self._fail, "look-up"))
         self._fetches = DaemonPool(_FETCHES, "hf-tiered-fetch")
         write = write if remote.writable else "never"
+        remote.writable = write != "never"
         self._writes = WriteBack(remote, disk, write, self._count, self.look_ups.forget)
         disk.on_kept.append(self._writes.offer)
 

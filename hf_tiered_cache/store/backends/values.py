@@ -125,7 +125,7 @@ class ValueBackend(ObjectBackend):
             raise FileNotFoundError(errno.ENOENT, "it was replaced or deleted", name)
         content = b"".join(pieces)
         if len(content) < min(offset + nbytes, head.size) - min(offset, head.size):
-            if self._head(name) == head:  # not replaced meanwhile: it is of no use, and can be stored again
+            if self.writable and self._head(name) == head:  # of no use, and can be stored again
                 self._discard([self.keys + name, *self._parts(name, head)])
             raise FileNotFoundError(errno.ENOENT, "the server has dropped a part of it", name)
         return content
