@@ -63,50 +63,32 @@ class Link:
         self.bandwidth = Estimate()
         """Bytes per second of all segments that are fetched at the same time."""
         self._lock = threading.Lock()
-        self._fetches, self._began = 0, 0.0  # fetches in progress, and the time when the first of them began
-        self._arrived = self._nbytes = 0  # bytes since then: all, and those of whole segments
+        self._fetches, self._nbytes, self._began = 0, 0, 0.0
 
     def fetch_seconds(self, nbytes: int) -> float:
         """Return the seconds to fetch as many bytes; 0 if nothing was measured, so that it is tried."""
         bandwidth = self.bandwidth.value
         return nbytes / bandwidth if bandwidth else 0.0
 
-    def seconds_left(self, nbytes: int) -> float:
-        """Return the seconds until as many bytes have arrived, at the pace of what is being fetched so far."""
-        with self._lock:
-            took, arrived = time.monotonic() - self._began, self._arrived
-            if not self._fetches or not arrived:
-                return float("inf")
-            return took * max(0, nbytes - arrived) / arrived
-
     @contextmanager
     def fetching(self) -> Iterator[Callable[[int], None]]:
-        """Measure a fetch, with those at the same time. Yields a function that takes the bytes that have arrived.
-
-        Bytes of a fetch that fails do not count.
-        """
-        own = 0
-
-        def note(nbytes: int) -> None:
-            nonlocal own
-            own += nbytes
-            with self._lock:
-                self._arrived += nbytes
-
+        """Measure a fetch, with those at the same time. Yields a function that takes the bytes of a segment."""
         with self._lock:
             if not self._fetches:
-                self._arrived, self._nbytes, self._began = 0, 0, time.monotonic()
+                self._nbytes, self._began = 0, time.monotonic()
             self._fetches += 1
         try:
-            yield note
-            with self._lock:
-                self._nbytes += own
+            yield self._note
         finally:
             with self._lock:
                 self._fetches -= 1
                 took = time.monotonic() - self._began
                 if not self._fetches and self._nbytes and took > 0:
                     self.bandwidth.add(self._nbytes / took)
+
+    def _note(self, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes += nbytes
 
 
 class Breaker:

@@ -4,9 +4,9 @@ A segment that is fetched is published as one of the local store, with the same 
 such as quota, tiers and GPUDirect Storage, sees a local segment.
 
 A remote never fails a request, and delays it by no more than it can save: a prompt waits for the remote as long as
-computing the tokens takes, and for a look-up a fifth of that. Once the bandwidth is known, it waits for a fetch only a
-few times as long as that should take. While it is not, half of what computing takes must show that the rest will be in
-time. What comes too late is there for the next prompt.
+computing the tokens takes, and for a look-up a fifth of that. After half of this time, or, once the bandwidth is known,
+a few times as long as a fetch should take, it waits only while the fetch keeps a pace at which it will be in time. What
+comes too late is there for the next prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -53,7 +53,8 @@ _FETCHES = 4
 _TRIAL_SHARE = 0.5
 """Share of the time to compute the missing tokens after which a fetch of unknown bandwidth is judged by its pace."""
 _LEAST_WAIT = 0.25
-"""Seconds that a prompt waits for a fetch in any case, if computing takes longer: those of round trips and checks."""
+"""Seconds that a prompt waits for a fetch in any case, if computing takes longer: those of round trips and checks. Also
+the seconds between two judgments of its pace."""
 _CLOSE_SECONDS = 5.0
 
 ABSENT = "not in the remote"
@@ -178,16 +179,12 @@ class RemoteTier:
                 stop = run.stop
         if not waiting:
             return SLOW_FETCH
-        deadline = min(began + saved(stop), time.monotonic() + self._fetch_limit())
-        is_known = self.link.bandwidth.value is not None
-        trial = deadline if is_known else began + max(_LEAST_WAIT, _TRIAL_SHARE * saved(stop))
+        deadline, limit = began + saved(stop), self._fetch_limit()
+        trial = began + max(_LEAST_WAIT, _TRIAL_SHARE * saved(stop)) if limit is None else time.monotonic() + limit
+        is_in_time = self._pace(deadline)
         for fetched, (row, future) in enumerate(waiting):
             try:
-                with suppress(FutureTimeoutError):
-                    future.result(max(0.0, min(trial, deadline) - time.monotonic()))
-                if not future.done() and time.monotonic() + self.link.seconds_left(nbytes) > deadline:
-                    deadline = 0.0  # too slow
-                if future.result(max(0.0, deadline - time.monotonic())):
+                if _result(future, min(trial, deadline), is_in_time):
                     return "" if fetched else UNUSABLE
             except (FutureTimeoutError, CancelledError):
                 self._hide(row.id)  # nobody else waits for it
@@ -216,16 +213,28 @@ class RemoteTier:
             future.add_done_callback(lambda _: self._fetching.pop(key, None))
             return future
 
-    def _fetch_limit(self) -> float:
+    def _fetch_limit(self) -> float | None:
         """Return the seconds after which all that is being fetched should be here, however unevenly it arrives.
 
-        As many segments as there are threads share the bandwidth. Infinite if the bandwidth is not known.
+        As many segments as there are threads share the bandwidth. None if the bandwidth is not known.
         """
-        with self._lock:
-            nbytes = sum(nbytes for _, nbytes in list(self._fetching.values()))
         if self.link.bandwidth.value is None:
-            return float("inf")
-        return _LEAST_WAIT + _FETCHES * self.link.fetch_seconds(nbytes)
+            return None
+        return _LEAST_WAIT + _FETCHES * self.link.fetch_seconds(self._nbytes_in_flight())
+
+    def _nbytes_in_flight(self) -> int:
+        with self._lock:
+            return sum(nbytes for _, nbytes in list(self._fetching.values()))
+
+    def _pace(self, deadline: float) -> Callable[[], bool]:
+        """Return a function that tells whether all that is being fetched now will be here in time, at its pace."""
+        began, before, nbytes = time.monotonic(), self.remote.bytes_read, self._nbytes_in_flight()
+
+        def is_in_time() -> bool:
+            now, arrived = time.monotonic(), self.remote.bytes_read - before
+            return arrived > 0 and now + (now - began) * max(0, nbytes - arrived) / arrived < deadline
+
+        return is_in_time
 
     def fetch(self, segment_id: str, row: SegmentRow | None = None, num_hashes: int | None = None) -> str:
         """Publish a segment of the remote, or the beginning of it, in the local store.
@@ -267,14 +276,13 @@ class RemoteTier:
         """
         began = time.monotonic()
         with self.link.fetching() as note_bytes:
-            is_stored, nbytes = self._read_into_store(segment_id, row, num_hashes, note_bytes)
+            is_stored, nbytes = self._read_into_store(segment_id, row, num_hashes)
+            note_bytes(nbytes)
         self.fetch_breaker.succeeded()
         self._count(segments_read=1, bytes_read=nbytes, read_seconds=time.monotonic() - began)
         return is_stored
 
-    def _read_into_store(
-        self, segment_id: str, row: SegmentRow | None, num_hashes: int | None, note_bytes: Callable[[int], None]
-    ) -> tuple[bool, int]:
+    def _read_into_store(self, segment_id: str, row: SegmentRow | None, num_hashes: int | None) -> tuple[bool, int]:
         """Write a segment of the remote to the local store. Returns whether it is stored, and the bytes read."""
         reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
         if row is not None and not reader.chain.startswith(row.chain):
@@ -288,8 +296,7 @@ class RemoteTier:
         written: Written = lambda group, blocks, content: self._admit(header.id, group, blocks, content)  # noqa: E731
         try:
             with self._writes.not_offered(header.id):
-                groups = _groups(reader, header.shape, note_bytes)
-                is_stored = self._disk.publish(header, hashes, groups, written=written)
+                is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=written)
         except _FetchError as error:
             assert isinstance(error.__cause__, IntegrityError | OSError)
             raise error.__cause__ from None
@@ -364,10 +371,10 @@ class RemoteTier:
         self._disk.warn(f"remote {what}", f"a {what} of {self.remote.place} failed ({error}); prompts are computed")
 
 
-def _groups(reader: SegmentReader, shape: SegmentShape, note_bytes: Callable[[int], None]) -> Iterator[Group]:
+def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
     """Yield the first verified blocks of each KV cache group of a shape, that of the segment or of its beginning.
 
-    The next blocks are read meanwhile, and their bytes noted when they are here. Raises _FetchError.
+    The next blocks are read meanwhile. Raises _FetchError.
     """
     count = len(shape.block_groups)
 
@@ -383,12 +390,27 @@ def _groups(reader: SegmentReader, shape: SegmentShape, note_bytes: Callable[[in
             blocks, future = pending
             pending = begin(group + 1) if group + 1 < count else None
             future.result()
-            note_bytes(blocks.numel())
             sealed = reader.header.seal is not None
             lin64 = reader.digests[group]["lin64"][: len(blocks)].view("<i8")
             yield blocks if sealed else PackedBlocks(blocks, lin64)
     except (IntegrityError, OSError) as error:
         raise _FetchError from error
+
+
+def _result(future: Future[str], trial: float, is_in_time: Callable[[], bool]) -> str:
+    """Return the result of a fetch, which is waited for until `trial`, and then as long as it is in time.
+
+    Raises:
+        TimeoutError: It is too slow.
+    """
+    until = trial
+    while True:
+        try:
+            return future.result(max(0.0, until - time.monotonic()))
+        except FutureTimeoutError:
+            if future.done() or not is_in_time():
+                raise
+        until = time.monotonic() + _LEAST_WAIT
 
 
 def _nbytes(run: MatchedRun) -> int:

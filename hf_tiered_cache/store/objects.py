@@ -66,6 +66,9 @@ class ObjectBackend(ABC, SegmentBackend):
         self._pool = DaemonPool(threads, "hf-tiered-read")
         self._lock = threading.Lock()
         self._uploads: set[ObjectUpload] = set()
+        self.bytes_read = 0
+        """Bytes of blocks that were read so far."""
+        self._counting = threading.Lock()
 
     # --- the objects
 
@@ -201,6 +204,8 @@ class ObjectBackend(ABC, SegmentBackend):
             raise
         if len(content) < call.nbytes:
             raise OSError(errno.EIO, "it ends before the block", file.path)
+        with self._counting:
+            self.bytes_read += len(content)
         array, offset = np.frombuffer(content, np.uint8), 0
         for piece in call.pieces:
             if isinstance(piece, int):
