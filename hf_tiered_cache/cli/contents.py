@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from ..store.catalogue import Catalogue, SegmentRow
 from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR
@@ -183,6 +184,13 @@ def open_store(
             with files_of(Path(store)):
                 pass
         return KVStore(store, engine="posix", remote=remote, remote_write="never", **options)
+    address = urlsplit(str(store))
+    if (
+        address.scheme in ("file", "sqlite")
+        and not create
+        and not Path(unquote(address.netloc + address.path)).exists()
+    ):
+        raise Refused(f"there is no store at {store}")  # opening it would make it
     place = open_remote(str(store))
     if not place.is_reachable():
         place.close()

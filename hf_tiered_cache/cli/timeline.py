@@ -13,6 +13,8 @@ import typer
 from .output import Refused, Table, plotting
 
 TRACKS = ("model", "cache", "disk")
+_MARK = "hf-tiered-cache timeline"
+"""Name of this program in the pictures that it draws, which it may overwrite."""
 _COLORS = {
     "update": "#4c78a8", "select": "#f58518", "wait for KV": "#e45756", "look up": "#72b7b2", "build index": "#b279a2",
     "read": "#54a24b",
@@ -113,7 +115,7 @@ def draw(chosen: dict[str, Pass], out: Path) -> None:
         by_name = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         axes.legend(by_name.values(), by_name.keys(), fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
-    figure.savefig(out, dpi=120)
+    figure.savefig(out, dpi=120, metadata={"Software": _MARK} if out.suffix == ".png" else None)
     plt.close(figure)
 
 
@@ -132,6 +134,8 @@ def timeline(
     """
     chosen = typical(read_trace(trace))
     out = plot or trace.with_suffix(".png")
+    if plot is None and out.exists() and not (out.is_file() and _MARK.encode() in out.read_bytes()[:4096]):
+        raise Refused(f"{out} exists, and this command did not draw it; name another file with --plot")
     sums = {title: one.sums() for title, one in chosen.items()}
     kinds = list(dict.fromkeys(kind for one in sums.values() for kind in one))
     table = Table("pass", "ms", *kinds, right=("ms", *kinds))

@@ -121,7 +121,13 @@ def test_the_command_draws_a_trace_and_sums_it(model, tmp_path):
     heading, row = result.output.splitlines()[:2]
     assert heading.split()[:2] == ["pass", "ms"] and "compute" in heading
     assert row.startswith("prompt: 80 tokens restored, 20 computed")
-    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+    picture = tmp_path / "trace.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert CliRunner().invoke(app, ["timeline", str(trace)]).exit_code == 0  # its own picture is replaced
+    picture.write_bytes(b"\x89PNG of somebody else")
+    result = CliRunner().invoke(app, ["timeline", str(trace)])
+    assert "this command did not draw it; name another file with --plot" in str(result.exception)
+    assert picture.read_bytes() == b"\x89PNG of somebody else"
     event = {"ph": "X", "name": "pass", "ts": 1, "dur": 1, "args": {"restored": 1, "computed": 1}}
     others = [event | {"ts": "soon"}, event | {"args": {"restored": "all", "computed": 1}}]
     for text in (json.dumps({"some": "thing"}), "[" * 100_000, *(json.dumps([one]) for one in others)):

@@ -99,6 +99,15 @@ def test_settings_of_stores_do_not_count_for_a_remote_that_is_named(corpus, tmp_
     assert len(as_json("ls", other)) == 3
 
 
+@pytest.mark.parametrize("scheme", ["file", "sqlite"])
+def test_commands_make_no_remote(tmp_path, scheme):
+    place = tmp_path / "a mistake"
+    for command in (["ls"], ["gc"], ["verify"], ["rm", "--all", "--yes"]):
+        result = run(command[0], f"{scheme}://{place}", *command[1:])
+        assert result.exit_code and "there is no store at" in str(result.exception)
+    assert not place.exists()
+
+
 def test_an_empty_name_of_a_model_deletes_nothing(corpus):
     assert run("rm", corpus, "--model", "").exit_code
     assert len(as_json("ls", corpus)) == 3
