@@ -46,7 +46,8 @@ class MooncakeBackend(ValueBackend):
         ConfigError: The address is not valid, or the master does not answer.
     """
 
-    first_bytes = 128 << 10  # values are read as a whole, also for the beginning of a segment
+    # values are read as a whole, also for the beginning of a segment, and for each range of up to 1 MiB
+    first_bytes, part_bytes = 128 << 10, 1 << 20
 
     def __init__(self, address: str) -> None:
         place = without_secrets(address).rstrip("/")
