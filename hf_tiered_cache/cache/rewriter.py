@@ -287,12 +287,13 @@ class SegmentRewriter:
             handover.give_indexes_to(replacement)
         for sidecar in sidecars:
             self._disk.sidecars.keep(replacement, *sidecar)  # without room it is dropped and counted
-        self.importance.rename(old, header.id)
         try:
             with self._disk.backend.locked():
                 self._conversations.rename_segment(old, header.id)
-        except (OSError, StoreError) as error:  # the KV is found without a record
-            logger.debug("conversations still name segment %s: %r", old, error)
+        except (OSError, StoreError) as error:  # a record without segments would be deleted
+            self._disk.warn("rename", f"segment {old} was rewritten and stays, since conversations name it: {error}")
+            return False
+        self.importance.rename(old, header.id)
         self._disk.remove([old])
         if handover is not None:
             handover.give_to(replacement)

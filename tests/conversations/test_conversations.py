@@ -686,6 +686,21 @@ def test_a_conversation_keeps_its_segments_when_they_are_rewritten(model, store)
     assert store.remove_conversation("alice-42") == len(before) and not store.segments()
 
 
+def test_a_segment_stays_if_the_record_of_its_conversation_cannot_be_written(model, store, monkeypatch, caplog):
+    begun(model, store)
+    (before,) = (each.segments for each in store.conversations())
+
+    def fail(*names):
+        raise OSError(5, "the disk fails")
+
+    monkeypatch.setattr(Conversations, "rename_segment", fail)
+    assert store.relayout(ContiguousKV(0.3), progress=False) == 0
+    assert "stays, since conversations name it" in caplog.text
+    (conversation,) = store.conversations()
+    assert conversation.segments == before and conversation.tokens_there == conversation.tokens
+    assert store.gc().conversations == 0
+
+
 def test_clearing_the_disk_forgets_conversations(model, store, root):
     begun(model, store)
     store.clear()
