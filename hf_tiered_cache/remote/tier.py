@@ -184,7 +184,7 @@ class RemoteTier:
         is_in_time = self._pace(deadline)
         for fetched, (row, future) in enumerate(waiting):
             try:
-                if _result(future, min(trial, deadline), is_in_time):
+                if _result(future, trial, deadline, is_in_time):
                     return "" if fetched else UNUSABLE
             except (FutureTimeoutError, CancelledError):
                 self._hide(row.id)  # nobody else waits for it
@@ -397,8 +397,8 @@ def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
         raise _FetchError from error
 
 
-def _result(future: Future[str], trial: float, is_in_time: Callable[[], bool]) -> str:
-    """Return the result of a fetch, which is waited for until `trial`, and then as long as it is in time.
+def _result(future: Future[str], trial: float, deadline: float, is_in_time: Callable[[], bool]) -> str:
+    """Return the result of a fetch. Wait until `trial`, then as long as it is in time, and never beyond `deadline`.
 
     Raises:
         TimeoutError: It is too slow.
@@ -406,7 +406,7 @@ def _result(future: Future[str], trial: float, is_in_time: Callable[[], bool]) -
     until = trial
     while True:
         try:
-            return future.result(max(0.0, until - time.monotonic()))
+            return future.result(max(0.0, min(until, deadline) - time.monotonic()))
         except FutureTimeoutError:
             if future.done() or not is_in_time():
                 raise

@@ -367,7 +367,8 @@ def test_a_fetch_is_judged_by_its_pace(model, machine, pace, monkeypatch, bandwi
     monkeypatch.setattr(remote, "get_object", get_slowly)
     check(model, store, PROMPTS[0], restored=restored)
     assert store.stats.remote.misses == ({} if restored else {link.LATE: 1})
-    assert restored or store.stats.remote.waiting_seconds < 0.75 * computing
+    least = 0.5 * computing if bandwidth is None else 0.5
+    assert restored or least <= store.stats.remote.waiting_seconds < 0.75 * computing
 
 
 def test_a_fetch_that_hangs_is_left_soon_if_the_bandwidth_is_known(model, machine, pace, monkeypatch):
