@@ -2,8 +2,8 @@
 
 The value of an object's key is a head of 32 bytes and the first part of the object. Further parts have keys of their
 own, which contain the version of the object, so parts of two versions never mix. Memory limits and expiry are those of
-the server: an object that it has dropped is not found, and one of which it has dropped a part is deleted when that part
-is read.
+the server: an object that it has dropped is not found. One of which it has dropped a part is deleted when that part is
+read, unless the place is only read.
 """
 
 from __future__ import annotations
