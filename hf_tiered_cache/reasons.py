@@ -75,6 +75,10 @@ SLOWER = (
     "restoring these tokens is expected to take longer than computing them, according to measurements on this "
     "machine; use Exact(recompute=0, decline=False) to restore them anyway"
 )
+OLDER_GRAPH = (
+    "continuous batching replays a CUDA graph that it made without this store, so what such passes compute is not "
+    "stored; create its manager within the session"
+)
 OWN_CACHE = "generate() was called with another kind of cache, which is used unchanged"
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 

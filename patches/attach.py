@@ -150,6 +150,10 @@ class Attachment:
         """
         return self.active and bool(self.sessions) and _generating.get() is not self
 
+    def watching_compiled(self) -> AbstractContextManager[None]:
+        """Return a context in which compiled code reports its rotations. Each report splits what is compiled."""
+        return rotary.watching_compiled(self._tables, self._functions)
+
     def running_eagerly(self) -> AbstractContextManager[Any]:
         """Return a context in which a compiled model runs uncompiled, since our passes differ at every call."""
         return _EAGER_STANCE if self.compiled else nullcontext()

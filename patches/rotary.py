@@ -1,7 +1,7 @@
 """Deferred RoPE: keys are captured before their rotation (see `rope.py`).
 
 The patches watch the modules that make cos and sin tables, and the modeling code's `apply_rotary_pos_emb` and its
-variants.
+variants. Compiled code reports to them only if it was asked to (`watching_compiled`), since each report splits it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,7 @@ def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
         if type(module).__name__.endswith("RotaryEmbedding"):
             places = _places(module.forward)
             if "position_ids" in places:
-                tables.append((module, module.register_forward_hook(_note_table(places), with_kwargs=True)))
+                tables.append((module, module.register_forward_hook(_TableHook(places), with_kwargs=True)))
     return tables
 
 
@@ -39,18 +40,41 @@ def _places(function: Callable[..., Any]) -> dict[str, int]:
     return {name: place for place, name in enumerate(inspect.signature(function).parameters)}
 
 
-def _note_table(places: Mapping[str, int]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        scope = None if torch.compiler.is_compiling() else current()
+class _Reporter:
+    """Observer of calls. Compiled code reports them while `compiled_users` is not 0."""
+
+    compiled_users = 0
+
+    def report(self, *call: Any) -> None:
+        """Report a call to the current pass, if there is one."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def report_compiled(self, *call: Any) -> None:
+        """Report a call of compiled code."""
+        self.report(*call)
+
+
+class _TableHook(_Reporter):
+    """Hook of a module that makes tables. It reports them."""
+
+    def __init__(self, places: Mapping[str, int]) -> None:
+        self.places = places
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.report(module, args, kwargs, output)
+        elif self.compiled_users:
+            self.report_compiled(module, args, kwargs, output)
+
+    def report(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        scope = current()
         if scope is None or not isinstance(output, tuple) or len(output) != 2:
             return
-        call = Call(module.forward, places, args, kwargs)
+        call = Call(module.forward, self.places, args, kwargs)
         positions, (cos, sin) = call["position_ids"], output
         # one position per token, or several (vision models), which are equal for text
         if positions.ndim in (2, 3) and cos.ndim == 3 and cos.shape[1] == positions.shape[-1]:
             scope.tap.tables.append(RotaryTable(call, cos, sin))
-
-    return hook
 
 
 def rotary_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
@@ -92,8 +116,34 @@ def unpatch_function(module: ModuleType, name: str) -> None:
                 setattr(module, name, function.original)
 
 
-class _WatchedFunction(Replacement):
-    """Rotation function that reports its calls to the current pass."""
+@contextmanager
+def watching_compiled(
+    tables: Iterable[tuple[nn.Module, RemovableHandle]], functions: Iterable[tuple[ModuleType, str]]
+) -> Iterator[None]:
+    """Let compiled code report, for the duration of the context.
+
+    Args:
+        tables: What `watch_tables` has returned.
+        functions: What was patched by `patch_function`.
+    """
+    hooks = (module._forward_hooks.get(handle.id) for module, handle in tables)
+    observers = (*hooks, *(getattr(module, name) for module, name in functions))
+    reporters = [observer for observer in observers if isinstance(observer, _Reporter)]
+
+    def add(users: int) -> None:
+        with _patch_lock:
+            for reporter in reporters:
+                reporter.compiled_users += users
+
+    add(1)
+    try:
+        yield
+    finally:
+        add(-1)
+
+
+class _WatchedFunction(_Reporter, Replacement):
+    """Rotation function. It reports its calls."""
 
     def __init__(self, function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(function)
@@ -102,6 +152,14 @@ class _WatchedFunction(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rotated = self.original(*args, **kwargs)
-        if not torch.compiler.is_compiling() and (scope := current()) is not None:
+        if torch.compiler.is_compiling():
+            if self.compiled_users:
+                self.report_compiled(args, kwargs, rotated[1])
+        elif (scope := current()) is not None:
             scope.tap.last = RotaryCall(self.original, self.places, args, kwargs, rotated[1])
         return rotated
+
+    def report(self, args: tuple[Any, ...], kwargs: dict[str, Any], rotated: torch.Tensor) -> None:
+        scope = current()
+        if scope is not None:
+            scope.tap.last = RotaryCall(self.original, self.places, args, kwargs, rotated)

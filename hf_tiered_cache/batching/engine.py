@@ -5,7 +5,10 @@
 | `manager._create_batch_processor` | attach to the processor that the manager's thread runs |
 | `manager._wake_up_loop`, before 5.18 `_has_new_requests` | schedule again when a restore is complete |
 | `processor.prepare_next_batch` | moment between two steps |
-| `processor._generation_step` | one forward pass; enclosed to capture keys before rotation |
+| `processor._generation_step` | one forward pass |
+| `model_runner._get_forward_fn` | function of the pass, plain or compiled; enclosed to capture keys before rotation |
+| `inputs_and_outputs.get_graph` | CUDA graph that a pass replays, if any |
+| `inputs_and_outputs.set_graph` | new CUDA graph; it is given the tensors in which it leaves its KV |
 | `inputs_and_outputs.prepare_batch_tensors` | which tokens of which requests are packed into a pass |
 | `scheduler.add_waiting_request` | arrival of a request |
 | `scheduler._get_waiting_candidates` | requests that may be scheduled; those that wait for a restore are left out |
@@ -35,6 +38,9 @@ from .. import reasons
 from .packed import Packed
 
 logger = logging.getLogger("hf_tiered_cache")
+
+_GRAPH_KV = "_hf_tiered_cache_kv"
+"""Attribute of a CUDA graph: the tensors in which a replay leaves the KV of its pass."""
 
 PagedKV = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 """Keys and values by layer, `[1, heads, tokens, dim]` each, as the model passes them to the pages: keys are rotated.
@@ -84,8 +90,17 @@ class Listener(Protocol):
     def matched(self, state: Any, tokens: int) -> int:
         """Extend the prefix of a request that its pages hold, and return the new number of tokens."""
 
-    def step(self, run: Callable[[], None], rows: Sequence[Packed], in_python: bool) -> None:
-        """Run one forward pass over these tokens; `in_python` is False for compiled and graph-captured passes."""
+    def step(self, run: Callable[[], None], rows: Sequence[Packed]) -> None:
+        """Run one forward pass over these tokens."""
+
+    def forward(self, run: Callable[[], None], graphed: bool, compiled: bool) -> None:
+        """Run the model's code. A pass does so once, twice to make a CUDA graph (`graphed`), and not to replay one."""
+
+    def graph_kv(self) -> Any:
+        """Return what holds the KV of the latest graphed `forward`, for `replays`."""
+
+    def replays(self, graph_kv: Any) -> None:
+        """Note that the running pass replays a graph that leaves its KV there; None if it was made before."""
 
     def computed(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Note the keys (rotated) and values of a layer in the running pass, `[1, heads, tokens, dim]` each."""
@@ -163,6 +178,9 @@ class Engine:
         self.pages = _AllocatorPages(cache) if hasattr(cache, "cache_allocators") else _ManagerPages(cache)
         self._replace(processor, "prepare_next_batch", self._prepare)
         self._replace(processor, "_generation_step", self._step)
+        self._replace(processor.model_runner, "_get_forward_fn", self._forward_function)
+        self._replace(processor.inputs_and_outputs, "get_graph", self._get_graph)
+        self._replace(processor.inputs_and_outputs, "set_graph", self._set_graph)
         self._replace(processor.inputs_and_outputs, "prepare_batch_tensors", self._pack)
         self._replace(processor.scheduler, "add_waiting_request", self._arrive)
         self._replace(processor.scheduler, "_get_waiting_candidates", self._candidates)
@@ -191,23 +209,43 @@ class Engine:
         original(requests_in_batch, *args, **kwargs)
 
     def _step(self, original: Callable[..., None], model: Any) -> None:
-        runner, rows = self._processor.model_runner, self._rows
-        if self._processor.inputs_and_outputs.use_block_table:
-            in_python = not runner.use_cuda_graph_decode and runner._compiled_decode is None
-        else:
-            in_python = not runner.use_cuda_graph_varlen and runner._compiled_varlen is None
-        self._rows, steps = [], [partial(original, model)]
-        errors: list[BaseException] = []
+        rows, self._rows = self._rows, []
+        self._enclose(partial(original, model), self._listener.step, rows)
 
-        def run() -> None:
+    def _forward_function(
+        self, original: Callable[..., Any], use_block_table: bool
+    ) -> tuple[Callable[..., None], bool]:
+        function, makes_graphs = original(use_block_table=use_block_table)
+        is_compiled = hasattr(function, "_torchdynamo_orig_callable")
+
+        def forward(*args: Any) -> None:
+            self._enclose(partial(function, *args), self._listener.forward, makes_graphs, is_compiled)
+
+        return forward, makes_graphs
+
+    def _get_graph(self, original: Callable[[], Any]) -> Any:
+        graph = original()
+        if graph is not None:
+            self._tell(None, self._listener.replays, getattr(graph, _GRAPH_KV, None))
+        return graph
+
+    def _set_graph(self, original: Callable[[Any], None], graph: Any) -> None:
+        setattr(graph, _GRAPH_KV, self._tell(None, self._listener.graph_kv))  # its memory lives as long as the graph
+        original(graph)
+
+    def _enclose(self, run: Callable[[], None], event: Callable[..., None], *args: Any) -> None:
+        """Let the listener run a part of the engine, once, also if the listener fails. Pass the engine's errors on."""
+        parts, errors = [run], []
+
+        def run_once() -> None:
             try:
-                steps.pop()()
+                parts.pop()()
             except BaseException as error:  # of the model, which the engine handles
                 errors.append(error)
 
-        self._tell(None, self._listener.step, run, rows, in_python)
-        if steps:
-            run()
+        self._tell(None, event, run_once, *args)
+        if parts:
+            run_once()
         if errors:
             raise errors[0]
 
@@ -366,10 +404,8 @@ _VERBS: dict[str, tuple[str, ...]] = {
         *("add_waiting_request", "_get_waiting_candidates", "_infer_request_tokens"),
         *("active_requests", "waiting_requests"),
     ),
-    "processor.inputs_and_outputs": ("prepare_batch_tensors", "use_block_table", "compute_stream"),
-    "processor.model_runner": (
-        *("use_cuda_graph_varlen", "use_cuda_graph_decode", "_compiled_varlen", "_compiled_decode"),
-    ),
+    "processor.inputs_and_outputs": ("prepare_batch_tensors", "compute_stream", "get_graph", "set_graph"),
+    "processor.model_runner": ("_get_forward_fn",),
     "processor.cache": (
         *("search_prefix_match", "update", "extend_read_and_write_indices", "use_prefix_sharing", "device"),
         *("cache_allocators|group_cache_managers", "pool|_block_manager", "free_blocks"),

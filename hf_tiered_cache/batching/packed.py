@@ -70,16 +70,53 @@ class PackedKV:
         self._joined, self.layers = (target, offset), {}
 
 
+class GraphKV:
+    """Unrotated KV of the latest pass of CUDA graphs, in tensors at fixed addresses: replaying runs no Python.
+
+    Args:
+        tokens: Maximum number of tokens of a pass.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._layers: dict[int, CapturedLayer] = {}
+
+    def copy(self, layer: int, captured: CapturedLayer) -> None:
+        """Copy a layer. The first copy must not be a part of a graph, since it allocates the tensors.
+
+        Raises:
+            ValueError: The layer was copied with another layout before.
+        """
+        kept = self._layers.get(layer)
+        if kept is None:
+            keys, values = (
+                entry.new_zeros(*entry.shape[:2], self._tokens, entry.shape[3]) for entry in (captured[1], captured[2])
+            )
+            kept = self._layers[layer] = CapturedLayer(captured.kind, keys, values)
+        if kept.kind != captured.kind:
+            raise ValueError(f"the layout of layer {layer} changes from pass to pass")
+        for part in _KEYS_AND_VALUES:
+            kept[part][:, :, : captured[part].shape[2]].copy_(captured[part])
+
+    def layers(self, count: int) -> dict[int, CapturedLayer]:
+        """Return copies of the first `count` tokens."""
+        return {
+            layer: CapturedLayer(kept.kind, kept.keys[:, :, :count].clone(), kept.values[:, :, :count].clone())
+            for layer, kept in self._layers.items()
+        }
+
+
 class PassCapture:
     """Capture of the unrotated KV of one pass.
 
     Args:
         tables: RoPE tables of the model.
         windows: Sliding window of each layer in tokens; 0 for full attention.
+        graph_kv: Where to copy it if the pass becomes a CUDA graph.
     """
 
-    def __init__(self, tables: TableCache, windows: Sequence[int]) -> None:
-        self._tap, self._windows = RotaryTap(tables), windows
+    def __init__(self, tables: TableCache, windows: Sequence[int], graph_kv: GraphKV | None = None) -> None:
+        self._tap, self._windows, self._graph_kv = RotaryTap(tables), windows, graph_kv
         self._layers: dict[int, CapturedLayer] = {}
 
     def enclose(self, run: Callable[[], None]) -> None:
@@ -94,11 +131,15 @@ class PassCapture:
         """Capture a layer of the running pass: rotated keys and values, `[1, heads, tokens, dim]` each."""
         pre_rope = self._tap.take(layer, keys, values)
         kind = kind_of(pre_rope, keys, values, self._windows[layer])
-        self._layers[layer] = CapturedLayer(kind, pre_rope.keys, pre_rope.values)
+        captured = CapturedLayer(kind, pre_rope.keys, pre_rope.values)
+        if self._graph_kv is None:
+            self._layers[layer] = captured
+        else:
+            self._graph_kv.copy(layer, captured)
 
-    def kv(self, fingerprint: str, depth: int) -> PackedKV | None:
-        """Return the KV, or None if the pass did not reach all `depth` layers."""
-        return PackedKV(fingerprint, self._layers) if len(self._layers) == depth else None
+    def layers(self, count: int) -> dict[int, CapturedLayer]:
+        """Return the KV of at least the first `count` tokens; padding may follow them."""
+        return self._layers if self._graph_kv is None else self._graph_kv.layers(count)
 
 
 @dataclass

@@ -11,10 +11,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from .. import reasons
 from ..cache.executor import CacheOptions, Executor
 from ..cache.storage import Storage
 from ..errors import ConfigError, StoreClosedError
@@ -25,7 +27,7 @@ from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .engine import Engine, Pages, id_of, parent_id_of
 from .lookups import LayerRotations, Lookups, observe_rotations, windows_of
-from .packed import Packed, PackedKV, PassCapture, PassJoiner
+from .packed import GraphKV, Packed, PackedKV, PassCapture, PassJoiner
 from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -73,7 +75,9 @@ class PagedTiers:
         self._collectors: dict[str, StatsCollector] = {}
         self._joiner, self._windows = PassJoiner(), windows_of(attachment)
         self._identifier = self._new_executor(StatsCollector())
-        self._capture: PassCapture | None = None  # of the running pass
+        self._capture: PassCapture | None = None  # of the running `forward`
+        self._passed: PassCapture | GraphKV | None = None  # holds the KV of the latest pass
+        self._graph_kv: GraphKV | None = None
         self._num_captured = 0
         self._closed = False
         self._fingerprint: str | None = None  # of the last pass
@@ -220,7 +224,7 @@ class PagedTiers:
                     self._store(request)
             self._store_leaving()
 
-    def step(self, run: Callable[[], None], rows: Sequence[Packed], in_python: bool) -> None:
+    def step(self, run: Callable[[], None], rows: Sequence[Packed]) -> None:
         """See `Listener`."""
         identity = None if self._closed else self._identifier.identify(closely=False)
         fingerprint = identity.fingerprint if isinstance(identity, Identity) else None
@@ -228,16 +232,41 @@ class PagedTiers:
             self._fingerprint, self._changed = fingerprint, True
             for request in self._requests.values():
                 request.stop_recording()
-        if fingerprint is None or not in_python or not self._options.record:
+        self._passed = None
+        run()
+        passed, self._passed = self._passed, None
+        packed = None
+        if passed is not None and fingerprint is not None:
+            with self._engine.on_stream():
+                layers = passed.layers(sum(row.num_tokens for row in rows))
+            if len(layers) == self._attachment.depth:
+                packed = PackedKV(fingerprint, layers)
+        self._note(rows, packed)
+
+    def forward(self, run: Callable[[], None], graphed: bool, compiled: bool) -> None:
+        """See `Listener`."""
+        if self._closed or not self._options.record:
             run()
-            self._note(rows, None)
             return
-        capture = self._capture = PassCapture(self._attachment.tables_of(fingerprint), self._windows)
+        if graphed and self._graph_kv is None:
+            self._graph_kv = GraphKV(self._pages.cache.max_batch_tokens)
+        tables = self._attachment.tables_of(self._fingerprint or "")
+        self._passed = self._capture = PassCapture(tables, self._windows, self._graph_kv if graphed else None)
         try:
-            capture.enclose(run)
+            with self._attachment.watching_compiled() if compiled else nullcontext():
+                self._capture.enclose(run)
         finally:
             self._capture = None
-        self._note(rows, capture.kv(fingerprint, self._attachment.depth))
+
+    def graph_kv(self) -> GraphKV | None:
+        """See `Listener`."""
+        return self._graph_kv
+
+    def replays(self, graph_kv: GraphKV | None) -> None:
+        """See `Listener`."""
+        self._passed = graph_kv
+        if graph_kv is None and self._options.record:
+            self._storage.disk.warn("graphs", reasons.OLDER_GRAPH)
 
     def computed(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `Listener`."""

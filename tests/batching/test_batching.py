@@ -183,24 +183,6 @@ def test_long_answers_are_stored_while_they_grow(model, store, monkeypatch):
         assert session.stats.tokens_restored == 3 * 224  # all but the rest of 239 computed tokens
 
 
-def test_prompts_are_stored_if_steps_that_decode_show_no_keys(model, root, monkeypatch):
-    """Graphs for decoding only run no Python code in such a step."""
-    step = tiers.PagedTiers.step
-    monkeypatch.setattr(
-        tiers.PagedTiers,
-        "step",
-        lambda self, run, rows, in_python: step(self, run, rows, any(row.num_tokens > 1 for row in rows)),
-    )
-    prompts = [prompt(70, seed=seed)[0].tolist() for seed in range(3)]
-    expected = alone(model, prompts)
-    for _ in range(2):
-        with KVStore(root) as store, tiered(model, store) as session:
-            assert batched(model, prompts) == expected
-            store.flush()
-            assert store.stats.tokens == 3 * 64
-    assert session.stats.tokens_restored == 3 * 64
-
-
 # --- KV
 
 
@@ -380,7 +362,10 @@ def test_detaching_restores_all_objects_and_stores_what_was_computed(model, stor
 
 def _parts(manager):
     processor = manager.batch_processor
-    return manager, processor, processor.scheduler, processor.cache, processor.inputs_and_outputs
+    return (
+        *(manager, processor, processor.scheduler, processor.cache),
+        *(processor.inputs_and_outputs, processor.model_runner),
+    )
 
 
 def test_a_session_that_ends_while_the_engine_runs_leaves_it_running(model, store):

@@ -43,6 +43,7 @@ def batched(model: Any, prompts: Sequence[list[int]], **options: Any) -> list[li
     outputs = model.generate_batch(
         inputs=list(prompts),
         generation_config=options.pop("generation", greedy()),
+        persistent_manager=options.pop("persistent_manager", False),
         continuous_batching_config=paging(**options),
         progress_bar=False,
     )
