@@ -32,7 +32,7 @@ from lib.common import (
     parser_of,
     ratio,
 )
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import DynamicCache
@@ -233,8 +233,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
         axes.minorticks_off()
     axes = all_axes[0][0]
     axes.set_ylabel("time to first token ÷ best candidate")
-    axes.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(plt.FormatStrFormatter("%g"))
+    plain_ticks(axes.yaxis)
     all_axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import build
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from lib.serving import Bench, System, add_arguments, ask_all
 from lib.telling import MIB, calibrated, first_cells, workload_and_memory
 from lib.workload import RandomTokens, requests
@@ -209,8 +209,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
         [*(f"{speed:g}" for speed in speeds), *(["real"] if real_disks else [])],
     )
     axes.minorticks_off()
-    axes.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(plt.FormatStrFormatter("%g"))
+    plain_ticks(axes.yaxis)
     axes.set_title(f"{document['model']}, {document['dtype']}, budget {document['budget']:.0%}")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()

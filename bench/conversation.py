@@ -49,7 +49,7 @@ from lib.common import (
     ratio,
     seconds,
 )
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from lib.stored import payload_bytes, shapes_of
 from lib.workload import REFERENCE, Prompts, RandomTokens, ReferenceLanguage, RunningText, Turn, turns_of
@@ -436,13 +436,14 @@ def plot(document: dict[str, Any], path: Path) -> None:
         for rate, rate_results in document["rates"].items()
         if (summaries := summarise(rate_results["rows"]))
     }
-    figure, axes = plt.subplots(figsize=(7, 4.2))
+    figure, axes = plt.subplots(figsize=(8.5, 4.2))
     names = [name for name in methods(trained=False) if all(name in summaries for summaries in rates.values())]
     for name, marker in zip(names, itertools.cycle("osv^D*Px")):
         axes.plot(list(rates), [summaries[name]["ttft_s"] for summaries in rates.values()], marker=marker, label=name)
-    axes.set(yscale="log", xlabel="link", ylabel="time to first token, median (s)")
+    axes.set(yscale="log", xlabel="disk: emulated bandwidth, or the real one", ylabel="time to first token, median (s)")
+    plain_ticks(axes.yaxis)
     axes.set_title(f"{document['layers']} layers of {document['shape']}, {document['machine']['device']}")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

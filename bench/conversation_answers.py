@@ -461,7 +461,8 @@ def plot(document: dict[str, Any], path: Path) -> None:
     if (plt := pyplot()) is None:
         return
     variants, kinds = ways(), document["found"]
-    figure, axes = plt.subplots(2, len(kinds), figsize=(5 * len(kinds), 7.5), sharex=True, squeeze=False)
+    width = max(7, 5 * len(kinds))
+    figure, axes = plt.subplots(2, len(kinds), figsize=(width, 8), sharex=True, squeeze=False, layout="constrained")
     systems = list(dict.fromkeys(way.system for way in variants.values()))
     colors = plt.get_cmap("tab20")
     for column, (kind, results) in enumerate(kinds.items()):
@@ -475,7 +476,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
                     look = {
                         "color": colors(number % colors.N),
                         "marker": _MARKERS[number % len(_MARKERS)],
-                        "markersize": 4,
+                        "markersize": 6,
                     }
                     panel.plot(*zip(*points, strict=True), label=system, linewidth=1, **look)
             panel.set(
@@ -491,8 +492,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     handles = {
         label: line for panel in axes.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4, fontsize="small")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=width // 2, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

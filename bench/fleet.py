@@ -200,7 +200,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
         return
     options, workloads = result["options"], result["workloads"]
     disk, remote = default_disk(argparse.Namespace(**options)), f"{options['remotes'][len(options['remotes']) // 2]:g}"
-    names = {NONE: "no remote", remote: f"pool of {remote} GB each", SERVER: f"one server of {options['server']:g} GB"}
+    # if sessions return to their machine, a remote adds so little that the lines would cover each other
+    lines = {
+        (NONE, HOME): ("disks, same machine", {"color": "black", "linestyle": "--"}),
+        (remote, RANDOM): ("pool, at random", {"color": "C1"}),
+        (SERVER, RANDOM): ("one server, at random", {"color": "C2"}),
+        (NONE, RANDOM): ("disks, at random", {"color": "C0"}),
+    }
     figure, axes = plt.subplots(
         3, len(workloads), figsize=(4.6 * len(workloads), 10.5), squeeze=False, layout="constrained"
     )
@@ -208,22 +214,28 @@ def plot(result: dict[str, Any], path: Path) -> None:
         fleets = workload["fleets"]
         machines = [fleet["machines"] for fleet in fleets]
         hits, times, sizes = axes[:, column]
-        for number, shown in enumerate(names):
-            for route, style in ((RANDOM, "-"), (HOME, "--")):
-                rows = [row_of(fleet, route=route, disk_gb=disk, remote=shown) for fleet in fleets]
-                label = f"{names[shown]}, {'at random' if route == RANDOM else 'to the same machine'}"
-                look = {"color": f"C{number}", "linestyle": style, "marker": "o", "markersize": 3, "label": label}
-                hits.plot(machines, [sum(row["hits"].values()) for row in rows], **look)
-                times.plot(machines, [row["ttft_s"]["mean"] for row in rows], **look)
-        times.axhline(fleets[0]["computed_s"]["mean"], color="grey", linewidth=0.8)
+        for (shown, route), (label, style) in lines.items():
+            rows = [row_of(fleet, route=route, disk_gb=disk, remote=shown) for fleet in fleets]
+            look = {"marker": "o", "markersize": 3, "label": label, **style}
+            hits.plot(machines, [100 * sum(row["hits"].values()) for row in rows], **look)
+            times.plot(machines, [row["ttft_s"]["mean"] for row in rows], **look)
+        times.plot(
+            machines,
+            [fleet["computed_s"]["mean"] for fleet in fleets],
+            color="gray",
+            linestyle=":",
+            label="all computed",
+        )
         for axis in (hits, times):
             axis.set_xscale("log")
+            axis.set_xticks(machines, [f"{count:,}" for count in machines])
+            axis.xaxis.minorticks_off()
             axis.set_xlabel("machines")
         fleet = next((fleet for fleet in fleets if fleet["machines"] == 100), fleets[-1])
         pools = [NONE, *(f"{size:g}" for size in options["remotes"]), UNLIMITED]
         for number, size in enumerate(options["disks"]):
             rows = [row_of(fleet, route=RANDOM, disk_gb=size, remote=pool) for pool in pools]
-            heights = [sum(row["hits"].values()) for row in rows]
+            heights = [100 * sum(row["hits"].values()) for row in rows]
             look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": f"disks of {size:g} GB"}
             sizes.plot(range(len(pools)), heights, **look)
         sizes.set_xticks(range(len(pools)), pools)
@@ -231,12 +243,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
         hits.set_title(name)
         for axis in (hits, times, sizes):
             axis.set_ylim(bottom=0)
-    axes[0, 0].set_ylabel("hit rate")
-    axes[1, 0].set_ylabel("mean TTFT, s (grey: without a store)")
-    axes[2, 0].set_ylabel("hit rate")
+    axes[0, 0].set_ylabel("tokens restored, %")
+    axes[1, 0].set_ylabel("mean time to first token, s")
+    axes[2, 0].set_ylabel("tokens restored, %")
     axes[2, 0].legend(fontsize=8)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=8)
+    handles, labels = axes[1, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
     figure.savefig(path, dpi=90)
     plt.close(figure)
 

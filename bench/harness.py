@@ -112,17 +112,20 @@ def report(document: dict[str, Any]) -> str:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Plot right answers over the budget: a line for each task, with dots for full KV."""
+    """Plot the right answers of each task: a bar for full KV, and one for each budget."""
     if (plt := pyplot()) is None:
         return
-    figure, axes = plt.subplots(figsize=(6, 4))
-    results, budgets = document["found"], document["budgets"]
-    for name in TASKS:
-        right = [100 * np.mean(results[way_of(budget)][name]["right"]) for budget in budgets]
-        full = 100 * np.mean(results[HF][name]["right"])
-        axes.plot([*(100 * budget for budget in budgets), 100], [*right, full], marker="o", label=name)
-    axes.set(xlabel="budget, % of the prefix (100: hf)", ylabel="right answers, %", title=document["model"])
-    axes.legend(fontsize="small")
+    figure, axes = plt.subplots(figsize=(6.5, 3.5))
+    names = [HF, *(way_of(budget) for budget in document["budgets"])]
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        right = [100 * np.mean(document["found"][name][task]["right"]) for task in TASKS]
+        positions = np.arange(len(TASKS)) + width * (number - (len(names) - 1) / 2)
+        axes.bar_label(axes.bar(positions, right, width, label=name), fmt="%.0f", fontsize="small")
+    axes.set_xticks(range(len(TASKS)), TASKS)
+    axes.set(ylabel="right answers, %", ylim=(0, 100))
+    axes.set_title(f"{document['model']}, {document['limit']} questions of each task", fontsize="medium")
+    axes.legend(fontsize="small", ncols=len(names), loc="upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -79,17 +79,20 @@ def summary(similarities: np.ndarray, budget: float) -> list[str]:
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Plot the index of each layer: a panel for each model, a line for each task and budget."""
+    """Plot the index of each layer: a panel for each model, a color for each task, dotted for the smaller budget."""
     if (plt := pyplot()) is None:
         return
     models = list(dict.fromkeys(run["model"] for run in runs))
-    figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models), 3.6), sharey=True, squeeze=False)
+    tasks, budgets = (list(dict.fromkeys(run[key] for run in runs)) for key in ("task", "budget"))
+    figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models) + 2, 3.6), sharey=True, squeeze=False)
     for panel, model in zip(axes[0], models, strict=True):
         for run in (run for run in runs if run["model"] == model):
             alike = np.array(run["alike"])[..., 0].mean(0)
-            panel.plot(alike, marker=".", label=f"{run['task']}, {run['budget']:.0%}")
-        panel.set(title=model, xlabel="layer", ylabel="Jaccard index of the tokens of two heads", ylim=(0, 1))
-        panel.legend(fontsize="small")
+            look = {"color": f"C{tasks.index(run['task'])}", "ls": (":", "-", "--")[budgets.index(run["budget"]) % 3]}
+            panel.plot(alike, label=f"{run['task']}, {run['budget']:.0%}", **look)
+        panel.set(title=model, xlabel="layer", ylim=(0, 1))
+    axes[0][0].set_ylabel("Jaccard index of the tokens of two heads")
+    axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import build, forget_page_cache, median, parser_of
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -183,14 +183,21 @@ def draw(document: dict[str, Any], path: Path) -> None:
     plt = pyplot()
     if plt is None:
         return
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True, layout="constrained")
     sizes = [result["segments"] for result in document["results"]]
-    for number, name in enumerate(MEASURES):
-        times = [median(result["seconds"][name] or [math.nan]) for result in document["results"]]
-        axes.plot(sizes, times, label=name, marker="osD^vPX*<>hp"[number], markersize=4)
-    axes.set(xscale="log", yscale="log", xlabel="segments", ylabel="seconds, median")
-    axes.legend(bbox_to_anchor=(1.02, 1), loc="upper left", frameon=False)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    calls = [name for name in MEASURES if name not in COMMANDS]
+    for axes, title, names in zip(panels, ("in a program", "commands"), (calls, COMMANDS), strict=True):
+        for name in names:
+            times = [median(result["seconds"][name] or [math.nan]) for result in document["results"]]
+            axes.plot(sizes, times, label=name, marker="o", markersize=4)
+        axes.set(title=title, xscale="log", yscale="log", xlabel="segments in the store")
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.xaxis.minorticks_off()
+        axes.legend(loc="upper left", fontsize="small", ncols=2)
+    plain_ticks(panels[0].yaxis)
+    panels[0].set_ylim(top=1000)  # room for the legends
+    panels[0].set_ylabel("seconds, median")
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 

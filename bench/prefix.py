@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from lib import peers
 from lib.common import add_shape, build, first_token, forget_page_cache, interleaved, median, parser_of, ratio, seconds
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from lib.raw_disk import direct_read, fio
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
@@ -361,7 +361,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     """Plot TTFT over prefix length, where matplotlib is installed."""
     if (plt := pyplot()) is None:
         return
-    figure, axes = plt.subplots(figsize=(6.5, 4))
+    figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
     lengths = [r["prefix"] for r in document["results"]]
     for key, label in (
         ("recompute_s", "recompute"),
@@ -374,12 +374,22 @@ def plot(document: dict[str, Any], path: Path) -> None:
         high = [np.max(r[key]) for r in document["results"]]
         axes.plot(lengths, values, marker="o", label=label)
         axes.fill_between(lengths, low, high, alpha=0.15)
+    for result in document["results"]:
+        length, recompute, disk = result["prefix"], median(result["recompute_s"]), median(result["disk_s"])
+        axes.vlines(length, disk, recompute, color="gray", linestyle=":", linewidth=1)
+        middle = (recompute * disk) ** 0.5  # on a logarithmic axis
+        axes.annotate(f"{recompute / disk:.0f} ×", (length, middle), ha="center", va="center", backgroundcolor="white")
     axes.set(xscale="log", yscale="log", xlabel="prefix (tokens)", ylabel="time to first token (s)")
-    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
+    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}" for n in lengths])
     axes.minorticks_off()
-    axes.set_title(f"{document['shape']}, {document['dtype']}, {document['machine']['device']}")
-    axes.legend()
-    figure.tight_layout()
+    plain_ticks(axes.yaxis)
+    axes.margins(x=0.1)
+    axes.set_title(
+        f"{document['shape']}, {document['dtype']}, {document['machine']['device']}\n"
+        f"medians of {len(document['results'][0]['disk_s'])}; shaded: from the fastest to the slowest",
+        fontsize="medium",
+    )
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
 

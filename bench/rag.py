@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import add_model_arguments, build, figures_of, first_token, parser_of
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from lib.rag_load import batch, serve, tables
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
@@ -43,6 +43,7 @@ BALANCED = {"ssd": 0.31, "hdd": 0.36}
 """Recomputed shares at which computing and loading balance on the emulated disks."""
 LATENCY_S = {"ssd": 100e-6, "hdd": 5e-3}
 MEDIA = ("host", "disk", "ssd", "hdd")
+_TITLES = {"host": "from memory", "disk": "from disk, cold", "ssd": "slow SSD, emulated", "hdd": "slow HDD, emulated"}
 FULL, AUTO = "full recompute", "CacheTune, auto"
 RATES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 """Arrival rates, as multiples of the maximum rate of full recompute."""
@@ -330,13 +331,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
     if (plt := pyplot()) is None:
         return
     media = result["arrivals"]
-    figure, axes = plt.subplots(1, len(media), figsize=(4.2 * len(media), 3.8), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(media), figsize=(3.6 * len(media) + 2, 4.2), sharey=True, squeeze=False)
     for panel, (medium, points_by_system) in zip(axes[0], media.items(), strict=True):
         for name, points in points_by_system.items():
             panel.plot([p["rate"] for p in points], [p["ttft_s"] for p in points], "o-", markersize=3, label=name)
-        panel.set(title=medium, xlabel="arrivals per second", yscale="log")
-    axes[0][0].set_ylabel("mean TTFT including waiting, s")
-    axes[0][-1].legend(fontsize="x-small")
+        panel.set(title=_TITLES[medium], xlabel="requests that arrive per second", yscale="log")
+    axes[0][0].set_ylabel("mean time to first token, waiting included, s")
+    plain_ticks(axes[0][0].yaxis)
+    axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from lib.common import interleaved, listed, median, parser_of
 from lib.machines import DISK, HOST, RECOMPUTE, SUFFIX, Machine, at_once
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache.remote.link import SLOW
@@ -34,6 +34,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "lib"))
 import remote_servers as servers
 
 ENGINES = ("redis", "s3", "mooncake")
+_LABELS = {DISK: "local disk, cold", HOST: "host memory", "redis": "Redis", "s3": "S3", "mooncake": "Mooncake"}
 WARM_TOKENS = 512
 _ROOM = 1 << 30
 _MOST_TRANSFER = 30.0
@@ -309,10 +310,13 @@ def plot(document: dict[str, Any], path: Path) -> None:
         points = [(r["prefix"], _median(r["requests"][way])) for r in results if way in r["requests"]]
         is_link = way in document["links"]
         if points:
-            axes.plot(*zip(*points, strict=True), label=way, marker="x" if is_link else "o", ls=":" if is_link else "-")
+            label = f"link of {way}" if is_link else _LABELS.get(way, way)
+            style = {"marker": "x", "ls": ":"} if is_link else {"marker": "o"}
+            axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xscale="log", yscale="log", xlabel="prefix (tokens)", ylabel="time to first token (s)")
     axes.set_xticks([r["prefix"] for r in results], [f"{r['prefix']:,}" for r in results])
     axes.minorticks_off()
+    plain_ticks(axes.yaxis)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import median, parser_of
-from lib.pages import machine, machine_text, pyplot, save, table
+from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from remote import start
 from tqdm.auto import tqdm
 
@@ -238,12 +238,18 @@ def draw(document: dict[str, Any], path: Path) -> None:
     """Draw the medians of all measures by engine."""
     if (plt := pyplot()) is None:
         return
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = plt.subplots(figsize=(7.5, 3), layout="constrained")
+    labels = {"hit": "look-up, hit", "miss": "look-up, miss", "names": "names of all segments", "ls": "ls", "gc": "gc"}
     for result in document["results"]:
-        axes.plot(list(MEASURES), [median(result[name]) for name in MEASURES], "o", label=result["engine"])
-    axes.set(yscale="log", ylabel="seconds, median")
-    axes.legend()
-    figure.tight_layout()
+        listed = f", ls and gc of {result['listed']:,}"
+        times = [median(result[name]) for name in MEASURES]
+        label = f"{result['engine']}: {result['segments']:,} segments{listed}"
+        axes.plot(times, [labels[name] for name in MEASURES], "o", label=label)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="seconds, median")
+    plain_ticks(axes.xaxis)
+    axes.grid(axis="y", color="0.9")
+    figure.legend(loc="outside upper center")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

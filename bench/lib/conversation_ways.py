@@ -116,19 +116,19 @@ def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
         "Krul, any distance": Way("Krul, any distance", Krul(recompute=0.0, change=1.0)),
         "Krul, by attention": Way("Krul, by attention", Krul(recompute=0.0, pairs_by="attention")),
         "Krul, model's pairs": Way("Krul, model's pairs", FixedPairs(recompute=0.0, fixed=fixed(0.5))),
-        "front 0.4": Way("front alone", Krul(0.0, recompute=0.4, codec=RAW)),
-        "front 0.4 int8": Way("front alone, int8", Krul(0.0, recompute=0.4)),
+        "front 0.4": Way("recomputed prefix", Krul(0.0, recompute=0.4, codec=RAW)),
+        "front 0.4 int8": Way("recomputed prefix, int8", Krul(0.0, recompute=0.4)),
     }
     for front in (0.0, 0.4):
         for shared in (0.25, 0.5, 0.75):
-            system = "Krul, front 0.4" if front else "Krul"
+            system = "Krul, recomputed prefix" if front else "Krul"
             variants[f"Krul {shared}" + f" front {front}" * bool(front)] = Way(
                 system, Krul(shared, recompute=front, **UNCHECKED)
             )
     for shared in (0.25, 0.5, 0.75):
         variants[f"published {shared}"] = Way("Krul as published", Krul.paper(shared, recompute=0.0))
     variants["Krul 0.5 toward 0.6"] = Way("Krul, toward 0.6", Krul(0.5, recompute=0.0, toward=TOWARD, **UNCHECKED))
-    variants["Krul 0.75 front 0.4 int8"] = Way("Krul, front 0.4, int8", Krul(0.75, recompute=0.4, quality=None))
+    variants["Krul 0.75 front 0.4 int8"] = Way("Krul, recomputed prefix, int8", Krul(0.75, recompute=0.4, quality=None))
     for shared in (0.25, 0.5):
         variants[f"MiniCache {shared}"] = Way("MiniCache", MiniCache(shared))
     for shared in (0.25, 0.5, 0.75):

@@ -96,6 +96,19 @@ def pyplot() -> Any | None:
     return plt
 
 
+def plain_ticks(axis: Any) -> None:
+    """Label a logarithmic axis with plain numbers at 1, 2 and 5 of each power of ten.
+
+    Args:
+        axis: `axes.xaxis` or `axes.yaxis` of matplotlib, after the scale is set.
+    """
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axis.set_minor_locator(ticker.NullLocator())
+
+
 def table(headings: list[str], rows: list[list[str]]) -> str:
     """Format a Markdown table."""
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]

@@ -35,6 +35,7 @@ HOME = {"README.md": "index.md"}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.S)
 _MARK = re.compile(r"<!-- (commands|counters|names) ?(\S*) -->")
+_NOT_IN_THE_SITE = re.compile(r"<!-- not in the site -->.*?<!-- end -->\n*", re.S)
 _TERMINAL_WIDTH = 100
 """Width of the terminal that usage lines are wrapped for."""
 logger = logging.getLogger("mkdocs.plugins.hooks")
@@ -62,7 +63,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Insert the generated references, and rewrite links that lead out of docs/."""
+    """Insert the generated references, leave out what refers to them, and rewrite links that lead out of docs/."""
+    markdown = _NOT_IN_THE_SITE.sub("", markdown)
     markdown = _MARK.sub(lambda mark: _GENERATORS[mark[1]](mark[2]), markdown)
     here = path_of(page.file.src_uri, files)
 

@@ -56,6 +56,7 @@ def _top(
       hf-tiered-cache copy kv-store s3://b/kv     copy segments to a remote, or back
       hf-tiered-cache conversations kv-store      list stored conversations by id
       hf-tiered-cache documents kv-store          list stored passages by label
+      hf-tiered-cache calibrate kv-store ...      measure what to load and what to compute
       hf-tiered-cache timeline trace.json         draw where a request spent its time
       hf-tiered-cache config                      show the settings of stores and where they come from
       hf-tiered-cache serve MODEL --store DIR     run an OpenAI-compatible server
@@ -93,7 +94,7 @@ _add(
     maintain.copy,
     "kv-store s3://bucket/corpus",
     "s3://bucket/corpus kv-worker",
-    "redis://host:6379/0 kv-worker 1f3a9c02 --key-file kv.key",
+    "kv-store redis://host:6379/0 1f3a9c02 --key-file kv.key",
 )
 _add(
     "conversations",
@@ -116,6 +117,7 @@ _add(
     "kv-store --model Qwen/Qwen2.5-0.5B",
     "kv-store --model ./my-model --dtype bfloat16 --passages 16 --tokens 1024",
     "kv-store --model ./my-model --prefix 512,4096",
+    "kv-store --model ./my-model --quality 0.02 --text document.txt --plot losses.png",
 )
 _add("config", listing.config, "", "--json")
 _add("timeline", timeline.timeline, "trace.json", "trace.json --plot request.png")

@@ -81,15 +81,16 @@ def calibrate(
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how much of a passage to recompute.
+    """Measure what to load and what to compute: of passages, of prefixes (--prefix), or within a budget (--quality).
 
-    The best share is the one with the shortest time to first token. Recomputing costs arithmetic and loading costs disk
-    bandwidth, so the best share depends on the model, the machine and the prompt length. A prompt of random passages is
-    run several times with each of several shares, on the GPU if there is one. The passages are removed afterwards.
+    The results are saved in the store for this model and device. Programs that use the store find them there.
 
-    The result is saved in the store for this model, device and prompt length, and CacheTune(recompute="auto") uses it.
-    If your prompts differ in length, measure several lengths (--passages, --tokens); shares for lengths in between are
-    interpolated.
+    Without --prefix and --quality, the command measures how much of a passage to recompute. The best share is the one
+    with the shortest time to first token. Recomputing costs arithmetic and loading costs disk bandwidth, so the best
+    share depends on the model, the machine and the prompt length. A prompt of random passages is run several times with
+    each of several shares, on the GPU if there is one. The passages are removed afterwards. CacheTune(recompute="auto")
+    uses the result. If your prompts differ in length, measure several lengths (--passages, --tokens); shares for
+    lengths in between are interpolated.
 
     With --prefix, the command measures how long prefixes of these lengths take to compute, and to restore from disk and
     from memory. Exact(), the default method, then computes the first tokens of a stored prompt while it loads the

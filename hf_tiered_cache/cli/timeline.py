@@ -72,7 +72,7 @@ def read_trace(path: Path) -> list[Pass]:
             if owner is not None and event["name"] != "pass":
                 owner.events.append((tracks[event["tid"]], event["name"], event["ts"], event["dur"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Refused(f"{path} is not a trace; make one with TieredCache(..., trace={path.name!r})") from error
+        raise Refused(f"{path} is not a trace; make one with TieredCache(..., trace='trace.json')") from error
     if not passes:
         raise Refused(f"{path} holds no pass yet")
     return passes
@@ -143,4 +143,4 @@ def timeline(
         table.add_row(title, f"{one.milliseconds:.1f}", *(f"{sums[title].get(kind, 0.0):.1f}" for kind in kinds))
     table.show()
     draw(chosen, out)
-    print(f"\nwrote {out}; select, wait for KV and look up can lie within update")
+    print(f"\nwrote {out}; times of select, wait for KV and look up can be a part of update")

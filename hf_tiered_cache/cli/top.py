@@ -75,14 +75,15 @@ def draw(store: Path, contents: Contents, activity: Activity) -> Group:
         f"stored {_sum(activity.stored)}, removed {_sum(activity.removed)}"
     )
     table = Table(box=None, pad_edge=False)
-    for heading in ("segment", "event", "model", "label"):
-        table.add_column(heading, no_wrap=heading != "label")
+    for heading in ("segment", "event", "model", "label"):  # a terminal that is too narrow shortens long names first
+        table.add_column(heading, no_wrap=heading in ("segment", "event"), overflow="ellipsis")
     for heading in ("tokens", "size", "uses", "last used"):
         table.add_column(heading, justify="right", no_wrap=True)
     recent = sorted(rows, key=lambda row: row.used)
     width = unique_length(row.id for row in rows)
     for row in [*list(activity.gone.values())[::-1], *recent[::-1]][:_SHOWN]:
         model = model_name(contents.models.get(row.fingerprint, {}), row.fingerprint)
+        model = Path(model).name if Path(model).is_absolute() else model
         cells = (row.id[:width], activity.events.get(row.id, ""), model, printable(row.label), f"{row.tokens:,}")
         table.add_row(*map(Text, (*cells, format_bytes(row.nbytes), f"{row.uses:,}", ago(row.used))))
     return Group(Text(totals), Text(rates), Text(), table)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.cli.contents import contents_of
 from hf_tiered_cache.cli.top import Activity, draw
+from hf_tiered_cache.units import format_bytes
 
 
 @pytest.fixture
@@ -21,14 +22,14 @@ def store(tmp_path):
     with_one.close()
 
 
-def publish(opened, seed, **changes):
-    header, chain, blocks = segment(hashes(4, seed), model={"name": "Qwen/Qwen2.5-0.5B"}, **changes)
+def publish(opened, seed, model="Qwen/Qwen2.5-0.5B", **changes):
+    header, chain, blocks = segment(hashes(4, seed), model={"name": model}, **changes)
     opened.publish(header, chain, blocks)
     return header.id
 
 
-def text_of(view):
-    console = Console(file=io.StringIO(), width=150)
+def text_of(view, width=150):
+    console = Console(file=io.StringIO(), width=width)
     console.print(view)
     return console.file.getvalue()
 
@@ -54,6 +55,17 @@ def test_uses_new_segments_and_removals_are_counted_and_shown(store, tmp_path):
     gone, new = lines[-2:]
     assert gone.startswith(first[:8]) and " removed " in gone and "the report" in gone
     assert new.startswith(second[:8]) and " stored " in new and "[bold]minutes�[31m" in new
+
+
+def test_a_narrow_terminal_shortens_names_and_no_figures(store, tmp_path):
+    opened, _ = store
+    row = publish(opened, "b", model="/models/" + "a-model-with-a-long-name" * 4, label="minutes of a meeting")
+    contents = contents_of(tmp_path / "store")
+    lines = text_of(draw(tmp_path / "store", contents, Activity()), width=80).splitlines()
+    (line,) = (line for line in lines if line.startswith(row[:8]))
+    assert " a-model" in line and line.count("…") == 1
+    size = format_bytes(next(entry.nbytes for entry in contents.rows if entry.id == row))
+    assert f" 64  {size}     1 " in line and line.endswith(" now")
 
 
 def test_the_command_watches_until_its_time_is_over(store, tmp_path, monkeypatch):

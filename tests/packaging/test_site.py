@@ -73,6 +73,6 @@ def test_pages_and_pictures_of_results_are_in_the_site_and_code_is_not(site):
     assert 'href="../bench/results/prefix-qwen2.5-0.5b-float32-cpu/"' in html
     assert (site / "bench/results/prefix-qwen2.5-0.5b-float32-cpu/index.html").exists()
     home = (site / "index.html").read_text(encoding="utf-8")
-    assert 'src="bench/results/prefix-qwen2.5-0.5b-float32-cpu.png"' in home
+    assert 'src="bench/results/prefix-smollm2-135m-float32-cpu.png"' in home
     assert 'href="quick-start/"' in home and "/blob/main/LICENSE" in home
     assert not list(site.rglob("*.py"))
