@@ -274,6 +274,8 @@ class _Generate(_Wrapper):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > 1 and "generation_config" in self.__signature__.parameters:  # `_setting` reads it by name
+            args, kwargs = (), _by_name(self.__signature__, args, kwargs)
         with self._session_call(kwargs) as session_cache:
             if session_cache is not None:
                 for name in CACHE_ARGUMENTS:
