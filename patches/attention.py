@@ -209,11 +209,12 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the attention of some queries. See `attend`.
 
-    The model's own function repeats keys and values for each query head, although the kernel can share them. On the
+    The function of transformers repeats keys and values for each query head, although the kernel can share them. On the
     CPU, the kernel gives the same bits either way. On CUDA, with a mask, it falls back to plain arithmetic.
     """
     if (
-        query.device.type == "cpu"
+        base is sdpa_attention_forward  # and no function that a user registered in its place
+        and query.device.type == "cpu"
         and attention_mask is not None
         and query.shape[2] > 1
         and getattr(module, "num_key_value_groups", 1) > 1

@@ -194,10 +194,11 @@ def parse_request(
     if ids is None or ids.ndim != 2:
         return "the prompt has no token ids (inputs_embeds?), so nothing is restored or stored"
     num_positions = text = ids.shape[1]
+    understood = {*_UNDERSTOOD, *_TOKEN_TYPES} if placeholders else _UNDERSTOOD  # GPT-2 adds embeddings of types
     for name, value in kwargs.items():
         if name in _IMAGES and placeholders and _holds_tensor(value):
             text = 0
-        elif name not in (*_UNDERSTOOD, *_TOKEN_TYPES) and _holds_tensor(value):
+        elif name not in understood and _holds_tensor(value):
             return f"`{name}` may change the meaning of tokens, so nothing is restored or stored"
     if num_positions > 1 and (not text or any(kwargs.get(name) is not None for name in _TOKEN_TYPES)):
         text = _num_text_positions(kwargs, placeholders)
@@ -209,7 +210,7 @@ def parse_request(
         if odd := check.add(kwargs, base, pads):
             return odd
     else:
-        padding = _padding(kwargs.get("attention_mask"), ids, base)
+        padding = left_padding(kwargs.get("attention_mask"), ids, base)
         if padding is None or (pads is not None and padding != pads):
             return ODD_MASK
         pads = padding
@@ -271,7 +272,7 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> list[int] | None:
+def left_padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> list[int] | None:
     """Return the left padding of each row, or None if the mask is anything else."""
     rows, num_positions = ids.shape
     if mask is None:

@@ -85,12 +85,13 @@ class Fingerprinter:
         key = tag, active_mode(), computing_state(self._devices)
         if self._weights.has_moved():
             self._weights = WeightDigests(self._description.named_tensors)
-            self._identities.clear()
+            self._identities = {}
         elif self._weights.changed(reread=closely):
-            self._identities.clear()
-        if key not in self._identities:
-            self._identities[key] = self._identify(*key)
-        return self._identities[key]
+            self._identities = {}
+        identities = self._identities  # after a change, another thread may replace the dictionary at any time
+        if key not in identities:
+            identities[key] = self._identify(*key)
+        return identities[key]
 
     def __call__(self) -> str:
         """Return the current fingerprint of the model."""
@@ -101,7 +102,7 @@ class Fingerprinter:
         self._changes, self._unsteady = 0, ""
         self._describe()
         if self._weights.refresh():
-            self._identities.clear()
+            self._identities = {}
 
     def rows_have_adapters(self) -> bool:
         """Return whether the current pass selects adapters by row."""
@@ -127,7 +128,7 @@ class Fingerprinter:
         self._devices = tuple(dict.fromkeys((*devices(self._model).split(), "cpu")))
         if not self._weights.are_of(description.named_tensors):
             self._weights = WeightDigests(description.named_tensors)
-        self._identities.clear()
+        self._identities = {}
 
     def _identify(self, tag: str, mode: str, state: tuple[str, ...]) -> Identity:
         description, model = self._description, self._model

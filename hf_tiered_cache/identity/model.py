@@ -18,6 +18,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules import module as torch_module
 from torch.utils.module_tracker import ModuleTracker
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -64,6 +65,8 @@ _WATCHED = frozenset(
     {*_HOOKS, *_METHODS, "_parameters", "_buffers", "_modules", "training", "_hf_hook", "_old_forward"}
 )
 _CALLED = frozenset({"forward", "__call__"})
+_SWITCHED_EXPERTS = (None, "grouped_mm", "batched_mm")
+"""Names of the functions for experts that `generate()` exchanges on a GPU between a prompt and the tokens after it."""
 
 
 class ModelDescription(CodeDescription):
@@ -230,6 +233,8 @@ class ModelDescription(CodeDescription):
             self.watch.item(config.__dict__, name)
             if name == "_attn_implementation_internal":
                 self._guard(self._add_attention, value)
+            elif name == "_experts_implementation_internal":
+                self._guard(self._add_experts, value)
             elif not name.startswith("_"):
                 self.words.append(name)
                 self.add(f"{location}.{name}", value)
@@ -254,6 +259,18 @@ class ModelDescription(CodeDescription):
                     self.problem = self.problem or f"the attention function {registered!r}"
                 if registered == base:
                     self.add("the attention function", function)
+
+    def _add_experts(self, name: Any) -> None:
+        """Describe the function called `name` that computes experts (MoE), unless `generate()` may switch to it."""
+        registry = ALL_EXPERTS_FUNCTIONS
+        for mapping in (registry._local_mapping, type(registry)._global_mapping):
+            self.watch.item(mapping, name)
+        function = registry.get(name)
+        if name not in _SWITCHED_EXPERTS:
+            self.words.append(f"experts {name}")
+        if function is not None and not _is_trusted(function):
+            self.problem = self.problem or f"the experts function {name!r}"
+            self.add("the experts function", function)
 
     # --- hooks and methods
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import hmac
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -129,7 +130,8 @@ def siphash(words: np.ndarray, low: int, high: int) -> np.ndarray:
 class History:
     """Token ids of every position of the cache. Row r begins with `pads[r]` positions of left padding.
 
-    Ids are copied to the host on first use, so that decoding does not wait for a copy at each step.
+    Ids are copied to the host on first use, so that decoding does not wait for a copy at each step. Other threads may
+    read `ids` and `prefix_hashes` while this one does.
     """
 
     def __init__(self, hasher: PrefixHasher, pads: list[int]) -> None:
@@ -139,6 +141,7 @@ class History:
         self._ids = np.empty((len(pads), 0), np.int64)
         self._fresh: list[torch.Tensor | np.ndarray] = []  # [rows, n] each, not yet in _ids
         self._prefix_hashes: list[list[bytes]] = [[] for _ in pads]
+        self._lock = threading.RLock()
 
     @property
     def rows(self) -> int:
@@ -150,24 +153,26 @@ class History:
 
     def append(self, ids: torch.Tensor | np.ndarray) -> None:
         """Append `ids`, int `[rows, n]`, that the cache now holds. A tensor is copied to the host on first use."""
-        self._fresh.append(ids)
+        self._fresh.append(ids.copy() if isinstance(ids, np.ndarray) else ids.clone())  # the caller may write to it
         self.num_positions += ids.shape[1]
 
     def ids(self) -> np.ndarray:
         """Return all token ids, int64 `[rows, positions]`, on the host."""
-        if self._fresh:
-            fresh = [ids if isinstance(ids, np.ndarray) else ids.to("cpu", torch.int64).numpy() for ids in self._fresh]
-            self._ids = np.concatenate([self._ids, *fresh], axis=1)
-            self._fresh.clear()
-        return self._ids
+        with self._lock:
+            if self._fresh:
+                fresh = (i if isinstance(i, np.ndarray) else i.to("cpu", torch.int64).numpy() for i in self._fresh)
+                joined = np.concatenate([self._ids, *fresh], axis=1)
+                self.__dict__.update(_ids=joined, _fresh=[])  # atomic: a Ctrl-C must not leave ids in both
+            return self._ids
 
     def prefix_hashes(self, row: int) -> list[bytes]:
         """Return the prefix hashes of a row's tokens without padding. An incomplete last group has no hash."""
-        prefix_hashes, tokens = self._prefix_hashes[row], self.ids()[row, self.pads[row] :]
-        if len(tokens) // HASH_TOKENS > len(prefix_hashes):
-            parent = prefix_hashes[-1] if prefix_hashes else None
-            prefix_hashes.extend(self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent))
-        return prefix_hashes
+        with self._lock:
+            prefix_hashes, tokens = self._prefix_hashes[row], self.ids()[row, self.pads[row] :]
+            if len(tokens) // HASH_TOKENS > len(prefix_hashes):
+                parent = prefix_hashes[-1] if prefix_hashes else None
+                prefix_hashes.extend(self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent))
+            return prefix_hashes
 
     def prefix_hashes_of(self, row: int, tokens: np.ndarray) -> list[bytes]:
         """Return the prefix hashes of `tokens`, int `[n]`, which begin with a row's tokens without padding."""
@@ -201,6 +206,7 @@ class History:
     def fork(self) -> History:
         """Return an independent copy."""
         twin = copy.copy(self)
+        twin._lock = threading.RLock()
         twin._fresh = list(self._fresh)
         twin._prefix_hashes = [list(prefix_hashes) for prefix_hashes in self._prefix_hashes]
         twin.pads = list(self.pads)

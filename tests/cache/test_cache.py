@@ -13,6 +13,8 @@ from families import build, prompt
 from transformers import (
     BertConfig,
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     MambaConfig,
     MambaForCausalLM,
     Qwen3NextConfig,
@@ -183,6 +185,17 @@ def test_odd_positions_are_not_recorded(model, store):
         )
     store.flush()
     assert store.stats.segments == 0
+
+
+def test_token_types_that_change_embeddings_are_not_recorded(store):
+    """GPT-2 adds the embedding of a token's type, also of type 0. In vision models, types only mark images."""
+    config = GPT2Config(vocab_size=160, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=1, eos_token_id=1)
+    model, ids = GPT2LMHeadModel(config).eval(), prompt(60)
+    cache = TieredCache(model, store)
+    model(ids, token_type_ids=torch.zeros_like(ids), past_key_values=cache)
+    store.flush()
+    assert store.stats.segments == 0
+    assert "token_type_ids" in cache.stats.reason
 
 
 def test_a_model_in_training_mode_reuses_and_records_nothing(model, store):

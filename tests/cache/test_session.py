@@ -196,6 +196,14 @@ def test_who_asks_for_another_cache_gets_it_and_is_counted_with_a_reason(model, 
     assert store.stats.segments == 0
 
 
+def test_a_generation_config_that_is_given_by_position_is_asked_too(model, store):
+    config = GenerationConfig(cache_implementation="static", **GREEDY)
+    plain = model.generate(prompt(40), config)
+    with tiered(model, store) as session:
+        assert torch.equal(model.generate(prompt(40), config), plain)
+        assert session.stats.reasons == {reasons.bypassed("cache_implementation", "static"): 1}
+
+
 @pytest.mark.parametrize(("name", "value"), [("cache_implementation", "static"), ("use_cache", False)])
 def test_the_models_own_generation_config_is_asked_too(model, store, name, value):
     setattr(model.generation_config, name, value)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from thorough import pairs
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -329,6 +330,46 @@ def test_what_has_no_name_runs_plain_and_says_so_until_it_is_named(tmp_path):
         other = TieredCache(model, store, tag="steered otherwise", record=False)
         first_logits(model, ids, other)
         assert other.stats.tokens_restored == 0
+
+
+def test_a_users_function_for_experts_has_no_name(tmp_path):
+    model, ids = build("qwen3_moe"), prompt(TOKENS)
+    with KVStore(tmp_path) as store:
+        model(ids, past_key_values=TieredCache(model, store))
+        store.flush()
+        ExpertsInterface.register("halved", lambda experts, hidden_states, *arguments: hidden_states / 2)
+        try:
+            model.set_experts_implementation("halved")
+            for tag in ("", "halved"):
+                cache = TieredCache(model, store, tag=tag)
+                asked = model(ids, past_key_values=cache, logits_to_keep=1).logits
+                assert cache.stats.tokens_restored == 0
+                assert torch.equal(asked, model(ids, logits_to_keep=1).logits)
+                assert ("halved" in cache.stats.reason) == (not tag)
+        finally:
+            del ExpertsInterface._global_mapping["halved"]
+
+
+def test_experts_that_generate_exchanges_have_one_name():
+    """On a GPU it computes a prompt with one function, and the tokens after it with another."""
+    model, names = build("qwen3_moe"), set()
+    for implementation in ("grouped_mm", "batched_mm", "eager"):
+        model.set_experts_implementation(implementation)
+        names.add(fingerprint(model))
+    assert len(names) == 2
+
+
+def test_another_thread_may_notice_a_change_at_any_time():
+    model = build("llama")
+    fingerprinter = Fingerprinter(model)
+
+    class Forgetting(dict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            fingerprinter._describe()  # in another thread
+
+    fingerprinter._identities = Forgetting()
+    assert fingerprinter() == fingerprint(model)
 
 
 def test_tokens_that_look_ahead_are_not_reused(tmp_path):

@@ -15,7 +15,8 @@ from families import build, prompt
 from thorough import pairs
 from threads import run_in_threads
 from torch import nn
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -354,3 +355,24 @@ def test_a_path_whose_store_was_closed_is_opened_again(tmp_path):
 
 def test_version():
     assert hf_tiered_cache.__version__
+
+
+def test_a_users_attention_in_place_of_sdpa_is_called(tmp_path):
+    """Also with padding on the CPU, where PyTorch's kernel is called in place of the function of transformers."""
+
+    def doubled(module, query, key, value, mask, **kwargs):
+        return sdpa_attention_forward(module, query, key, 2 * value, mask, **kwargs)
+
+    model, ids = build("llama"), prompt(20, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", doubled)
+    try:
+        want = model(ids, attention_mask=mask).logits
+        with KVStore(tmp_path) as store:
+            cache = TieredCache(model, store, tag="doubled")
+            assert torch.equal(model(ids, attention_mask=mask, past_key_values=cache).logits, want)
+    finally:
+        detach(model)
+        AttentionInterface.register("sdpa", before)

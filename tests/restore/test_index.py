@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import torch
@@ -196,3 +199,33 @@ def test_a_forked_history_goes_its_own_way():
     assert (history.num_positions, twin.num_positions) == (40, 15)
     assert history.prefix_hashes(0) == HASHER.hashes(np.r_[np.zeros(20), np.ones(20)])
     assert twin.prefix_hashes(0) == []
+
+
+def test_a_history_keeps_its_tokens_when_the_caller_writes_to_them():
+    """A loop of the caller's own may pass the same tensor for every token."""
+    history, ids = History(HASHER, [0]), torch.zeros(1, 16, dtype=torch.int64)
+    history.append(ids)
+    ids.fill_(1)
+    history.append(ids.numpy())
+    ids.fill_(2)
+    assert history.prefix_hashes(0) == HASHER.hashes(np.r_[np.zeros(16), np.ones(16)])
+
+
+def test_threads_may_read_a_history_at_once():
+    """Its cache looks a prompt up while the lookup of another cache asks whether it begins with the same tokens."""
+    at_once = threading.Barrier(2)
+
+    class Meeting(PrefixHasher):
+        def hashes(self, tokens, parent=None):
+            with suppress(threading.BrokenBarrierError):
+                at_once.wait(0.2)
+            return super().hashes(tokens, parent)
+
+    history = History(Meeting(("",)), [0])
+    history.append(np.arange(64)[None])
+    threads = [threading.Thread(target=history.prefix_hashes, args=(0,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert history.prefix_hashes(0) == PrefixHasher(("",)).hashes(np.arange(64))
