@@ -58,6 +58,11 @@ class PackedKV:
         """Number of tokens."""
         return int(next(iter(self.layers.values())).keys.shape[2])
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+
     def resolve(self) -> tuple[PackedKV, int]:
         """Return the object that holds the KV now, and the index of this object's first token in it."""
         if self._joined is None:

@@ -204,32 +204,27 @@ class BatchedRequest:
                 "" if is_reused or not self.reason else f"; {self.reason}",
             )
 
-    def store(self, table: SegmentTable) -> int:
+    def store(self, table: SegmentTable) -> None:
         """Submit the captured KV to the store, in multiples of 16 tokens, without waiting for room in its queue.
 
         Args:
             table: Segments that the requests of this engine have stored.
-
-        Returns:
-            Number of tokens that are no longer captured.
         """
         sequence, tokens = self.executor.sequence, self.tokens
         first, count = self._first, min(self._end, len(tokens)) - (self._first or 0)
         if sequence is None or first is None:
-            released = self.num_captured
             self.stop_recording()
-            return released
+            return
         if count <= 0:
-            return 0
+            return
         pieces, left = [], count
         for piece in self._pieces:
             if left > 0:
                 pieces.append(replace(piece, count=min(piece.count, left)))
                 left -= piece.count
-        released = self.num_captured
         if any(piece.source.resolve()[0].fingerprint != sequence.identity.fingerprint for piece in pieces):
             self.stop_recording()
-            return released
+            return
         recorder = sequence.recorder
         recorder.shared_segments = table
         held = recorder.history.num_positions
@@ -241,7 +236,6 @@ class BatchedRequest:
         recorder.end(np.array([tokens[first : first + count]], np.int64), count)
         recorder.seal(wait=False)
         self._pieces, self._first = self._rest(count), first + count
-        return released - self.num_captured
 
     def _rest(self, count: int) -> list[Piece]:
         """Return the captured pieces after the first `count` tokens."""

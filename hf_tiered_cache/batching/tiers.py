@@ -34,8 +34,8 @@ logger = logging.getLogger("hf_tiered_cache")
 
 _STORE_GENERATED_AT = 512
 """Number of captured generated tokens of a request to store at once, as for `generate()`."""
-_MOST_CAPTURED = 1 << 15
-"""Number of captured tokens of all requests from which on all are stored, to bound the memory."""
+_MOST_CAPTURED_BYTES = 1 << 30
+"""Captured KV of all requests from which on all is stored: the pages of a GPU leave little memory."""
 
 
 def check_method(method: Method) -> None:
@@ -78,7 +78,7 @@ class PagedTiers:
         self._capture: PassCapture | None = None  # of the running `forward`
         self._passed: PassCapture | GraphKV | None = None  # holds the KV of the latest pass
         self._graph_kv: GraphKV | None = None
-        self._num_captured = 0
+        self._token_bytes = 0  # of the KV of a token
         self._closed = False
         self._fingerprint: str | None = None  # of the last pass
         self._changed = False  # whether pages may hold KV of another state of the model
@@ -219,7 +219,8 @@ class PagedTiers:
                 if is_due and request.prompt_is_computed and request.is_looked_up:
                     request.report()
                     self._store(request)
-            if self._num_captured > _MOST_CAPTURED:
+            captured = sum(request.num_captured for request in self._requests.values())
+            if captured * self._token_bytes > _MOST_CAPTURED_BYTES:
                 for request in self._requests.values():
                     self._store(request)
             self._store_leaving()
@@ -283,13 +284,12 @@ class PagedTiers:
                 if request is None or request.state is not state:
                     request = self._fork(state)
                 if request is not None:
-                    before = request.num_captured
                     request.note_pass(packed, row, first, num_tokens)
                     request.decided = True
                     self._lookups.release(request)  # if it was computed for lack of pages
-                    self._num_captured += request.num_captured - before
                 row += num_tokens
             if packed is not None:
+                self._token_bytes = packed.nbytes // packed.tokens
                 self._joiner.add(packed)
 
     def _fork(self, state: Any) -> BatchedRequest | None:
@@ -302,7 +302,6 @@ class PagedTiers:
         request = parent.fork(state, self._new_executor(collector))
         request.admit()
         self._requests[request.id] = request
-        self._num_captured += request.num_captured
         self._look_up(request, waits=False)
         return request
 
@@ -310,7 +309,6 @@ class PagedTiers:
         """Store what is captured of a request, unless its lookup has not ended."""
         if not request.is_looked_up or not request.num_captured:
             return
-        before = request.num_captured
         try:
             request.store(self._storage.recent_segments)
         except StoreClosedError as error:
@@ -319,7 +317,6 @@ class PagedTiers:
         except Exception as error:  # the answer does not depend on it
             self._storage.disk.warn("batching", f"computed KV of continuous batching was not stored: {error!r}")
             request.stop_recording()
-        self._num_captured += request.num_captured - before
 
     def _end(self, request: BatchedRequest) -> None:
         """Store what is captured of a request that the engine has finished."""
