@@ -46,11 +46,9 @@ class Handover:
         self._residency, self._old = residency, old
         self._num_cached: dict[int, int] = {}
         self._scores: dict[int, np.ndarray] = {}  # float64 [2, chunks]
-        devices = list(residency.devices) or [torch.device("cpu")]
         for group in old.shape.block_groups:
             owner, chunks = old.owners[group.index], np.arange(old.shape.chunks_in(group))
-            on_devices = sum(residency.where(owner, chunks, device).get("device", 0) for device in devices)
-            self._num_cached[group.index] = on_devices + residency.where(owner, chunks, devices[0])["host"]
+            self._num_cached[group.index] = residency.num_cached(owner, chunks)
             self._scores[group.index] = residency.scores.of(owner, chunks)
 
     def give_indexes_to(self, new: SegmentReader) -> None:

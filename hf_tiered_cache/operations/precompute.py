@@ -250,6 +250,6 @@ class _Prompt:
         sizes = dict.fromkeys(TIERS, 0)
         for unit in self.units:
             owner = unit.reader.owners[unit.block_group.index]
-            for tier, blocks in self._storage.residency.where(owner, unit.chunks, self.device_of(unit)).items():
-                sizes[tier] += blocks * unit.block_group.block_bytes
+            for tier, chunks in self._storage.residency.find(owner, unit.chunks, self.device_of(unit)).items():
+                sizes[tier] += len(chunks) * unit.block_group.block_bytes
         return Lookup(self._tokens, self._restored, sizes, self._reason)

@@ -250,9 +250,10 @@ class Residency:
                 for owner, chunks, scores in changes:
                     tier.rescore(owner, chunks, scores)
 
-    def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:
-        """Return the number of `chunks` in each place, see `find`."""
-        return {tier: len(tier_chunks) for tier, tier_chunks in self.find(owner, chunks, device).items()}
+    def num_cached(self, owner: Owner, chunks: np.ndarray) -> int:
+        """Return how many of these chunks of a KV cache group are in memory, in the tiers of all devices."""
+        with self._lock, self._step:
+            return sum(int((tier.lookup(owner, chunks) >= 0).sum()) for tier in self.tiers)
 
     def find(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, np.ndarray]:
         """Return where the chunks of a KV cache group are.
