@@ -10,7 +10,7 @@ import typer
 
 from ..store import EXACT
 from ..store.catalogue import SegmentRow
-from ..store.settings import FILE_NAME, FILE_VARIABLE, PREFIX, SETTINGS, read_settings, without_secrets
+from ..store.settings import FILE_NAME, FILE_VARIABLE, PREFIX, SETTINGS, Setting, read_settings, without_secrets
 from ..units import format_bytes
 from .contents import Contents, contents_of, head_of, unique_length
 from .output import AsJson, StoreAddress, Table, ago, count, date, facts, print_json, printable
@@ -270,23 +270,17 @@ def config(as_json: AsJson = False) -> None:
     """  # noqa: D301
     from ..kvstore import KVStore
 
-    defaults = inspect.signature(KVStore).parameters
-    found = read_settings()
-    rows = {
-        name: (found[name].value, found[name].source) if name in found else (defaults[name].default, "default")
-        for name in SETTINGS
+    parameters = inspect.signature(KVStore).parameters
+    defaults = {name: Setting(parameters[name].default, "default") for name in SETTINGS}
+    settings = {
+        name: Setting(without_secrets(value) if isinstance(value, str) else value, source)  # that of a remote has some
+        for name, (value, source) in (defaults | read_settings()).items()
     }
-    rows = {name: (_shown(value), source) for name, (value, source) in rows.items()}
     if as_json:
-        return print_json({name: {"value": value, "source": source} for name, (value, source) in rows.items()})
+        return print_json({name: setting._asdict() for name, setting in settings.items()})
     table = Table("setting", "value", "from", "variable")
-    for name, (value, source) in rows.items():
+    for name, (value, source) in settings.items():
         text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         table.add_row(name, text, source, PREFIX + name.upper())
     table.show()
     print(f"\nfile: {FILE_NAME} in the working directory, or the one that {FILE_VARIABLE} names")
-
-
-def _shown(value: object) -> object:
-    """Return a value without passwords, such as that of a remote."""
-    return without_secrets(value) if isinstance(value, str) else value

@@ -208,15 +208,10 @@ def _files(store: SegmentStore, ids: Iterable[str], reason: str) -> dict[str, st
 def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
     """Return whether a segment is permanently unreadable, as opposed to another format or a temporary read error."""
     try:
-        if not store.backend.is_own(segment_id):
-            return False
-        read_head(partial(store.backend.head, segment_id))
-    except NotOursError:
-        return False
-    except FormatError:
-        return True
-    except OSError:
-        return False
+        if store.backend.is_own(segment_id):
+            read_head(partial(store.backend.head, segment_id))
+    except (FormatError, OSError) as error:
+        return isinstance(error, FormatError) and not isinstance(error, NotOursError)
     return False
 
 

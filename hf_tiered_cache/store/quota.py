@@ -96,7 +96,7 @@ class Space:
 
     def __init__(self, backend: SegmentBackend, limits: Limits, faults: Faults, cipher: Plain) -> None:
         self.backend, self.place, self.limits, self.cipher = backend, backend.place, limits, cipher
-        self._faults, self.counters = faults, faults.counters
+        self._faults, self.counters, self.warn = faults, faults.counters, faults.warn
         self.readers: OpenSegments[SegmentReader] = OpenSegments()
         self.on_gone: list[Callable[[Collection[str]], None]] = []
         """Callbacks that receive the ids of deleted or replaced segments."""
