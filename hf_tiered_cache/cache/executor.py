@@ -483,6 +483,7 @@ class Executor:
             layers=len(cache.layers),
             selects=any(source.selects for source in cache.kv_sources),
             seconds_to_compute=partial(seconds_to_compute, store, self._pace, fingerprint, attachment.model.device),
+            reports_passages=isinstance(method, Passages),
         )
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:

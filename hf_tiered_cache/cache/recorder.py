@@ -75,6 +75,7 @@ def _refused(
     collector.explain(WEIGHTS_CHANGED if confirmed.denied else NO_ROOM)
 
 
+@dataclass(eq=False)
 class Recorder:
     """Recorder that captures the KV of computed tokens until `seal` makes segments of it.
 
@@ -97,42 +98,29 @@ class Recorder:
             dim]`. Tokens with high scores are stored first. None keeps their order.
     """
 
-    def __init__(
-        self,
-        history: History,
-        fingerprint: str,
-        geometry: Geometry,
-        submit: Submit,
-        ttl: float | None,
-        provenance: str = EXACT,
-        enabled: bool = True,
-        rank: Rank | None = None,
-        collector: StatsCollector | None = None,
-        names: Names = Names(),
-        check: DecodingCheck | None = None,
-        weights_held: Callable[[float], bool] = lambda moment: True,
-    ) -> None:
-        self.history = history
-        self.fingerprint = fingerprint
-        self.geometry = geometry
-        self.provenance = provenance
-        self.enabled = enabled
-        self.rank = rank
-        self.collector = collector or StatsCollector()
-        self._names = names
-        self._check = check or DecodingCheck()
-        self._submit = submit
-        self._weights_held = weights_held
-        self.shared_segments: SegmentTable | None = None
-        """Segments of other recorders, which record sequences of the same model at the same time, or None."""
-        self._ttl = ttl
+    history: History
+    fingerprint: str
+    geometry: Geometry
+    submit: Submit
+    ttl: float | None
+    provenance: str = EXACT
+    enabled: bool = True
+    rank: Rank | None = None
+    collector: StatsCollector = field(default_factory=StatsCollector)
+    names: Names = Names()
+    check: DecodingCheck = field(default_factory=DecodingCheck)
+    weights_held: Callable[[float], bool] = lambda moment: True
+    shared_segments: SegmentTable | None = None
+    """Segments of other recorders, which record sequences of the same model at the same time, or None."""
+
+    def __post_init__(self) -> None:
         self._lock = threading.RLock()
         self._step = Step(self._mend)
         self.captured = CapturedKV()
         self._first = 0  # position of the first captured token
         self._count = 0  # number of captured positions
         self._revocable = 0  # number of positions at the end that the next crop may remove
-        rows = len(history.pads)
+        rows = len(self.history.pads)
         self._sealed = [0] * rows  # number of prefix hashes of each row in segments
         self._stored = [0] * rows  # number of them that the last lookup found stored
         self._ancestors: list[tuple[str, ...]] = [()] * rows
@@ -266,7 +254,7 @@ class Recorder:
         with self._lock, self._step:
             pending_segments = self._take_unsealed()
         for pending in pending_segments:  # outside the lock if possible: the queue may stay full for long
-            self._submit(pending, wait)
+            self.submit(pending, wait)
             self.collector.add(tokens_stored=pending.header.shape.tokens)
         return sum(pending.header.shape.tokens for pending in pending_segments)
 
@@ -276,7 +264,7 @@ class Recorder:
             self._in_pass, self._revocable = False, 0
         if self._in_pass or not self._count or not self.captured.layers:
             return []
-        if self._check.odd():
+        if self.check.odd():
             self._drop_odd()
             return []
         self.captured.await_work()
@@ -325,7 +313,7 @@ class Recorder:
         with self._lock:
             self.seal()
             twin = copy.copy(self)
-            twin.collector, twin._check = collector, check
+            twin.collector, twin.check = collector, check
             twin._lock, twin._is_collected = threading.RLock(), False
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
@@ -381,13 +369,13 @@ class Recorder:
             parent=parent,
             position=first * HASH_TOKENS,
             created=now,
-            expires=None if self._ttl is None else now + self._ttl,
+            expires=None if self.ttl is None else now + self.ttl,
             provenance=self.provenance,
-            model=self._names.model,
-            label=self._names.of_row(row),
+            model=self.names.model,
+            label=self.names.of_row(row),
             scan_hashes=self.history.hasher.scan_hashes(ids),
         )
-        confirmed = Confirmation(partial(self._weights_held, time.monotonic()))
+        confirmed = Confirmation(partial(self.weights_held, time.monotonic()))
         refused = partial(_refused, self.collector, tokens, confirmed, table, header.id)
         return PendingSegment(
             header,
