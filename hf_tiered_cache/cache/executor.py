@@ -348,17 +348,8 @@ class Executor:
             return plan
         return fronts.added_to(plan, self.attachment.devices)
 
-    def look_up(self, cache: LayeredCache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
-        """Return what an empty cache would restore of a prompt, int `[1, tokens]`.
-
-        Returns:
-            The plan and an empty string, or None and the reason why nothing would be restored.
-        """
-        admitted = self.admit(cache, {"input_ids": input_ids, "logits_to_keep": 1})
-        return (None, self.bypass) if admitted is None else self.look_up_admitted(*admitted)
-
     def look_up_admitted(self, request: Request, sequence: SequenceState) -> tuple[Plan | None, str]:
-        """Return what would be restored of an admitted prompt, or None and the reason. See `look_up`."""
+        """Return the plan that would restore an admitted prompt and "", or None and the reason."""
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self._plan(request, sequence)
         if plan is not None:

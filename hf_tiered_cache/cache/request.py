@@ -13,16 +13,15 @@ from ..patches.scope import CACHE_ARGUMENTS
 from ..reasons import IMAGES, LOOKS_AHEAD, ODD_MASK, ODD_POSITIONS
 from ..store.memory import to_device
 
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that mark each token as text (0) or as an image placeholder."""
 _UNDERSTOOD = frozenset(
     {
         *("input_ids", "attention_mask", "position_ids", *CACHE_ARGUMENTS, "cache_position", "use_cache"),
-        *("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states"),
+        *("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states", *_TOKEN_TYPES),
     }
 )
-"""Arguments of `forward` that do not affect the KV beyond tokens and positions. Others may: images, embeddings, ..."""
-
-_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Arguments that mark each token as text (0) or as an image placeholder."""
+"""Arguments of `forward` that affect the KV by tokens and positions only. Others may affect it: embeddings, ..."""
 _IMAGES = frozenset(
     {
         *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"),
@@ -197,7 +196,7 @@ def parse_request(
     for name, value in kwargs.items():
         if name in _IMAGES and placeholders and _holds_tensor(value):
             text = 0
-        elif name not in (*_UNDERSTOOD, *_TOKEN_TYPES) and _holds_tensor(value):
+        elif name not in _UNDERSTOOD and _holds_tensor(value):
             return f"`{name}` may change the meaning of tokens, so nothing is restored or stored"
     if num_positions > 1 and (not text or any(kwargs.get(name) is not None for name in _TOKEN_TYPES)):
         text = _num_text_positions(kwargs, placeholders)
