@@ -131,7 +131,6 @@ class ForwardPass(Scope):
             self.assemble_seconds += time.perf_counter() - started
 
     def mask_without(self, call: AttentionCall, unused: tuple[int, ...], width: int) -> torch.Tensor | None:
-        """See `Pass`."""
         if not any(unused):
             return call.mask if call.mask is None else call.mask[..., -width:]
         key = unused, width, call.query.device
@@ -208,7 +207,6 @@ class RestoringForward(ForwardPass):
             self.selects = True
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """See `ForwardPass`."""
         try:
             output = super().run(forward, kwargs)
         except Exception as error:
@@ -270,7 +268,6 @@ class RestoringForward(ForwardPass):
                 self.hidden_indexes[layer] = to_device(indexes, device)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ForwardPass`."""
         if self._ascends and layer <= self._last_layer:  # its blocks were released after that layer
             raise LayerOrderError(f"layer {layer} runs after layer {self._last_layer}")
         if keys.shape[2] != self.plan.computed[layer].shape[-1]:
@@ -296,13 +293,11 @@ class RestoringForward(ForwardPass):
         recorder.capture(layer, kind, keys, values)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
-        """See `ForwardPass`."""
         if layer == self._deferred_layer:
             self._deferred_layer = None
         return super().attend(layer, call)
 
     def recompute_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
-        """See `Scope`."""
         window, length = self.layers[layer].window, self.recompute_lengths[layer]
         if not window or length <= window:
             return None

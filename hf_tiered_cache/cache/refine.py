@@ -55,7 +55,6 @@ class RefiningForward(RestoringForward):
             self._attention = ProbeAttentionSum(self._choice.question_tokens)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
-        """See `ForwardPass`."""
         if self._attention is not None and not self.layers[layer].window:
             with self.collector.timing("select_seconds"):
                 self._attention.note(call)
@@ -65,11 +64,9 @@ class RefiningForward(RestoringForward):
         return super().attend(layer, call)
 
     def should_preview(self, layer: int) -> bool:
-        """See `Scope`."""
         return self.selects and self.compares(layer)
 
     def preview(self, layer: int, run: Callable[[], object]) -> None:
-        """See `Scope`."""
         self._previewed_layer = layer
         try:
             with suppress(_Previewed):

@@ -194,7 +194,6 @@ class PassageExecutor(Executor):
         return sequence
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
-        """See `Executor`."""
         method, store = self.method, self.store
         hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
         arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages

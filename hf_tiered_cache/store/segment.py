@@ -228,11 +228,9 @@ class FrontReader(SegmentReader):
 
     @property
     def held(self) -> np.ndarray:
-        """See `SegmentReader`."""
         return self._held
 
     def caused(self, error: BaseException) -> bool:
-        """See `SegmentReader`."""
         return isinstance(error, EvictedError) and error.segment == self.id
 
     def ops(self, block_group: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
