@@ -60,15 +60,7 @@ class CacheOptions:
 
 
 class Executor:
-    """Executor of a cache's passes. It receives the cache at each pass, and keeps no reference to it.
-
-    Args:
-        attachment: Attachment of the model.
-        store: Store from which KV is restored, and to which it is written.
-        method: Method that restores it.
-        options: Options of the cache.
-        collector: Collects the statistics.
-    """
+    """Executor of a cache's passes. It receives the cache at each pass, and keeps no reference to it."""
 
     def __init__(
         self, attachment: Attachment, store: Storage, method: Method, options: CacheOptions, collector: StatsCollector

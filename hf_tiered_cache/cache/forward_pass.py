@@ -50,9 +50,7 @@ class ForwardPass(Scope):
     """Forward pass that computes all tokens it is given.
 
     Args:
-        cache: cache that the pass belongs to.
-        attachment: attachment of the model.
-        collector: collector of the request's statistics.
+        cache, attachment, collector: those of the executor.
         tables: rotary tables shared by the passes of the model in its current state, or None.
         recorder: recorder of the computed KV, or None.
         first: first position of the sequence that is computed.
@@ -147,14 +145,7 @@ class ForwardPass(Scope):
 
 
 class RestoringForward(ForwardPass):
-    """Forward pass that follows a plan (see `layers.dense`).
-
-    Args:
-        cache, attachment, collector, tables, recorder, first: see `ForwardPass`.
-        plan: positions to compute and segments to restore.
-        store: storage that holds the blocks.
-        method: method that made the plan.
-    """
+    """Forward pass that follows a plan (see `layers.dense`)."""
 
     def __init__(
         self,

@@ -29,9 +29,6 @@ class RefiningForward(RestoringForward):
     the next layer computes fewer tokens.
 
     The attention of the query probe (the question) is summed over the layers up to the comparison.
-
-    Args:
-        cache, attachment, args, plan, method, kwargs: See `RestoringForward`.
     """
 
     method: Passages

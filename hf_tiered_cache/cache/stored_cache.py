@@ -35,9 +35,7 @@ class StoredCache(Cache, ServedCache):
 
     Args:
         attachment, layers: As returned by `prepare`.
-        storage: Store from which KV is restored, and to which it is written.
-        method: Method that restores it.
-        options: Options of the cache.
+        storage, method, options: See `TieredCache`.
     """
 
     def __init__(

@@ -45,8 +45,7 @@ class WriteBack:
     """Thread that sends segments to a remote, and deletes them there.
 
     Args:
-        remote: The remote.
-        disk: The local store.
+        remote, disk: The remote and the local store.
         write: One of `WRITES`.
         count: Adds amounts to the figures of the tier (see `RemoteStats`).
         sent: Receives the names of the entries of what was sent.

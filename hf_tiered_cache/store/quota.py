@@ -85,14 +85,7 @@ def victims(uses: Sequence[Use], nbytes: int, spared: Collection[str], now: floa
 
 
 class Space:
-    """Space that a store takes: usage, quota, eviction and deletion.
-
-    Args:
-        backend: place of the store.
-        limits: limits of the disk space.
-        faults: counts and logs faults.
-        cipher: encrypts sidecars, if the store has a key.
-    """
+    """Space that a store takes: usage, quota, eviction and deletion."""
 
     def __init__(self, backend: SegmentBackend, limits: Limits, faults: Faults, cipher: Plain) -> None:
         self.backend, self.place, self.limits, self.cipher = backend, backend.place, limits, cipher

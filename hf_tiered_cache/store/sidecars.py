@@ -117,9 +117,7 @@ class Sidecars:
     """Sidecars of the segments of a store.
 
     Args:
-        backend: stores the sidecars.
-        cipher: encrypts them, if the store has a key.
-        faults: counts traffic, and counts and logs faults.
+        backend, cipher, faults: those of the store.
         reserved: reserves a number of bytes for a name without evicting the given segments (`Space.reserved`).
     """
 
