@@ -73,11 +73,6 @@ class CapturedKV:
         for stream, event in self._computed.items():
             stream.await_copies(event)
 
-    def cut(self, count: int) -> None:
-        """Remove the last `count` positions."""
-        for tensors in self._tensors():
-            _cut_end(tensors, count)
-
     def cut_to(self, count: int) -> None:
         """Keep the first `count` positions: those of later passes may be in some layers only."""
         for tensors in self._tensors():

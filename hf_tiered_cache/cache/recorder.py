@@ -192,9 +192,8 @@ class Recorder:
         with self._lock, self._step:
             self.history.crop(count)
             self.captured.apply_row_order()
-            num_captured = min(count, self._count)
-            self.captured.cut(num_captured)
-            self._count -= num_captured
+            self._count = max(0, self._count - count)
+            self.captured.cut_to(self._count)
             self._first = min(self._first, self.history.num_positions)
             self._revocable = 0
             for row, pad in enumerate(self.history.pads):
