@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -104,7 +105,7 @@ class SegmentReader:
         self.gone = False
         """True if the store has dropped the segment. It stays readable, but is not found again."""
 
-    @property
+    @cached_property
     def held(self) -> np.ndarray:
         """Tokens of each layer that can be read, bool `[layers, tokens]`."""
         return self.shape.held
@@ -224,11 +225,7 @@ class FrontReader(SegmentReader):
         self.id, self.shape, self.chain, self.backend = segment.id, shape, segment.chain, segment.backend
         self.header = replace(segment.header, shape=shape)
         self.owners = owners_of_front(segment, shape)
-        self.gone, self._guard, self._held = False, None, held
-
-    @property
-    def held(self) -> np.ndarray:
-        return self._held
+        self.gone, self._guard, self.held = False, None, held
 
     def caused(self, error: BaseException) -> bool:
         return isinstance(error, EvictedError) and error.segment == self.id

@@ -194,12 +194,9 @@ class FolderTree:
 
     def version(self, kind: FileKind, name: str) -> Hashable:
         """Return an identifier that changes when a file is replaced or changed, or None if it does not exist."""
-        status = self.find(kind, name)
-        return (
-            None
-            if status is None
-            else (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        )
+        if (status := self.find(kind, name)) is None:
+            return None
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def identity(self, kind: FileKind, name: str) -> tuple[int, int] | None:
         """Return device and inode of a file, or None if it does not exist."""

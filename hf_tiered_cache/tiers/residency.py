@@ -535,11 +535,6 @@ class Residency:
         return self._gpus[device]
 
     @property
-    def devices(self) -> dict[torch.device, Tier]:
-        """Tier of each device used so far."""
-        return {device: gpu.tier for device, gpu in self._gpus.items()}
-
-    @property
     def device_bytes(self) -> tuple[int, int]:
         """Bytes allocated on all devices, staging areas included, and their limit."""
         allocated_bytes = sum(gpu.tier.nbytes + gpu.staging.nbytes for gpu in self._gpus.values())

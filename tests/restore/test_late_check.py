@@ -255,7 +255,7 @@ def test_blocks_are_found_by_others_when_they_are_known_to_be_whole(open_segment
     for lease in (second, third):
         lease.release()
     fetch(residency, reader, 1)[0].release()
-    (tier,) = residency.devices.values()
+    _, tier, _ = residency.tiers
     assert tier.allocated <= tier.budget
 
 
@@ -290,7 +290,7 @@ def test_a_damaged_block_gets_into_no_tier_and_its_slots_are_free_again(open_seg
     lease.release()
     fetch(residency, reader, 1)[0].release()
     assert residency.where(reader.owners[0], np.arange(CHUNKS), CPU)["device"] == 0
-    (tier,) = residency.devices.values()
+    _, tier, _ = residency.tiers
     assert not any((pool.owner[pool.pins == 0] == RESERVED).any() for pool in tier.pools())
 
 
