@@ -194,7 +194,7 @@ class CapturedKV:
             yield captured.values
 
 
-class SegmentTable:
+class SegmentTable(dict[bytes, str]):
     """Segments by the prefix hashes that they store, for sequences that are recorded at the same time.
 
     Without it, a prefix of several sequences would be stored once for each. Thread-safe.
@@ -202,23 +202,16 @@ class SegmentTable:
 
     _MOST_HASHES = 1 << 16
 
-    def __init__(self) -> None:
-        self._segments: dict[bytes, str] = {}
-
-    def get(self, prefix_hash: bytes) -> str | None:
-        """Return the id of the segment that stores a prefix hash, or None."""
-        return self._segments.get(prefix_hash)
-
     def add(self, prefix_hashes: Iterable[bytes], segment: str) -> None:
         """Note that a segment stores these prefix hashes."""
-        if len(self._segments) > self._MOST_HASHES:
-            self._segments.clear()
-        self._segments.update(dict.fromkeys(prefix_hashes, segment))
+        if len(self) > self._MOST_HASHES:
+            self.clear()
+        self.update(dict.fromkeys(prefix_hashes, segment))
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget segments that are not stored, or no longer."""
-        for prefix_hash in [key for key, segment in list(self._segments.items()) if segment in segments]:
-            self._segments.pop(prefix_hash, None)
+        for prefix_hash in [key for key, segment in list(self.items()) if segment in segments]:
+            self.pop(prefix_hash, None)
 
 
 def _tokens_from(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:

@@ -272,7 +272,7 @@ class Recorder:
         end = self._first + self._count - self._revocable
         pending_segments: list[PendingSegment] = []
         on_device = self.captured.on_device()
-        table = self.shared_segments or SegmentTable()  # rows may share a prefix
+        table = SegmentTable() if self.shared_segments is None else self.shared_segments  # rows may share a prefix
         for row, pad in enumerate(self.history.pads):
             prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
             if row in self._excluded:

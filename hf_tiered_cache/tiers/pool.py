@@ -286,7 +286,7 @@ class Tier:
     def put_in_stock(self, memory: torch.Tensor) -> None:
         """Keep memory, uint8 `[nbytes]`, for a later slab if it fits in the budget."""
         if self.nbytes + memory.numel() + ALIGNMENT <= self.budget:
-            self.stock.put(memory)
+            self.stock.append(memory)
 
     def stay(self, error: Exception) -> None:
         """Stop the growth of the tier for `RETRY_SECONDS` after a failed allocation."""
