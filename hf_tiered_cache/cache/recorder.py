@@ -54,25 +54,10 @@ class Names:
         return self.labels[row] if self.labels else self.label
 
 
-class Confirmation:
-    """Check whether KV may be stored, which remembers a denial."""
-
-    def __init__(self, ask: Callable[[], bool]) -> None:
-        self._ask = ask
-        self.denied = False
-
-    def __call__(self) -> bool:
-        """Return whether the KV may be stored."""
-        self.denied = not self._ask()
-        return not self.denied
-
-
-def _refused(
-    collector: StatsCollector, tokens: int, confirmed: Confirmation, table: SegmentTable, segment: str
-) -> None:
-    table.forget([segment])
-    collector.add(tokens_stored=-tokens)
-    collector.explain(WEIGHTS_CHANGED if confirmed.denied else NO_ROOM)
+def _refused(collector: StatsCollector, table: SegmentTable, pending: PendingSegment) -> None:
+    table.forget([pending.header.id])
+    collector.add(tokens_stored=-pending.header.shape.tokens)
+    collector.explain(WEIGHTS_CHANGED if pending.is_outdated else NO_ROOM)
 
 
 @dataclass(eq=False)
@@ -374,16 +359,14 @@ class Recorder:
             label=self.names.of_row(row),
             scan_hashes=self.history.hasher.scan_hashes(ids),
         )
-        confirmed = Confirmation(partial(self.weights_held, time.monotonic()))
-        refused = partial(_refused, self.collector, tokens, confirmed, table, header.id)
         return PendingSegment(
             header,
             new_hashes,
             self.captured.packer(shape, row, start),
             self._ancestors[row],
-            refused,
+            partial(_refused, self.collector, table),
             on_device=on_device,
-            confirmed=confirmed,
+            confirmed=partial(self.weights_held, time.monotonic()),
         )
 
     def _tables(self, row: int, start: int, tokens: int) -> TokenTables | None:
