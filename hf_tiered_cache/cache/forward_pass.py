@@ -145,33 +145,21 @@ class ForwardPass(Scope):
 
 
 class RestoringForward(ForwardPass):
-    """Forward pass that follows a plan (see `layers.dense`)."""
+    """Forward pass that follows a plan (see `layers.dense`). The first arguments are those of `ForwardPass`."""
 
-    def __init__(
-        self,
-        cache: LayeredCache,
-        attachment: Attachment,
-        collector: StatsCollector,
-        tables: TableCache | None,
-        recorder: Recorder | None,
-        first: int,
-        *,
-        plan: Plan,
-        store: Storage,
-        method: Method,
-    ) -> None:
-        super().__init__(cache, attachment, collector, tables, recorder, first)
+    def __init__(self, *arguments: Any, plan: Plan, store: Storage, method: Method) -> None:
+        super().__init__(*arguments)
         self.plan, self.method = plan, method
         self._ascends, self._last_layer = True, -1
         self._first_narrowed: int | None = None
         self.captures = True
-        self.front = store.fronts.to_compute(plan) if recorder is not None else None
+        self.front = store.fronts.to_compute(plan) if self.recorder is not None else None
         """First tokens that segments lack and this pass computes; None if there are none, or memory has no room."""
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._deferred_layer: int | None = None  # its computed KV is appended, and its queries will select the rest
-        self._devices = attachment.devices
-        self.fetcher = Fetcher(store.residency, collector, self._devices.__getitem__, method.ahead_bytes)
+        self._devices = self.attachment.devices
+        self.fetcher = Fetcher(store.residency, self.collector, self._devices.__getitem__, method.ahead_bytes)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
