@@ -29,7 +29,7 @@ from .conversation import Conversation
 from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
 from .fronts import ComputedFront
-from .observed import LEAST_PACE_TOKENS, ObservedCosts, Pace, renew_costs, seconds_to_compute
+from .observed import LEAST_PACE_TOKENS, Pace, observed_ratios, renew_costs, seconds_to_compute
 from .prefill import can_be_cut, in_pieces, store_piece
 from .recorder import Names, Recorder
 from .refine import RefiningForward
@@ -256,8 +256,8 @@ class Executor:
             return
         tokens = request.num_positions if plan is None else plan.restored_until
         if (costs := costs_of(sequence, self.attachment, tokens)) is not None:
-            observed = ObservedCosts.of(plan, tokens, costs, seconds, *counted)
-            self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, observed))
+            ratios = observed_ratios(plan, tokens, costs, seconds, *counted)
+            self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, ratios))
 
     def _forward_pass(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None
