@@ -31,7 +31,7 @@ from .forward_pass import ForwardPass, RestoringForward
 from .fronts import ComputedFront
 from .observed import LEAST_PACE_TOKENS, Pace, observed_ratios, renew_costs, seconds_to_compute
 from .prefill import can_be_cut, in_pieces, store_piece
-from .recorder import Names, Recorder
+from .recorder import Recorder
 from .refine import RefiningForward
 from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
 from .sequence import SequenceState
@@ -481,7 +481,8 @@ class Executor:
             provenance,
             self.options.record,
             collector=self.collector,
-            names=Names(identity.facts, self.options.label),
+            model=identity.facts,
+            labels=self.options.label,
             check=check,
             weights_held=identity.weights_held,
         )

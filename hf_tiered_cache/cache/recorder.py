@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,25 +35,6 @@ Submit = Callable[[PendingSegment, bool], None]
 logger = logging.getLogger("hf_tiered_cache")
 
 
-@dataclass(frozen=True)
-class Names:
-    """Names in segment headers, for users.
-
-    Args:
-        model: Readable facts of the model (see `Identity.facts`).
-        label: Label given by the user.
-        labels: Label of each row, if rows have their own.
-    """
-
-    model: Mapping[str, str] = field(default_factory=dict)
-    label: str = ""
-    labels: tuple[str, ...] = ()
-
-    def of_row(self, row: int) -> str:
-        """Return the label of a row."""
-        return self.labels[row] if self.labels else self.label
-
-
 def _refused(collector: StatsCollector, table: SegmentTable, pending: PendingSegment) -> None:
     table.forget([pending.header.id])
     collector.add(tokens_stored=-pending.header.shape.tokens)
@@ -76,7 +57,8 @@ class Recorder:
         provenance: How the KV is computed.
         enabled: Whether anything is recorded; if not, only the history is kept.
         collector: Counts the stored tokens.
-        names: Facts of the model and labels of the user, for the segment headers.
+        model: Readable facts of the model (see `Identity.facts`), for the segment headers.
+        labels: Label of the user for all rows, or for each row.
         check: Check of single-token passes; if one was not plain, the KV captured with it is dropped.
         weights_held: See `Identity.weights_held`.
         rank: Scores the tokens of a row's new segment by each layer's unrotated keys and values, `[heads, tokens,
@@ -92,7 +74,8 @@ class Recorder:
     enabled: bool = True
     rank: Rank | None = None
     collector: StatsCollector = field(default_factory=StatsCollector)
-    names: Names = Names()
+    model: Mapping[str, str] = field(default_factory=dict)
+    labels: str | Sequence[str] = ""
     check: DecodingCheck = field(default_factory=DecodingCheck)
     weights_held: Callable[[float], bool] = lambda moment: True
     shared_segments: SegmentTable | None = None
@@ -355,8 +338,8 @@ class Recorder:
             created=now,
             expires=None if self.ttl is None else now + self.ttl,
             provenance=self.provenance,
-            model=self.names.model,
-            label=self.names.of_row(row),
+            model=self.model,
+            label=self.labels if isinstance(self.labels, str) else self.labels[row],
             scan_hashes=self.history.hasher.scan_hashes(ids),
         )
         return PendingSegment(
