@@ -488,7 +488,7 @@ def test_blocks_that_find_no_slot_are_not_admitted(stored):
     residency = Residency(CHUNKS * a.shape.block_groups[0].block_bytes + 4096)
     _, lease = fetch(residency, a, 0, range(CHUNKS), release=False)  # all of the tier
     residency.admit(b.owners[0], blocks[b.id, 0])
-    assert set(residency.host._owners) == {a.owners[0]}
+    assert residency.host.segments() == {a.id}
     lease.release()
 
 
