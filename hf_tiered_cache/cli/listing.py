@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -177,11 +178,9 @@ def _show_segment(store: str, contents: Contents, row: SegmentRow, as_json: bool
     print()
     groups_table = Table("group", "layers", "contents", "blocks", "block size", right=("group", "blocks", "block size"))
     for block_group in shape.block_groups:
-        size = format_bytes(block_group.block_bytes)
-        blocks = str(shape.chunks_in(block_group))
-        groups_table.add_row(
-            str(block_group.index), _ranges(block_group.layers), _contents_of_group(block_group), blocks, size
-        )
+        blocks = str(shape.chunks_in(block_group)), format_bytes(block_group.block_bytes)
+        group = str(block_group.index), _ranges(block_group.layers), _contents_of_group(block_group)
+        groups_table.add_row(*group, *blocks)
     groups_table.show()
     print()
     sections_table = Table("section", "offset", "size", right=("offset", "size"))
@@ -247,13 +246,9 @@ def _kind(layer: LayerKV | None) -> str:
 
 def _ranges(numbers: tuple[int, ...] | list[int]) -> str:
     """Return ascending numbers as ranges, such as "0-3, 7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    by_gap = groupby(enumerate(numbers), lambda place: place[1] - place[0])
+    runs = [[number for _, number in run] for _, run in by_gap]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def config(as_json: AsJson = False) -> None:
