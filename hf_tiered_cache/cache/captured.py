@@ -43,7 +43,7 @@ class CapturedKV:
         self._computed: dict[CopyStream, Event] = {}  # events after all work on the tensors of a GPU
 
     def add(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Append a layer's keys and values, `[batch, heads, n, dim]` each; `end_pass` ends the pass.
+        """Append a layer's keys and values, `[batch, heads, n, dim]` each.
 
         A slice that keeps a larger storage alive (as of fused projections) is copied.
 

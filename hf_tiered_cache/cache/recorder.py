@@ -86,7 +86,8 @@ class Recorder:
         self._step = Step(self._mend)
         self.captured = CapturedKV()
         self._first = 0  # position of the first captured token
-        self._count = 0  # number of captured positions
+        self.num_unsealed = 0
+        """Number of captured positions, which no segment holds yet."""
         self._revocable = 0  # number of positions at the end that the next crop may remove
         rows = len(self.history.pads)
         self._sealed = [0] * rows  # number of prefix hashes of each row in segments
@@ -109,10 +110,10 @@ class Recorder:
         with self._lock:
             if self.captured.on_gpu:
                 self.captured.await_work()
-            if first != self._first + self._count:
+            if first != self._first + self.num_unsealed:
                 self.seal()
             with self._step:
-                if first != self._first + self._count:
+                if first != self._first + self.num_unsealed:
                     self._clear()
                     self._first = first
                 self._in_pass = self._capturing = True
@@ -122,35 +123,31 @@ class Recorder:
         if self._capturing:
             self._capturing = self.captured.add(layer, kind, keys, values)
 
-    def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> int:
+    def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> None:
         """Finish a pass, and append its tokens to the history.
 
         Args:
             ids: Tokens that the pass added to the cache, int `[rows, positions]`.
             computed: Number of positions at the end that the pass computed.
             revocable: Number of positions at the end that the next crop may remove.
-
-        Returns:
-            Number of captured positions that no segment holds yet.
         """
         with self._lock, self._step:
             self.history.append(ids)
             self._revocable = revocable
             if self._capturing:
-                self._count += computed
+                self.num_unsealed += computed
                 if self.captured.on_gpu:
                     self.captured.note_work()
             else:
-                if self.captured.layers or self._count:
+                if self.captured.layers or self.num_unsealed:
                     self._clear()
                 self._first = self.history.num_positions
             self._in_pass = self._capturing = False
-            return self._count
 
     def abandon(self) -> None:
         """Discard what a failed pass has captured."""
         with self._lock, self._step:
-            self.captured.cut_to(self._count)
+            self.captured.cut_to(self.num_unsealed)
             self._in_pass = self._capturing = False
 
     # --- what generate() does to a cache
@@ -160,8 +157,8 @@ class Recorder:
         with self._lock, self._step:
             self.history.crop(count)
             self.captured.apply_row_order()
-            self._count = max(0, self._count - count)
-            self.captured.cut_to(self._count)
+            self.num_unsealed = max(0, self.num_unsealed - count)
+            self.captured.cut_to(self.num_unsealed)
             self._first = min(self._first, self.history.num_positions)
             self._revocable = 0
             for row, pad in enumerate(self.history.pads):
@@ -204,32 +201,23 @@ class Recorder:
 
     # --- making segments
 
-    @property
-    def num_unsealed(self) -> int:
-        """Number of captured positions that no segment holds yet."""
-        return self._count
-
-    def seal(self, wait: bool = True) -> int:
+    def seal(self, wait: bool = True) -> None:
         """Submit all captured tokens that are not stored, in multiples of 16; does nothing during a pass.
 
         Args:
             wait: Whether to wait while the writer's queue is full.
-
-        Returns:
-            Number of submitted tokens.
         """
         with self._lock, self._step:
             pending_segments = self._take_unsealed()
         for pending in pending_segments:  # outside the lock if possible: the queue may stay full for long
             self.submit(pending, wait)
             self.collector.add(tokens_stored=pending.header.shape.tokens)
-        return sum(pending.header.shape.tokens for pending in pending_segments)
 
     def _take_unsealed(self) -> list[PendingSegment]:
         """Return segments of what is captured and not stored, and mark it as sealed."""
         if self._is_collected:
             self._in_pass, self._revocable = False, 0
-        if self._in_pass or not self._count or not self.captured.layers:
+        if self._in_pass or not self.num_unsealed or not self.captured.layers:
             return []
         if self.check.odd():
             self._drop_odd()
@@ -237,7 +225,7 @@ class Recorder:
         self.captured.await_work()
         self.captured.apply_row_order()
         self.captured.note_work()
-        end = self._first + self._count - self._revocable
+        end = self._first + self.num_unsealed - self._revocable
         pending_segments: list[PendingSegment] = []
         on_device = self.captured.on_device()
         table = SegmentTable() if self.shared_segments is None else self.shared_segments  # rows may share a prefix
@@ -360,10 +348,10 @@ class Recorder:
 
     def _keep_from(self, position: int) -> None:
         """Keep only the captured positions from `position` on, and release the memory of the others."""
-        end = self._first + self._count
+        end = self._first + self.num_unsealed
         keep = max(0, end - position)
         self.captured.keep_last(keep)
-        self._first, self._count = end - keep, keep
+        self._first, self.num_unsealed = end - keep, keep
 
     def _mend(self) -> None:
         """Discard the captured KV after an interrupted change: it may belong to other positions than noted."""
@@ -374,4 +362,4 @@ class Recorder:
     def _clear(self) -> None:
         self.captured.clear()
         self._excluded.clear()
-        self._count = 0
+        self.num_unsealed = 0

@@ -254,7 +254,7 @@ class SequenceState:
         self.stored_in_pieces = {}
         ids = request.ids if self._new_ids is None else self._new_ids  # avoids a second device copy
         self._new_ids = None
-        num_unsealed = self.recorder.end(ids, computed, request.revocable)
+        self.recorder.end(ids, computed, request.revocable)
         if self.reports_passages and num_positions > 1:
             self._report_passages(plan, collector)
         if request.text < num_positions:
@@ -262,7 +262,7 @@ class SequenceState:
             return reasons.IMAGES
         prompt_is_whole, self._in_prompt = num_positions == 1 and self._in_prompt, num_positions > 1
         threshold = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if num_positions == 1 else _STORE_PROMPT_AT
-        if num_unsealed >= (HASH_TOKENS if self.approximate and not approximations else threshold):
+        if self.recorder.num_unsealed >= (HASH_TOKENS if self.approximate and not approximations else threshold):
             try:
                 self.recorder.seal()
             except StoreClosedError as error:  # the request itself continues
