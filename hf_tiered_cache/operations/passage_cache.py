@@ -258,7 +258,7 @@ class _InMemoryRecorder(Recorder):
 
     def _take_unsealed(self) -> list[PendingSegment]:
         start = max(0, self._lead_tokens - self._first)
-        tokens = whole_tokens(self._count - start)
+        tokens = whole_tokens(self.num_unsealed - start)
         if not self._in_pass and tokens > 0:
             self.captured.await_work()
             for row in range(self.history.rows):
