@@ -317,7 +317,8 @@ def _restoring(tokens: int, measured: dict[int, float]) -> float:
 
 def _between(tokens: int, measured: dict[int, float]) -> float:
     """Return the value for a length, interpolated linearly, or that of the nearest length outside the range."""
-    return float(np.interp(tokens, *zip(*sorted(measured.items()), strict=True)))
+    lengths = sorted(measured)
+    return float(np.interp(tokens, lengths, [measured[length] for length in lengths]))
 
 
 def _prefix_name(storage: Storage, fingerprint: str, device: torch.device, provenance: str) -> str:

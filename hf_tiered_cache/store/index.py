@@ -31,11 +31,11 @@ _Row = tuple[SegmentRow, Mapping[str, str]]
 
 
 def _query(
-    query: Callable[Concatenate[Catalogue, _P], _T], default: Callable[[], _Default]
-) -> Callable[Concatenate[Index, _P], _T | _Default]:
+    query: Callable[Concatenate[Catalogue, _P], _T], default: Callable[[], _T]
+) -> Callable[Concatenate[Index, _P], _T]:
     """Return a method of the index that runs a query of the catalogue (see `Index.ask`)."""
 
-    def ask(index: Index, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | _Default:
+    def ask(index: Index, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         return index.ask(methodcaller(query.__name__, *args, **kwargs), default())
 
     return ask
@@ -108,7 +108,6 @@ class Index:
     rows = _query(Catalogue.all, list)
     row = _query(Catalogue.get, lambda: None)
     beginning_with = _query(Catalogue.beginning_with, list)
-    live = _query(Catalogue.live, lambda: None)
     passages_since = _query(Catalogue.passages_since, lambda: (None, []))
     models = _query(Catalogue.models, dict)
     keys = _query(Catalogue.keys, set)
@@ -116,6 +115,10 @@ class Index:
     scores = _query(Catalogue.scores, list)
     remove = _query(Catalogue.remove, lambda: None)
     keep_scores = _query(Catalogue.keep_scores, lambda: None)
+
+    def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
+        """Return the given segments that exist and are usable, or None if the catalogue fails."""
+        return self.ask(methodcaller("live", ids), None)
 
     def touch(self, ids: Iterable[str]) -> None:
         """Record a use of the segments, for LRU eviction."""
