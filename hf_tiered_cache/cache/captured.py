@@ -134,11 +134,7 @@ class CapturedKV:
         return KeptOnDevice(nbytes, gpus[0]) if nbytes else None
 
     def pairs(self, row: int, start: int, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each layer's keys and values of a row's `count` positions from `start` on, on the CPU.
-
-        Yields:
-            `[heads, count, dim]` each.
-        """
+        """Yield each layer's keys and values on the CPU, `[heads, count, dim]`, of a row's positions from `start`."""
         for captured in self.layers.values():
             keys, values = (
                 _tokens_from(tensors, row, slice(None), start, count) for tensors in (captured.keys, captured.values)

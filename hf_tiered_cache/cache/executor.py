@@ -221,11 +221,7 @@ class Executor:
         plan: Plan | None,
         forward: Callable[..., Any],
     ) -> tuple[Any, Plan | None]:
-        """Run the model on what the plan computes.
-
-        Returns:
-            The output of the model, and the plan as it was followed.
-        """
+        """Run the model on what the plan computes. Returns its output, and the plan as it was followed."""
         forward_pass = self._forward_pass(cache, request, sequence, plan)
         stats, began = self.collector.stats, time.perf_counter()
         if plan is None or not isinstance(forward_pass, RestoringForward):

@@ -286,11 +286,7 @@ class Recorder:
         writer.soon(self.finish)
 
     def finish(self) -> bool:
-        """Store what is left, without waiting.
-
-        Returns:
-            False, at once, while another thread uses the recorder.
-        """
+        """Store what is left, without waiting. Returns False, at once, while another thread uses the recorder."""
         if not self._lock.acquire(blocking=False):
             return False
         try:

@@ -366,11 +366,7 @@ def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) ->
 
 
 def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
-    """Queue what live caches have computed.
-
-    Returns:
-        False while another thread uses one of them.
-    """
+    """Queue what live caches have computed. Returns False while another thread uses one of them."""
     with lock:  # others may be registered meanwhile
         live_recorders = list(recorders)
     return False not in [recorder.finish() for recorder in live_recorders]  # a list, so that no recorder is left out

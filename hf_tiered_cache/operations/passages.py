@@ -30,11 +30,7 @@ from .precompute import PrecomputeReport, as_prompts, bar_over
 
 
 def passages_method(method: Method | str | None) -> Passages:
-    """Return a method that reuses passages; CacheTune if `method` is None.
-
-    Raises:
-        ConfigError: The method restores prefixes only.
-    """
+    """Return a method that reuses passages; CacheTune if `method` is None. Raises ConfigError if it does not."""
     method = make_method(method or "cache_tune")
     if not isinstance(method, Passages):
         raise ConfigError(f"{type(method).__name__} restores prefixes only; call precompute without passages=True")

@@ -66,11 +66,7 @@ def checked_encode(codec: Codec, tensor: torch.Tensor) -> tuple[torch.Tensor, ..
 
 
 def checked_decode(codec: Codec, fields: tuple[torch.Tensor, ...], dtype: torch.dtype, dim: int) -> torch.Tensor:
-    """Decode fields to `[..., dim]` in `dtype`, and check the result.
-
-    Raises:
-        ConfigError: The codec returned another dtype or shape.
-    """
+    """Decode fields to `[..., dim]` in `dtype`. Raises ConfigError if the codec returns another dtype or shape."""
     decoded = codec.decode(fields, dtype)
     if codec.lossless:  # a check would take longer than `Raw`
         return decoded
@@ -221,11 +217,7 @@ def register_codec(codec: Codec) -> None:
 
 
 def make_codec(name: str) -> Codec:
-    """Return the codec of a name.
-
-    Raises:
-        ConfigError: There is no such codec, or `name` is a codec itself.
-    """
+    """Return the codec of a name. Raises ConfigError if there is none, or if `name` is a codec itself."""
     try:
         return _codec(name)
     except (KeyError, TypeError):  # unknown, or not a name at all

@@ -94,11 +94,7 @@ class Database(ABC):
         """Create the tables if they are missing."""
 
     def run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
-        """Run `action`, and repeat it if the file was replaced meanwhile. The action must be repeatable.
-
-        Raises:
-            sqlite3.Error: the action failed.
-        """
+        """Run `action`, and again if the file was replaced meanwhile: it must be repeatable. Raises sqlite3.Error."""
         if os.getpid() != self._pid:
             raise sqlite3.OperationalError("the database was opened before this process was forked")
         with self._lock:

@@ -144,11 +144,7 @@ class SegmentReader:
         )
 
     def open_blocks(self, block_group: int, runs: Sequence[BlockRun]) -> None:
-        """Verify runs of blocks that were read, and decrypt them in place.
-
-        Raises:
-            IntegrityError: a block fails its checksum. It names the first bad chunk.
-        """
+        """Verify blocks that were read, and decrypt them in place. Raises IntegrityError, which names a bad chunk."""
         if self._guard is None:
             return
         for first, blocks in runs:

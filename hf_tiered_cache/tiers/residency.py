@@ -411,11 +411,7 @@ class Residency:
             tier.insert(pool, slots, reader.owners[block_group], pool.chunk[slots], chunks)
 
     def confirm(self, pin: Pin) -> None:
-        """Wait until the device has verified its direct reads, and insert their blocks into the tiers.
-
-        Raises:
-            IntegrityError: a block is damaged.
-        """
+        """Wait until direct reads are verified, and insert their blocks. Raises IntegrityError if one is damaged."""
         if pin.check is not None:
             pin.check.confirm()
             with self._lock, self._step:
