@@ -109,14 +109,7 @@ def _stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
 
 
 def _heads(shape: SegmentShape, layer: int, blocks: dict[int, torch.Tensor], tensor: str) -> torch.Tensor:
-    """Return all heads of a layer's keys or values, `[heads, tokens, dim]`.
-
-    Args:
-        shape: Shape of the segment.
-        layer: Index of the layer.
-        blocks: Blocks of the layer's KV cache groups, by group index.
-        tensor: "key" or "value".
-    """
+    """Return keys or values of a layer (`tensor`), `[heads, tokens, dim]`, from the blocks of its groups by index."""
     parts = [
         (part.first_head, shape.unpack(blocks[group.index], group, part))
         for group in shape.restoring_groups[layer]

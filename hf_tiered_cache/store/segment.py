@@ -158,12 +158,7 @@ class SegmentReader:
         return read_batch([(self, block_group, runs)])
 
     def blocks(self, block_group: int) -> torch.Tensor:
-        """Read all blocks of one KV cache group, uint8 `[chunks, block_bytes]`.
-
-        Raises:
-            IntegrityError: a block fails its checksum.
-            OSError: the blocks cannot be read.
-        """
+        """Read all blocks of one KV cache group, uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
         blocks = self.room_for(block_group)
         self.read(block_group, [(0, blocks)]).result()
         return blocks

@@ -208,12 +208,7 @@ class FolderTree:
         return open_regular(name, self.folder_descriptor(kind.folder))
 
     def read(self, kind: FileKind, name: str) -> bytes:
-        """Read the first bytes of a file; a record is read completely.
-
-        Raises:
-            FormatError: it is not a regular file, or the record is too large.
-            OSError: it cannot be read.
-        """
+        """Read the first bytes of a file, or all of a record. Raises OSError, or FormatError if it cannot be one."""
         with self.open(kind, name) as (fd, status):
             if kind.is_record and status.st_size > kind.most_bytes:
                 raise FormatError(f"a record of {status.st_size} bytes is too large")

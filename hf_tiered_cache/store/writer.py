@@ -241,12 +241,7 @@ class Writer:
             )
 
     def flush(self) -> None:
-        """Wait until all queued segments are written, and make them durable.
-
-        Raises:
-            StoreBusyError: the writer makes no progress.
-            StoreError: the segments cannot be made durable.
-        """
+        """Wait until queued segments are written, and make them durable. Raises StoreBusyError or StoreError."""
         written = Latch()
         if self.later(written.open) and not self._wait(
             lambda: written.is_open or self._ended.is_open, _MOST_PATIENCE_SECONDS
