@@ -21,7 +21,7 @@ from hf_tiered_cache.errors import TieredCacheError
 from hf_tiered_cache.methods import METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress, make_method
 from hf_tiered_cache.methods.base import DEFAULT_BUDGET
 from hf_tiered_cache.patches.attach import attachment_of
-from hf_tiered_cache.store.codecs import Int8
+from hf_tiered_cache.store.codecs import Raw
 
 # --- models and methods
 
@@ -215,9 +215,9 @@ def test_a_wrong_value_is_named_with_its_type(use, message):
         use()
 
 
-@pytest.mark.parametrize(("wrong", "advice"), [(Int8(), "register it with"), (Int8, "register an instance of it with")])
+@pytest.mark.parametrize(("wrong", "advice"), [(Raw(), "register it with"), (Raw, "register an instance of it with")])
 def test_a_codec_is_passed_by_name(wrong, advice, tmp_path):
-    with pytest.raises(ConfigError, match=rf"must be a name, one of raw, .*; {advice} .*pass its name, codec='int8'"):
+    with pytest.raises(ConfigError, match=rf"must be a name, one of raw, .*; {advice} .*pass its name, codec='raw'"):
         KVStore(tmp_path, codec=wrong)
     with pytest.raises(ConfigError, match=r"must be a name, one of raw, int8, fp8.*, not 3 "):
         Exact(codec=3)

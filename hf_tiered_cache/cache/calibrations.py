@@ -253,7 +253,7 @@ def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, t
     records = records_of(storage, f"{fingerprint} {_describe(device)}")
     sound = [record for record in records if record.keys() >= _REQUIRED]
     sound = [record for record in sound if _are_numbers(record["tokens"], record["ratio"]) and record["ratio"] <= 1]
-    return _between(tokens, {record["tokens"]: record["ratio"] for record in sound})
+    return _between(tokens, {record["tokens"]: record["ratio"] for record in sound}) if sound else None
 
 
 def prefix_costs(
@@ -283,8 +283,6 @@ def prefix_costs(
         growth = min(longest.growth, *(costs.compute / costs.tokens for costs in measured))  # no token costs below 0
     except (TypeError, AttributeError, ValueError):  # damaged
         return None
-    if compute is None or overhead is None:
-        return None
     compute += growth * max(0, tokens - longest.tokens)
     return PrefixCosts(tokens, compute, restore, load, overhead, growth)
 
@@ -311,16 +309,16 @@ def _restoring(tokens: int, measured: dict[int, float]) -> float:
     """
     *shorter, longest = sorted(measured)
     if tokens <= longest or not shorter:
-        return float(_between(tokens, measured) or 0.0)
+        return _between(tokens, measured)
     cost = measured[longest]
     further = (longest * cost - shorter[-1] * measured[shorter[-1]]) / (longest - shorter[-1])
     return (longest * cost + (tokens - longest) * min(max(further, cost / 2), cost)) / tokens
 
 
-def _between(tokens: int, measured: dict[int, float]) -> float | None:
+def _between(tokens: int, measured: dict[int, float]) -> float:
     """Return the value for a length, interpolated linearly, or that of the nearest length outside the range."""
     lengths = sorted(measured)
-    return float(np.interp(tokens, lengths, [measured[length] for length in lengths])) if lengths else None
+    return float(np.interp(tokens, lengths, [measured[length] for length in lengths]))
 
 
 def _prefix_name(storage: Storage, fingerprint: str, device: torch.device, provenance: str) -> str:

@@ -43,7 +43,7 @@ class CapturedKV:
         self._computed: dict[CopyStream, Event] = {}  # events after all work on the tensors of a GPU
 
     def add(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Append a layer's keys and values, `[batch, heads, n, dim]` each; `end_pass` ends the pass.
+        """Append a layer's keys and values, `[batch, heads, n, dim]` each.
 
         A slice that keeps a larger storage alive (as of fused projections) is copied.
 
@@ -72,11 +72,6 @@ class CapturedKV:
         """Order later work of this thread after all threads' work on the tensors."""
         for stream, event in self._computed.items():
             stream.await_copies(event)
-
-    def cut(self, count: int) -> None:
-        """Remove the last `count` positions."""
-        for tensors in self._tensors():
-            _cut_end(tensors, count)
 
     def cut_to(self, count: int) -> None:
         """Keep the first `count` positions: those of later passes may be in some layers only."""
@@ -139,11 +134,7 @@ class CapturedKV:
         return KeptOnDevice(nbytes, gpus[0]) if nbytes else None
 
     def pairs(self, row: int, start: int, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each layer's keys and values of a row's `count` positions from `start` on, on the CPU.
-
-        Yields:
-            `[heads, count, dim]` each.
-        """
+        """Yield each layer's keys and values on the CPU, `[heads, count, dim]`, of a row's positions from `start`."""
         for captured in self.layers.values():
             keys, values = (
                 _tokens_from(tensors, row, slice(None), start, count) for tensors in (captured.keys, captured.values)
@@ -199,7 +190,7 @@ class CapturedKV:
             yield captured.values
 
 
-class SegmentTable:
+class SegmentTable(dict[bytes, str]):
     """Segments by the prefix hashes that they store, for sequences that are recorded at the same time.
 
     Without it, a prefix of several sequences would be stored once for each. Thread-safe.
@@ -207,23 +198,16 @@ class SegmentTable:
 
     _MOST_HASHES = 1 << 16
 
-    def __init__(self) -> None:
-        self._segments: dict[bytes, str] = {}
-
-    def get(self, prefix_hash: bytes) -> str | None:
-        """Return the id of the segment that stores a prefix hash, or None."""
-        return self._segments.get(prefix_hash)
-
     def add(self, prefix_hashes: Iterable[bytes], segment: str) -> None:
         """Note that a segment stores these prefix hashes."""
-        if len(self._segments) > self._MOST_HASHES:
-            self._segments.clear()
-        self._segments.update(dict.fromkeys(prefix_hashes, segment))
+        if len(self) > self._MOST_HASHES:
+            self.clear()
+        self.update(dict.fromkeys(prefix_hashes, segment))
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget segments that are not stored, or no longer."""
-        for prefix_hash in [key for key, segment in list(self._segments.items()) if segment in segments]:
-            self._segments.pop(prefix_hash, None)
+        for prefix_hash in [key for key, segment in list(self.items()) if segment in segments]:
+            self.pop(prefix_hash, None)
 
 
 def _tokens_from(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:

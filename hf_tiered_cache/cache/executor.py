@@ -30,9 +30,9 @@ from .conversation import Conversation
 from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
 from .forward_pass import ForwardPass, RestoringForward
 from .fronts import ComputedFront
-from .observed import LEAST_PACE_TOKENS, ObservedCosts, Pace, renew_costs, seconds_to_compute
+from .observed import LEAST_PACE_TOKENS, Pace, observed_ratios, renew_costs, seconds_to_compute
 from .prefill import can_be_cut, in_pieces, store_piece
-from .recorder import Names, Recorder
+from .recorder import Recorder
 from .refine import RefiningForward
 from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
 from .sequence import SequenceState, num_common
@@ -61,15 +61,7 @@ class CacheOptions:
 
 
 class Executor:
-    """Executor of a cache's passes. It receives the cache at each pass, and keeps no reference to it.
-
-    Args:
-        attachment: Attachment of the model.
-        store: Store from which KV is restored, and to which it is written.
-        method: Method that restores it.
-        options: Options of the cache.
-        collector: Collects the statistics.
-    """
+    """Executor of a cache's passes. It receives the cache at each pass, and keeps no reference to it."""
 
     def __init__(
         self, attachment: Attachment, store: Storage, method: Method, options: CacheOptions, collector: StatsCollector
@@ -233,11 +225,7 @@ class Executor:
         plan: Plan | None,
         forward: Callable[..., Any],
     ) -> tuple[Any, Plan | None]:
-        """Run the model on what the plan computes.
-
-        Returns:
-            The output of the model, and the plan as it was followed.
-        """
+        """Run the model on what the plan computes. Returns its output, and the plan as it was followed."""
         forward_pass = self._forward_pass(cache, request, sequence, plan)
         stats, began = self.collector.stats, time.perf_counter()
         if plan is None or not isinstance(forward_pass, RestoringForward):
@@ -268,8 +256,8 @@ class Executor:
             return
         tokens = request.num_positions if plan is None else plan.restored_until
         if (costs := costs_of(sequence, self.attachment, tokens)) is not None:
-            observed = ObservedCosts.of(plan, tokens, costs, seconds, *counted)
-            self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, observed))
+            ratios = observed_ratios(plan, tokens, costs, seconds, *counted)
+            self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, ratios))
 
     def _forward_pass(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None
@@ -350,17 +338,8 @@ class Executor:
             return plan
         return fronts.added_to(plan, self.attachment.devices)
 
-    def look_up(self, cache: LayeredCache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
-        """Return what an empty cache would restore of a prompt, int `[1, tokens]`.
-
-        Returns:
-            The plan and an empty string, or None and the reason why nothing would be restored.
-        """
-        admitted = self.admit(cache, {"input_ids": input_ids, "logits_to_keep": 1})
-        return (None, self.bypass) if admitted is None else self.look_up_admitted(*admitted)
-
     def look_up_admitted(self, request: Request, sequence: SequenceState) -> tuple[Plan | None, str]:
-        """Return what would be restored of an admitted prompt, or None and the reason. See `look_up`."""
+        """Return the plan that would restore an admitted prompt and "", or None and the reason."""
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self._plan(request, sequence)
         if plan is not None:
@@ -488,6 +467,7 @@ class Executor:
             layers=len(cache.layers),
             selects=any(source.selects for source in cache.kv_sources),
             seconds_to_compute=partial(seconds_to_compute, store, self._pace, fingerprint, attachment.model.device),
+            reports_passages=isinstance(method, Passages),
         )
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
@@ -502,7 +482,8 @@ class Executor:
             provenance,
             self.options.record,
             collector=self.collector,
-            names=Names(identity.facts, self.options.label),
+            model=identity.facts,
+            labels=self.options.label,
             check=check,
             weights_held=identity.weights_held,
         )

@@ -50,9 +50,7 @@ class ForwardPass(Scope):
     """Forward pass that computes all tokens it is given.
 
     Args:
-        cache: cache that the pass belongs to.
-        attachment: attachment of the model.
-        collector: collector of the request's statistics.
+        cache, attachment, collector: those of the executor.
         tables: rotary tables shared by the passes of the model in its current state, or None.
         recorder: recorder of the computed KV, or None.
         first: first position of the sequence that is computed.
@@ -131,7 +129,6 @@ class ForwardPass(Scope):
             self.assemble_seconds += time.perf_counter() - started
 
     def mask_without(self, call: AttentionCall, unused: tuple[int, ...], width: int) -> torch.Tensor | None:
-        """See `Pass`."""
         if not any(unused):
             return call.mask if call.mask is None else call.mask[..., -width:]
         key = unused, width, call.query.device
@@ -148,40 +145,21 @@ class ForwardPass(Scope):
 
 
 class RestoringForward(ForwardPass):
-    """Forward pass that follows a plan (see `layers.dense`).
+    """Forward pass that follows a plan (see `layers.dense`). The first arguments are those of `ForwardPass`."""
 
-    Args:
-        cache, attachment, collector, tables, recorder, first: see `ForwardPass`.
-        plan: positions to compute and segments to restore.
-        store: storage that holds the blocks.
-        method: method that made the plan.
-    """
-
-    def __init__(
-        self,
-        cache: LayeredCache,
-        attachment: Attachment,
-        collector: StatsCollector,
-        tables: TableCache | None,
-        recorder: Recorder | None,
-        first: int,
-        *,
-        plan: Plan,
-        store: Storage,
-        method: Method,
-    ) -> None:
-        super().__init__(cache, attachment, collector, tables, recorder, first)
+    def __init__(self, *arguments: Any, plan: Plan, store: Storage, method: Method) -> None:
+        super().__init__(*arguments)
         self.plan, self.method = plan, method
         self._ascends, self._last_layer = True, -1
         self._first_narrowed: int | None = None
         self.captures = True
-        self.front = store.fronts.to_compute(plan) if recorder is not None else None
+        self.front = store.fronts.to_compute(plan) if self.recorder is not None else None
         """First tokens that segments lack and this pass computes; None if there are none, or memory has no room."""
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._deferred_layer: int | None = None  # its computed KV is appended, and its queries will select the rest
-        self._devices = attachment.devices
-        self.fetcher = Fetcher(store.residency, collector, self._devices.__getitem__, method.ahead_bytes)
+        self._devices = self.attachment.devices
+        self.fetcher = Fetcher(store.residency, self.collector, self._devices.__getitem__, method.ahead_bytes)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
@@ -208,7 +186,6 @@ class RestoringForward(ForwardPass):
             self.selects = True
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """See `ForwardPass`."""
         try:
             output = super().run(forward, kwargs)
         except Exception as error:
@@ -270,7 +247,6 @@ class RestoringForward(ForwardPass):
                 self.hidden_indexes[layer] = to_device(indexes, device)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ForwardPass`."""
         if self._ascends and layer <= self._last_layer:  # its blocks were released after that layer
             raise LayerOrderError(f"layer {layer} runs after layer {self._last_layer}")
         if keys.shape[2] != self.plan.computed[layer].shape[-1]:
@@ -296,13 +272,11 @@ class RestoringForward(ForwardPass):
         recorder.capture(layer, kind, keys, values)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
-        """See `ForwardPass`."""
         if layer == self._deferred_layer:
             self._deferred_layer = None
         return super().attend(layer, call)
 
     def recompute_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
-        """See `Scope`."""
         window, length = self.layers[layer].window, self.recompute_lengths[layer]
         if not window or length <= window:
             return None

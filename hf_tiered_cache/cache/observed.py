@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -78,73 +78,62 @@ class Pace:
                 self._running = [*self._running[-15:], (fingerprint, tokens, elapsed)]
 
 
-@dataclass(frozen=True)
-class ObservedCosts:
-    """Times of a return, relative to those that the costs predict; None where the return does not show them.
+def observed_ratios(
+    plan: Plan | None,
+    tokens: int,
+    costs: PrefixCosts,
+    seconds: float,
+    waiting: float = 0.0,
+    reading: float = 0.0,
+    nbytes: float = 0.0,
+) -> dict[str, float]:
+    """Compare the times of a pass with those that the costs predict.
 
     Args:
-        compute: Time of the computation.
-        load: Time to read a byte from disk.
+        plan: Plan that the pass followed; None if it computed the whole prompt.
+        tokens: Length of the restored prefix, or of the whole prompt.
+        costs: Costs for so many tokens.
+        seconds: Duration of the pass.
+        waiting: Seconds of it in which the model waited for KV.
+        reading: Seconds in which the disk was read.
+        nbytes: Number of bytes that were read.
+
+    Returns:
+        Observed time relative to the predicted one, by field of `CostFactors`, as far as the pass shows it.
     """
-
-    compute: float | None = None
-    load: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan | None,
-        tokens: int,
-        costs: PrefixCosts,
-        seconds: float,
-        waiting: float = 0.0,
-        reading: float = 0.0,
-        nbytes: float = 0.0,
-    ) -> ObservedCosts:
-        """Compare a pass with its prediction.
-
-        Args:
-            plan: Plan that the pass followed; None if it computed the whole prompt.
-            tokens: Length of the restored prefix, or of the whole prompt.
-            costs: Costs for so many tokens.
-            seconds: Duration of the pass.
-            waiting: Seconds of it in which the model waited for KV.
-            reading: Seconds in which the disk was read.
-            nbytes: Number of bytes that were read.
-        """
-        if plan is None:  # short prompts show only fixed costs
-            predicted = float(costs.computing(tokens))  # 0 if the measurement was disturbed
-            return cls(seconds / predicted if tokens >= _LEAST_TOKENS and predicted else None)
-        compute = load = None
-        if isinstance(plan, RecomputePlan):
-            lengths = np.array(plan.recompute_lengths)
-            recomputing = float(costs.computing(lengths).mean())
-            suffix = max(costs.overhead, float(costs.computing(plan.num_positions - tokens)))
-            predicted = recomputing + suffix + costs.placing(TIERS[-1]) * (tokens - float(lengths.mean()))
-            if recomputing > predicted / 2:
-                compute = (seconds - waiting) / predicted
-        shape = plan.readers[0].shape
-        chunk_bytes = sum(group.block_bytes for group in shape.block_groups if not group.merged)
-        token_bytes = chunk_bytes / shape.geometry.chunk_tokens
-        if nbytes >= _LEAST_READ and token_bytes and (predicted := nbytes / token_bytes * costs.loading(TIERS[-1])):
-            load = reading / predicted
-        return cls(compute, load)
+    ratios: dict[str, float] = {}
+    if plan is None:  # short prompts show only fixed costs
+        predicted = float(costs.computing(tokens))  # 0 if the measurement was disturbed
+        return {"compute": seconds / predicted} if tokens >= _LEAST_TOKENS and predicted else ratios
+    if isinstance(plan, RecomputePlan):
+        lengths = np.array(plan.recompute_lengths)
+        recomputing = float(costs.computing(lengths).mean())
+        suffix = max(costs.overhead, float(costs.computing(plan.num_positions - tokens)))
+        predicted = recomputing + suffix + costs.placing(TIERS[-1]) * (tokens - float(lengths.mean()))
+        if recomputing > predicted / 2:
+            ratios["compute"] = (seconds - waiting) / predicted
+    shape = plan.readers[0].shape
+    chunk_bytes = sum(group.block_bytes for group in shape.block_groups if not group.merged)
+    token_bytes = chunk_bytes / shape.geometry.chunk_tokens
+    if nbytes >= _LEAST_READ and token_bytes and (predicted := nbytes / token_bytes * costs.loading(TIERS[-1])):
+        ratios["load"] = reading / predicted
+    return ratios
 
 
-def renew_costs(storage: Storage, fingerprint: str, device: torch.device, observed: ObservedCosts) -> None:
-    """Move the factors of the calibrated costs towards the observed times, by a bounded step.
+def renew_costs(storage: Storage, fingerprint: str, device: torch.device, ratios: dict[str, float]) -> None:
+    """Move the factors of the calibrated costs towards the `observed_ratios`, by a bounded step.
 
     Times that are near the predicted ones change nothing, and neither does a store that cannot be written.
     """
-    factors = cost_factors(storage, fingerprint, device)
+    factors = asdict(cost_factors(storage, fingerprint, device))
     renewed = {
-        name: float(np.clip(factor * np.clip(ratio**0.5, 1 / _STEP, _STEP), 1 / _MOST, _MOST))
-        for name, factor in asdict(factors).items()
-        if (ratio := getattr(observed, name)) is not None and ratio > 0 and not 1 / _NEAR < ratio < _NEAR
+        name: float(np.clip(factors[name] * np.clip(ratio**0.5, 1 / _STEP, _STEP), 1 / _MOST, _MOST))
+        for name, ratio in ratios.items()
+        if ratio > 0 and not 1 / _NEAR < ratio < _NEAR
     }
     if renewed and storage.disk.backend.writable:
         with suppress(StoreError, OSError):  # the next prompt shows the same
-            keep_cost_factors(storage, fingerprint, device, CostFactors(**asdict(factors) | renewed))
+            keep_cost_factors(storage, fingerprint, device, CostFactors(**factors | renewed))
 
 
 def seconds_to_compute(

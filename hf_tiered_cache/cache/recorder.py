@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,46 +35,13 @@ Submit = Callable[[PendingSegment, bool], None]
 logger = logging.getLogger("hf_tiered_cache")
 
 
-@dataclass(frozen=True)
-class Names:
-    """Names in segment headers, for users.
-
-    Args:
-        model: Readable facts of the model (see `Identity.facts`).
-        label: Label given by the user.
-        labels: Label of each row, if rows have their own.
-    """
-
-    model: Mapping[str, str] = field(default_factory=dict)
-    label: str = ""
-    labels: tuple[str, ...] = ()
-
-    def of_row(self, row: int) -> str:
-        """Return the label of a row."""
-        return self.labels[row] if self.labels else self.label
+def _refused(collector: StatsCollector, table: SegmentTable, pending: PendingSegment) -> None:
+    table.forget([pending.header.id])
+    collector.add(tokens_stored=-pending.header.shape.tokens)
+    collector.explain(WEIGHTS_CHANGED if pending.is_outdated else NO_ROOM)
 
 
-class Confirmation:
-    """Check whether KV may be stored, which remembers a denial."""
-
-    def __init__(self, ask: Callable[[], bool]) -> None:
-        self._ask = ask
-        self.denied = False
-
-    def __call__(self) -> bool:
-        """Return whether the KV may be stored."""
-        self.denied = not self._ask()
-        return not self.denied
-
-
-def _refused(
-    collector: StatsCollector, tokens: int, confirmed: Confirmation, table: SegmentTable, segment: str
-) -> None:
-    table.forget([segment])
-    collector.add(tokens_stored=-tokens)
-    collector.explain(WEIGHTS_CHANGED if confirmed.denied else NO_ROOM)
-
-
+@dataclass(eq=False)
 class Recorder:
     """Recorder that captures the KV of computed tokens until `seal` makes segments of it.
 
@@ -90,49 +57,39 @@ class Recorder:
         provenance: How the KV is computed.
         enabled: Whether anything is recorded; if not, only the history is kept.
         collector: Counts the stored tokens.
-        names: Facts of the model and labels of the user, for the segment headers.
+        model: Readable facts of the model (see `Identity.facts`), for the segment headers.
+        labels: Label of the user for all rows, or for each row.
         check: Check of single-token passes; if one was not plain, the KV captured with it is dropped.
         weights_held: See `Identity.weights_held`.
         rank: Scores the tokens of a row's new segment by each layer's unrotated keys and values, `[heads, tokens,
             dim]`. Tokens with high scores are stored first. None keeps their order.
     """
 
-    def __init__(
-        self,
-        history: History,
-        fingerprint: str,
-        geometry: Geometry,
-        submit: Submit,
-        ttl: float | None,
-        provenance: str = EXACT,
-        enabled: bool = True,
-        rank: Rank | None = None,
-        collector: StatsCollector | None = None,
-        names: Names = Names(),
-        check: DecodingCheck | None = None,
-        weights_held: Callable[[float], bool] = lambda moment: True,
-    ) -> None:
-        self.history = history
-        self.fingerprint = fingerprint
-        self.geometry = geometry
-        self.provenance = provenance
-        self.enabled = enabled
-        self.rank = rank
-        self.collector = collector or StatsCollector()
-        self._names = names
-        self._check = check or DecodingCheck()
-        self._submit = submit
-        self._weights_held = weights_held
-        self.shared_segments: SegmentTable | None = None
-        """Segments of other recorders, which record sequences of the same model at the same time, or None."""
-        self._ttl = ttl
+    history: History
+    fingerprint: str
+    geometry: Geometry
+    submit: Submit
+    ttl: float | None
+    provenance: str = EXACT
+    enabled: bool = True
+    rank: Rank | None = None
+    collector: StatsCollector = field(default_factory=StatsCollector)
+    model: Mapping[str, str] = field(default_factory=dict)
+    labels: str | Sequence[str] = ""
+    check: DecodingCheck = field(default_factory=DecodingCheck)
+    weights_held: Callable[[float], bool] = lambda moment: True
+    shared_segments: SegmentTable | None = None
+    """Segments of other recorders, which record sequences of the same model at the same time, or None."""
+
+    def __post_init__(self) -> None:
         self._lock = threading.RLock()
         self._step = Step(self._mend)
         self.captured = CapturedKV()
         self._first = 0  # position of the first captured token
-        self._count = 0  # number of captured positions
+        self.num_unsealed = 0
+        """Number of captured positions, which no segment holds yet."""
         self._revocable = 0  # number of positions at the end that the next crop may remove
-        rows = len(history.pads)
+        rows = len(self.history.pads)
         self._sealed = [0] * rows  # number of prefix hashes of each row in segments
         self._stored = [0] * rows  # number of them that the last lookup found stored
         self._ancestors: list[tuple[str, ...]] = [()] * rows
@@ -153,10 +110,10 @@ class Recorder:
         with self._lock:
             if self.captured.on_gpu:
                 self.captured.await_work()
-            if first != self._first + self._count:
+            if first != self._first + self.num_unsealed:
                 self.seal()
             with self._step:
-                if first != self._first + self._count:
+                if first != self._first + self.num_unsealed:
                     self._clear()
                     self._first = first
                 self._in_pass = self._capturing = True
@@ -166,35 +123,31 @@ class Recorder:
         if self._capturing:
             self._capturing = self.captured.add(layer, kind, keys, values)
 
-    def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> int:
+    def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> None:
         """Finish a pass, and append its tokens to the history.
 
         Args:
             ids: Tokens that the pass added to the cache, int `[rows, positions]`.
             computed: Number of positions at the end that the pass computed.
             revocable: Number of positions at the end that the next crop may remove.
-
-        Returns:
-            Number of captured positions that no segment holds yet.
         """
         with self._lock, self._step:
             self.history.append(ids)
             self._revocable = revocable
             if self._capturing:
-                self._count += computed
+                self.num_unsealed += computed
                 if self.captured.on_gpu:
                     self.captured.note_work()
             else:
-                if self.captured.layers or self._count:
+                if self.captured.layers or self.num_unsealed:
                     self._clear()
                 self._first = self.history.num_positions
             self._in_pass = self._capturing = False
-            return self._count
 
     def abandon(self) -> None:
         """Discard what a failed pass has captured."""
         with self._lock, self._step:
-            self.captured.cut_to(self._count)
+            self.captured.cut_to(self.num_unsealed)
             self._in_pass = self._capturing = False
 
     # --- what generate() does to a cache
@@ -204,9 +157,8 @@ class Recorder:
         with self._lock, self._step:
             self.history.crop(count)
             self.captured.apply_row_order()
-            num_captured = min(count, self._count)
-            self.captured.cut(num_captured)
-            self._count -= num_captured
+            self.num_unsealed = max(0, self.num_unsealed - count)
+            self.captured.cut_to(self.num_unsealed)
             self._first = min(self._first, self.history.num_positions)
             self._revocable = 0
             for row, pad in enumerate(self.history.pads):
@@ -249,43 +201,34 @@ class Recorder:
 
     # --- making segments
 
-    @property
-    def num_unsealed(self) -> int:
-        """Number of captured positions that no segment holds yet."""
-        return self._count
-
-    def seal(self, wait: bool = True) -> int:
+    def seal(self, wait: bool = True) -> None:
         """Submit all captured tokens that are not stored, in multiples of 16; does nothing during a pass.
 
         Args:
             wait: Whether to wait while the writer's queue is full.
-
-        Returns:
-            Number of submitted tokens.
         """
         with self._lock, self._step:
             pending_segments = self._take_unsealed()
         for pending in pending_segments:  # outside the lock if possible: the queue may stay full for long
-            self._submit(pending, wait)
+            self.submit(pending, wait)
             self.collector.add(tokens_stored=pending.header.shape.tokens)
-        return sum(pending.header.shape.tokens for pending in pending_segments)
 
     def _take_unsealed(self) -> list[PendingSegment]:
         """Return segments of what is captured and not stored, and mark it as sealed."""
         if self._is_collected:
             self._in_pass, self._revocable = False, 0
-        if self._in_pass or not self._count or not self.captured.layers:
+        if self._in_pass or not self.num_unsealed or not self.captured.layers:
             return []
-        if self._check.odd():
+        if self.check.odd():
             self._drop_odd()
             return []
         self.captured.await_work()
         self.captured.apply_row_order()
         self.captured.note_work()
-        end = self._first + self._count - self._revocable
+        end = self._first + self.num_unsealed - self._revocable
         pending_segments: list[PendingSegment] = []
         on_device = self.captured.on_device()
-        table = self.shared_segments or SegmentTable()  # rows may share a prefix
+        table = SegmentTable() if self.shared_segments is None else self.shared_segments  # rows may share a prefix
         for row, pad in enumerate(self.history.pads):
             prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
             if row in self._excluded:
@@ -325,7 +268,7 @@ class Recorder:
         with self._lock:
             self.seal()
             twin = copy.copy(self)
-            twin.collector, twin._check = collector, check
+            twin.collector, twin.check = collector, check
             twin._lock, twin._is_collected = threading.RLock(), False
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
@@ -343,11 +286,7 @@ class Recorder:
         writer.soon(self.finish)
 
     def finish(self) -> bool:
-        """Store what is left, without waiting.
-
-        Returns:
-            False, at once, while another thread uses the recorder.
-        """
+        """Store what is left, without waiting. Returns False, at once, while another thread uses the recorder."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -381,22 +320,20 @@ class Recorder:
             parent=parent,
             position=first * HASH_TOKENS,
             created=now,
-            expires=None if self._ttl is None else now + self._ttl,
+            expires=None if self.ttl is None else now + self.ttl,
             provenance=self.provenance,
-            model=self._names.model,
-            label=self._names.of_row(row),
+            model=self.model,
+            label=self.labels if isinstance(self.labels, str) else self.labels[row],
             scan_hashes=self.history.hasher.scan_hashes(ids),
         )
-        confirmed = Confirmation(partial(self._weights_held, time.monotonic()))
-        refused = partial(_refused, self.collector, tokens, confirmed, table, header.id)
         return PendingSegment(
             header,
             new_hashes,
             self.captured.packer(shape, row, start),
             self._ancestors[row],
-            refused,
+            partial(_refused, self.collector, table),
             on_device=on_device,
-            confirmed=confirmed,
+            confirmed=partial(self.weights_held, time.monotonic()),
         )
 
     def _tables(self, row: int, start: int, tokens: int) -> TokenTables | None:
@@ -407,10 +344,10 @@ class Recorder:
 
     def _keep_from(self, position: int) -> None:
         """Keep only the captured positions from `position` on, and release the memory of the others."""
-        end = self._first + self._count
+        end = self._first + self.num_unsealed
         keep = max(0, end - position)
         self.captured.keep_last(keep)
-        self._first, self._count = end - keep, keep
+        self._first, self.num_unsealed = end - keep, keep
 
     def _mend(self) -> None:
         """Discard the captured KV after an interrupted change: it may belong to other positions than noted."""
@@ -421,4 +358,4 @@ class Recorder:
     def _clear(self) -> None:
         self.captured.clear()
         self._excluded.clear()
-        self._count = 0
+        self.num_unsealed = 0

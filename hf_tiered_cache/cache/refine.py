@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from ..layers import LayeredCache, LayerTensors
+from ..layers import LayerTensors
 from ..methods import Method, Passages
 from ..passages.recompute import ProbeAttentionSum
-from ..patches.attach import Attachment
 from ..patches.attention import can_select, shows_queries
 from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import PassagesPlan, Plan
 from ..store.memory import to_host
 from .forward_pass import RestoringForward
+from .storage import Storage
 
 
 class RefiningForward(RestoringForward):
@@ -29,22 +29,18 @@ class RefiningForward(RestoringForward):
     the next layer computes fewer tokens.
 
     The attention of the query probe (the question) is summed over the layers up to the comparison.
-
-    Args:
-        cache, attachment, args, plan, method, kwargs: See `RestoringForward`.
     """
 
     method: Passages
 
-    def __init__(
-        self, cache: LayeredCache, attachment: Attachment, *args: Any, plan: Plan, method: Method, **kwargs: Any
-    ) -> None:
-        super().__init__(cache, attachment, *args, plan=plan, method=method, **kwargs)
+    def __init__(self, *arguments: Any, plan: Plan, store: Storage, method: Method) -> None:
+        super().__init__(*arguments, plan=plan, store=store, method=method)
         assert isinstance(plan, PassagesPlan) and isinstance(method, Passages)
         self._ascends = False  # a layer may run twice
         self._first_narrowed = 1
         self._choice = plan.choice
-        self.selects = can_select(attachment.config) and shows_queries(attachment.model)  # `attend` runs
+        model, config = self.attachment.model, self.attachment.config
+        self.selects = can_select(config) and shows_queries(model)  # `attend` runs
         self._filled: dict[str, Any] | None = None  # buffer state of the previewed layer
         self._compares = True  # until the comparison
         self._previewed_layer: int | None = None  # layer that runs up to its attention (preview)
@@ -55,7 +51,6 @@ class RefiningForward(RestoringForward):
             self._attention = ProbeAttentionSum(self._choice.question_tokens)
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
-        """See `ForwardPass`."""
         if self._attention is not None and not self.layers[layer].window:
             with self.collector.timing("select_seconds"):
                 self._attention.note(call)
@@ -65,11 +60,9 @@ class RefiningForward(RestoringForward):
         return super().attend(layer, call)
 
     def should_preview(self, layer: int) -> bool:
-        """See `Scope`."""
         return self.selects and self.compares(layer)
 
     def preview(self, layer: int, run: Callable[[], object]) -> None:
-        """See `Scope`."""
         self._previewed_layer = layer
         try:
             with suppress(_Previewed):

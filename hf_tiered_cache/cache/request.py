@@ -13,16 +13,15 @@ from ..patches.scope import CACHE_ARGUMENTS
 from ..reasons import IMAGES, LOOKS_AHEAD, ODD_MASK, ODD_POSITIONS
 from ..store.memory import to_device
 
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that mark each token as text (0) or as an image placeholder."""
 _UNDERSTOOD = frozenset(
     {
         *("input_ids", "attention_mask", "position_ids", *CACHE_ARGUMENTS, "cache_position", "use_cache"),
         *("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states"),
     }
 )
-"""Arguments of `forward` that do not affect the KV beyond tokens and positions. Others may: images, embeddings, ..."""
-
-_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Arguments that mark each token as text (0) or as an image placeholder."""
+"""Arguments of `forward` that affect the KV by tokens and positions only. Others may affect it: embeddings, ..."""
 _IMAGES = frozenset(
     {
         *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"),

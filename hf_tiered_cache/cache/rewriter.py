@@ -28,7 +28,7 @@ from ..store.geometry import Geometry, block_groups
 from ..store.lazy import torch
 from ..store.relayout import join_segments
 from ..store.segment import SegmentReader
-from ..store.shape import SegmentShape, TokenTables
+from ..store.shape import TokenTables
 from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from ..tiers.scores import TokenImportance, size_of
@@ -46,11 +46,9 @@ class Handover:
         self._residency, self._old = residency, old
         self._num_cached: dict[int, int] = {}
         self._scores: dict[int, np.ndarray] = {}  # float64 [2, chunks]
-        devices = list(residency.devices) or [torch.device("cpu")]
         for group in old.shape.block_groups:
             owner, chunks = old.owners[group.index], np.arange(old.shape.chunks_in(group))
-            on_devices = sum(residency.where(owner, chunks, device).get("device", 0) for device in devices)
-            self._num_cached[group.index] = on_devices + residency.where(owner, chunks, devices[0])["host"]
+            self._num_cached[group.index] = residency.num_cached(owner, chunks)
             self._scores[group.index] = residency.scores.of(owner, chunks)
 
     def give_indexes_to(self, new: SegmentReader) -> None:
@@ -128,7 +126,8 @@ class SegmentRewriter:
             groups = block_groups(shape.layout, geometry)
             rank = -shape.tables.slot_of_token[:1].astype(np.int64)  # [1, tokens]
             tables = TokenTables.by_importance(rank[None], groups)
-        return _differs(shape, geometry, tables) and self._replace(segment_id, geometry, tables)
+        differs = shape.geometry != geometry or (tables is not None and not tables.same(shape.tables))
+        return differs and self._replace(segment_id, geometry, tables)
 
     def reorder(self, segment_id: str) -> bool:
         """Order a segment's tokens by their importance, as far as that is known.
@@ -298,11 +297,6 @@ class SegmentRewriter:
         if handover is not None:
             handover.give_to(replacement)
         return True
-
-
-def _differs(shape: SegmentShape, geometry: Geometry, tables: TokenTables | None) -> bool:
-    """Return whether a segment of this shape needs a rewrite; without `tables`, only for another geometry."""
-    return shape.geometry != geometry or (tables is not None and not tables.same(shape.tables))
 
 
 def _is_prefix(reader: SegmentReader) -> bool:

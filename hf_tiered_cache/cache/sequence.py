@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -44,6 +45,7 @@ for `flush`.
 """
 
 
+@dataclass(eq=False)
 class SequenceState:
     """State of the tokens of a cache, in all rows, from the first supported pass on.
 
@@ -60,44 +62,38 @@ class SequenceState:
         layers: Number of layers of the model.
         selects: Whether a cache layer can attend to a part of what is restored.
         seconds_to_compute: Returns the seconds to compute a number of tokens, or None if they are not known.
+        reports_passages: Whether the passages of a prompt are reported.
     """
 
-    def __init__(
-        self,
-        store: Storage,
-        method: Method,
-        config: PreTrainedConfig,
-        identity: Identity,
-        regime: str,
-        recorder: Recorder,
-        check: DecodingCheck,
-        tables: TableCache,
-        segments: tuple[int, ...] | None,
-        layers: int,
-        selects: bool,
-        seconds_to_compute: Seconds,
-    ) -> None:
-        self.store, self.method, self.config = store, method, config
-        self.identity, self.regime, self.recorder, self.check = identity, regime, recorder, check
-        self.tables = tables
-        self.history = recorder.history
-        """History of the tokens."""
-        self._segments, self._layers, self._selects = segments, layers, selects
-        self.seconds_to_compute = seconds_to_compute
-        """Function that returns the seconds to compute a number of tokens, or None if they are not known."""
-        self.approximate = False
-        """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
-        self._new_ids: np.ndarray | None = None
-        """Tokens that the current pass adds, int64 `[rows, positions]`; None if there was no lookup."""
-        self.stored_in_pieces: dict[int, int] = {}
-        """Number of tokens of the current prompt that were computed, stored and released, by row."""
-        self._in_prompt = False  # whether the last pass had several positions
-        self.reports_passages = isinstance(method, Passages)
-        """True if the passages of a prompt are reported."""
-        self._report = PassageReport()
-        self.miss_reason = ""
-        """Reason why the last pass did not find stored passages, if the user can change that, or an empty string."""
-        self._unusable_reason = ""  # reason why the method cannot use all of the match, if so
+    store: Storage
+    method: Method
+    config: PreTrainedConfig
+    identity: Identity
+    regime: str
+    recorder: Recorder
+    check: DecodingCheck
+    tables: TableCache
+    segments: tuple[int, ...] | None
+    layers: int
+    selects: bool
+    seconds_to_compute: Seconds
+    reports_passages: bool
+    approximate: bool = False
+    """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
+    stored_in_pieces: dict[int, int] = field(default_factory=dict)
+    """Number of tokens of the current prompt that were computed, stored and released, by row."""
+    miss_reason: str = ""
+    """Reason why the last pass did not find stored passages, if the user can change that, or an empty string."""
+    _unusable_reason: str = ""  # reason why the method cannot use all of the match, if so
+    _in_prompt: bool = False  # whether the last pass had several positions
+    _report: PassageReport = field(default_factory=PassageReport)
+    _new_ids: np.ndarray | None = None
+    """Tokens that the current pass adds, int64 `[rows, positions]`; None if there was no lookup."""
+    history: History = field(init=False)
+    """History of the tokens."""
+
+    def __post_init__(self) -> None:
+        self.history = self.recorder.history
 
     @property
     def num_positions(self) -> int:
@@ -117,7 +113,7 @@ class SequenceState:
                 self._new_ids,
                 request.must_compute,
                 method.positions_to_compute,
-                self._layers,
+                self.layers,
                 partial(
                     self.store.match, usable=self._usable_hashes, asking=self.recorder, seconds=self.seconds_to_compute
                 ),
@@ -127,7 +123,7 @@ class SequenceState:
         for rows in lookups:
             for row in rows.rows:
                 self.recorder.note_stored(row, rows.held, rows.num_hashes, rows.segments)
-        if plan is None or not self._selects or not isinstance(method, BudgetMethod):
+        if plan is None or not self.selects or not isinstance(method, BudgetMethod):
             return plan
         plan = self._within_budget(plan, method)
         if isinstance(plan, BudgetPlan) and method.reorder:
@@ -155,7 +151,7 @@ class SequenceState:
         sink, ranked_by = method.sink_token(self.config), method.ranked_by
         regimes = dict.fromkeys((self.regime, rope_regime(self.config, 1) or ""))
         hashers = (store.passage_hasher(self.identity.fingerprint, method.passages, sink, name) for name in regimes)
-        lookups = store.find_parts, store.found_passage, self._segments, store.rankings.of
+        lookups = store.find_parts, store.found_passage, self.segments, store.rankings.of
         return PassageFinder(tuple(hashers), sink, *lookups, ranked_by)
 
     def _usable_hashes(self, shape: SegmentShape) -> int:
@@ -258,7 +254,7 @@ class SequenceState:
         self.stored_in_pieces = {}
         ids = request.ids if self._new_ids is None else self._new_ids  # avoids a second device copy
         self._new_ids = None
-        num_unsealed = self.recorder.end(ids, computed, request.revocable)
+        self.recorder.end(ids, computed, request.revocable)
         if self.reports_passages and num_positions > 1:
             self._report_passages(plan, collector)
         if request.text < num_positions:
@@ -266,7 +262,7 @@ class SequenceState:
             return reasons.IMAGES
         prompt_is_whole, self._in_prompt = num_positions == 1 and self._in_prompt, num_positions > 1
         threshold = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if num_positions == 1 else _STORE_PROMPT_AT
-        if num_unsealed >= (HASH_TOKENS if self.approximate and not approximations else threshold):
+        if self.recorder.num_unsealed >= (HASH_TOKENS if self.approximate and not approximations else threshold):
             try:
                 self.recorder.seal()
             except StoreClosedError as error:  # the request itself continues
@@ -303,7 +299,7 @@ class SequenceState:
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
         rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
-        passages = self._report.passage_stats(rows, finder.hashers, self._segments)
+        passages = self._report.passage_stats(rows, finder.hashers, self.segments)
         is_joined = self._report.suggests_joined_text(rows, finder.hashers)
         collector.set_passages(passages)
         if is_joined:
@@ -322,20 +318,13 @@ class SequenceState:
 
     def of_row(self, recorder: Recorder, check: DecodingCheck) -> SequenceState:
         """Return the state of an empty cache with the same settings, for a row alone."""
-        twin: SequenceState = object.__new__(SequenceState)
-        twin.__dict__.update(self.__dict__)
-        twin.recorder, twin.history, twin.check, twin.stored_in_pieces = recorder, recorder.history, check, {}
-        return twin
+        return replace(self, recorder=recorder, check=check, stored_in_pieces={})
 
     def fork(self, collector: StatsCollector) -> SequenceState:
         """Return a copy that continues independently, with its own statistics."""
-        twin: SequenceState = object.__new__(SequenceState)
-        twin.__dict__.update(self.__dict__)
-        twin.check = DecodingCheck()
-        twin.recorder = self.recorder.fork(collector, twin.check)
-        twin.history = twin.recorder.history
-        twin._report = self._report.fork()
-        return twin
+        check = DecodingCheck()
+        recorder = self.recorder.fork(collector, check)
+        return replace(self, recorder=recorder, check=check, _report=self._report.fork())
 
 
 def num_common(history: History, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:

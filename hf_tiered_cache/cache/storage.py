@@ -238,9 +238,9 @@ class Storage:
         """Queue a segment for writing, and cache its blocks in host memory."""
         if pending.on_device is not None:
             self.residency.prepare(pending.on_device.device)
-        written = partial(_admit, self.residency, pending.header.id)
-        refused = partial(_refused, pending, self.residency)
-        self.writer.submit(replace(pending, written=written, refused=refused), wait)
+        pending.written = partial(_admit, self.residency, pending.header.id)
+        pending.refused = partial(_refused, self.residency, pending.refused)
+        self.writer.submit(pending, wait)
 
     def blocks_of(self, reader: SegmentReader, block_group: int) -> torch.Tensor:
         """Return all blocks of a KV cache group of a segment, from host memory if they are there, else from disk.
@@ -354,9 +354,9 @@ def _admit(residency: Residency, segment_id: str, block_group: int, blocks: torc
     residency.admit((segment_id, block_group, content), blocks)
 
 
-def _refused(pending: PendingSegment, residency: Residency) -> None:
+def _refused(residency: Residency, refused: Callable[[PendingSegment], None], pending: PendingSegment) -> None:
     residency.forget([pending.header.id])
-    pending.refused()
+    refused(pending)
 
 
 def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) -> None:
@@ -366,11 +366,7 @@ def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) ->
 
 
 def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
-    """Queue what live caches have computed.
-
-    Returns:
-        False while another thread uses one of them.
-    """
+    """Queue what live caches have computed. Returns False while another thread uses one of them."""
     with lock:  # others may be registered meanwhile
         live_recorders = list(recorders)
     return False not in [recorder.finish() for recorder in live_recorders]  # a list, so that no recorder is left out

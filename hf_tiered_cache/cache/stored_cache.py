@@ -35,9 +35,7 @@ class StoredCache(Cache, ServedCache):
 
     Args:
         attachment, layers: As returned by `prepare`.
-        storage: Store from which KV is restored, and to which it is written.
-        method: Method that restores it.
-        options: Options of the cache.
+        storage, method, options: See `TieredCache`.
     """
 
     def __init__(
@@ -76,7 +74,8 @@ class StoredCache(Cache, ServedCache):
 
     def look_up(self, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """Return what an empty cache would restore of a prompt, int `[1, tokens]`, or None and the reason."""
-        return self._executor.look_up(self, input_ids)
+        admitted = self._executor.admit(self, {"input_ids": input_ids, "logits_to_keep": 1})
+        return (None, self._executor.bypass) if admitted is None else self._executor.look_up_admitted(*admitted)
 
     def count_into(self, total: StatsCollector | None) -> None:
         """Count everything in `total`, too, from now on; None to stop."""

@@ -72,12 +72,7 @@ def _add(name: str, command: Callable[..., None], *examples: str, settings: dict
     app.command(name, epilog=f"\b\nExamples:\n{lines}", context_settings=settings)(command)
 
 
-_add(
-    "ls",
-    listing.ls,
-    "kv-store",
-    "kv-store --json | jq -r '.[] | select(.uses == 0) | .id'",
-)
+_add("ls", listing.ls, "kv-store", "kv-store --json | jq -r '.[] | select(.uses == 0) | .id'")
 _add("stat", listing.stat, "kv-store", "kv-store 1f3a9c02", "kv-store 1f3a9c02 --json")
 _add("top", top.top, "kv-store", "kv-store --interval 5", "kv-store --seconds 10 > activity.txt")
 _add("verify", maintain.verify, "kv-store", "kv-store --repair", "kv-store --key-file kv.key")
@@ -96,13 +91,7 @@ _add(
     "s3://bucket/corpus kv-worker",
     "kv-store redis://host:6379/0 1f3a9c02 --key-file kv.key",
 )
-_add(
-    "conversations",
-    records.conversations,
-    "kv-store",
-    "kv-store show alice-42",
-    "kv-store rm alice-42 --dry-run",
-)
+_add("conversations", records.conversations, "kv-store", "kv-store show alice-42", "kv-store rm alice-42 --dry-run")
 _add(
     "documents",
     records.documents,

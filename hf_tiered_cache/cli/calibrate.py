@@ -177,19 +177,9 @@ def _show_losses(findings: list[QualityFinding], quality: float, as_json: bool) 
     numbers = ("budget", "loss, nats", "same token", "KV loaded", "index", "first token")
     table = Table("method", *numbers, f"within {quality:g}", right=numbers)
     for finding in findings:
-        cells = [
-            f"{finding.agreement:.0%}",
-            f"{finding.brought:.1%}",
-            f"{finding.index:.1%}",
-            f"{1e3 * finding.seconds:.0f} ms",
-        ]
-        table.add_row(
-            finding.method,
-            f"{finding.budget:.0%}",
-            f"{finding.loss:.2g}",
-            *cells,
-            "yes" if finding.keeps(quality) else "",
-        )
+        shares = f"{finding.agreement:.0%}", f"{finding.brought:.1%}", f"{finding.index:.1%}"
+        cells = f"{finding.budget:.0%}", f"{finding.loss:.2g}", *shares, f"{1e3 * finding.seconds:.0f} ms"
+        table.add_row(finding.method, *cells, "yes" if finding.keeps(quality) else "")
     table.show()
     within_target = [finding for finding in findings if finding.keeps(quality)]
     if not within_target:

@@ -80,16 +80,14 @@ class Contents:
         """
         if not name:
             raise Refused("the name of the model is empty; give the first characters of its fingerprint")
-        matching = {
-            fingerprint for fingerprint in self.fingerprints() if self.models.get(fingerprint, {}).get("name") == name
-        }
-        if not matching:
-            matching = {fingerprint for fingerprint in self.fingerprints() if fingerprint.startswith(name)}
-            if len(matching) > 1:
-                raise Refused(
-                    f"{len(matching)} models have a fingerprint that begins with {name!r}; "
-                    "`hf-tiered-cache ls` lists all models"
-                )
+        fingerprints = self.fingerprints()
+        named = {fingerprint for fingerprint in fingerprints if self.models.get(fingerprint, {}).get("name") == name}
+        matching = named or {fingerprint for fingerprint in fingerprints if fingerprint.startswith(name)}
+        if len(matching) > 1 and not named:
+            raise Refused(
+                f"{len(matching)} models have a fingerprint that begins with {name!r}; `hf-tiered-cache ls` lists all "
+                "models"
+            )
         if not matching:
             raise Refused(
                 f"no model has the name {name!r}, or a fingerprint that begins with it; `hf-tiered-cache ls` lists "
@@ -108,14 +106,12 @@ def contents_of(store: Path | str) -> Contents:
     They are read from the catalogue if it agrees with the files. Otherwise the store is opened, which reads the header
     of every segment.
     """
-    contents = None
     if not scheme_of(store):
         with files_of(Path(store)) as files:
-            contents = _catalogued(files)
-    if contents is None:
-        with open_store(store) as opened:
-            return contents_of_open(opened)
-    return contents
+            if (contents := _catalogued(files)) is not None:
+                return contents
+    with open_store(store) as opened:
+        return contents_of_open(opened)
 
 
 def contents_of_open(store: KVStore) -> Contents:
@@ -185,11 +181,8 @@ def open_store(
                 pass
         return KVStore(store, engine="posix", remote=remote, remote_write="never", **options)
     address = urlsplit(str(store))
-    if (
-        address.scheme in ("file", "sqlite")
-        and not create
-        and not Path(unquote(address.netloc + address.path)).exists()
-    ):
+    is_file = address.scheme in ("file", "sqlite") and not create
+    if is_file and not Path(unquote(address.netloc + address.path)).exists():
         raise Refused(f"there is no store at {store}")  # opening it would make it
     place = open_remote(str(store))
     if not place.is_reachable():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..store import EXACT
 from ..store.catalogue import SegmentRow
-from ..store.settings import FILE_NAME, FILE_VARIABLE, PREFIX, SETTINGS, read_settings, without_secrets
+from ..store.settings import FILE_NAME, FILE_VARIABLE, PREFIX, SETTINGS, Setting, read_settings, without_secrets
 from ..units import format_bytes
 from .contents import Contents, contents_of, head_of, unique_length
 from .output import AsJson, StoreAddress, Table, ago, count, date, facts, print_json, printable
@@ -177,11 +178,9 @@ def _show_segment(store: str, contents: Contents, row: SegmentRow, as_json: bool
     print()
     groups_table = Table("group", "layers", "contents", "blocks", "block size", right=("group", "blocks", "block size"))
     for block_group in shape.block_groups:
-        size = format_bytes(block_group.block_bytes)
-        blocks = str(shape.chunks_in(block_group))
-        groups_table.add_row(
-            str(block_group.index), _ranges(block_group.layers), _contents_of_group(block_group), blocks, size
-        )
+        blocks = str(shape.chunks_in(block_group)), format_bytes(block_group.block_bytes)
+        group = str(block_group.index), _ranges(block_group.layers), _contents_of_group(block_group)
+        groups_table.add_row(*group, *blocks)
     groups_table.show()
     print()
     sections_table = Table("section", "offset", "size", right=("offset", "size"))
@@ -247,13 +246,9 @@ def _kind(layer: LayerKV | None) -> str:
 
 def _ranges(numbers: tuple[int, ...] | list[int]) -> str:
     """Return ascending numbers as ranges, such as "0-3, 7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    by_gap = groupby(enumerate(numbers), lambda place: place[1] - place[0])
+    runs = [[number for _, number in run] for _, run in by_gap]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def config(as_json: AsJson = False) -> None:
@@ -270,23 +265,17 @@ def config(as_json: AsJson = False) -> None:
     """  # noqa: D301
     from ..kvstore import KVStore
 
-    defaults = inspect.signature(KVStore).parameters
-    found = read_settings()
-    rows = {
-        name: (found[name].value, found[name].source) if name in found else (defaults[name].default, "default")
-        for name in SETTINGS
+    parameters = inspect.signature(KVStore).parameters
+    defaults = {name: Setting(parameters[name].default, "default") for name in SETTINGS}
+    settings = {
+        name: Setting(without_secrets(value) if isinstance(value, str) else value, source)  # that of a remote has some
+        for name, (value, source) in (defaults | read_settings()).items()
     }
-    rows = {name: (_shown(value), source) for name, (value, source) in rows.items()}
     if as_json:
-        return print_json({name: {"value": value, "source": source} for name, (value, source) in rows.items()})
+        return print_json({name: setting._asdict() for name, setting in settings.items()})
     table = Table("setting", "value", "from", "variable")
-    for name, (value, source) in rows.items():
+    for name, (value, source) in settings.items():
         text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         table.add_row(name, text, source, PREFIX + name.upper())
     table.show()
     print(f"\nfile: {FILE_NAME} in the working directory, or the one that {FILE_VARIABLE} names")
-
-
-def _shown(value: object) -> object:
-    """Return a value without passwords, such as that of a remote."""
-    return without_secrets(value) if isinstance(value, str) else value

@@ -55,11 +55,7 @@ class Pass:
 
 
 def read_trace(path: Path) -> list[Pass]:
-    """Return the passes of a trace, in order.
-
-    Raises:
-        Refused: The file is not a trace of this library.
-    """
+    """Return the passes of a trace, in order. Raises Refused if the file is not a trace of this library."""
     try:
         text = path.read_text(encoding="utf-8").rstrip()
         document = json.loads(text if text.endswith("]") else f"{text.rstrip(',')}]")

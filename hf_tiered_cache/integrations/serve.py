@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 import uvicorn.config
@@ -167,14 +167,10 @@ class TieredModelManager(ModelManager):
         return [{"id": self._single_model, "object": "model", "owned_by": "", "created": int(time.time())}]
 
 
-class _Handler(Protocol):
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response: ...
-
-
 class ReportsCachedTokens:
     """Handler that adds the number of prompt tokens that were not computed to `usage` in a handler's responses."""
 
-    def __init__(self, handler: _Handler) -> None:
+    def __init__(self, handler: Any) -> None:
         self.handler = handler
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
@@ -186,7 +182,7 @@ class ReportsCachedTokens:
                 error_body("chat_template_kwargs must be an object with options of the model's own chat template"),
                 400,
             )
-        response = await self.handler.handle_request(body, request_id)
+        response: Response = await self.handler.handle_request(body, request_id)
         if isinstance(response, StreamingResponse):
             response.body_iterator = _events(response.body_iterator, own_stats)
         elif own_stats and isinstance(response, JSONResponse):

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from ..cache.calibrations import keep_records, records_of
 from ..cache.executor import CacheOptions, Executor
-from ..cache.recorder import Names, Rank, Recorder
+from ..cache.recorder import Recorder
 from ..cache.request import DecodingCheck, Request
 from ..cache.sequence import SequenceState
 from ..cache.storage import Storage
@@ -194,27 +194,20 @@ class PassageExecutor(Executor):
         return sequence
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
-        """See `Executor`."""
         method, store = self.method, self.store
         hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
         arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
-        names = Names(identity.facts, self.options.label, self._labels)
         if self._ranking_lead is not None:
-            lead_tokens = self.lead.shape[1]
-            return _InMemoryRecorder(
-                lead_tokens, self.computed, History(hasher, pads), *arguments, names=names, check=check
-            )
-        history = History(hasher, [pad + self.lead.shape[1] for pad in pads])  # the lead is left out like padding
-        rank: Rank | None = self._rank if method.ranks_alone else None
-        weights_held = identity.weights_held
+            return _InMemoryRecorder(self.lead.shape[1], self.computed, History(hasher, pads), *arguments, check=check)
         return Recorder(
-            history,
+            History(hasher, [pad + self.lead.shape[1] for pad in pads]),  # the lead is left out like padding
             *arguments,
-            rank=rank,
+            rank=self._rank if method.ranks_alone else None,
             collector=self.collector,
-            names=names,
+            model=identity.facts,
+            labels=self._labels or self.options.label,
             check=check,
-            weights_held=weights_held,
+            weights_held=identity.weights_held,
         )
 
     def _rank(self, row: int, layers: Iterable[KV]) -> np.ndarray:
@@ -265,7 +258,7 @@ class _InMemoryRecorder(Recorder):
 
     def _take_unsealed(self) -> list[PendingSegment]:
         start = max(0, self._lead_tokens - self._first)
-        tokens = whole_tokens(self._count - start)
+        tokens = whole_tokens(self.num_unsealed - start)
         if not self._in_pass and tokens > 0:
             self.captured.await_work()
             for row in range(self.history.rows):

@@ -30,11 +30,7 @@ from .precompute import PrecomputeReport, as_prompts, bar_over
 
 
 def passages_method(method: Method | str | None) -> Passages:
-    """Return a method that reuses passages; CacheTune if `method` is None.
-
-    Raises:
-        ConfigError: The method restores prefixes only.
-    """
+    """Return a method that reuses passages; CacheTune if `method` is None. Raises ConfigError if it does not."""
     method = make_method(method or "cache_tune")
     if not isinstance(method, Passages):
         raise ConfigError(f"{type(method).__name__} restores prefixes only; call precompute without passages=True")
@@ -113,14 +109,7 @@ def _stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
 
 
 def _heads(shape: SegmentShape, layer: int, blocks: dict[int, torch.Tensor], tensor: str) -> torch.Tensor:
-    """Return all heads of a layer's keys or values, `[heads, tokens, dim]`.
-
-    Args:
-        shape: Shape of the segment.
-        layer: Index of the layer.
-        blocks: Blocks of the layer's KV cache groups, by group index.
-        tensor: "key" or "value".
-    """
+    """Return keys or values of a layer (`tensor`), `[heads, tokens, dim]`, from the blocks of its groups by index."""
     parts = [
         (part.first_head, shape.unpack(blocks[group.index], group, part))
         for group in shape.restoring_groups[layer]

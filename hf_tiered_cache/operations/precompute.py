@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -88,19 +88,22 @@ def precompute(
         storing_method = Exact(
             geometry=requested_method.geometry, codec=requested_method.codec, recompute=0.0, decline=False
         )
-    results: list[tuple[int, RequestStats]] = []
-    with bar_over(sum(map(len, prompts)), progress) as bar:
+    tokens, stats = sum(map(len, prompts)), list[RequestStats]()
+    with bar_over(tokens, progress) as bar:
         for prompt in prompts:
             cache = StoredCache.over(model, storage, storing_method, CacheOptions(label=label, tag=tag))
-            fill(storage, cache, prompt, pin, _chunk_tokens(cache), bar.update)
-            results.append((len(prompt), cache.stats))
+            varies = varying_rope(cache.model.config.get_text_config(decoder=True)) is not None  # with the length
+            for chunk in prompt.split(len(prompt) if varies else CHUNK_TOKENS):
+                run(cache, chunk)
+                bar.update(len(chunk))
+            segments = cache.store_now()
+            if pin:
+                storage.writer.flush()
+                storage.disk.pin(segments)
+            stats.append(cache.stats)
     storage.flush()  # a failed write is subtracted from the statistics
-    report = PrecomputeReport(
-        len(prompts),
-        sum(tokens for tokens, _ in results),
-        sum(stats.tokens_restored for _, stats in results),
-        sum(stats.tokens_stored for _, stats in results),
-    )
+    restored = sum(request.tokens_restored for request in stats)
+    report = PrecomputeReport(len(prompts), tokens, restored, sum(request.tokens_stored for request in stats))
     if (
         isinstance(requested_method, BudgetMethod)
         and requested_method.selects
@@ -117,45 +120,12 @@ def _index(storage: Storage, model: torch.nn.Module, method: Method, prompt: tor
     run(StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag)), torch.cat([prompt, prompt[-1:]]))
 
 
-def fill(
-    storage: Storage,
-    cache: StoredCache,
-    prompt: torch.Tensor,
-    pin: bool,
-    chunk_tokens: int | None = None,
-    on_progress: Callable[[int], object] = lambda tokens: None,
-) -> None:
-    """Compute a prompt, and store its new KV.
-
-    Args:
-        storage: storage of the cache.
-        cache: empty cache.
-        prompt: int `[tokens]`.
-        pin: whether to protect the prompt's segments from eviction.
-        chunk_tokens: number of tokens per pass; None for one pass.
-        on_progress: function called after each pass with its number of tokens.
-    """
-    for chunk in prompt.split(chunk_tokens or len(prompt)):
-        run(cache, chunk)
-        on_progress(len(chunk))
-    segments = cache.store_now()
-    if pin:
-        storage.writer.flush()
-        storage.disk.pin(segments)
-
-
 @torch.no_grad()
 def run(cache: StoredCache, ids: torch.Tensor) -> torch.Tensor:
     """Run tokens, int `[tokens]` or `[rows, tokens]`, after those of a cache. Return last logits, `[rows, 1, n]`."""
     device = attach(cache.model).devices[0]  # `model.device` is `meta` if it is offloaded
     ids = torch.atleast_2d(ids).to(device)
     return cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-
-
-def _chunk_tokens(cache: StoredCache) -> int | None:
-    """Return the number of tokens per pass; None if the RoPE frequencies depend on the prompt's length."""
-    varies = varying_rope(cache.model.config.get_text_config(decoder=True)) is not None
-    return None if varies else CHUNK_TOKENS
 
 
 def bar_over(tokens: int, progress: bool, name: str = "precompute") -> tqdm:
@@ -250,6 +220,6 @@ class _Prompt:
         sizes = dict.fromkeys(TIERS, 0)
         for unit in self.units:
             owner = unit.reader.owners[unit.block_group.index]
-            for tier, blocks in self._storage.residency.where(owner, unit.chunks, self.device_of(unit)).items():
-                sizes[tier] += blocks * unit.block_group.block_bytes
+            for tier, chunks in self._storage.residency.find(owner, unit.chunks, self.device_of(unit)).items():
+                sizes[tier] += len(chunks) * unit.block_group.block_bytes
         return Lookup(self._tokens, self._restored, sizes, self._reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -113,17 +114,11 @@ def _checked(parts: Sequence[Any]) -> Iterator[Part]:
 
 def _joined(pieces: Sequence[Part]) -> Iterator[Part]:
     """Yield the pieces with adjacent texts joined: only passages have token borders of their own."""
-    text = ""
-    for piece in pieces:
-        if isinstance(piece, str):
-            text += piece
-            continue
-        if text:
+    for is_text, run in groupby(pieces, lambda piece: isinstance(piece, str)):
+        if not is_text:
+            yield from run
+        elif text := "".join(map(str, run)):
             yield text
-        text = ""
-        yield piece
-    if text:
-        yield text
 
 
 def _leading_tokens(tokenizer: Any) -> list[int]:

@@ -91,20 +91,14 @@ def calibrate_quality(
         full = [answer.log_probs for answer in _answers(scratch, model, prompts, Exact(), questions, bar.update)]
         for method in settings:
             answers = list(_answers(scratch, model, prompts, method, questions, bar.update))
-            losses = [
-                float((full_log_probs.exp() * (full_log_probs - answer.log_probs)).sum().clamp(min=0))
-                for full_log_probs, answer in zip(full, answers, strict=True)
-            ]
-            agreements = [
-                bool(full_log_probs.argmax() == answer.log_probs.argmax())
-                for full_log_probs, answer in zip(full, answers, strict=True)
-            ]
+            pairs = [(expected, answer.log_probs) for expected, answer in zip(full, answers, strict=True)]
+            losses = [float((p.exp() * (p - q)).sum().clamp(min=0)) for p, q in pairs]  # KL divergence
             findings.append(
                 QualityFinding(
                     method=describe_method(method, method.loss_ignores),
                     budget=method.budget,
                     losses=[round(loss, 6) for loss in losses],
-                    agreement=sum(agreements) / len(agreements),
+                    agreement=sum(bool(p.argmax() == q.argmax()) for p, q in pairs) / len(pairs),
                     brought=sum(answer.brought for answer in answers) / len(answers),
                     index=max(answer.indexed for answer in answers),
                     seconds=sorted(answer.seconds for answer in answers)[len(answers) // 2],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,7 +18,7 @@ from ..store.engines import ReadOp
 from ..store.format import HEADER_BYTES, decode_header
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
-from ..store.threads import Progress
+from ..store.threads import DaemonPool, Progress
 from .entries import (
     ENTRY,
     Entry,
@@ -40,15 +39,13 @@ _WINDOW_BYTES = 16 << 20
 _PATIENCE_SECONDS = 30.0
 """Seconds that `flush` and `close` wait for a remote that makes no progress."""
 _REFUSED = "it is not used for a while, after several failures"
-_Work = Callable[[], object]
 
 
 class WriteBack:
     """Thread that sends segments to a remote, and deletes them there.
 
     Args:
-        remote: The remote.
-        disk: The local store.
+        remote, disk: The remote and the local store.
         write: One of `WRITES`.
         count: Adds amounts to the figures of the tier (see `RemoteStats`).
         sent: Receives the names of the entries of what was sent.
@@ -64,7 +61,7 @@ class WriteBack:
     ) -> None:
         self._remote, self._disk, self._write, self._count, self._sent = remote, disk, write, count, sent
         self._breaker = Breaker()
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._pool = DaemonPool(1, "hf-tiered-remote")
         self._waiting: set[str] = set()
         self._skipped: set[str] = set()
         self._holding = 0  # number of bodies of `holding`
@@ -72,7 +69,6 @@ class WriteBack:
         self._unfinished = 0  # number of queued and running works
         self._progress = Progress()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._ended = False
 
     @property
@@ -140,8 +136,6 @@ class WriteBack:
 
     def flush(self) -> None:
         """Wait until all that was queued is done, or nothing is done for `_PATIENCE_SECONDS`."""
-        if self._thread is threading.current_thread():
-            return
         if not self._progress.wait(lambda: not self._unfinished, _PATIENCE_SECONDS):
             self._disk.warn("remote queue", f"{self._remote.place} does not answer; {self.queued} segments wait")
 
@@ -152,29 +146,25 @@ class WriteBack:
         self.flush()
         if self._unfinished:
             self._count(dropped_writes=len(self._waiting))
-        self._queue.put(None)
+        self._pool.close(0.0)
 
-    def _put(self, work: _Work) -> None:
-        with self._lock:
+    def _put(self, work: Callable[[], object]) -> None:
+        with suppress(RuntimeError), self._lock:  # closed meanwhile
+            self._pool.submit(self._run, work)
             self._unfinished += 1
-            self._queue.put(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hf-tiered-remote", daemon=True)
-                self._thread.start()
 
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                work()
-            except Exception as error:  # whatever a client library raises
-                if not isinstance(error, TieredCacheError):  # a damaged segment says nothing about the remote
-                    self._breaker.failed()
-                    self._count(errors=1)
-                self._drop(error)
-            finally:
-                with self._lock:
-                    self._unfinished -= 1
-                self._progress.step()
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever a client library raises
+            if not isinstance(error, TieredCacheError):  # a damaged segment says nothing about the remote
+                self._breaker.failed()
+                self._count(errors=1)
+            self._drop(error)
+        finally:
+            with self._lock:
+                self._unfinished -= 1
+            self._progress.step()
 
     def _drop(self, why: object) -> None:
         self._count(dropped_writes=1)

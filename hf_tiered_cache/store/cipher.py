@@ -44,11 +44,7 @@ class Plain:
         return None
 
     def guard(self, seal: Seal | None) -> Guard:
-        """Return the guard that checks and converts the blocks of a file.
-
-        Raises:
-            OtherKeyError: the file was not written with this store's key.
-        """
+        """Return the guard of a file's blocks. Raises OtherKeyError if this store's key did not write the file."""
         if seal is not None:
             raise OtherKeyError("it is encrypted, but the store was opened without a key")
         return Checksums()

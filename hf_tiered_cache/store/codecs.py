@@ -5,8 +5,8 @@ A codec encodes a tensor of keys or values to the fields that a block holds, and
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
 
@@ -66,11 +66,7 @@ def checked_encode(codec: Codec, tensor: torch.Tensor) -> tuple[torch.Tensor, ..
 
 
 def checked_decode(codec: Codec, fields: tuple[torch.Tensor, ...], dtype: torch.dtype, dim: int) -> torch.Tensor:
-    """Decode fields to `[..., dim]` in `dtype`, and check the result.
-
-    Raises:
-        ConfigError: The codec returned another dtype or shape.
-    """
+    """Decode fields to `[..., dim]` in `dtype`. Raises ConfigError if the codec returns another dtype or shape."""
     decoded = codec.decode(fields, dtype)
     if codec.lossless:  # a check would take longer than `Raw`
         return decoded
@@ -108,85 +104,46 @@ class Raw:
         return fields[0]
 
 
-class Scaled(ABC):
-    """Base class of 8-bit codecs.
+@dataclass(eq=False)
+class Scaled:
+    """Codec with 8 bits for each number.
 
     A number is decoded as its code times the scale of its token and head. The scale is the largest magnitude of the
     token in that head, divided by `largest`. Scales are float32, since scales of bfloat16 tensors exceed the range of
     float16. With 128 dims per head, scales are 3 % of the bytes. If a token has non-finite numbers in a head, the whole
     token is decoded as NaN in that head: it would corrupt the model's output anyway, and must not become finite.
+
+    Args:
+        name: See `Codec`.
+        largest: Magnitude of the largest code.
+        code: Name of the dtype of the codes.
+        stored: Name of the dtype that they are stored as: some devices have no indexing kernels for float8.
     """
 
     lossless = False
+    name: str
     largest: float
-    """Magnitude of the largest code."""
-
-    @property
-    @abstractmethod
-    def code_dtype(self) -> torch.dtype:
-        """Dtype of the stored codes. It must support indexing on every device."""
+    code: str
+    stored: str
 
     def fields(self, dtype: torch.dtype, dim: int) -> tuple[Field, ...]:
-        return Field(self.code_dtype, dim), Field(torch.float32, 1)
+        return Field(getattr(torch, self.stored), dim), Field(torch.float32, 1)
 
     def encode(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wide = tensor.float()
         most = wide.abs().amax(-1, keepdim=True) if tensor.shape[-1] else wide.new_zeros(*wide.shape[:-1], 1)
-        limits = torch.finfo(torch.float32)
+        limits, code_dtype = torch.finfo(torch.float32), getattr(torch, self.code)
         # limited so that neither the division by a scale nor the largest code times the scale overflows
         scales = (most / self.largest).clamp_(limits.tiny, limits.max / self.largest * (1 - limits.eps))
         finite = most.isfinite()
         scales.masked_fill_(~finite, torch.nan)
-        return self._round((wide / scales).masked_fill_(~finite, 0)), scales
+        numbers = (wide / scales).masked_fill_(~finite, 0)  # up to rounding, at most `largest` in magnitude
+        numbers = numbers.clamp_(-self.largest, self.largest) if code_dtype.is_floating_point else numbers.round_()
+        return numbers.to(code_dtype).view(getattr(torch, self.stored)), scales
 
     def decode(self, fields: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
         codes, scales = fields
-        return self._widen(codes).mul_(scales).to(dtype)
-
-    @abstractmethod
-    def _round(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Round `numbers`, float32 and, up to rounding, at most `largest` in magnitude, to the nearest codes."""
-
-    @abstractmethod
-    def _widen(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return a float32 copy of the codes."""
-
-
-class Int8(Scaled):
-    """Codec to integers from -127 to 127. The error is at most 1/254 of the token's largest magnitude in that head."""
-
-    name = "int8"
-    largest = 127.0
-
-    @property
-    def code_dtype(self) -> torch.dtype:
-        return torch.int8
-
-    def _round(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.round_().to(torch.int8)
-
-    def _widen(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes.to(torch.float32)
-
-
-class Fp8(Scaled):
-    """Codec to float8 e4m3 (`torch.float8_e4m3fn`): a relative error of at most 1/16, or a small absolute error.
-
-    Codes are stored as uint8, since some devices have no indexing kernels for float8.
-    """
-
-    name = "fp8"
-    largest = 448.0
-
-    @property
-    def code_dtype(self) -> torch.dtype:
-        return torch.uint8
-
-    def _round(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.clamp_(-self.largest, self.largest).to(torch.float8_e4m3fn).view(torch.uint8)
-
-    def _widen(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes.view(torch.float8_e4m3fn).to(torch.float32)
+        return codes.view(getattr(torch, self.code)).to(torch.float32).mul_(scales).to(dtype)
 
 
 class Direction:
@@ -237,7 +194,11 @@ def _fault_in_use(codec: Codec) -> str:
     return ""
 
 
-_BUILT_IN: tuple[Codec, ...] = (Raw(), Int8(), Fp8())
+_BUILT_IN: tuple[Codec, ...] = (
+    Raw(),
+    Scaled("int8", 127.0, "int8", "int8"),  # the error is at most 1/254 of the token's largest magnitude in that head
+    Scaled("fp8", 448.0, "float8_e4m3fn", "uint8"),  # a relative error of at most 1/16, or a small absolute error
+)
 CODECS: Registry[Codec] = Registry(
     "codec", "hf_tiered_cache.codecs", {codec.name: codec for codec in _BUILT_IN}, _fault
 )
@@ -256,11 +217,7 @@ def register_codec(codec: Codec) -> None:
 
 
 def make_codec(name: str) -> Codec:
-    """Return the codec of a name.
-
-    Raises:
-        ConfigError: There is no such codec, or `name` is a codec itself.
-    """
+    """Return the codec of a name. Raises ConfigError if there is none, or if `name` is a codec itself."""
     try:
         return _codec(name)
     except (KeyError, TypeError):  # unknown, or not a name at all

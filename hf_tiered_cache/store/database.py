@@ -74,13 +74,13 @@ class Database(ABC):
     @classmethod
     def shared(cls: type[_D], files: StoreRoot) -> _D:
         """Return the process's connection to the database of a folder. Its users call `release`."""
-        return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), lambda: cls._open_shared(files))
 
-    @classmethod
-    def _open_shared(cls: type[_D], files: StoreRoot) -> _D:
-        database = cls(files.again())
-        database.is_shared = True
-        return database
+        def open_shared() -> _D:
+            database = cls(files.again())
+            database.is_shared = True
+            return database
+
+        return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), open_shared)
 
     def release(self) -> None:
         """Close the database, if it is not shared, or by its last user."""
@@ -94,11 +94,7 @@ class Database(ABC):
         """Create the tables if they are missing."""
 
     def run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
-        """Run `action`, and repeat it if the file was replaced meanwhile. The action must be repeatable.
-
-        Raises:
-            sqlite3.Error: the action failed.
-        """
+        """Run `action`, and again if the file was replaced meanwhile: it must be repeatable. Raises sqlite3.Error."""
         if os.getpid() != self._pid:
             raise sqlite3.OperationalError("the database was opened before this process was forked")
         with self._lock:
@@ -133,8 +129,6 @@ class Database(ABC):
 
     def rebuild(self, generation: int) -> None:
         """Replace the database by an empty one, unless that was done since `generation`."""
-        if os.getpid() != self._pid:
-            raise sqlite3.OperationalError("the database was opened before this process was forked")
         with self._lock:
             if not self._closed and self.generation == generation:
                 self._open(discard=True)

@@ -74,10 +74,6 @@ class SegmentStore(Space):
         """Return the path of a segment's file, for tools that inspect it."""
         return Path(self.backend.where(segment_id))
 
-    def warn(self, topic: str, message: str) -> None:
-        """Log a warning the first time that its topic occurs; later occurrences are only counted."""
-        self._faults.warn(topic, message)
-
     # --- finding and reading
 
     def find(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:

@@ -156,13 +156,10 @@ class FolderBackend(SegmentBackend):
 
     def pinned(self) -> set[str]:
         try:
-            return {name for name in self.files.names(PIN) if self._is_pin(name)}
+            found = {name: self.files.find(PIN, name) for name in self.files.names(PIN)}
         except FileNotFoundError:
             return set()
-
-    def _is_pin(self, name: str) -> bool:
-        status = self.files.find(PIN, name)
-        return status is not None and S_ISREG(status.st_mode) and not status.st_size
+        return {name for name, pin in found.items() if pin is not None and S_ISREG(pin.st_mode) and not pin.st_size}
 
     # --- space
 

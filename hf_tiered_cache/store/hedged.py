@@ -31,12 +31,7 @@ _T = TypeVar("_T")
 
 
 class HedgedReads:
-    """Reads of one kind, which usually take about as long as each other.
-
-    Args:
-        threads: Number of reads in flight.
-        name: Name of the threads.
-    """
+    """Reads of one kind, which usually take about as long as each other."""
 
     def __init__(self, threads: int, name: str) -> None:
         self.hedged = 0

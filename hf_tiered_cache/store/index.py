@@ -158,11 +158,7 @@ class Index:
                 self.scan()
 
     def adopt(self, ids: Sequence[str]) -> list[str]:
-        """Add segments that the catalogue does not list.
-
-        Returns:
-            Ids that are not valid segments, or could not be added.
-        """
+        """Add segments that the catalogue does not list. Returns the ids that are invalid or could not be added."""
         rejected: list[str] = []
         for first in range(0, len(ids), _AT_ONCE):
             batch = {segment_id: self._read(segment_id) for segment_id in ids[first : first + _AT_ONCE]}

@@ -64,11 +64,7 @@ class FileKind:
 
 
 def name_of(text: str) -> str:
-    """Return the hash of a text as 32 hexadecimal digits.
-
-    Raises:
-        UnicodeEncodeError: the text cannot be encoded as UTF-8.
-    """
+    """Return the hash of a text as 32 hexadecimal digits. Raises UnicodeEncodeError if UTF-8 cannot encode it."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -104,35 +104,29 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
     bar = tqdm(
         total=sum(sizes.values()), unit="iB", unit_scale=True, unit_divisor=1024, desc="verify", disable=not progress
     )
-    for segment_id in sizes:
-        report.segments += 1
+    for name in [*sizes, *sorted(sidecars)]:
+        is_segment = name in sizes
         try:
-            reader = SegmentReader(backend, segment_id, True, store.cipher)
-            bar.update(reader.header.blocks.offset)
-            for nbytes, blocks in _read_all(reader):
-                report.blocks += blocks
-                report.nbytes += nbytes
-                bar.update(nbytes)
-        except (NotOursError, FileNotFoundError) as error:
-            report.segments -= 1  # of another key or format, or evicted meanwhile
-            report.unread += isinstance(error, OtherKeyError)
-            report.other_format += isinstance(error, OtherFormatError)
+            if is_segment:
+                reader = SegmentReader(backend, name, True, store.cipher)
+                bar.update(reader.header.blocks.offset)
+                for nbytes, blocks in _read_all(reader):
+                    report.blocks += blocks
+                    report.nbytes += nbytes
+                    bar.update(nbytes)
+            else:
+                report.nbytes += store.sidecars.check(name)
+        except (NotOursError, FileNotFoundError) as error:  # of another key or format, or evicted meanwhile
+            report.unread += is_segment and isinstance(error, OtherKeyError)
+            report.other_format += is_segment and isinstance(error, OtherFormatError)
+            continue
         except (FormatError, IntegrityError, OSError) as error:
-            report.bad[segment_id] = str(error)
-            if repair and not isinstance(error, OSError) and store.remove([segment_id]):
-                report.removed.append(segment_id)
-    bar.close()
-    for name in sorted(sidecars):
-        try:
-            report.nbytes += store.sidecars.check(name)
-            report.sidecars += 1
-        except (NotOursError, FileNotFoundError):
-            pass  # counted with its segment
-        except (FormatError, IntegrityError, OSError) as error:
-            report.sidecars += 1
             report.bad[name] = str(error)
-            if repair and not isinstance(error, OSError) and backend.delete(name):
-                report.removed.append(name)
+            if repair and not isinstance(error, OSError):
+                report.removed += [name] * (store.remove([name]) if is_segment else backend.delete(name))
+        report.segments += is_segment
+        report.sidecars += not is_segment
+    bar.close()
     return report
 
 
@@ -208,15 +202,10 @@ def _files(store: SegmentStore, ids: Iterable[str], reason: str) -> dict[str, st
 def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
     """Return whether a segment is permanently unreadable, as opposed to another format or a temporary read error."""
     try:
-        if not store.backend.is_own(segment_id):
-            return False
-        read_head(partial(store.backend.head, segment_id))
-    except NotOursError:
-        return False
-    except FormatError:
-        return True
-    except OSError:
-        return False
+        if store.backend.is_own(segment_id):
+            read_head(partial(store.backend.head, segment_id))
+    except (FormatError, OSError) as error:
+        return isinstance(error, FormatError) and not isinstance(error, NotOursError)
     return False
 
 

@@ -150,7 +150,7 @@ class ObjectBackend(ABC, SegmentBackend):
 
     def sidecars(self) -> dict[str, int]:
         objects = self.list_objects(SIDECAR.folder).items()
-        return {name: stored.nbytes for name, stored in objects if _is(SIDECAR, name)}
+        return {name: stored.nbytes for name, stored in objects if SIDECAR.names.fullmatch(name)}
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         unknown = []
@@ -236,7 +236,8 @@ class ObjectBackend(ABC, SegmentBackend):
         pass  # `put_object` returns when an object is stored
 
     def pinned(self) -> set[str]:
-        return {name for name, stored in self.list_objects(PIN.folder).items() if _is(PIN, name) and not stored.size}
+        objects = self.list_objects(PIN.folder).items()
+        return {name for name, stored in objects if PIN.names.fullmatch(name) and not stored.size}
 
     # --- space
 
@@ -383,7 +384,3 @@ class ObjectLock:
 
 def _object_name(kind: FileKind, name: str) -> str:
     return f"{kind.folder}/{name}" if kind.folder else name
-
-
-def _is(kind: FileKind, name: str) -> bool:
-    return kind.names.fullmatch(name) is not None

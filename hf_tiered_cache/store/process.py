@@ -90,9 +90,6 @@ class OpenSegments(Generic[_Segment]):
         # no __del__: modules may already be unloaded when the interpreter exits
         weakref.finalize(self, _close_segments, self._store).atexit = False
 
-    def __contains__(self, segment_id: str) -> bool:
-        return (self._store, segment_id) in _process().segments
-
     def __iter__(self) -> Iterator[str]:
         process = _process()
         with process.lock:

@@ -85,18 +85,11 @@ def victims(uses: Sequence[Use], nbytes: int, spared: Collection[str], now: floa
 
 
 class Space:
-    """Space that a store takes: usage, quota, eviction and deletion.
-
-    Args:
-        backend: place of the store.
-        limits: limits of the disk space.
-        faults: counts and logs faults.
-        cipher: encrypts sidecars, if the store has a key.
-    """
+    """Space that a store takes: usage, quota, eviction and deletion."""
 
     def __init__(self, backend: SegmentBackend, limits: Limits, faults: Faults, cipher: Plain) -> None:
         self.backend, self.place, self.limits, self.cipher = backend, backend.place, limits, cipher
-        self._faults, self.counters = faults, faults.counters
+        self._faults, self.counters, self.warn = faults, faults.counters, faults.warn
         self.readers: OpenSegments[SegmentReader] = OpenSegments()
         self.on_gone: list[Callable[[Collection[str]], None]] = []
         """Callbacks that receive the ids of deleted or replaced segments."""

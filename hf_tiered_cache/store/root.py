@@ -74,11 +74,7 @@ class StoreRoot(FolderTree):
             raise
 
     def again(self) -> StoreRoot:
-        """Open the folder a second time, with separate descriptors.
-
-        Raises:
-            OSError: the folder cannot be opened, or another folder has replaced it.
-        """
+        """Open the folder again, with separate descriptors. Raises OSError, also if another folder has replaced it."""
         reopened = StoreRoot.__new__(StoreRoot)
         FolderTree.__init__(reopened, self.path)
         reopened.writable = self.writable

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -104,7 +105,7 @@ class SegmentReader:
         self.gone = False
         """True if the store has dropped the segment. It stays readable, but is not found again."""
 
-    @property
+    @cached_property
     def held(self) -> np.ndarray:
         """Tokens of each layer that can be read, bool `[layers, tokens]`."""
         return self.shape.held
@@ -143,11 +144,7 @@ class SegmentReader:
         )
 
     def open_blocks(self, block_group: int, runs: Sequence[BlockRun]) -> None:
-        """Verify runs of blocks that were read, and decrypt them in place.
-
-        Raises:
-            IntegrityError: a block fails its checksum. It names the first bad chunk.
-        """
+        """Verify blocks that were read, and decrypt them in place. Raises IntegrityError, which names a bad chunk."""
         if self._guard is None:
             return
         for first, blocks in runs:
@@ -161,12 +158,7 @@ class SegmentReader:
         return read_batch([(self, block_group, runs)])
 
     def blocks(self, block_group: int) -> torch.Tensor:
-        """Read all blocks of one KV cache group, uint8 `[chunks, block_bytes]`.
-
-        Raises:
-            IntegrityError: a block fails its checksum.
-            OSError: the blocks cannot be read.
-        """
+        """Read all blocks of one KV cache group, uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
         blocks = self.room_for(block_group)
         self.read(block_group, [(0, blocks)]).result()
         return blocks
@@ -224,15 +216,9 @@ class FrontReader(SegmentReader):
         self.id, self.shape, self.chain, self.backend = segment.id, shape, segment.chain, segment.backend
         self.header = replace(segment.header, shape=shape)
         self.owners = owners_of_front(segment, shape)
-        self.gone, self._guard, self._held = False, None, held
-
-    @property
-    def held(self) -> np.ndarray:
-        """See `SegmentReader`."""
-        return self._held
+        self.gone, self._guard, self.held = False, None, held
 
     def caused(self, error: BaseException) -> bool:
-        """See `SegmentReader`."""
         return isinstance(error, EvictedError) and error.segment == self.id
 
     def ops(self, block_group: int, runs: Sequence[BlockRun]) -> list[ReadOp]:

@@ -162,11 +162,7 @@ def scheme_of(store: str | os.PathLike[str]) -> str:
 
 
 def folder_of(store: str | os.PathLike[str]) -> Path | None:
-    """Return the resolved path of a folder, or None for the address of another backend.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return the resolved path of a folder, or None for the address of a backend. Raises ConfigError for others."""
     if not isinstance(store, str | os.PathLike):
         raise ConfigError(f"a store is a folder or an address, as a str or Path, not {store!r}")
     if not os.fspath(store):

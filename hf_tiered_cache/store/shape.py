@@ -265,11 +265,7 @@ class SegmentShape:
         return tuple(np.where(lacking.any(1), self.tokens - lacking.argmax(1), 0).tolist())
 
     def chunks_of(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
-        """Return the chunks of a KV cache group that hold `tokens`, ascending.
-
-        Raises:
-            ValueError: The group does not hold all of them.
-        """
+        """Return the chunks of a KV cache group that hold `tokens`, ascending. Raises ValueError if any are missing."""
         slots = self.slot_of_token(group, tokens)
         if len(slots) and slots.max() >= self.tokens_in(group):
             raise ValueError(

@@ -11,7 +11,6 @@ segment. docs/format.md specifies it byte by byte.
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -40,7 +39,7 @@ from .container import (
 from .engines import EngineFile, ReadOp
 from .faults import Faults, figure_of
 from .geometry import ALIGNMENT, aligned
-from .kinds import SIDECAR_MAGIC
+from .kinds import SIDECAR, SIDECAR_MAGIC
 from .lazy import torch
 from .memory import aligned_bytes
 from .records import decoding
@@ -55,7 +54,6 @@ DTYPES = (
 )
 """Names of the supported dtypes of arrays."""
 PREFIX = struct.Struct("<8sIIQQ")  # magic, version, bytes of the JSON, bytes of the arrays, xxh3-64 of the head
-_NAME = re.compile(r"([0-9a-f]{32})\.([a-z][a-z0-9_]{0,31})")
 _MOST_JSON, _MOST_BYTES, _MOST_DIMS = 64 << 10, 1 << 40, 8
 _BLOCK_BYTES, _ARRAY_ALIGNMENT = 64 << 10, 64
 _BUFFER_BYTES = 16 << 20
@@ -117,9 +115,7 @@ class Sidecars:
     """Sidecars of the segments of a store.
 
     Args:
-        backend: stores the sidecars.
-        cipher: encrypts them, if the store has a key.
-        faults: counts traffic, and counts and logs faults.
+        backend, cipher, faults: those of the store.
         reserved: reserves a number of bytes for a name without evicting the given segments (`Space.reserved`).
     """
 
@@ -153,7 +149,7 @@ class Sidecars:
             ValueError: kind, arrays or facts cannot be stored.
         """
         name = f"{reader.id}.{kind}"
-        if _NAME.fullmatch(name) is None:
+        if SIDECAR.names.fullmatch(name) is None:
             raise ValueError(f"{kind!r} is not a valid kind of sidecar")
         places = tuple(_Place(key, value.dtype, tuple(value.shape)) for key, value in arrays.items())
         if odd := {place.dtype for place in places} - set(_dtypes().values()):
@@ -268,8 +264,8 @@ class Sidecars:
         """Return the bytes that each kind takes, by segment. Raises OSError."""
         sizes_by_segment: dict[str, dict[str, int]] = {}
         for name, nbytes in self._backend.sidecars().items():
-            if match := _NAME.fullmatch(name):
-                sizes_by_segment.setdefault(match[1], {})[match[2]] = nbytes
+            segment, _, kind = name.partition(".")
+            sizes_by_segment.setdefault(segment, {})[kind] = nbytes
         return sizes_by_segment
 
     def by_segment(self) -> dict[str, int]:

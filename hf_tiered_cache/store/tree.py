@@ -49,10 +49,8 @@ def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = Non
 
 
 @contextmanager
-def open_regular(
-    path: str | os.PathLike[str], flags: int = os.O_RDONLY, folder: int | None = None
-) -> Iterator[tuple[int, os.stat_result]]:
-    """Open a regular file, with arguments as for `open_file`. Yields its descriptor and status.
+def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a regular file for reading, with arguments as for `open_file`. Yields its descriptor and status.
 
     Links are not followed. Pipes and devices are not opened: that may block or have effects.
 
@@ -61,7 +59,7 @@ def open_regular(
     """
     if not S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
         raise FormatError(f"{os.path.basename(path)} is not a regular file")
-    with open_file(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, folder) as file:
+    with open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder) as file:
         yield file.fileno(), os.fstat(file.fileno())
 
 
@@ -196,31 +194,21 @@ class FolderTree:
 
     def version(self, kind: FileKind, name: str) -> Hashable:
         """Return an identifier that changes when a file is replaced or changed, or None if it does not exist."""
-        status = self.find(kind, name)
-        return (
-            None
-            if status is None
-            else (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        )
+        if (status := self.find(kind, name)) is None:
+            return None
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def identity(self, kind: FileKind, name: str) -> tuple[int, int] | None:
         """Return device and inode of a file, or None if it does not exist."""
         status = self.find(kind, name)
         return None if status is None else (status.st_dev, status.st_ino)
 
-    def open(
-        self, kind: FileKind, name: str, flags: int = os.O_RDONLY
-    ) -> AbstractContextManager[tuple[int, os.stat_result]]:
+    def open(self, kind: FileKind, name: str) -> AbstractContextManager[tuple[int, os.stat_result]]:
         """Open a regular file. See `open_regular`."""
-        return open_regular(name, flags, self.folder_descriptor(kind.folder))
+        return open_regular(name, self.folder_descriptor(kind.folder))
 
     def read(self, kind: FileKind, name: str) -> bytes:
-        """Read the first bytes of a file; a record is read completely.
-
-        Raises:
-            FormatError: it is not a regular file, or the record is too large.
-            OSError: it cannot be read.
-        """
+        """Read the first bytes of a file, or all of a record. Raises OSError, or FormatError if it cannot be one."""
         with self.open(kind, name) as (fd, status):
             if kind.is_record and status.st_size > kind.most_bytes:
                 raise FormatError(f"a record of {status.st_size} bytes is too large")

@@ -48,11 +48,12 @@ class PendingSegment:
         block_groups: function that returns an iterator which packs one KV cache group at a time. Each item is valid
             until the next one is requested.
         ancestors: ids of the segments that this segment continues.
-        refused: callback if the segment is not stored.
+        refused: callback with this object if the segment is not stored.
         written: callback for each KV cache group.
         on_device: GPU memory that the segment keeps alive, if its KV is on a GPU.
         confirmed: function that is called before publication. It returns False if the model's weights have changed
             since the KV was computed.
+        is_outdated: whether it has returned False.
         done: one-shot event that is set when the segment was written or dropped.
     """
 
@@ -60,10 +61,11 @@ class PendingSegment:
     prefix_hashes: list[bytes]
     block_groups: Callable[[], Iterator[Group]]
     ancestors: tuple[str, ...] = ()
-    refused: Callable[[], None] = lambda: None
+    refused: Callable[[PendingSegment], None] = lambda pending: None
     written: Written = lambda block_group, blocks, content: None
     on_device: KeptOnDevice | None = None
     confirmed: Callable[[], bool] = lambda: True
+    is_outdated: bool = False
     done: Latch = field(default_factory=Latch)
 
     @property
@@ -156,7 +158,7 @@ class Writer:
             f"a segment of {pending.nbytes} bytes was not stored, because the write queue has reached queue_memory, "
             "or on a GPU queue_device_memory; raise that limit, or use a faster disk",
         )
-        pending.refused()
+        pending.refused(pending)
 
     @property
     def queued_bytes(self) -> int:
@@ -239,12 +241,7 @@ class Writer:
             )
 
     def flush(self) -> None:
-        """Wait until all queued segments are written, and make them durable.
-
-        Raises:
-            StoreBusyError: the writer makes no progress.
-            StoreError: the segments cannot be made durable.
-        """
+        """Wait until queued segments are written, and make them durable. Raises StoreBusyError or StoreError."""
         written = Latch()
         if self.later(written.open) and not self._wait(
             lambda: written.is_open or self._ended.is_open, _MOST_PATIENCE_SECONDS
@@ -330,7 +327,7 @@ class Writer:
             )
         finally:
             if not stored:
-                pending.refused()
+                pending.refused(pending)
             with self._lock:
                 if self._pending.get(pending.prefix_hashes[0]) is pending:
                     del self._pending[pending.prefix_hashes[0]]
@@ -348,7 +345,8 @@ class Writer:
                     groups, pending.block_groups = iter(_kept(groups)), partial(iter, ())
                     self._leave_device(pending)
                 self._relieve()
-        if not pending.confirmed():
+        pending.is_outdated = not pending.confirmed()
+        if pending.is_outdated:
             raise ModelChangedError("the model's weights have changed since its KV was computed")
 
 

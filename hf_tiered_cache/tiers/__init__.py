@@ -17,11 +17,7 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 
 
 def make_policy(name: str) -> EvictionPolicy:
-    """Create the eviction policy called `name`.
-
-    Raises:
-        ConfigError: there is no policy of that name.
-    """
+    """Create the eviction policy called `name`. Raises ConfigError if there is none."""
     if name not in POLICIES:
         raise ConfigError(unknown_name("eviction policy", name, POLICIES))
     return POLICIES[name]()

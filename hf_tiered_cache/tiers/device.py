@@ -202,17 +202,13 @@ class DeviceMemory:
             with stream.copying():
                 return aligned_bytes(nbytes, device=device)
 
+        def tier(name: str, budget: int, on_evict: Any = None) -> Tier:
+            # a small budget serves blocks of several sizes rather than direct reads
+            least = DIRECT_SLAB_BYTES if direct and budget >= 8 * DIRECT_SLAB_BYTES else LEAST_SLAB_BYTES
+            return Tier(name, budget, policy, allocate, on_evict, scores, added=added, least_slab=least)
+
         self.device, self.stream = device, stream
-
-        def least_slab(budget: int) -> int:  # a small budget serves blocks of several sizes rather than direct reads
-            return DIRECT_SLAB_BYTES if direct and budget >= 8 * DIRECT_SLAB_BYTES else LEAST_SLAB_BYTES
-
-        self.tier = Tier(
-            "device", budget, policy, allocate, on_evict, scores, added=added, least_slab=least_slab(budget)
-        )
-        self.staging = Tier(
-            "staging", staging, policy, allocate, scores=scores, added=added, least_slab=least_slab(staging)
-        )
+        self.tier, self.staging = tier("device", budget, on_evict), tier("staging", staging)
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
         """Copy blocks of the same chunks, to or from the GPU, on the side stream."""

@@ -198,28 +198,19 @@ class Pin:
         return self.release_event
 
 
-class Pins:
+class Pins(set[Pin]):
     """All pins of a residency. The lock of the residency guards them."""
-
-    def __init__(self) -> None:
-        self._pins: set[Pin] = set()
-
-    def __len__(self) -> int:
-        return len(self._pins)
-
-    def add(self, pin: Pin) -> None:
-        self._pins.add(pin)
 
     def in_tier(self, tier: Tier) -> list[tuple[SlotPool, np.ndarray]]:
         """Return the pinned slots of a tier."""
-        return [(pool, slots) for pin in self._pins for holder, pool, slots in pin.slots if holder is tier]
+        return [(pool, slots) for pin in self for holder, pool, slots in pin.slots if holder is tier]
 
     def await_moves_down(self, stream: CopyStream | None) -> None:
         """Wait for copies of evicted blocks to the host on streams other than `stream`.
 
         Look-ups find these blocks as soon as the copy is queued. Only work on the same stream is ordered after it.
         """
-        for pin in self._pins:
+        for pin in self:
             if pin.moves_down and pin.stream is not stream:
                 pin.copied.synchronize()
 
@@ -229,24 +220,24 @@ class Pins:
         Wait for the copies, which may be to host memory. Device memory belongs to the side stream, so a later use of it
         comes after the computation that the stream waits for.
         """
-        for pin in self._pins:
+        for pin in self:
             pin.copied.synchronize()
             if pin.stream is not None and pin.release_event is not None:
                 pin.stream.await_computation(pin.release_event)
 
     def reap(self, unpin: Callable[[Tier, SlotPool, np.ndarray], None]) -> None:
         """Unpin the slots of all pins that are over."""
-        for pin in list(self._pins):
+        for pin in list(self):
             if pin.release_event is None and pin.handle is not None and pin.handle() is None:
                 pin.end()  # an interrupt lost the handle
             is_done = pin.check is not None and pin.check.is_done()  # maybe before the copies end
             if pin.on_verified and (is_done or pin.is_released()):
                 pin.keep_checked()
-        for pin in list(self._pins):  # including pins that `keep_checked` added
+        for pin in list(self):  # including pins that `keep_checked` added
             if pin.is_released() and not pin.on_verified:
                 for tier, pool, slots in pin.slots:
                     unpin(tier, pool, slots)
-                self._pins.discard(pin)
+                self.discard(pin)
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -41,6 +41,17 @@ def slab_slots(block_bytes: int, budget: int = 8 * SLAB_BYTES, least: int = LEAS
     """Return how many blocks fit in a slab of a tier with the given budget and minimum slab size in bytes."""
     nbytes = min(SLAB_BYTES, 1 << max(0, (budget // 8).bit_length() - 1))
     return max(1, ((nbytes if nbytes >= least else SLAB_BYTES) - ALIGNMENT) // block_bytes)
+
+
+class _Table(NamedTuple):
+    """Slots of the blocks of one owner."""
+
+    owner: Owner
+    number: int
+    """Value of `SlotPool.owner` in these slots."""
+    pool: SlotPool
+    slots: np.ndarray
+    """Slot of each chunk, or -1, int64 `[chunks]`."""
 
 
 class Tier:
@@ -85,18 +96,20 @@ class Tier:
         self._on_evict, self._added = on_evict, added
         self._scores = scores or ScoreTable(policy.learn)
         self._pools: dict[int, SlotPool] = {}
-        self._owners: dict[Owner, int] = {}
-        self._names: dict[int, Owner] = {}
-        self._tables: dict[int, tuple[SlotPool, np.ndarray]] = {}  # owner -> slot of each chunk, or -1
-        self._latest: dict[tuple[str, int], Owner] = {}  # (segment, KV cache group) -> owner
-        self._next_owner = 0
+        self._tables: dict[int, _Table] = {}
+        self._latest: dict[tuple[str, int], _Table] = {}  # by segment and KV cache group
+        self._next_number = 0
 
     # --- look-up
 
     def lookup(self, owner: Owner, chunks: np.ndarray) -> np.ndarray:
         """Return the slot that holds each chunk's block, or -1, int64 `[len(chunks)]`."""
-        number = self._owners.get(owner)
-        return np.full(len(chunks), -1, np.int64) if number is None else self._tables[number][1][chunks]
+        table = self._table(owner)
+        return np.full(len(chunks), -1, np.int64) if table is None else table.slots[chunks]
+
+    def _table(self, owner: Owner) -> _Table | None:
+        table = self._latest.get(owner[:2])
+        return table if table is not None and table.owner == owner else None
 
     def pool(self, block_bytes: int) -> SlotPool:
         if block_bytes not in self._pools:
@@ -108,7 +121,7 @@ class Tier:
 
     def segments(self) -> set[str]:
         """Return the ids of segments with blocks in the tier."""
-        return {owner[0] for owner in self._owners}
+        return {segment for segment, _ in self._latest}
 
     def pin(self, owner: Owner, chunks: np.ndarray) -> tuple[SlotPool, np.ndarray, np.ndarray] | None:
         """Pin the slots that hold blocks of these chunks, and record their use.
@@ -117,11 +130,10 @@ class Tier:
             Pool, pinned slots, and whether the tier holds each chunk, bool `[len(chunks)]`. None if the tier holds no
                 block of the owner.
         """
-        if (number := self._owners.get(owner)) is None:
+        if (table := self._table(owner)) is None:
             return None
-        pool, table = self._tables[number]
-        is_held = table[chunks] >= 0
-        slots = table[chunks[is_held]]
+        pool, is_held = table.pool, table.slots[chunks] >= 0
+        slots = table.slots[chunks[is_held]]
         pool.last_used[slots] = self.clock
         pool.uses[slots] += 1
         pool.pins[slots] += 1
@@ -173,34 +185,27 @@ class Tier:
         pool.pins[slots] = 1
         return pool, slots
 
-    def insert(
-        self, pool: SlotPool, slots: np.ndarray, owner: Owner, chunks: np.ndarray, chunk_count: int
-    ) -> np.ndarray:
+    def insert(self, pool: SlotPool, slots: np.ndarray, owner: Owner, chunks: np.ndarray, chunk_count: int) -> None:
         """Assign reserved slots, now filled, to the blocks `(owner, chunks)`; they stay pinned.
 
-        Returns:
-            A mask over `slots`: False where another request has inserted the block in the meantime. Such a slot keeps
-            its bytes while pinned, and is freed afterwards.
+        A slot whose block another request has inserted in the meantime stays reserved. It is freed when unpinned.
         """
-        number = self._number(owner, pool, chunk_count)
-        table = self._tables[number][1]
-        is_new = table[chunks] < 0
+        table = self._table(owner) or self._add_table(owner, pool, chunk_count)
+        is_new = table.slots[chunks] < 0
         new_slots = slots[is_new]
         pool.chunk[new_slots] = chunks[is_new]
         pool.last_used[new_slots] = self.clock
         pool.uses[new_slots] = 1
         pool.importance[new_slots], pool.accesses[new_slots] = self._scores.of(owner, chunks[is_new])
-        pool.owner[new_slots] = number  # last, since `mend` relies on it
-        table[chunks[is_new]] = new_slots
-        return is_new
+        pool.owner[new_slots] = table.number  # last, since `mend` relies on it
+        table.slots[chunks[is_new]] = new_slots
 
     def rescore(self, owner: Owner, chunks: np.ndarray, scores: np.ndarray) -> None:
         """Set the importance and accesses of the slots of these chunks, float64 `[2, len(chunks)]`."""
-        if (number := self._owners.get(owner)) is None:
-            return
-        pool, table = self._tables[number]
-        slots = table[chunks]
-        pool.importance[slots[slots >= 0]], pool.accesses[slots[slots >= 0]] = scores[:, slots >= 0]
+        if (table := self._table(owner)) is not None:
+            slots = table.slots[chunks]
+            is_held = slots >= 0
+            table.pool.importance[slots[is_held]], table.pool.accesses[slots[is_held]] = scores[:, is_held]
 
     def keeps(self, block_bytes: int, arriving: Usage) -> np.ndarray:
         """Return a bool mask of the arriving blocks that the tier would keep."""
@@ -219,8 +224,8 @@ class Tier:
 
     def forget(self, segments: Collection[str]) -> None:
         """Forget all blocks of these segments. Pinned slots keep their bytes until they are unpinned."""
-        for owner in [owner for owner in self._owners if owner[0] in segments]:
-            self._forget_owner(owner)
+        for table in [table for table in self._latest.values() if table.owner[0] in segments]:
+            self._forget_all(table)
 
     def also_in(self, other_tier: Tier, pool: SlotPool, slots: np.ndarray) -> np.ndarray:
         """Return whether `other_tier` holds the same block as each slot, bool `[len(slots)]`."""
@@ -229,14 +234,14 @@ class Tier:
             if number >= 0:
                 of_owner = pool.owner[slots] == number
                 chunks = pool.chunk[slots[of_owner]]
-                result[of_owner] = other_tier.lookup(self._names[int(number)], chunks) >= 0
+                result[of_owner] = other_tier.lookup(self._tables[int(number)].owner, chunks) >= 0
         return result
 
     def clear(self) -> None:
         """Forget every block and free the memory, except for slabs with pinned slots."""
         self.stock.clear()
-        for owner in list(self._owners):
-            self._forget_owner(owner)
+        for table in list(self._latest.values()):
+            self._forget_all(table)
         for pool in self._pools.values():
             for index, memory in enumerate(pool.slabs):
                 if memory is not None and not pool.pins[pool.starts[index] : pool.starts[index + 1]].any():
@@ -253,16 +258,13 @@ class Tier:
                     pool.owner[pool.starts[index] : pool.starts[index + 1]] = GONE
                 else:
                     self.allocated += memory.numel() + ALIGNMENT
-        for number, (pool, table) in list(self._tables.items()):
+        for _, number, pool, slots in list(self._tables.values()):
             owner_slots = np.flatnonzero(pool.owner == number)
-            table[:] = -1
-            table[pool.chunk[owner_slots]] = owner_slots
-            if number not in self._names or not len(owner_slots):
-                pool.owner[owner_slots] = FREE
+            slots[:] = -1
+            slots[pool.chunk[owner_slots]] = owner_slots
+            if not len(owner_slots):
                 del self._tables[number]
-        self._names = {number: owner for number, owner in self._names.items() if number in self._tables}
-        self._owners = {owner: number for number, owner in self._names.items()}
-        self._latest = {owner[:2]: owner for owner in self._owners}
+        self._latest = {table.owner[:2]: table for table in self._tables.values()}
         for pool, slots in pinned_slots:
             pool.pins[slots] += 1
             pool.owner[slots[pool.owner[slots] == FREE]] = ORPHANED
@@ -286,7 +288,7 @@ class Tier:
     def put_in_stock(self, memory: torch.Tensor) -> None:
         """Keep memory, uint8 `[nbytes]`, for a later slab if it fits in the budget."""
         if self.nbytes + memory.numel() + ALIGNMENT <= self.budget:
-            self.stock.put(memory)
+            self.stock.append(memory)
 
     def stay(self, error: Exception) -> None:
         """Stop the growth of the tier for `RETRY_SECONDS` after a failed allocation."""
@@ -353,27 +355,21 @@ class Tier:
             for number in np.unique(pool.owner[slots]):
                 owner_slots = slots[pool.owner[slots] == number]
                 owner_slots = owner_slots[np.argsort(pool.chunk[owner_slots])]
-                blocks, table = pool.blocks(owner_slots, pool.chunk[owner_slots]), self._tables[int(number)][1]
-                self._on_evict(self._names[int(number)], len(table), blocks, pool.usage(owner_slots))
+                blocks, table = pool.blocks(owner_slots, pool.chunk[owner_slots]), self._tables[int(number)]
+                self._on_evict(table.owner, len(table.slots), blocks, pool.usage(owner_slots))
         self.evicted += len(slots)
         self.discard(pool, slots)
 
-    def _number(self, owner: Owner, pool: SlotPool, chunk_count: int) -> int:
-        number = self._owners.get(owner)
-        if number is None:
-            if (old_owner := self._latest.get(owner[:2])) in self._owners:
-                self._forget_owner(old_owner)  # the segment was rewritten
-            number = self._next_owner
-            self._next_owner += 1
-            self._tables[number] = (pool, np.full(chunk_count, -1, np.int64))
-            self._names[number] = owner
-            self._owners[owner] = number
-            self._latest[owner[:2]] = owner
-        return number
+    def _add_table(self, owner: Owner, pool: SlotPool, chunk_count: int) -> _Table:
+        if (old_table := self._latest.get(owner[:2])) is not None:
+            self._forget_all(old_table)  # the segment was rewritten
+        table = _Table(owner, self._next_number, pool, np.full(chunk_count, -1, np.int64))
+        self._next_number += 1
+        self._tables[table.number] = self._latest[owner[:2]] = table
+        return table
 
-    def _forget_owner(self, owner: Owner) -> None:
-        pool, table = self._tables[self._owners[owner]]
-        slots = table[table >= 0]
+    def _forget_all(self, table: _Table) -> None:
+        pool, slots = table.pool, table.slots[table.slots >= 0]
         in_use = pool.pins[slots] > 0
         self._part(pool, slots[in_use], ORPHANED)
         self.discard(pool, slots[~in_use])
@@ -387,10 +383,7 @@ class Tier:
         pool.owner[slots] = state
 
     def _forget(self, number: int, chunks: np.ndarray) -> None:
-        table = self._tables[number][1]
-        table[chunks] = -1
-        if not (table >= 0).any():
-            del self._tables[number]
-            owner = self._names.pop(number)
-            del self._owners[owner]
-            del self._latest[owner[:2]]
+        table = self._tables[number]
+        table.slots[chunks] = -1
+        if not (table.slots >= 0).any():
+            del self._tables[number], self._latest[table.owner[:2]]

@@ -250,9 +250,10 @@ class Residency:
                 for owner, chunks, scores in changes:
                     tier.rescore(owner, chunks, scores)
 
-    def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:
-        """Return the number of `chunks` in each place, see `find`."""
-        return {tier: len(tier_chunks) for tier, tier_chunks in self.find(owner, chunks, device).items()}
+    def num_cached(self, owner: Owner, chunks: np.ndarray) -> int:
+        """Return how many of these chunks of a KV cache group are in memory, in the tiers of all devices."""
+        with self._lock, self._step:
+            return sum(int((tier.lookup(owner, chunks) >= 0).sum()) for tier in self.tiers)
 
     def find(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, np.ndarray]:
         """Return where the chunks of a KV cache group are.
@@ -410,11 +411,7 @@ class Residency:
             tier.insert(pool, slots, reader.owners[block_group], pool.chunk[slots], chunks)
 
     def confirm(self, pin: Pin) -> None:
-        """Wait until the device has verified its direct reads, and insert their blocks into the tiers.
-
-        Raises:
-            IntegrityError: a block is damaged.
-        """
+        """Wait until direct reads are verified, and insert their blocks. Raises IntegrityError if one is damaged."""
         if pin.check is not None:
             pin.check.confirm()
             with self._lock, self._step:
@@ -532,11 +529,6 @@ class Residency:
             self.tiers += [gpu.tier, gpu.staging]
             self._gpus[device] = gpu
         return self._gpus[device]
-
-    @property
-    def devices(self) -> dict[torch.device, Tier]:
-        """Tier of each device used so far."""
-        return {device: gpu.tier for device, gpu in self._gpus.items()}
 
     @property
     def device_bytes(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ slabs and slots, so that many blocks are indexed at once.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -108,43 +109,27 @@ NO_MEMORY = (RuntimeError, MemoryError, OSError)
 """Errors that CUDA, page-locking and mmap raise if an allocation fails."""
 
 
-class SlabStock:
+class SlabStock(list["torch.Tensor"]):
     """Stock of memory that one tier has allocated and not used yet, uint8 `[nbytes]` each."""
 
-    def __init__(self) -> None:
-        self._ready: list[torch.Tensor] = []
-        self.is_ordered = False
-        """True if another slab is being allocated."""
+    is_ordered = False
+    """True if another slab is being allocated."""
 
     @property
     def nbytes(self) -> int:
         """Bytes in stock, alignment included."""
-        return sum(memory.numel() + ALIGNMENT for memory in self._ready)
-
-    def put(self, memory: torch.Tensor) -> None:
-        """Add memory to the stock."""
-        self._ready.append(memory)
+        return sum(memory.numel() + ALIGNMENT for memory in self)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """Remove and return memory of exactly this size, or return None."""
-        for number, memory in enumerate(self._ready):
+        for number, memory in enumerate(self):
             if memory.numel() == nbytes:
-                return self._ready.pop(number)
+                return self.pop(number)
         return None
 
     def lacks(self, requested_sizes: Iterable[int]) -> list[int]:
         """Return the sizes that are not in stock; each memory in stock satisfies one size."""
-        sizes, missing_sizes = [memory.numel() for memory in self._ready], []
-        for nbytes in requested_sizes:
-            if nbytes in sizes:
-                sizes.remove(nbytes)
-            else:
-                missing_sizes.append(nbytes)
-        return missing_sizes
-
-    def clear(self) -> None:
-        """Free all memory in stock."""
-        self._ready.clear()
+        return list((Counter(requested_sizes) - Counter(memory.numel() for memory in self)).elements())
 
 
 FREE, RESERVED, GONE, ORPHANED = -1, -2, -3, -4

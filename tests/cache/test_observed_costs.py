@@ -13,7 +13,7 @@ from families import build, prompt
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.calibrations import CostFactors, PrefixCosts, cost_factors, keep_prefix_costs, keep_records
 from hf_tiered_cache.cache.cost_model import costs_of, idle_recompute_ratio
-from hf_tiered_cache.cache.observed import ObservedCosts, renew_costs
+from hf_tiered_cache.cache.observed import observed_ratios, renew_costs
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Krul
@@ -33,23 +33,23 @@ def test_factors_move_by_bounded_steps_to_the_observed_times(root):
         storage, found = storage_of(store), []
         for _ in range(12):  # computing takes twice, loading half as long as calibrated
             before = cost_factors(storage, MODEL, CPU)
-            renew_costs(storage, MODEL, CPU, ObservedCosts(2 / before.compute, 0.5 / before.load))
+            renew_costs(storage, MODEL, CPU, {"compute": 2 / before.compute, "load": 0.5 / before.load})
             found.append(cost_factors(storage, MODEL, CPU))
             for now, then in ((found[-1].compute, before.compute), (found[-1].load, before.load)):
                 assert 1 / 1.25 - 1e-9 <= now / then <= 1.25 + 1e-9
         assert found[0] == CostFactors(1.25, 0.8)
         assert found[-1].compute == pytest.approx(2, rel=0.02) and found[-1].load == pytest.approx(0.5, rel=0.02)
-        renew_costs(storage, MODEL, CPU, ObservedCosts())
+        renew_costs(storage, MODEL, CPU, {})
         assert cost_factors(storage, MODEL, CPU) == found[-1]
         for _ in range(40):
-            renew_costs(storage, MODEL, CPU, ObservedCosts(1e9, 0.0))
+            renew_costs(storage, MODEL, CPU, {"compute": 1e9, "load": 0.0})
         assert cost_factors(storage, MODEL, CPU).compute == 8
         keep_prefix_costs(storage, MODEL, CPU, "exact", [costs()])  # measured anew
         assert cost_factors(storage, MODEL, CPU) == CostFactors()
 
 
 def test_a_disturbed_measurement_of_no_costs_predicts_nothing():
-    assert ObservedCosts.of(None, 320, costs(compute=0.0), 0.5) == ObservedCosts()
+    assert observed_ratios(None, 320, costs(compute=0.0), 0.5) == {}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_disturbed_measurement_of_no_costs_predicts_nothing():
 def test_damaged_factors_are_none(root, record):
     with KVStore(root, engine="posix") as store:
         storage = storage_of(store)
-        renew_costs(storage, MODEL, CPU, ObservedCosts(2.0, 2.0))
+        renew_costs(storage, MODEL, CPU, {"compute": 2.0, "load": 2.0})
         (name,) = [name for name in storage.calibrations.read() if name.startswith("factors")]
         keep_records(storage, name, [record])
         found = cost_factors(storage, MODEL, CPU)
@@ -130,6 +130,6 @@ def test_costs_of_a_sequence_have_the_factors(root):
         model(input_ids=prompt(40), past_key_values=cache)
         executor = cache._executor
         before = costs_of(executor.sequence, executor.attachment, 320)
-        renew_costs(storage, identity, CPU, ObservedCosts(1.44, None))
+        renew_costs(storage, identity, CPU, {"compute": 1.44})
         after = costs_of(executor.sequence, executor.attachment, 320)
         assert after.compute == pytest.approx(1.2 * before.compute) and after.load == before.load

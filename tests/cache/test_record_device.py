@@ -93,7 +93,7 @@ class Beds:
     def nbytes(self):
         return sum(memory.numel() for memory in list(self.alive))
 
-    def pending(self, seed, nbytes=SIZE, kept=None, refused=lambda: None):
+    def pending(self, seed, nbytes=SIZE, kept=None, refused=lambda _: None):
         header, chain, blocks = segment(hashes(8, seed))
         memory = torch.zeros(nbytes, dtype=torch.uint8)
         self.alive.add(memory)
@@ -203,7 +203,7 @@ def test_what_a_finalizer_leaves_makes_room_for_itself(tmp_path):
     """It cannot wait, so the writer's own thread queues it and makes room."""
     beds, store, begin, refused = Beds(), open_store(tmp_path), threading.Event(), []
     writing = Writer(store, device_bytes=SIZE)
-    last, _ = beds.pending("last", refused=lambda: refused.append(1))
+    last, _ = beds.pending("last", refused=lambda _: refused.append(1))
     writing.later(lambda: begin.wait(60))
     writing.soon(lambda: writing.submit(last, wait=False))
     writing.submit(beds.pending("first")[0])
@@ -219,7 +219,7 @@ def test_without_room_on_the_gpu_a_segment_that_cannot_wait_is_dropped_and_count
     beds, store, refused = Beds(), open_store(tmp_path), []
     writing = Writer(store, device_bytes=SIZE)
     writing.submit(beds.pending("first")[0])
-    writing.submit(beds.pending("second", refused=lambda: refused.append(1))[0], wait=False)
+    writing.submit(beds.pending("second", refused=lambda _: refused.append(1))[0], wait=False)
     assert refused == [1]
     assert store.counters.snapshot().dropped_writes == 1
     slow.let.release(1000)

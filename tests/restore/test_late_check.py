@@ -244,18 +244,18 @@ def test_blocks_are_found_by_others_when_they_are_known_to_be_whole(open_segment
     first, _ = fetch(residency, reader)
     assert torch.equal(torch.cat([run for _, run in runs_of(first)]), blocks[0])  # and used meanwhile
     chunks = np.arange(CHUNKS)
-    assert residency.where(reader.owners[0], chunks, CPU)["device"] == 0
+    assert len(residency.find(reader.owners[0], chunks, CPU)["device"]) == 0
     second, stats = fetch(residency, reader)
     assert stats.device.hits == 0
     first.release()
     first.confirm()  # also when it was let go
-    assert residency.where(reader.owners[0], chunks, CPU)["device"] == CHUNKS
+    assert len(residency.find(reader.owners[0], chunks, CPU)["device"]) == CHUNKS
     third, stats = fetch(residency, reader)
     assert (stats.device.hits, stats.bytes_read) == (CHUNKS, 0)
     for lease in (second, third):
         lease.release()
     fetch(residency, reader, 1)[0].release()
-    (tier,) = residency.devices.values()
+    _, tier, _ = residency.tiers
     assert tier.allocated <= tier.budget
 
 
@@ -270,7 +270,7 @@ def test_slots_are_never_free_before_their_blocks_are_kept_or_not(open_segment):
     lease.release()
     assert lease.pin.on_verified == []
     assert not residency._pins
-    assert residency.where(reader.owners[0], np.arange(CHUNKS), CPU)["device"] == CHUNKS
+    assert len(residency.find(reader.owners[0], np.arange(CHUNKS), CPU)["device"]) == CHUNKS
 
 
 def test_a_damaged_block_gets_into_no_tier_and_its_slots_are_free_again(open_segment):
@@ -289,8 +289,8 @@ def test_a_damaged_block_gets_into_no_tier_and_its_slots_are_free_again(open_seg
     assert not lease.is_confirmed
     lease.release()
     fetch(residency, reader, 1)[0].release()
-    assert residency.where(reader.owners[0], np.arange(CHUNKS), CPU)["device"] == 0
-    (tier,) = residency.devices.values()
+    assert len(residency.find(reader.owners[0], np.arange(CHUNKS), CPU)["device"]) == 0
+    _, tier, _ = residency.tiers
     assert not any((pool.owner[pool.pins == 0] == RESERVED).any() for pool in tier.pools())
 
 

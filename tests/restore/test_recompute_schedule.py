@@ -602,7 +602,7 @@ def test_an_estimate_of_a_plain_restore_and_of_computing_all(path):
     with KVStore(path, engine="posix") as store:
         cache = TieredCache(model, store, record=False)
         storage = storage_of(store)
-        plan, _ = cache._executor.look_up(cache, ids)
+        plan, _ = cache.look_up(ids)
         streams = streams_of(plan, BALANCED, unit_tiers_of(plan, storage.residency, lambda layer: CPU))
         plain, whole = streams.seconds(plan_recompute_lengths(plan, np.array([0.0, 1.0])))
         assert whole == pytest.approx(0.192 + 0.020)

@@ -269,9 +269,9 @@ def test_what_was_replaced_leaves_the_tiers(model, tmp_path):
         fill(store, model, ids, METHOD)
         ask(model, store, question(ids), METHOD)
         (row,) = store.segments()
-        assert any(owner[0] == row.id for owner in store._storage.residency.host._owners)
+        assert row.id in store._storage.residency.host.segments()
         shuffle(store)
-        assert not any(owner[0] == row.id for owner in store._storage.residency.host._owners)
+        assert row.id not in store._storage.residency.host.segments()
         assert not store._storage.residency.scores.of((row.id, 0), np.arange(3)).any()
 
 

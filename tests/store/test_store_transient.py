@@ -393,7 +393,7 @@ def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypat
 # --- waiting, paths, clocks, memory
 
 
-def pending(seed, refused=lambda: None):
+def pending(seed, refused=lambda _: None):
     header, chain, blocks = segment(hashes(4, seed))
     return PendingSegment(header, chain, lambda: iter(blocks), (), refused)
 
@@ -409,7 +409,7 @@ def test_nobody_waits_for_a_writer_that_is_stuck(tmp_path, monkeypatch):
     started = time.monotonic()
     writing.wait_for(first.prefix_hashes)
     assert 0.15 < time.monotonic() - started < 5
-    writing.submit(pending("b", lambda: refused.append(1)))  # no room, and none to be expected
+    writing.submit(pending("b", lambda _: refused.append(1)))  # no room, and none to be expected
     writing.wait_for(second.prefix_hashes)
     with pytest.raises(StoreBusyError, match="nothing is being written"):
         writing.flush()
@@ -440,7 +440,7 @@ def test_what_cannot_wait_and_has_no_room_in_the_queue_is_dropped_and_counted(tm
     bound = 3 * pending("x").nbytes
     writing = Writer(store, queue_bytes=bound)
     for i in range(10):
-        writing.submit(pending(f"s{i}", lambda: refused.append(1)), wait=False)
+        writing.submit(pending(f"s{i}", lambda _: refused.append(1)), wait=False)
         assert writing._waiting_bytes <= bound
     hang.set()
     writing.close()

@@ -150,7 +150,7 @@ def test_what_cuda_refuses_to_lock_comes_from_pytorch(locked, monkeypatch):
 def test_a_gpu_has_one_tier_by_any_name(made):
     residency, current = Residency(0), torch.device("cuda")
     assert residency._gpu(current) is residency._gpu(GPU)
-    assert list(residency.devices) == [GPU]
+    assert list(residency._gpus) == [GPU]
     chunks = np.arange(3)
     assert residency.find(("s", 0, 0), chunks, current).keys() == residency.find(("s", 0, 0), chunks, GPU).keys()
 

@@ -84,7 +84,7 @@ def tiers_of(residency, reader, block_group):
     """Return the tiers of each chunk."""
     owner, chunks = reader.owners[block_group], np.arange(CHUNKS)
     result = [set() for _ in chunks]
-    for name, tier in [("host", residency.host), *(("device", t) for t in residency.devices.values())]:
+    for name, tier in [("host", residency.host), *(("device", t) for t in residency.tiers[1::2])]:
         for chunk in np.flatnonzero(tier.lookup(owner, chunks) >= 0):
             result[chunk].add(name)
     return result
@@ -459,7 +459,7 @@ def test_a_device_without_memory_fails_the_fetch_and_frees_its_slots(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20, device_types=frozenset({"cpu"}), staging_budget=0)
     fetch(residency, reader, 0, range(CHUNKS))
-    (tier,) = residency.devices.values()
+    _, tier, _ = residency.tiers
     allocate = tier.allocate_own
 
     def refuse(nbytes):
@@ -488,7 +488,7 @@ def test_blocks_that_find_no_slot_are_not_admitted(stored):
     residency = Residency(CHUNKS * a.shape.block_groups[0].block_bytes + 4096)
     _, lease = fetch(residency, a, 0, range(CHUNKS), release=False)  # all of the tier
     residency.admit(b.owners[0], blocks[b.id, 0])
-    assert set(residency.host._owners) == {a.owners[0]}
+    assert residency.host.segments() == {a.id}
     lease.release()
 
 
@@ -613,7 +613,7 @@ def test_slots_wait_for_the_device_to_be_done_with_them(stored, stream):
     _, (reader, _), _ = stored
     residency = Residency(1 << 20, 1 << 20, device_types=frozenset({"cpu"}))
     fetch(residency, reader, 0, range(CHUNKS))
-    (tier,) = residency.devices.values()
+    _, tier, _ = residency.tiers
     assert any(pool.pins.any() for pool in tier._pools.values())
     assert stream.pending not in stream.log  # copies to other slots need not wait
     stream.pending.done = True

@@ -138,7 +138,6 @@ class KvikioEngine(Engine):
         return self._thread.number
 
     def register(self, memory: torch.Tensor) -> None:
-        """See `Engine`."""
         self._deregister_gone()
         if not self.reads_device or not _on_gpu(memory):
             return
