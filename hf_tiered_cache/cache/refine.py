@@ -41,11 +41,9 @@ class RefiningForward(RestoringForward):
     ) -> None:
         super().__init__(cache, attachment, *args, plan=plan, method=method, **kwargs)
         assert isinstance(plan, PassagesPlan) and isinstance(method, Passages)
-        self._ascends = False  # a layer may run twice
         self._first_narrowed = 1
         self._choice = plan.choice
         self.selects = can_select(attachment.config) and shows_queries(attachment.model)  # `attend` runs
-        self._filled: dict[str, Any] | None = None  # buffer state of the previewed layer
         self._compares = True  # until the comparison
         self._previewed_layer: int | None = None  # layer that runs up to its attention (preview)
         self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
@@ -66,7 +64,7 @@ class RefiningForward(RestoringForward):
 
     def should_preview(self, layer: int) -> bool:
         """See `Scope`."""
-        return self.selects and self.compares(layer)
+        return self.selects and self._compares and layer == self._choice.compare_layer
 
     def preview(self, layer: int, run: Callable[[], object]) -> None:
         """See `Scope`."""
@@ -75,7 +73,7 @@ class RefiningForward(RestoringForward):
             with suppress(_Previewed):
                 run()
         finally:
-            self._previewed_layer = None
+            self._previewed_layer, self._last_layer = None, layer - 1
 
     def _narrow(self, layer: int, first: int) -> None:
         """Select the positions computed from layer `first` on, by the KV deviation measured at `layer`."""
@@ -91,27 +89,11 @@ class RefiningForward(RestoringForward):
         self._drop_with_depth(plan)
         self._compares, self._attention = False, None
 
-    # --- called by sources (see `RefiningPass`)
-
-    def compares(self, layer: int) -> bool:
-        return self._compares and layer == self._choice.compare_layer
-
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        """See `layers.dense.RefiningPass`."""
         self._kv_deviation = self.method.kv_deviation(stored, computed)
         if self._previewed_layer != layer:
             self._narrow(layer, first=layer + 1)
-
-    def take_filled(self, layer: int) -> dict[str, Any] | None:
-        if layer != self._choice.compare_layer:
-            return None
-        filled, self._filled = self._filled, None
-        return filled
-
-    def is_previewing(self, layer: int) -> bool:
-        return self._previewed_layer == layer
-
-    def keep_filled(self, filled: dict[str, Any]) -> None:
-        self._filled = filled
 
 
 class _Previewed(Exception):
