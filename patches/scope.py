@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -26,24 +26,6 @@ class Replacement:
     def __init__(self, original: Callable[..., Any]) -> None:
         functools.update_wrapper(cast(Callable[..., Any], self), original)
         self.original = original
-
-
-class QueryObserver(Protocol):
-    """Observer of the queries of one pass, layer by layer, before they attend. It changes nothing.
-
-    It sees layers that attend through the registered function, by queries and keys alone: a mask that is added to
-    logits, or a position bias, would change their attention.
-    """
-
-    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
-        """Observe a layer's queries of the positions that it computes.
-
-        Args:
-            layer: Layer index.
-            query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, positions, dim]`, rotated, as returned by the layer's cache.
-            scaling: Scale of the logits; None for dim ** -0.5.
-        """
 
 
 class AttentionCall(NamedTuple):
@@ -95,8 +77,9 @@ class Scope:
     """True if `attend` determines what queries attend to."""
     folds: bool = False
     """True if the query heads of a KV head may be folded into one batch of queries, which changes rounding."""
-    observer: QueryObserver | None = None
-    """Observer of the queries, if any."""
+    observer: Any = None
+    """Observer of the queries (`SampledPass`), or None. It sees layers that attend by queries and keys alone: a mask
+    that is added to logits, or a position bias, would change their attention."""
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """Return what the queries of a layer attend to, or the attention output if attention is computed here."""
