@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..errors import ConfigError, with_type
 from ..restore.plan import SegmentSlice
-from .base import is_count
+from .base import is_count, require
 from .passages import Passages, check_share, count_of
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ class Epic(Passages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_count(self.first):
-            raise ConfigError(f"first must be a number of tokens, an int, not {with_type(self.first)}")
+        require(is_count(self.first), "first", "a number of tokens, an int", self.first)
         if self.recompute is not None:
             check_share(self.recompute)
 

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from ..errors import ConfigError, with_type
 from ..passages.ranking import RANKED_IN_CONTEXT, kv_deviation
 from ..passages.recompute import LOWEST
 from ..restore.plan import SegmentSlice
-from .base import is_count, is_number
+from .base import is_count, is_number, require
 from .passages import LOW_FREQUENCIES, Passages, check_share, count_of, importance_of
 
 if TYPE_CHECKING:
@@ -64,10 +63,8 @@ class CacheTune(Passages):
         super().__post_init__()
         if self.recompute != "auto":
             check_share(self.recompute)
-        if not is_count(self.question):
-            raise ConfigError(f"question must be a number of tokens, an int, not {with_type(self.question)}")
-        if not is_number(self.widen) or self.widen < 1:
-            raise ConfigError(f"widen must be a number of at least 1, not {with_type(self.widen)}")
+        require(is_count(self.question), "question", "a number of tokens, an int", self.question)
+        require(is_number(self.widen, 1), "widen", "a number of at least 1", self.widen)
 
     @classmethod
     def paper(cls, recompute: float | Literal["auto"] = 0.15) -> CacheTune:

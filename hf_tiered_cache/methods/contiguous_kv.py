@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import ConfigError, unknown_name, with_type
+from ..errors import ConfigError, unknown_name
 from ..selection.selector import Selector, budgeted_tokens
 from ..selection.selectors import TopChunks
 from ..store.geometry import Geometry, KeyIndex
-from .base import DEFAULT_BUDGET, BudgetMethod, is_count, is_number
+from .base import DEFAULT_BUDGET, BudgetMethod, is_count, is_number, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +66,9 @@ class ContiguousKV(BudgetMethod):
     def __post_init__(self) -> None:
         if self.identify not in ("index", "keys"):
             raise ConfigError(unknown_name("value of identify", self.identify, ["index", "keys"]))
-        if not is_number(self.gain) or not 0 <= self.gain < 1:
-            raise ConfigError(
-                "gain must be a share of a token's attention, a float of at least 0 and below 1, "
-                f"not {with_type(self.gain)}"
-            )
-        if not is_count(self.queries):
-            raise ConfigError(
-                f"queries must be a number of tokens, an int, or 0 for all, not {with_type(self.queries)}"
-            )
+        expected = "a share of a token's attention, a float of at least 0 and below 1"
+        require(is_number(self.gain, 0) and self.gain < 1, "gain", expected, self.gain)
+        require(is_count(self.queries), "queries", "a number of tokens, an int, or 0 for all", self.queries)
         copies = KeyIndex(self.period, None)  # also validates the period
         index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
         subperiod = max(size for size in (1, 2, 3, 4) if self.period % size == 0)

@@ -27,7 +27,7 @@ from ..conversations.sharing import (
     share_layers,
     target_pairs,
 )
-from ..errors import ConfigError, unknown_name, with_type
+from ..errors import ConfigError, unknown_name
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
 from ..store.compaction import first_rewritten, first_stored_tokens
@@ -35,7 +35,7 @@ from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.pairs import TOWARD, merge_layers
 from ..store.relayout import merge_segments, tokens_of
 from ..store.shape import SegmentShape
-from .base import is_number
+from .base import is_number, require
 from .exact import PrefixMethod
 
 if TYPE_CHECKING:
@@ -176,16 +176,13 @@ class Krul(PrefixMethod, ForConversation):
         super().__post_init__()
         for name in ("layers_shared", "toward", "retained", "change"):
             value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= 1:
-                raise ConfigError(f"{name} must be a float between 0 and 1, not {with_type(value)}")
-        if self.quality is not None and (not is_number(self.quality) or not self.quality >= 0):
-            raise ConfigError(f"quality must be a loss in nats, at least 0, or None, not {with_type(self.quality)}")
+            require(is_number(value, 0, 1), name, "a float between 0 and 1", value)
+        is_loss = self.quality is None or is_number(self.quality, 0)
+        require(is_loss, "quality", "a loss in nats, at least 0, or None", self.quality)
         if self.pairs_by not in ("kv", "attention"):
             raise ConfigError(unknown_name("pairs_by", self.pairs_by, ["kv", "attention"]))
-        if self.gamma != "auto" and (not is_number(self.gamma) or not 0 <= self.gamma <= 1):
-            raise ConfigError(
-                f'gamma must be a share of attention, a float between 0 and 1, or "auto", not {with_type(self.gamma)}'
-            )
+        is_gamma = self.gamma == "auto" or is_number(self.gamma, 0, 1)
+        require(is_gamma, "gamma", 'a share of attention, a float between 0 and 1, or "auto"', self.gamma)
 
     @classmethod
     def paper(cls, layers_shared: float = 0.5, **settings: Any) -> Krul:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..errors import ConfigError, unknown_name, with_type
+from ..errors import ConfigError, unknown_name
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
 from ..passages.recompute import ProbeAttention
@@ -19,7 +19,7 @@ from ..restore.plan import DeferredChoice, PlanContext, Positions, RowGroup, Seg
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
-from .base import Method, is_count, is_number
+from .base import Method, is_count, is_number, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -61,8 +61,7 @@ class Passages(Method):
         super().__post_init__()
         if self.ranking not in RANKINGS:
             raise ConfigError(unknown_name("ranking", self.ranking, RANKINGS))
-        if not is_count(self.lead):
-            raise ConfigError(f"lead must be a number of tokens, an int, not {with_type(self.lead)}")
+        require(is_count(self.lead), "lead", "a number of tokens, an int", self.lead)
 
     @cached_property
     def passages(self) -> str:
@@ -236,7 +235,5 @@ def count_of(share: float, tokens: int) -> int:
 
 def check_share(recompute: float) -> None:
     """Raise ConfigError if `recompute` is not a number between 0 and 1."""
-    if not is_number(recompute) or not 0 <= recompute <= 1:
-        raise ConfigError(
-            f"recompute must be a share of each passage, a float between 0 and 1, not {with_type(recompute)}"
-        )
+    expected = "a share of each passage, a float between 0 and 1"
+    require(is_number(recompute, 0, 1), "recompute", expected, recompute)
