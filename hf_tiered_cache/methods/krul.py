@@ -13,7 +13,6 @@ import numpy as np
 
 from ..conversations.distances import AttentionDistances
 from ..conversations.sharing import (
-    I_R_SHARE,
     LEAST_TOKENS,
     MARGIN,
     MOST_CHANGE,
@@ -75,7 +74,6 @@ class IdleConversation:
         front: Function that returns the share of the conversation to recompute when it is restored. Its argument is the
             size of the stored KV, as a share of the unmerged size.
         attention: Distances between the layers' attention; None if it was not observed.
-        initial_recent: `LayerDistances.initial_recent` of conversations of this model, including this one.
         replay: Replay of the last tokens over changed KV; None if they cannot be replayed.
         decision: Takes the decision about shared layers.
     """
@@ -86,7 +84,6 @@ class IdleConversation:
     admit: Admit
     front: Callable[[float], float]
     attention: LayerDistances | None = None
-    initial_recent: Sequence[np.ndarray] = ()
     replay: Replay | None = None
     decision: MergeDecision = field(default_factory=MergeDecision)
 
@@ -141,7 +138,7 @@ class Krul(PrefixMethod, ForConversation):
             samples rows in each pass.
         gamma: Minimum share of attention that a layer pays to the first and last tenth of the sequence to be a
             candidate for sharing (Section 4.2), with `pairs_by="attention"`. "auto" makes three quarters of the layers
-            candidates, over the last 64 suspensions of conversations of this model in the store.
+            candidates.
         toward: Direction that two layers share, between that of the first layer (0) and that of the deeper one (1).
             MiniCache and the paper use 0.6. Ours is 0.4: with 0.6, information that the first layer looks up is lost
             sooner.
@@ -270,7 +267,7 @@ class Krul(PrefixMethod, ForConversation):
             attention = idle.attention
             if attention is None or attention.missing:
                 return shared
-            gamma = self.gamma if self.gamma != "auto" else calibrated_gamma(idle.initial_recent, I_R_SHARE)
+            gamma = self.gamma if self.gamma != "auto" else calibrated_gamma([attention.initial_recent])
             return share_layers(attention, gamma, self.layers_shared, shared)
         if idle.replay is None:
             idle.decision.text = f"no layers share KV: {_NO_REPLAY}"
