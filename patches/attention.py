@@ -8,9 +8,9 @@ wrappers only call the original functions.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -20,15 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layers import decoder_layers
 from .rope import on
-from .scope import AttentionCall, Replacement, Scope, current
+from .scope import AttentionCall, Patch, Replacement, Scope, current
 
 WRAPPED = ("sdpa", "eager")
 """Implementations with masks that accept the position of each query."""
 
 SELECTING = ("sdpa",)
 """Implementations in which a layer's queries can select what to attend to."""
-
-_patch_lock = threading.Lock()
 
 
 def can_select(config: PreTrainedConfig) -> bool:
@@ -56,38 +54,15 @@ def can_scatter(config: PreTrainedConfig) -> bool:
 class _Scoped(Replacement):
     """Registered function, with its replacement within passes with one of our caches."""
 
-    def __init__(self, function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    def __init__(self, replacement: Callable[..., Any], function: Callable[..., Any]) -> None:
         super().__init__(function)
         self.replacement = replacement
-        self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scope = None if torch.compiler.is_compiling() else current()
         if scope is None:
             return self.original(*args, **kwargs)
         return self.replacement(scope, self.original, *args, **kwargs)
-
-
-def patch_attention() -> None:
-    """Wrap the registered functions. Calls are counted, since all attached models share the wrappers."""
-    with _patch_lock:
-        for registry, functions, name, replacement in _PATCHES:
-            function = functions[name]
-            if not isinstance(function, _Scoped):
-                function = _Scoped(function, cast(Callable[..., Any], replacement))
-                registry.register(name, function)
-            function.users += 1
-
-
-def unpatch_attention() -> None:
-    """Undo one `patch_attention`; the last call restores the functions."""
-    with _patch_lock:
-        for registry, functions, name, _ in _PATCHES:
-            function = functions[name]
-            if isinstance(function, _Scoped):
-                function.users -= 1
-                if function.users == 0:
-                    registry.register(name, function.original)
 
 
 def make_mask(
@@ -224,8 +199,11 @@ def _is_unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
     return (mask is None or mask.dtype == torch.bool) and kwargs.get("position_bias") is None
 
 
-_PATCHES = (
-    (AttentionInterface, ALL_ATTENTION_FUNCTIONS, "sdpa", attend),
-    *((AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, name, make_mask) for name in WRAPPED),
+PATCHES = tuple(
+    Patch(partial(functions.__getitem__, name), partial(registry.register, name), partial(_Scoped, replacement))
+    for registry, functions, name, replacement in (
+        (AttentionInterface, ALL_ATTENTION_FUNCTIONS, "sdpa", attend),
+        *((AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, name, make_mask) for name in WRAPPED),
+    )
 )
-"""Registry interface, functions, name and replacement of each patched function."""
+"""Patches of the registered functions."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .rope import Call, RotaryCall, RotaryTable
-from .scope import Replacement, current
-
-_patch_lock = threading.Lock()
+from .scope import Patch, Replacement, current
 
 
 def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
@@ -53,43 +50,16 @@ def _note_table(places: Mapping[str, int]) -> Callable[..., None]:
     return hook
 
 
-def rotary_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
-    """Return the functions that rotate queries and keys, as found by the model's classes.
-
-    Returns:
-        Pairs of a module and a name in it.
-    """
-    functions: dict[tuple[str, str], tuple[ModuleType, str]] = {}
-    for name in sorted({type(module).__module__ for module in model.modules()}):
-        module = sys.modules.get(name)
-        if module is None:
-            continue
-        for attribute, value in list(vars(module).items()):
-            if attribute.startswith("apply_") and "rotary" in attribute and callable(value):
-                takes_tables = {"q", "k", "cos", "sin"} <= inspect.signature(value).parameters.keys()
-                if takes_tables:
-                    functions[name, attribute] = (module, attribute)
-    return list(functions.values())
-
-
-def patch_function(module: ModuleType, name: str) -> None:
-    """Wrap a rotation function so that our passes see its calls. Calls are counted: models may share it."""
-    with _patch_lock:
-        function = getattr(module, name)
-        if not isinstance(function, _WatchedFunction):
-            function = _WatchedFunction(function)
-            setattr(module, name, function)
-        function.users += 1
-
-
-def unpatch_function(module: ModuleType, name: str) -> None:
-    """Undo one `patch_function`; the last call restores the function."""
-    with _patch_lock:
-        function = getattr(module, name)
-        if isinstance(function, _WatchedFunction):
-            function.users -= 1
-            if function.users == 0:
-                setattr(module, name, function.original)
+def patches_of(model: nn.Module) -> list[Patch]:
+    """Return patches of the functions that rotate queries and keys, as found by the model's classes."""
+    patches = []
+    for module in (sys.modules.get(name) for name in sorted({type(module).__module__ for module in model.modules()})):
+        for name, function in list(vars(module).items()) if module is not None else ():
+            is_rotary = name.startswith("apply_") and "rotary" in name and callable(function)
+            if is_rotary and {"q", "k", "cos", "sin"} <= inspect.signature(function).parameters.keys():
+                access = partial(getattr, module, name), partial(setattr, module, name)
+                patches.append(Patch(*access, _WatchedFunction))
+    return patches
 
 
 class _WatchedFunction(Replacement):
@@ -98,7 +68,6 @@ class _WatchedFunction(Replacement):
     def __init__(self, function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(function)
         self.places = _places(function)
-        self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rotated = self.original(*args, **kwargs)
