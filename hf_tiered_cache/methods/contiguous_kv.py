@@ -1,4 +1,4 @@
-"""ContiguousKV: a chunk is the unit of scoring, storage, reading, caching and eviction (its paper, Section 4)."""
+"""ContiguousKV, and IMPRESS, with which its paper compares: attention to a part of the prefix (Section 4 of both)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, unknown_name
 from ..selection.selector import Selector, budgeted_tokens
-from ..selection.selectors import TopChunks
+from ..selection.selectors import ProbeHeads, TopChunks
 from ..store.geometry import Geometry, KeyIndex
 from .base import DEFAULT_BUDGET, BudgetMethod, is_count, is_number, require
 
@@ -91,3 +91,42 @@ class ContiguousKV(BudgetMethod):
     def selector(self) -> Selector:
         resident = self.identify == "index"
         return TopChunks(self.period, self.solo_layers, resident, self.queries, self.gain, self.per_head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Impress(BudgetMethod):
+    """IMPRESS: each layer attends to the tokens that a few probe heads pay most attention to, if these heads agree.
+
+    If they do not agree, each KV head selects its own tokens.
+
+    Args:
+        budget: Share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
+        quality: See `BudgetMethod`.
+        chunk_tokens: Consecutive tokens in a block of keys or of values. The whole block is read for one token.
+        probe_heads: Number of probe KV heads. Their keys are stored separately (Section 4.1), so that no key is read
+            twice: keys of other heads are read when they are selected, or all of them if the probes disagree. With
+            grouped-query attention, a probe represents its group. For models with four KV heads or fewer, two probes
+            are enough.
+        alpha: Exponent of the similarity at which probes agree: see `ProbeHeads`.
+        reorder: Whether the tokens of a segment are ordered by importance, layer by layer, once prompts have shown it
+            (Section 4.4.1), so that selected tokens are in few blocks. `Exact` reads such segments, too.
+    """
+
+    geometry: Geometry = field(init=False, default=Geometry())
+    chunk_tokens: int = 64
+    probe_heads: int = 3
+    alpha: float = 0.6
+    reorder: bool = True
+
+    policy = "importance"
+
+    def __post_init__(self) -> None:
+        geometry = Geometry(self.chunk_tokens, 1, self.probe_heads, split_kv=True)
+        object.__setattr__(self, "geometry", geometry)
+        super().__post_init__()
+
+    def token_budget(self, prefix_tokens: int) -> int:
+        return budgeted_tokens(self.budget, prefix_tokens, 1)
+
+    def selector(self) -> Selector:
+        return ProbeHeads(heads=self.probe_heads, alpha=self.alpha)
