@@ -101,7 +101,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             self._restored = plan.suffix
         else:
             self._scattered = plan.num_positions
-            self._skipped = max(0, plan.first_position(self.window)) if self.window else 0
+            self._skipped = max(0, plan.first_position(self.window))
 
     def end_pass(self) -> None:
         """End the pass, successful or not. `rollback` undoes a failed pass."""
@@ -149,7 +149,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
-        first = max(0, plan.first_position(self.window)) if self.window else 0
+        first = max(0, plan.first_position(self.window))
         may_preview = isinstance(plan, PassagesPlan) and plan.choice.compare_layer == self.index
         is_filled = may_preview and not self._scattered  # by the preview
         if not is_filled:
