@@ -361,13 +361,13 @@ def test_calibrations_that_are_noted_at_once_are_all_kept(root):
     with KVStore(root, engine="posix") as one, KVStore(root, engine="posix") as other:
 
         def note(number):
-            storage, name = storage_of(one if number % 2 else other), f"number {number}"
+            storage, name = storage_of(one if number % 2 else other), f"{number:032x}"
             for _ in range(5):
                 keep_records(storage, name, [*records_of(storage, name), {"shares": [1.0]}])
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(note, range(8)))
-        found = [len(records_of(storage_of(one), f"number {number}")) for number in range(8)]
+        found = [len(records_of(storage_of(one), f"{number:032x}")) for number in range(8)]
     assert found == [5] * 8
 
 
