@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from ..passages.ranking import RANKED_IN_CONTEXT, kv_deviation
+from ..passages.ranking import LOW_FREQUENCIES, RANKED_IN_CONTEXT, kv_deviation
 from ..passages.recompute import LOWEST
 from ..restore.plan import SegmentSlice
 from .base import is_count, is_number, require
-from .passages import LOW_FREQUENCIES, Passages, check_share, count_of, importance_of
+from .passages import Passages, check_share, count_of, importance_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ConfigError, unknown_name
 from ..passages.finder import sink_token
-from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
+from ..passages.ranking import RANKED_IN_CONTEXT, RANKINGS, Ranking
 from ..passages.recompute import ProbeAttention
 from ..restore.plan import DeferredChoice, PlanContext, Positions, RowGroup, SegmentSlice, of_row, repeats
 from ..store.codecs import coded_provenance
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from ..layers import LayerTensors
 
-LOW_FREQUENCIES = 0.5
-"""Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1)."""
 _RANKED_BEHIND = 64
 
 
@@ -86,20 +84,6 @@ class Passages(Method):
     def ranked_behind(self) -> int:
         """Number of lead tokens in that computation: 1 if passages are stored after a text, else enough for a text."""
         return 1 if self.lead > 1 else _RANKED_BEHIND
-
-    @property
-    def ranks_alone(self) -> bool:
-        """True if a passage is ranked by its own KV alone."""
-        return bool(self.ranked_by) and self.ranking not in RANKED_IN_CONTEXT
-
-    def rank(self, layers: Iterable[KV], kv_in_context: Iterable[KV] | None = None) -> np.ndarray:
-        """Return how important it is to compute each token of a new passage in context: float32 `[tokens]`.
-
-        Args:
-            layers: Keys and values of the passage, layer by layer.
-            kv_in_context: The same computed with another lead, for rankings that compare the two.
-        """
-        return rank_tokens(layers, self.ranking, LOW_FREQUENCIES, kv_in_context)
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         """Return this method with its "auto" settings replaced by measured values.

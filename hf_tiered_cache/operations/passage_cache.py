@@ -27,7 +27,7 @@ from ..identity import Identity, rope_regime
 from ..layers import LayeredCache
 from ..methods import Passages
 from ..passages.finder import sink_token
-from ..passages.ranking import KV, RankingScores
+from ..passages.ranking import KV, RankingScores, rank_tokens
 from ..patches.attach import Attachment
 from ..restore.hashes import History
 from ..store import HASH_BYTES
@@ -205,7 +205,8 @@ class PassageExecutor(Executor):
                 lead_tokens, self.computed, History(hasher, pads), *arguments, names=names, check=check
             )
         history = History(hasher, [pad + self.lead.shape[1] for pad in pads])  # the lead is left out like padding
-        rank: Rank | None = self._rank if method.ranks_alone else None
+        alone = bool(method.ranked_by) and not method.ranks_in_context  # no second computation
+        rank: Rank | None = self._rank if alone else None
         weights_held = identity.weights_held
         return Recorder(
             history,
@@ -218,7 +219,7 @@ class PassageExecutor(Executor):
         )
 
     def _rank(self, row: int, layers: Iterable[KV]) -> np.ndarray:
-        scores = self.method.rank(layers)
+        scores = rank_tokens(layers, self.method.ranking)
         self.scores[row] = {self.method.ranked_by: scores}
         return scores
 

@@ -24,6 +24,9 @@ RANKINGS: tuple[Ranking, ...] = ("low_frequency", "random", "context")
 RANKED_IN_CONTEXT = ("context",)
 """Rankings that compute a passage once more, after other text. Their scores are comparable between passages."""
 
+LOW_FREQUENCIES = 0.5
+"""Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1)."""
+
 KV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """Keys before rotation, and values, of one layer: `[heads, tokens, dim]`."""
 
@@ -64,15 +67,18 @@ def kv_deviation(stored: KV, computed: KV) -> torch.Tensor:
 
 
 def rank_tokens(
-    layers: Iterable[KV], ranking: Ranking, alpha: float, kv_in_context: Iterable[KV] | None = None
+    layers: Iterable[KV],
+    ranking: Ranking,
+    kv_in_context: Iterable[KV] | None = None,
+    alpha: float = LOW_FREQUENCIES,
 ) -> np.ndarray:
     """Return a score for each token of a passage: how much it needs to be computed in its true context.
 
     Args:
         layers: KV of the passage computed alone, for each layer.
         ranking: One of `RANKINGS`.
-        alpha: See `low_frequency_energy`.
         kv_in_context: KV of the passage computed after other text, for each layer; for `RANKED_IN_CONTEXT`.
+        alpha: See `low_frequency_energy`.
 
     Returns:
         float32 `[tokens]`, summed over the layers. Energies are normalized per layer; changes are relative already.
