@@ -16,7 +16,6 @@ from ..conversations.sharing import (
     LEAST_TOKENS,
     MARGIN,
     MOST_CHANGE,
-    LayerTensors,
     Pairs,
     Replay,
     accepted_pairs,
@@ -28,7 +27,7 @@ from ..conversations.sharing import (
 )
 from ..errors import ConfigError, unknown_name
 from ..restore.schedule import recompute_lengths
-from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
+from ..store.codecs import RAW, coded_provenance, merged_codec
 from ..store.compaction import first_rewritten, first_stored_tokens
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.pairs import TOWARD, merge_layers
@@ -232,7 +231,8 @@ class Krul(PrefixMethod, ForConversation):
             return self.pairs(idle, shared)
         decision, tokens, replay = idle.decision, tokens_of(idle.readers), idle.replay
         is_due = tokens >= max(self.least_tokens, 2 * decision.refused_tokens)
-        most, merge = self.quality / MARGIN, partial(self._merge, merged_codec(self.geometry.codec))
+        codec, most = merged_codec(self.geometry.codec), self.quality / MARGIN
+        merge = partial(merge_layers, codec=codec, toward=self.toward, share=self.retained)
         try:
             proposed = self.pairs(idle, shared) if is_due else shared
             if not proposed:
@@ -255,10 +255,6 @@ class Krul(PrefixMethod, ForConversation):
         logger.info("conversation %s: %s", self.conversation, decision.text)
         return result.pairs
 
-    def _merge(self, codec: Codec, first: LayerTensors, second: LayerTensors) -> tuple[LayerTensors, LayerTensors]:
-        """Return the keys and values of two layers after their merge."""
-        return merge_layers(first, second, codec, self.toward, self.retained)
-
     def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
         """Return the pairs that are proposed: those that share already, and the nearest other layers."""
         if not self.layers_shared:
@@ -272,8 +268,10 @@ class Krul(PrefixMethod, ForConversation):
         if idle.replay is None:
             idle.decision.text = f"no layers share KV: {_NO_REPLAY}"
             return shared
-        layers = mergeable_layers(idle.readers[0].shape.layout)
-        changes = self.changes(idle.replay, idle.readers[0].shape.layout, layers)
+        layout = idle.readers[0].shape.layout
+        layers = mergeable_layers(layout)
+        kv, kinds = [idle.replay.kv(layer) for layer in layers], [layout.layers[layer] for layer in layers]
+        changes = merge_changes(kv, kinds, self.toward, self.retained)
         pairs = nearest_pairs(layers, changes, target_pairs(len(layers), self.layers_shared), shared, self.change)
         if not pairs:
             idle.decision.refused_tokens = tokens_of(idle.readers)
@@ -281,11 +279,6 @@ class Krul(PrefixMethod, ForConversation):
             idle.decision.text = f"no layers share KV: a merge moves that of any two by {moved:.2g} or more, "
             idle.decision.text += f"and the limit is {self.change:g}"
         return pairs
-
-    def changes(self, replay: Replay, layout: KVLayout, layers: Sequence[int]) -> np.ndarray:
-        """Return by how much a merge would move the keys and values of any two layers: see `merge_changes`."""
-        kv, kinds = [replay.kv(layer) for layer in layers], [layout.layers[layer] for layer in layers]
-        return merge_changes(kv, kinds, self.toward, self.retained)
 
 
 def mergeable_layers(layout: KVLayout) -> list[int]:
