@@ -20,7 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from . import rope, rotary
-from .attention import patch_attention, unpatch_attention
+from .attention import PATCHES
 from .layers import decoder_layers, devices_of
 from .pickling import pickle_as_it_is, pickle_without, without_hook
 from .scope import CACHE_ARGUMENTS, Replacement, current
@@ -106,10 +106,9 @@ class Attachment:
         for module, handle in self._tables:
             pickle_without(module, without_hook(handle))
         pickle_without(model, _detached)
-        self._functions = rotary.rotary_functions(model)
-        for code, name in self._functions:
-            rotary.patch_function(code, name)
-        patch_attention()
+        self._patches = [*rotary.patches_of(model), *PATCHES]
+        for patch in self._patches:
+            patch.apply()
         self.active = True
         if any("quantized.dynamic" in type(module).__module__ for module in model.modules()):
             logger.warning(
@@ -155,7 +154,7 @@ class Attachment:
 
     def watching_compiled(self) -> AbstractContextManager[None]:
         """Return a context in which compiled code reports its rotations. Each report splits what is compiled."""
-        return rotary.watching_compiled(self._tables, self._functions)
+        return rotary.watching_compiled(self._tables, self._patches)
 
     def running_eagerly(self) -> AbstractContextManager[Any]:
         """Return a context in which a compiled model runs uncompiled, since our passes differ at every call."""
@@ -169,9 +168,8 @@ class Attachment:
         for module, handle in self._tables:
             pickle_as_it_is(module)
             handle.remove()
-        for code, name in self._functions:
-            rotary.unpatch_function(code, name)
-        unpatch_attention()
+        for patch in self._patches:
+            patch.undo()
         for extra in self.extras.values():
             if hasattr(extra, "close"):
                 extra.close()

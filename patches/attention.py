@@ -8,9 +8,9 @@ wrappers only call the original functions.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -20,15 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layers import decoder_layers
 from .rope import on
-from .scope import AttentionCall, Replacement, Scope, current
+from .scope import AttentionCall, Patch, Replacement, Scope, current
 
 WRAPPED = ("sdpa", "eager")
 """Implementations with masks that accept the position of each query."""
 
 SELECTING = ("sdpa",)
 """Implementations in which a layer's queries can select what to attend to."""
-
-_patch_lock = threading.Lock()
 
 
 def can_select(config: PreTrainedConfig) -> bool:
@@ -56,38 +54,15 @@ def can_scatter(config: PreTrainedConfig) -> bool:
 class _Scoped(Replacement):
     """Registered function, with its replacement within passes with one of our caches."""
 
-    def __init__(self, function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    def __init__(self, replacement: Callable[..., Any], function: Callable[..., Any]) -> None:
         super().__init__(function)
         self.replacement = replacement
-        self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scope = None if torch.compiler.is_compiling() else current()
         if scope is None:
             return self.original(*args, **kwargs)
         return self.replacement(scope, self.original, *args, **kwargs)
-
-
-def patch_attention() -> None:
-    """Wrap the registered functions. Calls are counted, since all attached models share the wrappers."""
-    with _patch_lock:
-        for registry, functions, name, replacement in _PATCHES:
-            function = functions[name]
-            if not isinstance(function, _Scoped):
-                function = _Scoped(function, cast(Callable[..., Any], replacement))
-                registry.register(name, function)
-            function.users += 1
-
-
-def unpatch_attention() -> None:
-    """Undo one `patch_attention`; the last call restores the functions."""
-    with _patch_lock:
-        for registry, functions, name, _ in _PATCHES:
-            function = functions[name]
-            if isinstance(function, _Scoped):
-                function.users -= 1
-                if function.users == 0:
-                    registry.register(name, function.original)
 
 
 def make_mask(
@@ -137,24 +112,23 @@ def attend(
     Returns:
         `[batch, queries, heads, dim]`, and the attention weights if the base returns them.
     """
+    call = AttentionCall(query, key, value, attention_mask, kwargs.get("scaling"))
     if scope.observer is not None and _is_unbiased(attention_mask, kwargs):
-        scope.observer.observe(module.layer_idx, query, key, kwargs.get("scaling"))
+        scope.observer.observe(module.layer_idx, query, call.scaling)
     if scope.selects:
-        call = AttentionCall(query, key, value, attention_mask, kwargs.get("scaling"))
         attended = scope.attend(module.layer_idx, call)
         if isinstance(attended, torch.Tensor):
             return attended.transpose(1, 2).contiguous(), None
-        _, key, value, attention_mask, _ = attended
-    if scope.recompute_lengths and (prefix_length := scope.recompute_lengths[module.layer_idx]):
+        call = attended
+    if scope.recompute_lengths and (length := scope.recompute_lengths[module.layer_idx]):
         # the recomputed prefix sees only itself: no prompt-sized mask, and no computation of hidden weights
         mask = scope.recompute_mask(module.layer_idx, query.device)
-        prefix_query, prefix_key, prefix_value = (tensor[:, :, :prefix_length] for tensor in (query, key, value))
-        prefix_output = _attend(base, module, prefix_query, prefix_key, prefix_value, mask, kwargs)[0]
-        suffix_output = _attend(base, module, query[:, :, prefix_length:], key, value, attention_mask, kwargs)[0]
-        return torch.cat([prefix_output, suffix_output], dim=1), None
-    if scope.folds and base is sdpa_attention_forward and can_fold(query, key, attention_mask, kwargs):
-        return attend_folded(query, key, value, attention_mask, kwargs), None
-    return _attend(base, module, query, key, value, attention_mask, kwargs)
+        prefix = AttentionCall(*(tensor[:, :, :length] for tensor in call[:3]), mask, call.scaling)
+        suffix = call._replace(query=query[:, :, length:])
+        return torch.cat([_attend(base, module, part, kwargs)[0] for part in (prefix, suffix)], dim=1), None
+    if scope.folds and base is sdpa_attention_forward and can_fold(call, kwargs):
+        return attend_folded(call, kwargs), None
+    return _attend(base, module, call, kwargs)
 
 
 def without_first(mask: torch.Tensor | None, hidden: torch.Tensor, width: int) -> torch.Tensor:
@@ -173,65 +147,52 @@ def without_first(mask: torch.Tensor | None, hidden: torch.Tensor, width: int) -
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
 
 
-def can_fold(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
+def can_fold(call: AttentionCall, kwargs: dict[str, Any]) -> bool:
     """Return whether one token attends with several query heads per KV head, and with the same mask for all heads."""
-    is_grouped = query.shape[2] == 1 and query.shape[1] > key.shape[1]
+    is_grouped = call.query.shape[2] == 1 and call.query.shape[1] > call.keys.shape[1]
     is_plain = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
-    return is_grouped and is_plain and (mask is None or mask.shape[1] == 1)
+    return is_grouped and is_plain and (call.mask is None or call.mask.shape[1] == 1)
 
 
-def attend_folded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
-) -> torch.Tensor:
+def attend_folded(call: AttentionCall, kwargs: dict[str, Any]) -> torch.Tensor:
     """Compute the attention of one token, with the query heads of each KV head as rows of one matrix.
 
-    Each key and value is then read once, not once per query head. See `attend` for the arguments.
+    Each key and value is then read once, not once per query head.
 
     Returns:
         `[batch, 1, heads, dim]`.
     """
-    batch, heads, _, dim = query.shape
-    folded_query = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)  # [batch, kv_heads, group, dim]
+    query, keys, values, mask, scaling = call
+    folded_query = query.reshape(len(query), keys.shape[1], -1, query.shape[3])  # [batch, kv_heads, group, dim]
     output = torch.nn.functional.scaled_dot_product_attention(
-        folded_query, key, value, mask, kwargs.get("dropout", 0.0), scale=kwargs.get("scaling")
+        folded_query, keys, values, mask, kwargs.get("dropout", 0.0), scale=scaling
     )
-    return output.reshape(batch, 1, heads, value.shape[3])
+    return output.reshape(len(query), 1, query.shape[1], values.shape[3])
 
 
 def _attend(
-    base: Callable[..., Any],
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
+    base: Callable[..., Any], module: Any, call: AttentionCall, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the attention of some queries. See `attend`.
 
     The function of transformers repeats keys and values for each query head, although the kernel can share them. On the
     CPU, the kernel gives the same bits either way. On CUDA, with a mask, it falls back to plain arithmetic.
     """
+    query, keys, values, mask, scaling = call
     if (
         base is sdpa_attention_forward  # and no function that a user registered in its place
         and query.device.type == "cpu"
-        and attention_mask is not None
+        and mask is not None
         and query.shape[2] > 1
         and getattr(module, "num_key_value_groups", 1) > 1
-        and query.shape[1] != key.shape[1]
+        and query.shape[1] != keys.shape[1]
         and kwargs.get("position_bias") is None
     ):
         output = torch.nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            dropout_p=kwargs.get("dropout", 0.0),
-            scale=kwargs.get("scaling"),
-            enable_gqa=True,
+            query, keys, values, mask, kwargs.get("dropout", 0.0), scale=scaling, enable_gqa=True
         )
         return output.transpose(1, 2).contiguous(), None
-    return base(module, query, key, value, attention_mask, **kwargs)
+    return base(module, query, keys, values, mask, **kwargs)
 
 
 def _is_unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
@@ -239,8 +200,11 @@ def _is_unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
     return (mask is None or mask.dtype == torch.bool) and kwargs.get("position_bias") is None
 
 
-_PATCHES = (
-    (AttentionInterface, ALL_ATTENTION_FUNCTIONS, "sdpa", attend),
-    *((AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, name, make_mask) for name in WRAPPED),
+PATCHES = tuple(
+    Patch(partial(functions.__getitem__, name), partial(registry.register, name), partial(_Scoped, replacement))
+    for registry, functions, name, replacement in (
+        (AttentionInterface, ALL_ATTENTION_FUNCTIONS, "sdpa", attend),
+        *((AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, name, make_mask) for name in WRAPPED),
+    )
 )
-"""Registry interface, functions, name and replacement of each patched function."""
+"""Patches of the registered functions."""

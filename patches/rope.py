@@ -111,14 +111,12 @@ class TableCache:
     def is_by_halves(self, call: RotaryCall, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Return whether a function's rotation of keys on the CPU equals `rotate_halves_`, bit for bit; asked once."""
         others = [value for name, value in call.named() if name not in ("q", "k", "cos", "sin")]
-        if keys.device.type != "cpu" or any(isinstance(value, torch.Tensor) for value in others):
+        is_too_short = cos.shape[1] < _SAMPLED  # for a reliable answer
+        if is_too_short or keys.device.type != "cpu" or any(isinstance(value, torch.Tensor) for value in others):
             return False
         key = call.function, keys.shape[1], keys.shape[3], keys.dtype, cos.shape[2], cos.dtype, repr(others)
         if key not in self._by_halves:
-            found = call.is_by_halves(keys, cos, sin)
-            if found is None:
-                return False
-            self._by_halves[key] = found
+            self._by_halves[key] = call.is_by_halves(keys, cos, sin)
         return self._by_halves[key]
 
 
@@ -167,18 +165,13 @@ class RotaryCall(Call):
             else:
                 part.copy_(self._rotate(part, cos_part, sin_part))
 
-    def is_by_halves(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool | None:
-        """Return whether `rotate_halves_` gives the bits of the model's function, by rotating random keys with both.
-
-        Returns:
-            None if the tables are too short for a reliable answer.
-        """
-        count = min(_SAMPLED, cos.shape[1])
-        if count < _SAMPLED or cos.dtype != keys.dtype or cos.shape[2] % 2:
-            return None if count < _SAMPLED else False
+    def is_by_halves(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Return whether `rotate_halves_` gives the bits of the model's function, by rotating random keys with both."""
+        if cos.dtype != keys.dtype or cos.shape[2] % 2:
+            return False
         generator = torch.Generator().manual_seed(0)
-        sample = torch.randn(1, keys.shape[1], count, keys.shape[3], generator=generator).to(keys.dtype)
-        cos, sin = cos[:1, -count:], sin[:1, -count:]
+        sample = torch.randn(1, keys.shape[1], _SAMPLED, keys.shape[3], generator=generator).to(keys.dtype)
+        cos, sin = cos[:1, -_SAMPLED:], sin[:1, -_SAMPLED:]
         expected = self._rotate(sample.clone(), cos, sin)
         rotate_halves_(sample, cos, sin)
         return expected.dtype == sample.dtype and torch.equal(expected, sample)
@@ -354,9 +347,6 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
-
-
-# --- watching
 
 
 def on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .rope import Call, RotaryCall, RotaryTable
-from .scope import Replacement, current
-
-_patch_lock = threading.Lock()
+from .scope import Patch, Replacement, current
 
 
 def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
@@ -77,61 +75,35 @@ class _TableHook(_Reporter):
             scope.tap.tables.append(RotaryTable(call, cos, sin))
 
 
-def rotary_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
-    """Return the functions that rotate queries and keys, as found by the model's classes.
-
-    Returns:
-        Pairs of a module and a name in it.
-    """
-    functions: dict[tuple[str, str], tuple[ModuleType, str]] = {}
-    for name in sorted({type(module).__module__ for module in model.modules()}):
-        module = sys.modules.get(name)
-        if module is None:
-            continue
-        for attribute, value in list(vars(module).items()):
-            if attribute.startswith("apply_") and "rotary" in attribute and callable(value):
-                takes_tables = {"q", "k", "cos", "sin"} <= inspect.signature(value).parameters.keys()
-                if takes_tables:
-                    functions[name, attribute] = (module, attribute)
-    return list(functions.values())
+def patches_of(model: nn.Module) -> list[Patch]:
+    """Return patches of the functions that rotate queries and keys, as found by the model's classes."""
+    patches = []
+    for module in (sys.modules.get(name) for name in sorted({type(module).__module__ for module in model.modules()})):
+        for name, function in list(vars(module).items()) if module is not None else ():
+            is_rotary = name.startswith("apply_") and "rotary" in name and callable(function)
+            if is_rotary and {"q", "k", "cos", "sin"} <= inspect.signature(function).parameters.keys():
+                access = partial(getattr, module, name), partial(setattr, module, name)
+                patches.append(Patch(*access, _WatchedFunction))
+    return patches
 
 
-def patch_function(module: ModuleType, name: str) -> None:
-    """Wrap a rotation function so that our passes see its calls. Calls are counted: models may share it."""
-    with _patch_lock:
-        function = getattr(module, name)
-        if not isinstance(function, _WatchedFunction):
-            function = _WatchedFunction(function)
-            setattr(module, name, function)
-        function.users += 1
-
-
-def unpatch_function(module: ModuleType, name: str) -> None:
-    """Undo one `patch_function`; the last call restores the function."""
-    with _patch_lock:
-        function = getattr(module, name)
-        if isinstance(function, _WatchedFunction):
-            function.users -= 1
-            if function.users == 0:
-                setattr(module, name, function.original)
+_reporters_lock = threading.Lock()
 
 
 @contextmanager
-def watching_compiled(
-    tables: Iterable[tuple[nn.Module, RemovableHandle]], functions: Iterable[tuple[ModuleType, str]]
-) -> Iterator[None]:
+def watching_compiled(tables: Iterable[tuple[nn.Module, RemovableHandle]], patches: Iterable[Patch]) -> Iterator[None]:
     """Let compiled code report, for the duration of the context.
 
     Args:
         tables: What `watch_tables` has returned.
-        functions: What was patched by `patch_function`.
+        patches: Applied patches.
     """
     hooks = (module._forward_hooks.get(handle.id) for module, handle in tables)
-    observers = (*hooks, *(getattr(module, name) for module, name in functions))
+    observers = (*hooks, *(patch.get() for patch in patches))
     reporters = [observer for observer in observers if isinstance(observer, _Reporter)]
 
     def add(users: int) -> None:
-        with _patch_lock:
+        with _reporters_lock:
             for reporter in reporters:
                 reporter.compiled_users += users
 
@@ -148,7 +120,6 @@ class _WatchedFunction(_Reporter, Replacement):
     def __init__(self, function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(function)
         self.places = _places(function)
-        self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rotated = self.original(*args, **kwargs)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -23,27 +24,48 @@ class Replacement:
         original: The replaced function. Results are the same.
     """
 
+    users = 0
+    """Number of attached models that share it (see `Patch`)."""
+
     def __init__(self, original: Callable[..., Any]) -> None:
         functools.update_wrapper(cast(Callable[..., Any], self), original)
         self.original = original
 
 
-class QueryObserver(Protocol):
-    """Observer of the queries of one pass, layer by layer, before they attend. It changes nothing.
+_patch_lock = threading.Lock()
 
-    It sees layers that attend through the registered function, by queries and keys alone: a mask that is added to
-    logits, or a position bias, would change their attention.
+
+@dataclass(frozen=True)
+class Patch:
+    """Replacement of a function that all attached models share.
+
+    Args:
+        get: Returns the function.
+        put: Puts another one in its place.
+        make: Makes the replacement of a function.
     """
 
-    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
-        """Observe a layer's queries of the positions that it computes.
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+    make: Callable[[Callable[..., Any]], Replacement]
 
-        Args:
-            layer: Layer index.
-            query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, positions, dim]`, rotated, as returned by the layer's cache.
-            scaling: Scale of the logits; None for dim ** -0.5.
-        """
+    def apply(self) -> None:
+        """Replace the function, or count one more user of its replacement."""
+        with _patch_lock:
+            function = self.get()
+            if not isinstance(function, Replacement):
+                function = self.make(function)
+                self.put(function)
+            function.users += 1
+
+    def undo(self) -> None:
+        """Undo one `apply`; the last call restores the function."""
+        with _patch_lock:
+            function = self.get()
+            if isinstance(function, Replacement):
+                function.users -= 1
+                if not function.users:
+                    self.put(function.original)
 
 
 class AttentionCall(NamedTuple):
@@ -95,8 +117,9 @@ class Scope:
     """True if `attend` determines what queries attend to."""
     folds: bool = False
     """True if the query heads of a KV head may be folded into one batch of queries, which changes rounding."""
-    observer: QueryObserver | None = None
-    """Observer of the queries, if any."""
+    observer: Any = None
+    """Observer of the queries (`SampledPass`), or None. It sees layers that attend by queries and keys alone: a mask
+    that is added to logits, or a position bias, would change their attention."""
 
     def attend(self, layer: int, call: AttentionCall) -> Attended:
         """Return what the queries of a layer attend to, or the attention output if attention is computed here."""

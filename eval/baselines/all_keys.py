@@ -10,29 +10,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_tiered_cache.selection.decode_index import KeysIndex
+from hf_tiered_cache.selection.decode_index import Int8KeysIndex
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 @dataclass(frozen=True, eq=False)
-class AllKeysIndex(KeysIndex):
-    """Index of all keys in their own dtype.
-
-    Args:
-        keys: Rotated keys, `[kv_heads, tokens, dim]`.
-    """
-
-    keys: torch.Tensor
+class AllKeysIndex(Int8KeysIndex):
+    """Index of all keys in their own dtype: scales are 1."""
 
     @classmethod
     def build(cls, keys: torch.Tensor, chunk_tokens: int = 1) -> Self:
-        return cls(chunk_tokens, keys.clone())
-
-    @property
-    def num_tokens(self) -> int:
-        return self.keys.shape[1]
+        return cls(chunk_tokens, keys.clone(), torch.ones_like(keys[..., :1], dtype=torch.int8))
 
     def keys_as(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.keys.to(dtype)
+        return self.codes.to(dtype)

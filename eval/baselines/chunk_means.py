@@ -23,7 +23,7 @@ from hf_tiered_cache.selection.decode_index import (
     best_first,
     cut_in_chunks,
     head_slices,
-    log_attention,
+    logits,
     mean_keys,
     ranking_dtype,
     side_by_side,
@@ -71,5 +71,6 @@ class ChunkMeanIndex(DecodeIndex):
         always = outliers.gather(1, lowest)  # [kv_heads, outliers]
         absent = torch.zeros(len(always), sum(index.chunks for index in indexes), dtype=torch.bool, device=query.device)
         absent.scatter_(1, always, True)
-        weights, _ = log_attention(query, [index.means for index in indexes], scaling, absent, group_max=True)
+        weights = logits(query, [index.means for index in indexes], scaling)  # [kv_heads, group, n, chunks]
+        weights = weights.masked_fill_(absent[:, None, None], -torch.inf).log_softmax(-1).amax(1).logsumexp(1)
         return torch.cat([always, best_first(weights, count - num_outliers)], 1)

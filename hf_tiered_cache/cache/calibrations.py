@@ -17,8 +17,6 @@ from ..passages.recompute import Costs
 from ..stats import TIERS
 from .storage import Storage
 
-_SUSPENDED = 64
-"""Number of suspended conversations per model for which attention shares are kept."""
 TRANSFER = 4
 """Factor by which a loss may be larger on text of another kind: up to 3.6 times a target was measured
 (bench/quality.py)."""
@@ -221,31 +219,6 @@ def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
 
 def _quality_name(fingerprint: str) -> str:
     return f"quality {fingerprint}"
-
-
-def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) -> list[np.ndarray]:
-    """Save the attention that each layer gave to the first and last tenth of a conversation.
-
-    Args:
-        storage: storage to save it in.
-        fingerprint: fingerprint of the model.
-        shares: `LayerDistances.initial_recent`, float `[layers]`.
-
-    Returns:
-        Most recent shares of this model's conversations, at most 64, ending with the new ones.
-
-    Raises:
-        StoreBusyError, OSError: the shares cannot be saved.
-    """
-    name = f"initial recent {fingerprint}"
-    try:
-        before = [np.array(record["shares"], float) for record in records_of(storage, name)]
-    except (KeyError, TypeError, ValueError, OverflowError):  # damaged
-        before = []
-    latest = [*(layer_shares for layer_shares in before if layer_shares.shape == shares.shape), shares][-_SUSPENDED:]
-    if storage.disk.backend.writable:
-        keep_records(storage, name, [{"shares": layer_shares.round(4).tolist()} for layer_shares in latest])
-    return latest
 
 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:

@@ -150,7 +150,7 @@ class RestoringForward(ForwardPass):
     def __init__(self, *arguments: Any, plan: Plan, store: Storage, method: Method) -> None:
         super().__init__(*arguments)
         self.plan, self.method = plan, method
-        self._ascends, self._last_layer = True, -1
+        self._last_layer = -1
         self._first_narrowed: int | None = None
         self.captures = True
         self.front = store.fronts.to_compute(plan) if self.recorder is not None else None
@@ -247,7 +247,7 @@ class RestoringForward(ForwardPass):
                 self.hidden_indexes[layer] = to_device(indexes, device)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._ascends and layer <= self._last_layer:  # its blocks were released after that layer
+        if layer <= self._last_layer:  # its blocks were released after that layer
             raise LayerOrderError(f"layer {layer} runs after layer {self._last_layer}")
         if keys.shape[2] != self.plan.computed[layer].shape[-1]:
             raise RestoreError(self.plan.readers[0].id, f"layer {layer} computes different tokens than its input")

@@ -36,12 +36,9 @@ class RefiningForward(RestoringForward):
     def __init__(self, *arguments: Any, plan: Plan, store: Storage, method: Method) -> None:
         super().__init__(*arguments, plan=plan, store=store, method=method)
         assert isinstance(plan, PassagesPlan) and isinstance(method, Passages)
-        self._ascends = False  # a layer may run twice
         self._first_narrowed = 1
         self._choice = plan.choice
-        model, config = self.attachment.model, self.attachment.config
-        self.selects = can_select(config) and shows_queries(model)  # `attend` runs
-        self._filled: dict[str, Any] | None = None  # buffer state of the previewed layer
+        self.selects = can_select(self.attachment.config) and shows_queries(self.attachment.model)  # `attend` runs
         self._compares = True  # until the comparison
         self._previewed_layer: int | None = None  # layer that runs up to its attention (preview)
         self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
@@ -60,7 +57,7 @@ class RefiningForward(RestoringForward):
         return super().attend(layer, call)
 
     def should_preview(self, layer: int) -> bool:
-        return self.selects and self.compares(layer)
+        return self.selects and self._compares and layer == self._choice.compare_layer
 
     def preview(self, layer: int, run: Callable[[], object]) -> None:
         self._previewed_layer = layer
@@ -68,7 +65,7 @@ class RefiningForward(RestoringForward):
             with suppress(_Previewed):
                 run()
         finally:
-            self._previewed_layer = None
+            self._previewed_layer, self._last_layer = None, layer - 1
 
     def _narrow(self, layer: int, first: int) -> None:
         """Select the positions computed from layer `first` on, by the KV deviation measured at `layer`."""
@@ -84,27 +81,11 @@ class RefiningForward(RestoringForward):
         self._drop_with_depth(plan)
         self._compares, self._attention = False, None
 
-    # --- called by sources (see `RefiningPass`)
-
-    def compares(self, layer: int) -> bool:
-        return self._compares and layer == self._choice.compare_layer
-
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        """See `layers.dense.RefiningPass`."""
         self._kv_deviation = self.method.kv_deviation(stored, computed)
         if self._previewed_layer != layer:
             self._narrow(layer, first=layer + 1)
-
-    def take_filled(self, layer: int) -> dict[str, Any] | None:
-        if layer != self._choice.compare_layer:
-            return None
-        filled, self._filled = self._filled, None
-        return filled
-
-    def is_previewing(self, layer: int) -> bool:
-        return self._previewed_layer == layer
-
-    def keep_filled(self, filled: dict[str, Any]) -> None:
-        self._filled = filled
 
 
 class _Previewed(Exception):

@@ -125,7 +125,6 @@ class Storage:
             self.recent_segments.forget,
             self.rewriter.forget,
             self.rewriter.importance.forget,
-            self.rankings.forget,
         ]
         residency.scores.load(disk.index.scores())
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
@@ -25,7 +24,6 @@ from ..patches.attach import cache_argument
 from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
-from .calibrations import note_initial_recent
 from .cost_model import costs_of, idle_recompute_ratio
 from .executor import Executor
 from .sequence import SequenceState
@@ -137,9 +135,6 @@ def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentRead
     """Return the input of `ForConversation.compact` for these segments."""
     storage, observer, method = executor.store, executor.observer, sequence.method
     attention = None if observer is None else observer.result()
-    noted: list[np.ndarray] = []
-    if attention is not None and not attention.missing:
-        noted = note_initial_recent(storage, sequence.identity.fingerprint, attention.initial_recent)
 
     def front(stored: float) -> float:
         share = method.recompute if isinstance(method, PrefixMethod) else 0.0
@@ -152,7 +147,7 @@ def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentRead
         return idle_recompute_ratio(tokens, executor.attachment.depth, costs, stored, method.geometry.chunk_tokens)
 
     admit = storage.residency.admit
-    return IdleConversation(storage.disk, readers, storage.blocks_of, admit, front, attention, noted)
+    return IdleConversation(storage.disk, readers, storage.blocks_of, admit, front, attention)
 
 
 def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:

@@ -329,8 +329,8 @@ class SampledPass:
         self._queries: dict[int, tuple[torch.Tensor, float | None]] = {}
         self._places: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
-        """See `QueryObserver`."""
+    def observe(self, layer: int, query: torch.Tensor, scaling: float | None) -> None:
+        """Observe the queries of a layer, `[batch, heads, n, dim]`, rotated, with the scale of its logits, or None."""
         count, device = query.shape[2], query.device
         if layer not in self._layers or count < self._stop - self._first:
             return  # queries of other tokens; `end` reports the layer as unseen

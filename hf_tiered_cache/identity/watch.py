@@ -41,7 +41,7 @@ class Watch:
         self._states: dict[int, Any] = {}
         self._functions: dict[int, FunctionType] = {}
         self._cells: dict[int, CellType] = {}
-        self._slots: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._slots: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._sized: dict[int, Any] = {}
         self._containers: dict[int, Any] = {}
 
@@ -74,7 +74,7 @@ class Watch:
 
     def slot(self, value: Any, name: str) -> None:
         """Watch the attribute of an object in one of its `__slots__`."""
-        self._slots.setdefault((id(value), name), (value, name))
+        self._slots.setdefault((id(value), name), (value, name, getattr(value, name)))
 
     def size(self, container: Any) -> None:
         """Watch the number of items in a container."""
@@ -86,56 +86,42 @@ class Watch:
         self._containers[id(container)] = container
 
     def complete(self) -> None:
-        """Record the current objects in all places, which `holds` compares with later ones."""
-        items = list(self._items.values())
-        self._item_places = [container for container, _, _ in items], [key for _, key, _ in items]
-        members = list(self._class_members.values())
-        self._member_places = [proxy for proxy, _, _ in members], [name for _, name, _ in members]
-        self._values = [value for _, _, value in items], [value for _, _, value in members]
-        self._lists = [list(group.values()) for group in (self._objects, self._states, self._functions, self._sized)]
-        self._cell_list = list(self._cells.values())
+        """Record the objects in all places, which `holds` compares with later ones."""
+        keyed = [list(places.values()) for places in (self._items, self._class_members, self._slots)]
+        self._keyed = [([holder for holder, _, _ in places], [key for _, key, _ in places]) for places in keyed]
+        self._plain = [list(group.values()) for group in (self._objects, self._states, self._functions)]
+        self._cell_list, self._sized_list = list(self._cells.values()), list(self._sized.values())
         self._container_list = list(filter(len, self._containers.values()))  # for empty ones the size is sufficient
-        slots = list(self._slots.values())
-        self._slot_places = [value for value, _ in slots], [name for _, name in slots]
-        self._slot_values = list(map(getattr, *self._slot_places))
-        objects, states, functions, sized = self._lists
-        self._types, self._dicts = list(map(type, objects)), list(map(_state, states))
-        self._codes, self._sizes = list(map(_code, functions)), list(map(len, sized))
-        self._defaults, self._keywords = list(map(_defaults, functions)), list(map(_keywords, functions))
-        self._contents = list(chain.from_iterable(self._container_list))
-        self._cell_contents = list(_cell_contents(self._cell_list))
+        self._sizes = list(map(len, self._sized_list))
+        self._values = [[value for *_, value in places] for places in keyed] + list(map(list, self._without_key()))
+
+    def _without_key(self) -> tuple[Iterator[Any], ...]:
+        """Return the current objects of each kind of place that has no key."""
+        objects, states, functions = self._plain
+        return (
+            *(map(type, objects), map(_state, states)),
+            *(map(attribute, functions) for attribute in (_code, _defaults, _keywords)),
+            chain.from_iterable(self._container_list),
+            _cell_contents(self._cell_list),
+        )
 
     # --- comparing
 
     def holds(self) -> bool:
         """Return whether every place still holds the same object."""
-        objects, states, functions, sized = self._lists
+        keyed = (map(get, *places) for get, places in zip((dict.get, _members, getattr), self._keyed, strict=True))
+        current = chain(keyed, self._without_key())
         try:
-            return (
-                list(map(len, sized)) == self._sizes
-                and all(map(is_, self._values[0], map(dict.get, *self._item_places)))
-                and all(map(is_, self._values[1], map(_members, *self._member_places)))
-                and all(map(is_, self._types, map(type, objects)))
-                and all(map(is_, self._dicts, map(_state, states)))
-                and all(map(is_, self._codes, map(_code, functions)))
-                and all(map(is_, self._defaults, map(_defaults, functions)))
-                and all(map(is_, self._keywords, map(_keywords, functions)))
-                and all(map(is_, self._slot_values, map(getattr, *self._slot_places)))
-                and all(map(is_, self._contents, chain.from_iterable(self._container_list)))
-                and all(map(is_, self._cell_contents, _cell_contents(self._cell_list)))
+            return list(map(len, self._sized_list)) == self._sizes and all(
+                all(map(is_, before, now)) for before, now in zip(self._values, current, strict=True)
             )
         except (AttributeError, RuntimeError):  # an attribute was deleted, or a container changed during the comparison
             return False
 
     def changed_name(self) -> str:
         """Return the first key with a replaced value in a watched dictionary, or ""."""
-        places = zip(*self._item_places, self._values[0], strict=True)
+        places = zip(*self._keyed[0], self._values[0], strict=True)
         return next((str(key) for container, key, value in places if dict.get(container, key) is not value), "")
-
-    @property
-    def places(self) -> int:
-        """Number of compared places."""
-        return sum(map(len, (*self._values, *self._lists, self._contents, self._cell_contents)))
 
 
 _EMPTY = object()

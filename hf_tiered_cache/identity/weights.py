@@ -1,8 +1,4 @@
-"""Digests of a model's weights.
-
-Bytes of a tensor, including quantized tensors and wrapper subclasses.
-
-Digests of a model's weights: all bytes are digested once on their device, then checked for changes.
+"""Digests of a model's weights, also quantized ones: all bytes are digested once on their device, then checked.
 
 - A write through PyTorch increments the version of a tensor, which is then digested again.
 - A tensor with replaced memory (`weight.data = ...`, `set_`, `swap_tensors`) has another address or other strides. Then
@@ -22,7 +18,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -198,22 +194,6 @@ class WeightDigests:
         )
 
 
-class Memory(Protocol):
-    """Weights on one device."""
-
-    digests: np.ndarray
-    """Digest of each row, uint64 `[rows]`."""
-
-    def read(self, tensors: Collection[int]) -> None:
-        """Digest the bytes of these tensors again."""
-
-    def edited(self) -> bool:
-        """Check the next part of the bytes, and return whether an edit was found."""
-
-    def unchanged(self) -> bool:
-        """Return whether all bytes are unchanged. Any thread may call this."""
-
-
 class HostMemory:
     """Weights in host memory, read by the CPU. `read` uses several threads, since hashing releases the GIL."""
 
@@ -227,14 +207,17 @@ class HostMemory:
         self._windows = [view[:WINDOW_BYTES] for _, view in views]
         self._turns = itertools.cycle(list(_turns(map(len, self._rows), REREAD_BYTES)))
         self.digests = np.zeros(len(rows), np.uint64)
+        """Digest of each row, uint64 `[rows]`."""
         self.read(self._tensors)
 
     def read(self, tensors: Collection[int]) -> None:
+        """Digest the bytes of these tensors again."""
         rows = np.flatnonzero(np.isin(self._tensors, list(tensors)))
         self.digests[rows] = self._digests_in_threads(rows)
         self._beginnings = b"".join(self._windows)
 
     def unchanged(self) -> bool:
+        """Return whether all bytes are unchanged. Any thread may call this."""
         # in the calling thread: the writer may call this at interpreter exit, when no thread can be started
         return self._digests_of(range(len(self._rows))) == self.digests.tolist()
 
@@ -246,6 +229,7 @@ class HostMemory:
             return list(itertools.chain.from_iterable(pool.map(self._digests_of, runs)))
 
     def edited(self) -> bool:
+        """Check the next part of the bytes, and return whether an edit was found."""
         if b"".join(self._windows) != self._beginnings:
             return True
         turn = next(self._turns)

@@ -6,7 +6,7 @@ There is one for each layer of the model, with full attention or a sliding windo
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -64,18 +64,6 @@ class RestoringPass(Pass, Protocol):
 class RefiningPass(RestoringPass, Protocol):
     """Forward pass that follows a `PassagesPlan`, and compares stored and computed KV."""
 
-    def take_filled(self, layer: int) -> dict[str, Any] | None:
-        """Remove and return the kept state of a layer's buffer with its restored KV, or None."""
-
-    def is_previewing(self, layer: int) -> bool:
-        """Return whether the layer runs only up to its attention now."""
-
-    def keep_filled(self, filled: dict[str, Any]) -> None:
-        """Keep the state of the previewed layer's filled buffer until the layer is computed (see `take_filled`)."""
-
-    def compares(self, layer: int) -> bool:
-        """Return whether to compare the stored and computed KV of a layer now."""
-
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
         """Compare stored and computed KV, `[batch, heads, n, dim]` each, to decide what later layers compute."""
 
@@ -113,7 +101,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             self._restored = plan.suffix
         else:
             self._scattered = plan.num_positions
-            self._skipped = max(0, plan.first_position(self.window)) if self.window else 0
+            self._skipped = max(0, plan.first_position(self.window))
 
     def end_pass(self) -> None:
         """End the pass, successful or not. `rollback` undoes a failed pass."""
@@ -161,20 +149,16 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
-        first = max(0, plan.first_position(self.window)) if self.window else 0
-        refining = cast(RefiningPass, restoring) if isinstance(plan, PassagesPlan) else None
-        compares, filled, before = False, None, None
-        if refining is not None:
-            compares, filled = refining.compares(self.index), refining.take_filled(self.index)
-            before = vars(self).copy() if refining.is_previewing(self.index) else None
-        if filled is None:
+        first = max(0, plan.first_position(self.window))
+        may_preview = isinstance(plan, PassagesPlan) and plan.choice.compare_layer == self.index
+        is_filled = may_preview and not self._scattered  # by the preview
+        if not is_filled:
             self._announced()
             keys, values = self.extend(key_states, value_states, plan.num_positions, first)
             rotate_ = partial(restoring.tap.rotate_, pre_rope)
             dtype = pre_rope.keys.dtype
             restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
         else:
-            self.rollback(filled)
             keys, values = (tensor[:, :, tensor.shape[2] - (plan.num_positions - first) :] for tensor in self._views())
         if plan.suffix is not None:
             keys[:, :, plan.suffix - first :] = key_states
@@ -187,16 +171,12 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 target[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
-        if refining is not None and compares:
+        if may_preview and not is_filled:
             stored = picked(keys, columns, 2), picked(values, columns, 2)
-            refining.compare(self.index, stored, (key_states, value_states))
+            cast(RefiningPass, restoring).compare(self.index, stored, (key_states, value_states))
         for target, computed in ((keys, key_states), (values, value_states)):
             _put(target, columns, computed)
-        if refining is not None and before is not None:
-            refining.keep_filled(vars(self).copy())
-            self.rollback(before)
-            return keys, values
-        return self._visible(None)
+        return self._views() if may_preview else self._visible(None)  # a preview forgets nothing
 
     # --- transformers' interface of a cache layer
 

@@ -1,4 +1,4 @@
-"""Methods: how a prompt's KV is cut into blocks, planned and restored. Each is a file and an entry of `METHODS`."""
+"""Methods: how a prompt's KV is cut into blocks, planned and restored. Each is a class and an entry of `METHODS`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any
 from ..errors import ConfigError, suggest, unknown_name, with_type
 from ..plugins import Registry
 from .base import BudgetMethod, Method
-from .cache_blend import CacheBlend, Epic
-from .cache_tune import CacheTune
-from .contiguous_kv import ContiguousKV
+from .cache_tune import CacheBlend, CacheTune, Epic
+from .contiguous_kv import ContiguousKV, Impress
 from .exact import Auto, Exact, PrefixMethod
-from .impress import Impress
 from .krul import ForConversation, IdleConversation, Krul, MergeDecision
 from .kv_drive import KVDrive
 from .passages import Passages

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from math import inf
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,7 @@ class Method(ABC):
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.type in ("bool", bool) and not isinstance(value, bool):
-                raise ConfigError(f"{option.name} must be True or False, not {with_type(value)}")
+            require(option.type not in ("bool", bool) or isinstance(value, bool), option.name, "True or False", value)
         if self.geometry.pairs:
             raise ConfigError(
                 "the geometry of a method has no pairs of layers; only stored segments have them (see `join_segments`)"
@@ -143,10 +143,10 @@ class BudgetMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("budget", "the prefix", self.budget)
-        target = self.quality
-        if target is not None and (not is_number(target) or not target > 0):
-            raise ConfigError(f"quality must be a loss in nats, a float above 0 such as 0.02, not {with_type(target)}")
+        is_share = is_number(self.budget, 0, 1) and self.budget > 0
+        require(is_share, "budget", "a share of the prefix, a float above 0 and at most 1", self.budget)
+        is_loss = self.quality is None or (is_number(self.quality) and self.quality > 0)
+        require(is_loss, "quality", "a loss in nats, a float above 0 such as 0.02", self.quality)
 
     # --- what to attend to
 
@@ -224,17 +224,15 @@ class BudgetMethod(Method):
         return replace(self, budget=UNMEASURED_BUDGET if budget is None else budget)
 
 
-def check_share(name: str, quantity: str, share: float) -> None:
-    """Raise ConfigError if `share` is not a number above 0 and at most 1."""
-    if not is_number(share) or not 0 < share <= 1:
-        raise ConfigError(
-            f"{name} must be a share of {quantity}, a float above 0 and at most 1, not {with_type(share)}"
-        )
+def require(is_valid: bool, name: str, expected: str, value: object) -> None:
+    """Raise ConfigError if the value of an option is not valid, with a text that says what is expected."""
+    if not is_valid:
+        raise ConfigError(f"{name} must be {expected}, not {with_type(value)}")
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value of an option is a number; True and False are not."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+def is_number(value: Any, low: float = -inf, high: float = inf) -> bool:
+    """Return whether a value of an option is a number from `low` to `high`; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
 
 
 def is_count(value: Any) -> bool:

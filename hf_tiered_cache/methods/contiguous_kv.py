@@ -1,15 +1,15 @@
-"""ContiguousKV: a chunk is the unit of scoring, storage, reading, caching and eviction (its paper, Section 4)."""
+"""ContiguousKV, and IMPRESS, with which its paper compares: attention to a part of the prefix (Section 4 of both)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import ConfigError, unknown_name, with_type
+from ..errors import ConfigError, unknown_name
 from ..selection.selector import Selector, budgeted_tokens
-from ..selection.selectors import TopChunks
+from ..selection.selectors import ProbeHeads, TopChunks
 from ..store.geometry import Geometry, KeyIndex
-from .base import DEFAULT_BUDGET, BudgetMethod, is_count, is_number
+from .base import DEFAULT_BUDGET, BudgetMethod, is_count, is_number, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +66,9 @@ class ContiguousKV(BudgetMethod):
     def __post_init__(self) -> None:
         if self.identify not in ("index", "keys"):
             raise ConfigError(unknown_name("value of identify", self.identify, ["index", "keys"]))
-        if not is_number(self.gain) or not 0 <= self.gain < 1:
-            raise ConfigError(
-                "gain must be a share of a token's attention, a float of at least 0 and below 1, "
-                f"not {with_type(self.gain)}"
-            )
-        if not is_count(self.queries):
-            raise ConfigError(
-                f"queries must be a number of tokens, an int, or 0 for all, not {with_type(self.queries)}"
-            )
+        expected = "a share of a token's attention, a float of at least 0 and below 1"
+        require(is_number(self.gain, 0) and self.gain < 1, "gain", expected, self.gain)
+        require(is_count(self.queries), "queries", "a number of tokens, an int, or 0 for all", self.queries)
         copies = KeyIndex(self.period, None)  # also validates the period
         index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
         subperiod = max(size for size in (1, 2, 3, 4) if self.period % size == 0)
@@ -97,3 +91,42 @@ class ContiguousKV(BudgetMethod):
     def selector(self) -> Selector:
         resident = self.identify == "index"
         return TopChunks(self.period, self.solo_layers, resident, self.queries, self.gain, self.per_head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Impress(BudgetMethod):
+    """IMPRESS: each layer attends to the tokens that a few probe heads pay most attention to, if these heads agree.
+
+    If they do not agree, each KV head selects its own tokens.
+
+    Args:
+        budget: Share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
+        quality: See `BudgetMethod`.
+        chunk_tokens: Consecutive tokens in a block of keys or of values. The whole block is read for one token.
+        probe_heads: Number of probe KV heads. Their keys are stored separately (Section 4.1), so that no key is read
+            twice: keys of other heads are read when they are selected, or all of them if the probes disagree. With
+            grouped-query attention, a probe represents its group. For models with four KV heads or fewer, two probes
+            are enough.
+        alpha: Exponent of the similarity at which probes agree: see `ProbeHeads`.
+        reorder: Whether the tokens of a segment are ordered by importance, layer by layer, once prompts have shown it
+            (Section 4.4.1), so that selected tokens are in few blocks. `Exact` reads such segments, too.
+    """
+
+    geometry: Geometry = field(init=False, default=Geometry())
+    chunk_tokens: int = 64
+    probe_heads: int = 3
+    alpha: float = 0.6
+    reorder: bool = True
+
+    policy = "importance"
+
+    def __post_init__(self) -> None:
+        geometry = Geometry(self.chunk_tokens, 1, self.probe_heads, split_kv=True)
+        object.__setattr__(self, "geometry", geometry)
+        super().__post_init__()
+
+    def token_budget(self, prefix_tokens: int) -> int:
+        return budgeted_tokens(self.budget, prefix_tokens, 1)
+
+    def selector(self) -> Selector:
+        return ProbeHeads(heads=self.probe_heads, alpha=self.alpha)

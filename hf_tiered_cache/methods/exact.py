@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ..errors import ConfigError, with_type
 from ..restore.plan import PlanContext, Positions
 from ..store.codecs import make_codec
 from ..store.geometry import Geometry
-from .base import Method, is_number
+from .base import Method, is_number, require
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,13 +37,8 @@ class PrefixMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share = self.recompute
-        if share == "auto":
-            return
-        if not is_number(share) or not 0 <= share <= 1:
-            raise ConfigError(
-                f'recompute must be a share of the prefix, a float between 0 and 1, or "auto", not {with_type(share)}'
-            )
+        is_valid = self.recompute == "auto" or is_number(self.recompute, 0, 1)
+        require(is_valid, "recompute", 'a share of the prefix, a float between 0 and 1, or "auto"', self.recompute)
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
         """See `Method`. The cost model adds the recomputed prefix."""

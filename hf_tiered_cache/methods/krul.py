@@ -13,11 +13,9 @@ import numpy as np
 
 from ..conversations.distances import AttentionDistances
 from ..conversations.sharing import (
-    I_R_SHARE,
     LEAST_TOKENS,
     MARGIN,
     MOST_CHANGE,
-    LayerTensors,
     Pairs,
     Replay,
     accepted_pairs,
@@ -27,15 +25,15 @@ from ..conversations.sharing import (
     share_layers,
     target_pairs,
 )
-from ..errors import ConfigError, unknown_name, with_type
+from ..errors import ConfigError, unknown_name
 from ..restore.schedule import recompute_lengths
-from ..store.codecs import RAW, Codec, coded_provenance, merged_codec
+from ..store.codecs import RAW, coded_provenance, merged_codec
 from ..store.compaction import first_rewritten, first_stored_tokens
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.pairs import TOWARD, merge_layers
 from ..store.relayout import merge_segments, tokens_of
 from ..store.shape import SegmentShape
-from .base import is_number
+from .base import is_number, require
 from .exact import PrefixMethod
 
 if TYPE_CHECKING:
@@ -75,7 +73,6 @@ class IdleConversation:
         front: Function that returns the share of the conversation to recompute when it is restored. Its argument is the
             size of the stored KV, as a share of the unmerged size.
         attention: Distances between the layers' attention; None if it was not observed.
-        initial_recent: `LayerDistances.initial_recent` of conversations of this model, including this one.
         replay: Replay of the last tokens over changed KV; None if they cannot be replayed.
         decision: Takes the decision about shared layers.
     """
@@ -86,7 +83,6 @@ class IdleConversation:
     admit: Admit
     front: Callable[[float], float]
     attention: LayerDistances | None = None
-    initial_recent: Sequence[np.ndarray] = ()
     replay: Replay | None = None
     decision: MergeDecision = field(default_factory=MergeDecision)
 
@@ -141,7 +137,7 @@ class Krul(PrefixMethod, ForConversation):
             samples rows in each pass.
         gamma: Minimum share of attention that a layer pays to the first and last tenth of the sequence to be a
             candidate for sharing (Section 4.2), with `pairs_by="attention"`. "auto" makes three quarters of the layers
-            candidates, over the last 64 suspensions of conversations of this model in the store.
+            candidates.
         toward: Direction that two layers share, between that of the first layer (0) and that of the deeper one (1).
             MiniCache and the paper use 0.6. Ours is 0.4: with 0.6, information that the first layer looks up is lost
             sooner.
@@ -176,16 +172,13 @@ class Krul(PrefixMethod, ForConversation):
         super().__post_init__()
         for name in ("layers_shared", "toward", "retained", "change"):
             value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= 1:
-                raise ConfigError(f"{name} must be a float between 0 and 1, not {with_type(value)}")
-        if self.quality is not None and (not is_number(self.quality) or not self.quality >= 0):
-            raise ConfigError(f"quality must be a loss in nats, at least 0, or None, not {with_type(self.quality)}")
+            require(is_number(value, 0, 1), name, "a float between 0 and 1", value)
+        is_loss = self.quality is None or is_number(self.quality, 0)
+        require(is_loss, "quality", "a loss in nats, at least 0, or None", self.quality)
         if self.pairs_by not in ("kv", "attention"):
             raise ConfigError(unknown_name("pairs_by", self.pairs_by, ["kv", "attention"]))
-        if self.gamma != "auto" and (not is_number(self.gamma) or not 0 <= self.gamma <= 1):
-            raise ConfigError(
-                f'gamma must be a share of attention, a float between 0 and 1, or "auto", not {with_type(self.gamma)}'
-            )
+        is_gamma = self.gamma == "auto" or is_number(self.gamma, 0, 1)
+        require(is_gamma, "gamma", 'a share of attention, a float between 0 and 1, or "auto"', self.gamma)
 
     @classmethod
     def paper(cls, layers_shared: float = 0.5, **settings: Any) -> Krul:
@@ -238,7 +231,8 @@ class Krul(PrefixMethod, ForConversation):
             return self.pairs(idle, shared)
         decision, tokens, replay = idle.decision, tokens_of(idle.readers), idle.replay
         is_due = tokens >= max(self.least_tokens, 2 * decision.refused_tokens)
-        most, merge = self.quality / MARGIN, partial(self._merge, merged_codec(self.geometry.codec))
+        codec, most = merged_codec(self.geometry.codec), self.quality / MARGIN
+        merge = partial(merge_layers, codec=codec, toward=self.toward, share=self.retained)
         try:
             proposed = self.pairs(idle, shared) if is_due else shared
             if not proposed:
@@ -261,10 +255,6 @@ class Krul(PrefixMethod, ForConversation):
         logger.info("conversation %s: %s", self.conversation, decision.text)
         return result.pairs
 
-    def _merge(self, codec: Codec, first: LayerTensors, second: LayerTensors) -> tuple[LayerTensors, LayerTensors]:
-        """Return the keys and values of two layers after their merge."""
-        return merge_layers(first, second, codec, self.toward, self.retained)
-
     def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
         """Return the pairs that are proposed: those that share already, and the nearest other layers."""
         if not self.layers_shared:
@@ -273,13 +263,15 @@ class Krul(PrefixMethod, ForConversation):
             attention = idle.attention
             if attention is None or attention.missing:
                 return shared
-            gamma = self.gamma if self.gamma != "auto" else calibrated_gamma(idle.initial_recent, I_R_SHARE)
+            gamma = self.gamma if self.gamma != "auto" else calibrated_gamma([attention.initial_recent])
             return share_layers(attention, gamma, self.layers_shared, shared)
         if idle.replay is None:
             idle.decision.text = f"no layers share KV: {_NO_REPLAY}"
             return shared
-        layers = mergeable_layers(idle.readers[0].shape.layout)
-        changes = self.changes(idle.replay, idle.readers[0].shape.layout, layers)
+        layout = idle.readers[0].shape.layout
+        layers = mergeable_layers(layout)
+        kv, kinds = [idle.replay.kv(layer) for layer in layers], [layout.layers[layer] for layer in layers]
+        changes = merge_changes(kv, kinds, self.toward, self.retained)
         pairs = nearest_pairs(layers, changes, target_pairs(len(layers), self.layers_shared), shared, self.change)
         if not pairs:
             idle.decision.refused_tokens = tokens_of(idle.readers)
@@ -287,11 +279,6 @@ class Krul(PrefixMethod, ForConversation):
             idle.decision.text = f"no layers share KV: a merge moves that of any two by {moved:.2g} or more, "
             idle.decision.text += f"and the limit is {self.change:g}"
         return pairs
-
-    def changes(self, replay: Replay, layout: KVLayout, layers: Sequence[int]) -> np.ndarray:
-        """Return by how much a merge would move the keys and values of any two layers: see `merge_changes`."""
-        kv, kinds = [replay.kv(layer) for layer in layers], [layout.layers[layer] for layer in layers]
-        return merge_changes(kv, kinds, self.toward, self.retained)
 
 
 def mergeable_layers(layout: KVLayout) -> list[int]:

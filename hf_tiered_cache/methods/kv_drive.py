@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigError, unknown_name, with_type
+from ..errors import ConfigError, unknown_name
 from ..selection import DECODE_INDEXES
 from ..selection.held import WINDOW_POLICIES
 from ..selection.selector import Selector
 from ..selection.window import ByIndex
 from ..store.geometry import HASH_TOKENS, Geometry
-from .base import BudgetMethod, is_number
+from .base import BudgetMethod, is_count, is_number, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +59,20 @@ class KVDrive(BudgetMethod):
     loss_ignores = BudgetMethod.loss_ignores | {"window", "eviction"}  # where chunks are kept
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens not in (1, 2, 4, 8, 16):
-            raise ConfigError(f"chunk_tokens must be 1, 2, 4, 8 or {HASH_TOKENS}, not {with_type(self.chunk_tokens)}")
+        require(self.chunk_tokens in (1, 2, 4, 8, 16), "chunk_tokens", "1, 2, 4, 8 or 16", self.chunk_tokens)
         object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, 1, 1))
         super().__post_init__()
         if self.index not in DECODE_INDEXES:
             raise ConfigError(unknown_name("index", self.index, DECODE_INDEXES))
         if self.eviction not in WINDOW_POLICIES:
             raise ConfigError(unknown_name("eviction policy", self.eviction, WINDOW_POLICIES))
-        if not is_number(self.window) or not self.window >= 0:
-            raise ConfigError(f"window must be a number of at least 0, not {with_type(self.window)}")
-        if min(self.sinks, self.local, self.prefill_tokens, self.exact_from) < 0:
-            raise ConfigError("sinks, local, prefill_tokens and exact_from must not be negative")
-        if self.observed < 1:
-            raise ConfigError(f"observed must be at least 1, not {self.observed}")
-        if self.prefill_tokens % HASH_TOKENS or 0 < self.prefill_tokens < 4 * HASH_TOKENS:
-            raise ConfigError(
-                f"prefill_tokens must be 0, or a multiple of 16 of at least 64, not {self.prefill_tokens}"
-            )
+        require(is_number(self.window, 0), "window", "a number of at least 0", self.window)
+        for name in ("sinks", "local", "prefill_tokens", "exact_from", "observed"):
+            value, least = getattr(self, name), int(name == "observed")
+            require(is_count(value) and value >= least, name, f"a number of tokens, an int of at least {least}", value)
+        pieces, step = self.prefill_tokens, HASH_TOKENS
+        is_step = not pieces % step and (not pieces or pieces >= 4 * step)
+        require(is_step, "prefill_tokens", f"0, or a multiple of {step} of at least {4 * step}", pieces)
 
     @classmethod
     def paper(cls, budget: float = 0.0156, **settings: Any) -> KVDrive:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..errors import ConfigError, unknown_name, with_type
+from ..errors import ConfigError, unknown_name
 from ..passages.finder import sink_token
-from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
+from ..passages.ranking import RANKED_IN_CONTEXT, RANKINGS, Ranking
 from ..passages.recompute import ProbeAttention
 from ..restore.plan import DeferredChoice, PlanContext, Positions, RowGroup, SegmentSlice, of_row, repeats
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
-from .base import Method, is_count, is_number
+from .base import Method, is_count, is_number, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from ..layers import LayerTensors
 
-LOW_FREQUENCIES = 0.5
-"""Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1)."""
 _RANKED_BEHIND = 64
 
 
@@ -61,8 +59,7 @@ class Passages(Method):
         super().__post_init__()
         if self.ranking not in RANKINGS:
             raise ConfigError(unknown_name("ranking", self.ranking, RANKINGS))
-        if not is_count(self.lead):
-            raise ConfigError(f"lead must be a number of tokens, an int, not {with_type(self.lead)}")
+        require(is_count(self.lead), "lead", "a number of tokens, an int", self.lead)
 
     @cached_property
     def passages(self) -> str:
@@ -87,20 +84,6 @@ class Passages(Method):
     def ranked_behind(self) -> int:
         """Number of lead tokens in that computation: 1 if passages are stored after a text, else enough for a text."""
         return 1 if self.lead > 1 else _RANKED_BEHIND
-
-    @property
-    def ranks_alone(self) -> bool:
-        """True if a passage is ranked by its own KV alone."""
-        return bool(self.ranked_by) and self.ranking not in RANKED_IN_CONTEXT
-
-    def rank(self, layers: Iterable[KV], kv_in_context: Iterable[KV] | None = None) -> np.ndarray:
-        """Return how important it is to compute each token of a new passage in context: float32 `[tokens]`.
-
-        Args:
-            layers: Keys and values of the passage, layer by layer.
-            kv_in_context: The same computed with another lead, for rankings that compare the two.
-        """
-        return rank_tokens(layers, self.ranking, LOW_FREQUENCIES, kv_in_context)
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         """Return this method with its "auto" settings replaced by measured values.
@@ -236,7 +219,5 @@ def count_of(share: float, tokens: int) -> int:
 
 def check_share(recompute: float) -> None:
     """Raise ConfigError if `recompute` is not a number between 0 and 1."""
-    if not is_number(recompute) or not 0 <= recompute <= 1:
-        raise ConfigError(
-            f"recompute must be a share of each passage, a float between 0 and 1, not {with_type(recompute)}"
-        )
+    expected = "a share of each passage, a float between 0 and 1"
+    require(is_number(recompute, 0, 1), "recompute", expected, recompute)

@@ -27,7 +27,7 @@ from ..identity import Identity, rope_regime
 from ..layers import LayeredCache
 from ..methods import Passages
 from ..passages.finder import sink_token
-from ..passages.ranking import KV, RankingScores
+from ..passages.ranking import KV, RankingScores, rank_tokens
 from ..patches.attach import Attachment
 from ..restore.hashes import History
 from ..store import HASH_BYTES
@@ -199,10 +199,11 @@ class PassageExecutor(Executor):
         arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
         if self._ranking_lead is not None:
             return _InMemoryRecorder(self.lead.shape[1], self.computed, History(hasher, pads), *arguments, check=check)
+        alone = bool(method.ranked_by) and not method.ranks_in_context  # no second computation
         return Recorder(
             History(hasher, [pad + self.lead.shape[1] for pad in pads]),  # the lead is left out like padding
             *arguments,
-            rank=self._rank if method.ranks_alone else None,
+            rank=self._rank if alone else None,
             collector=self.collector,
             model=identity.facts,
             labels=self._labels or self.options.label,
@@ -211,7 +212,7 @@ class PassageExecutor(Executor):
         )
 
     def _rank(self, row: int, layers: Iterable[KV]) -> np.ndarray:
-        scores = self.method.rank(layers)
+        scores = rank_tokens(layers, self.method.ranking)
         self.scores[row] = {self.method.ranked_by: scores}
         return scores
 

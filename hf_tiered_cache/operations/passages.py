@@ -17,7 +17,7 @@ from ..cache.storage import Storage
 from ..errors import ConfigError, IntegrityError
 from ..identity import varying_rope
 from ..methods import Method, Passages, make_method
-from ..passages.ranking import KV, RankingScores
+from ..passages.ranking import KV, RankingScores, rank_tokens
 from ..store.catalogue import SegmentRow
 from ..store.documents import DocumentRecord, check_label, passage_name
 from ..store.format import is_passage
@@ -85,7 +85,7 @@ def rank_one(
     if reader is None or not reader.shape.whole:
         return False
     try:
-        scores = method.rank(_stored_kv(storage, reader), kv_in_context)
+        scores = rank_tokens(_stored_kv(storage, reader), method.ranking, kv_in_context)
     except (IntegrityError, OSError) as error:
         storage.disk.report(reader.id, error)
         return False

@@ -7,8 +7,9 @@ ranking, since hidden states are dropped once. All rankings share the KV.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -22,6 +23,9 @@ RANKINGS: tuple[Ranking, ...] = ("low_frequency", "random", "context")
 
 RANKED_IN_CONTEXT = ("context",)
 """Rankings that compute a passage once more, after other text. Their scores are comparable between passages."""
+
+LOW_FREQUENCIES = 0.5
+"""Share of the frequencies that are low, for "low_frequency" (CacheTune, Section 4.1)."""
 
 KV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """Keys before rotation, and values, of one layer: `[heads, tokens, dim]`."""
@@ -63,15 +67,18 @@ def kv_deviation(stored: KV, computed: KV) -> torch.Tensor:
 
 
 def rank_tokens(
-    layers: Iterable[KV], ranking: Ranking, alpha: float, kv_in_context: Iterable[KV] | None = None
+    layers: Iterable[KV],
+    ranking: Ranking,
+    kv_in_context: Iterable[KV] | None = None,
+    alpha: float = LOW_FREQUENCIES,
 ) -> np.ndarray:
     """Return a score for each token of a passage: how much it needs to be computed in its true context.
 
     Args:
         layers: KV of the passage computed alone, for each layer.
         ranking: One of `RANKINGS`.
-        alpha: See `low_frequency_energy`.
         kv_in_context: KV of the passage computed after other text, for each layer; for `RANKED_IN_CONTEXT`.
+        alpha: See `low_frequency_energy`.
 
     Returns:
         float32 `[tokens]`, summed over the layers. Energies are normalized per layer; changes are relative already.
@@ -109,7 +116,7 @@ class KeptRankings:
     def __init__(self, disk: SegmentStore) -> None:
         self._disk = disk
         self._lock = threading.Lock()
-        self._cache: dict[str, tuple[Hashable, dict[str, np.ndarray]]] = {}  # by segment: version and scores
+        self._cache = WeakKeyDictionary[SegmentReader, tuple[Hashable, RankingScores]]()  # with the sidecar's version
 
     def keep(self, reader: SegmentReader, scores: Mapping[str, np.ndarray]) -> bool:
         """Add or replace scores. Return whether they are stored now (see `Sidecars.keep`)."""
@@ -121,21 +128,15 @@ class KeptRankings:
         """Return the scores of a segment by ranking, including those just written by another process."""
         version = self._version(reader)
         with self._lock:
-            cached = self._cache.get(reader.id)
+            cached = self._cache.get(reader)
         if cached is not None and cached[0] == version:
             return cached[1]
         stored_tensors = {} if version is None else self._disk.sidecars.kept(reader, RANKINGS_KIND, {}) or {}
         arrays = {name: tensor.numpy() for name, tensor in stored_tensors.items() if tensor.dtype == torch.float32}
         scores = {name: array for name, array in arrays.items() if _is_valid(array, reader)}
         with self._lock:
-            self._cache[reader.id] = version, scores
+            self._cache[reader] = version, scores
         return scores
-
-    def forget(self, segments: Collection[str]) -> None:
-        """Forget deleted segments; their ids may be reused."""
-        with self._lock:
-            for segment in segments:
-                self._cache.pop(segment, None)
 
     def _version(self, reader: SegmentReader) -> Hashable:
         """Return the version of a segment's sidecar, or None if there is none."""
@@ -143,7 +144,7 @@ class KeptRankings:
             entry = self._disk.backend.find(f"{reader.id}.{RANKINGS_KIND}")
         except OSError:
             return None
-        return None if entry is None else (reader.header.digests.digest, entry.version)
+        return None if entry is None else entry.version
 
 
 def _is_valid(array: np.ndarray, reader: SegmentReader) -> bool:

@@ -82,8 +82,7 @@ class FetchUnit:
         if not sets:
             return 0
         tokens = sets[0] if len(sets) == 1 else np.unique(np.concatenate(sets))
-        slots = self.reader.shape.slot_of_token(self.block_group, tokens)
-        return int(np.isin(slots // self.reader.shape.geometry.chunk_tokens, chunks).sum())
+        return int(np.isin(self.chunk_of_each(tokens), chunks).sum())
 
 
 @dataclass(eq=False)

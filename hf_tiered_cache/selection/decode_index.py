@@ -105,16 +105,9 @@ def rank(indexes: Sequence[DecodeIndex], query: torch.Tensor, scaling: float | N
 
     Returns:
         Chunks, int64 `[kv_heads, count]`, best first, numbered across all indexes; the first chunk wins ties.
-
-    Raises:
-        ValueError: The indexes have several types, or `count` is out of range.
     """
-    kind, total = type(indexes[0]), sum(index.chunks for index in indexes)
-    if any(type(index) is not kind for index in indexes):
-        raise ValueError("indexes of different kinds cannot be ranked together")
-    if not 1 <= count <= total:
-        raise ValueError(f"count must be from 1 to {total}, not {count}")
-    return kind.rank_together(indexes, query, query.shape[-1] ** -0.5 if scaling is None else scaling, count)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return type(indexes[0]).rank_together(indexes, query, scaling, count)
 
 
 def head_slices(keys: torch.Tensor) -> Iterator[slice]:
@@ -182,7 +175,6 @@ def log_attention(
     keys: Sequence[torch.Tensor],
     scaling: float,
     absent: torch.Tensor | None = None,
-    group_max: bool = False,
     roughly: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention that representatives get, as if they were the only keys.
@@ -194,7 +186,6 @@ def log_attention(
         keys: Representatives, `[kv_heads, k, dim]` each.
         scaling: Scale of the logits.
         absent: bool `[kv_heads, k of all]`, True for representatives that get no attention; None for none.
-        group_max: Take the largest weight among the query heads of a KV head instead of their sum.
         roughly: See `logits`.
 
     Returns:
@@ -208,7 +199,7 @@ def log_attention(
         if absent is not None:
             weights.masked_fill_(absent[:, None, None], -torch.inf)
         totals.append(weights.logsumexp(-1, keepdim=True))
-        logs.append(log_sum(weights.sub_(totals[-1]), group_max))
+        logs.append(log_sum(weights.sub_(totals[-1])))
     return joined(logs), torch.cat(totals, 2)
 
 
@@ -222,12 +213,9 @@ def positions_at_once(query: torch.Tensor, columns: int) -> int:
     return max(1, LARGEST // (len(query) * columns))
 
 
-def log_sum(weights: torch.Tensor, group_max: bool = False) -> torch.Tensor:
-    """Add up log weights, `[kv_heads, group, n, k]`, over queries and group: logarithms `[kv_heads, k]`.
-
-    With `group_max`, the largest weight of a group is taken instead of the sum.
-    """
-    return weights.amax(1).logsumexp(1) if group_max else weights.flatten(1, 2).logsumexp(1)
+def log_sum(weights: torch.Tensor) -> torch.Tensor:
+    """Add up log weights, `[kv_heads, group, n, k]`, over queries and group: logarithms `[kv_heads, k]`."""
+    return weights.flatten(1, 2).logsumexp(1)
 
 
 def best_first(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -284,44 +272,9 @@ def _largest_on_cpu(bits: torch.Tensor, names: torch.Tensor, count: int) -> torc
     return torch.from_numpy(_LAST - (sort_keys[:, ::-1][:, :count] & _LAST))
 
 
-# --- indexes of all rotated keys, which rank chunks by the actual attention weights of their tokens
-
-
 @dataclass(frozen=True, eq=False)
-class KeysIndex(DecodeIndex):
-    """Index that holds every key individually."""
-
-    @property
-    @abstractmethod
-    def num_tokens(self) -> int:
-        """Number of keys."""
-
-    @abstractmethod
-    def keys_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rotated keys in `dtype`, `[kv_heads, tokens, dim]`."""
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.num_tokens // self.chunk_tokens)
-
-    @classmethod
-    def rank_together(cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int) -> torch.Tensor:
-        weights, _ = log_attention(query, [index.keys_as(query.dtype) for index in indexes], scaling)
-        parts = weights.split([index.num_tokens for index in indexes], dim=1)
-        scores = side_by_side([index._chunk_weights(part) for index, part in zip(indexes, parts, strict=True)])
-        return best_first(scores, count)
-
-    def _chunk_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """Add up the weights of each chunk's tokens: from log weights `[kv_heads, tokens]` to `[kv_heads, chunks]`."""
-        if self.chunk_tokens == 1:
-            return weights
-        missing = -weights.shape[1] % self.chunk_tokens
-        return pad(weights, (0, missing), value=-torch.inf).unflatten(1, (-1, self.chunk_tokens)).logsumexp(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class Int8KeysIndex(KeysIndex):
-    """Index of all keys in int8, with one scale per token and head.
+class Int8KeysIndex(DecodeIndex):
+    """Index of all keys in int8, with one scale per token and head. It ranks chunks by the attention to their tokens.
 
     It has a quarter of the size of float32 keys, and selects the same tokens except among nearly equal ones.
 
@@ -343,9 +296,15 @@ class Int8KeysIndex(KeysIndex):
 
     @property
     def num_tokens(self) -> int:
+        """Number of keys."""
         return self.codes.shape[1]
 
+    @property
+    def chunks(self) -> int:
+        return -(-self.num_tokens // self.chunk_tokens)
+
     def keys_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rotated keys in `dtype`, `[kv_heads, tokens, dim]`."""
         return self.codes.to(dtype).mul_(self.scales)
 
     def part(self, first: int, tokens: int) -> Self:
@@ -359,3 +318,12 @@ class Int8KeysIndex(KeysIndex):
             return indexes
         codes, scales = (torch.cat([getattr(index, name) for index in indexes], 1) for name in ("codes", "scales"))
         return [cls(size, codes, scales)]
+
+    @classmethod
+    def rank_together(cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int) -> torch.Tensor:
+        weights, _ = log_attention(query, [index.keys_as(query.dtype) for index in indexes], scaling)
+        step, scores = indexes[0].chunk_tokens, []
+        for part in weights.split([index.num_tokens for index in indexes], dim=1):
+            padded = pad(part, (0, -part.shape[1] % step), value=-torch.inf)
+            scores.append(padded.unflatten(1, (-1, step)).logsumexp(-1))
+        return best_first(side_by_side(scores), count)

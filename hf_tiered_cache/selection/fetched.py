@@ -20,7 +20,7 @@ from ..restore.plan import RowGroup, SegmentSlice
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
-from ..tiers.scores import Attention, TokenImportance
+from ..tiers.scores import Attention
 from .selector import ChunkMap
 
 Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
@@ -109,18 +109,6 @@ class RowTokens:
         heads = [range(len(self.sets))[_heads_of(block_group)] for block_group in block_groups]
         return [[(head, *_inside(piece, self.sets[head])) for head in group_heads] for group_heads in heads]
 
-    def chunks(self, layers: Collection[int]) -> list[tuple[SegmentReader, BlockGroup, np.ndarray]]:
-        """Return segments, KV cache groups, and their chunks that hold these tokens for some layers, ascending."""
-        chunks = []
-        for piece in self.row.pieces:
-            block_groups = restoring_groups(piece.reader.shape, layers)
-            for block_group, held_sets in zip(block_groups, self.in_groups(piece, block_groups), strict=True):
-                token_sets = [inside for _, _, inside in held_sets]
-                tokens = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
-                if len(tokens):
-                    chunks.append((piece.reader, block_group, piece.reader.shape.chunks_of(block_group, tokens)))
-        return chunks
-
 
 @dataclass(eq=False)
 class UnitTable:
@@ -138,7 +126,16 @@ class UnitTable:
 
     def want(self, tokens: RowTokens, layers: Collection[int]) -> list[Request]:
         """Return the units that hold tokens of some layers, and the chunks to bring of them."""
-        return [(self._unit(reader, block_group), chunks) for reader, block_group, chunks in tokens.chunks(layers)]
+        requests = []
+        for piece in tokens.row.pieces:
+            block_groups = restoring_groups(piece.reader.shape, layers)
+            for block_group, held_sets in zip(block_groups, tokens.in_groups(piece, block_groups), strict=True):
+                token_sets = [inside for _, _, inside in held_sets]
+                distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
+                if len(distinct):
+                    unit = self._unit(piece.reader, block_group)
+                    requests.append((unit, unit.chunks_of(distinct)))
+        return requests
 
     def want_keys(self, tokens: RowTokens, layer: int, heads: int | None) -> list[Request]:
         """Return the units that hold keys of a layer, with as little other data as possible, and the chunks to bring.
@@ -154,7 +151,7 @@ class UnitTable:
             for block_group in key_groups(piece.reader.shape, layer, heads):
                 unit = self._unit(piece.reader, block_group)
                 unit.identifies = True
-                requests.append((unit, piece.reader.shape.chunks_of(block_group, inside)))
+                requests.append((unit, unit.chunks_of(inside)))
         return requests
 
     def _unit(self, reader: SegmentReader, block_group: BlockGroup) -> FetchUnit:
@@ -345,21 +342,6 @@ def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[Block
 
 
 # --- attention of a selection, by which the tiers evict chunks and segments are rewritten (`tiers/scores.py`)
-
-
-def note_importance(importance: TokenImportance, layers: Sequence[int], row: RowPrefix, mass: np.ndarray) -> None:
-    """Record the attention to a row's restored tokens, for each of some layers.
-
-    Args:
-        importance: Importance of the tokens of all segments.
-        layers: Layers that share the selection.
-        row: Restored tokens of the row.
-        mass: float32 `[heads or 1, tokens]`, attention to each of them.
-    """
-    for piece in row.pieces:
-        tokens = slice(piece.first, piece.first + piece.count)
-        for layer in layers:
-            importance.note(piece.reader.id, piece.reader.shape, layer, tokens, mass[:, piece.at : piece.stop])
 
 
 def attention_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..store.geometry import in_groups
 from ..store.segment import SegmentReader
 from ..tiers.scores import TokenImportance
 from .decode import DecodeSelector
-from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, attention_of, note_importance
+from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, attention_of
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes
 from .selector import SelectionInput, Selector, check_mass, check_selection
@@ -249,7 +250,10 @@ class SelectiveRestore:
                 check_selection(self.selector, choice.tokens, request)
                 chosen[place] = RowTokens(row, choice.tokens)
                 if self._importance is not None:
-                    note_importance(self._importance, self._periods[number], row, choice.mass)
+                    for piece, sharing in product(row.pieces, self._periods[number]):
+                        tokens = slice(piece.first, piece.first + piece.count)
+                        mass = choice.mass[:, piece.at : piece.stop]
+                        self._importance.note(piece.reader.id, piece.reader.shape, sharing, tokens, mass)
                 attention = attention_of(chosen[place], choice.mass, self._periods[number], self._scanned_groups)
                 self.residency.note_attention(attention)
         self._selected[number] = [chosen.get(place) or _all_tokens(row) for place, row in enumerate(self._rows)]

@@ -16,7 +16,7 @@ import torch
 
 from ..store.memory import to_host
 from .decode import Choice, DecodeSelector
-from .decode_index import DecodeIndex, Int8KeysIndex, KeysIndex
+from .decode_index import DecodeIndex, Int8KeysIndex
 from .held import HeldChunks, Window
 from .indexes import RowIndexes
 from .selector import Selection, SelectionInput, Selector, check_selection, top_chunks
@@ -225,5 +225,5 @@ class TokenDecodeSelector(DecodeSelector):
 
 def _all_keys(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:
     """Return the keys of all indexes, `[kv_heads, tokens, dim]`."""
-    index_keys = [cast(KeysIndex, index).keys_as(dtype) for index in indexes]
+    index_keys = [cast(Int8KeysIndex, index).keys_as(dtype) for index in indexes]
     return index_keys[0] if len(index_keys) == 1 else torch.cat(index_keys, 1)

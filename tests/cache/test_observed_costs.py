@@ -69,7 +69,7 @@ def test_damaged_factors_are_none(root, record):
 def test_factors_that_are_no_list_are_none(root):
     with KVStore(root, engine="posix") as store:
         storage = storage_of(store)
-        renew_costs(storage, MODEL, CPU, ObservedCosts(2.0, 2.0))
+        renew_costs(storage, MODEL, CPU, {"compute": 2.0, "load": 2.0})
         (root / "calibrations.json").write_text(json.dumps({key: {} for key in storage.calibrations.read()}))
         assert cost_factors(storage, MODEL, CPU) == CostFactors()
 

@@ -24,7 +24,7 @@ from eval.reference.asking import language_of, load
 from eval.reference.check import contexts
 from eval.reference.language import KINDS
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
-from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, note_initial_recent
+from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, keep_records, records_of
 from hf_tiered_cache.cache.cost_model import idle_recompute_ratio
 from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.identity import Fingerprinter
@@ -357,28 +357,18 @@ def test_the_front_of_what_goes_idle_balances_computing_and_loading(model, root,
     assert 1 - most - 0.15 <= stored <= 1 - least + 0.15
 
 
-def test_gamma_goes_by_the_conversations_of_the_model(root):
-    with KVStore(root, engine="posix") as store:
-        storage, rng = storage_of(store), np.random.default_rng(0)
-        for number in range(70):
-            found = note_initial_recent(storage, "0" * 32, rng.random(6))
-            assert len(found) == min(number + 1, 64)
-        assert len(note_initial_recent(storage, "1" * 32, rng.random(6))) == 1
-        assert len(note_initial_recent(storage, "0" * 32, rng.random(5))) == 1  # other layers: it has changed
-
-
 def test_calibrations_that_are_noted_at_once_are_all_kept(root):
     with KVStore(root, engine="posix") as one, KVStore(root, engine="posix") as other:
 
         def note(number):
-            storage = storage_of(one if number % 2 else other)
+            storage, name = storage_of(one if number % 2 else other), f"{number:032x}"
             for _ in range(5):
-                note_initial_recent(storage, f"{number:032x}", np.ones(4))
+                keep_records(storage, name, [*records_of(storage, name), {"shares": [1.0]}])
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(note, range(8)))
-        found = [len(note_initial_recent(storage_of(one), f"{number:032x}", np.ones(4))) for number in range(8)]
-    assert found == [6] * 8
+        found = [len(records_of(storage_of(one), f"{number:032x}")) for number in range(8)]
+    assert found == [5] * 8
 
 
 @given(st.floats(0, 1), st.integers(1, 3))

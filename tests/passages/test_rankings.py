@@ -40,7 +40,7 @@ def test_layers_count_alike_and_ties_go_to_the_first():
     loud, quiet = torch.ones(1, 4, 2), torch.ones(1, 4, 2)
     loud[:, 1] *= 100
     quiet[:, 2] *= 100
-    scores = rank_tokens([(1000 * loud, 1000 * loud), (quiet, quiet)], "low_frequency", 1.0)
+    scores = rank_tokens([(1000 * loud, 1000 * loud), (quiet, quiet)], "low_frequency", alpha=1.0)
     assert scores[1] == pytest.approx(scores[2])
     assert scores.sum() == pytest.approx(2)
 

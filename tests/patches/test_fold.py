@@ -24,9 +24,9 @@ def folded(monkeypatch):
     shapes: list[torch.Size] = []
     fold = attention.attend_folded
 
-    def noting(query, *args):
-        shapes.append(query.shape)
-        return fold(query, *args)
+    def noting(call, kwargs):
+        shapes.append(call.query.shape)
+        return fold(call, kwargs)
 
     monkeypatch.setattr(attention, "attend_folded", noting)
     return shapes

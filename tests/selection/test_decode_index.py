@@ -426,14 +426,8 @@ def test_half_precision_keys(kind):
     assert chunks.sort(dim=1).values.tolist() == [list(range(index.chunks))] * 2
 
 
-def test_what_cannot_be_ranked_is_refused():
-    keys, query, _ = case(2, 2, 1, 8, 4, [40])
-    clusters, pages = ClusterIndex.build(keys[0], 4), PageBoundsIndex.build(keys[0], 4)
-    for count in (0, 11):
-        with pytest.raises(ValueError, match="count"):
-            rank([clusters], query, None, count)
-    with pytest.raises(ValueError, match="kinds"):
-        rank([clusters, pages], query, None, 1)
+def test_clusters_of_tokens_have_chunks_of_one():
+    keys, *_ = case(2, 2, 1, 8, 4, [40])
     with pytest.raises(ValueError, match="1 token"):
         TokenClusterIndex.build(keys[0], 4)
 
