@@ -18,7 +18,9 @@ from .runner import FULL
 
 _INTRODUCTION = """# Leaderboard
 
-Methods on pretrained models. At each share, the method with the smallest divergence comes first.
+All methods on all pretrained models, one table for each run. [Choosing a method](choosing.md) has the summary.
+A heading names the model, the tasks, and the tokens of a stored prefix or of the passages, at most. At each share, the
+method with the smallest divergence comes first.
 `make eval-real DATA=folder` measures, and `make leaderboard` writes this page.
 
 - *same token, %*: how often the first new token is the same as with full KV. *KL, nats*: divergence of its distribution
@@ -48,8 +50,9 @@ def page(folders: list[Path], out: Path) -> str:
         link = os.path.relpath(folder / "README.md", out.parent)
         weights = config.get("weights", {}).get("sha256", "")[:12]
         examples = sum(rows_of_task[0]["examples"] for rows_of_task in tasks.values())
+        longest = f"{config['prefix_tokens']:,} tokens" if config.get("prefix_tokens") else "prefixes of any length"
         parts.append(
-            f"## {Path(config['model']).name}: {', '.join(tasks)}\n\n"
+            f"## {Path(config['model']).name}: {', '.join(tasks)}, {longest}\n\n"
             f"{config['dtype']}, weights {weights or 'of the hub'}, seed {config['seed']}, {examples} examples. "
             f"[All results]({link}).\n\n{_table(rows)}"
         )

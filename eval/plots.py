@@ -28,7 +28,8 @@ _MEASURED = {
     "answered": "KV read for the answer, measured",
 }
 """X-axis labels of measured figures, which replace the share if all methods with a share have them."""
-_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+_WIDE = 100
 _LINEAR_BELOW = 1e-4
 _LABELS = {"kl": "KL to full KV, nats", "top1": "same first token as full KV, %"}
 
@@ -154,7 +155,10 @@ def _against_share(axes: Axes, rows: list[Row], figure_name: str, styles: dict[s
     else:
         axes.set_xscale("log")
         low, high = min(shares, default=1.0) / 1.35, max(shares, default=1.0) * 1.35
-        ticks = [tick for tick in _TICKS if low <= tick <= high] if measured else sorted(set(shares))
+        wide = high > _WIDE * low  # labels of three ticks per power of ten would overlap
+        ticks = [tick for tick in _TICKS[:: 3 if wide else 1] if low <= tick <= high]
+        if not measured:
+            ticks = sorted(set(shares))
         axes.set_xticks(ticks, [f"{100 * tick:g} %" for tick in ticks])
         axes.set_xlim(low, high)
     axes.xaxis.set_minor_locator(NullLocator())

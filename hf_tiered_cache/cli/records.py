@@ -65,21 +65,22 @@ class _Kind:
             raise Refused(f"unknown action {action!r} for {plural}{advice}")
         if action and not names:
             raise Refused(f"missing {noun} {self.argument}; use {action} {argument}")
-        if action == "rm":
-            return self._remove(store, list(dict.fromkeys(names or ())), dry_run, as_json)
-        if dry_run:
+        if dry_run and action != "rm":
             raise Refused("--dry-run can only be used with rm")
+        if action == "show" and len(names or ()) != 1:
+            raise Refused(f"show takes one {noun}; use show {argument}")
         rows = contents_of(store).rows
         with files_of(store) as files:
             infos: list[Any] = list(self.records(files).listed(rows))
+        known = {getattr(info, self.argument) for info in infos}
+        if unknown := [name for name in names or () if name not in known]:
+            raise Refused(
+                f"{noun} {unknown[0]!r} does not exist; `hf-tiered-cache {plural} {store}` lists all {plural}"
+            )
+        if action == "rm":
+            return self._remove(store, list(dict.fromkeys(names or ())), dry_run, as_json)
         if action:
-            if names is None or len(names) != 1:
-                raise Refused(f"show takes one {noun}; use show {argument}")
-            infos = [info for info in infos if getattr(info, self.argument) == names[0]]
-            if not infos:
-                raise Refused(
-                    f"{noun} {names[0]!r} does not exist; `hf-tiered-cache {plural} {store}` lists all {plural}"
-                )
+            infos = [info for info in infos if getattr(info, self.argument) in (names or ())]
         if as_json:
             documents = [info.as_dict() for info in infos]
             return print_json(documents[0] if action and self.is_unique else documents)

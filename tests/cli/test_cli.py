@@ -524,7 +524,7 @@ def test_what_cannot_be_done_with_documents(run, corpus):
         ("drop", "report"): "unknown action 'drop' for documents",
         ("show",): "missing document label",
         ("show", "nobody"): "document 'nobody' does not exist",
-        ("rm", "nobody"): "document 'nobody' does not exist",
+        ("rm", "nobody"): "document 'nobody' does not exist; `hf-tiered-cache documents",
         ("show", "minutes", "--dry-run"): "--dry-run can only be used with rm",
     }.items():
         status, _, err = run("documents", root, *arguments)
@@ -554,7 +554,7 @@ def test_what_cannot_be_done_with_documents(run, corpus):
         (("conversations", "{store}", "rm"), "missing conversation id"),
         (("conversations", "{store}", "show", "a", "b"), "show takes one conversation"),
         (("conversations", "{store}", "show", "zz"), "conversation 'zz' does not exist"),
-        (("conversations", "{store}", "rm", "zz"), "conversation 'zz' does not exist"),
+        (("conversations", "{store}", "rm", "zz"), "conversation 'zz' does not exist; `hf-tiered-cache conversations"),
         (("conversations", "{store}", "--dry-run"), "--dry-run can only be used with rm"),
         (("gc", "{store}", "--quota", "banana"), "--quota='banana' is not a valid size"),
         (("gc", "{store}", "--quota", "10%"), "--quota='10%' is not a valid size"),
