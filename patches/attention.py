@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -123,7 +123,8 @@ def attend(
     if scope.recompute_lengths and (length := scope.recompute_lengths[module.layer_idx]):
         # the recomputed prefix sees only itself: no prompt-sized mask, and no computation of hidden weights
         mask = scope.recompute_mask(module.layer_idx, query.device)
-        prefix = AttentionCall(*(tensor[:, :, :length] for tensor in call[:3]), mask, call.scaling)
+        keys, values = (tensor[:, :, :length] for tensor in (call.keys, call.values))
+        prefix = AttentionCall(query[:, :, :length], keys, values, mask, call.scaling)
         suffix = call._replace(query=query[:, :, length:])
         return torch.cat([_attend(base, module, part, kwargs)[0] for part in (prefix, suffix)], dim=1), None
     if scope.folds and base is sdpa_attention_forward and can_fold(call, kwargs):
@@ -201,7 +202,11 @@ def _is_unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
 
 
 PATCHES = tuple(
-    Patch(partial(functions.__getitem__, name), partial(registry.register, name), partial(_Scoped, replacement))
+    Patch(
+        partial(functions.__getitem__, name),
+        partial(registry.register, name),
+        partial(_Scoped, cast(Callable[..., Any], replacement)),
+    )
     for registry, functions, name, replacement in (
         (AttentionInterface, ALL_ATTENTION_FUNCTIONS, "sdpa", attend),
         *((AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, name, make_mask) for name in WRAPPED),
