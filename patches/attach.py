@@ -43,8 +43,11 @@ class ServedCache(ABC):
         """Run one forward pass of the attached model; `kwargs` holds all its arguments by name."""
 
     @abstractmethod
-    def continue_with(self, input_ids: torch.Tensor, copies: int) -> None:
-        """Prepare for `generate()` with `copies` of each of these ids, `[batch, n]`: drop what does not match them."""
+    def continue_with(self, input_ids: torch.Tensor, copies: int, mask: torch.Tensor | None) -> None:
+        """Prepare for `generate()` with `copies` of each of these ids, `[batch, n]`: drop what does not match them.
+
+        `mask` is their attention mask, or None if it is not known.
+        """
 
     @abstractmethod
     def end_generation(self) -> None:
@@ -284,9 +287,8 @@ class _Generate(_Wrapper):
             cache = self.take_cache(kwargs)
             ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
             if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
-                cache.continue_with(
-                    ids, max(self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
-                )
+                copies = max(self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
+                cache.continue_with(ids, copies, kwargs.get("attention_mask"))
                 if cache.get_seq_length() and not _CHUNKS_GO_ON:
                     kwargs["prefill_chunk_size"] = None
             token = _generating.set(self.attachment)

@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,13 +15,13 @@ import torch
 
 from .. import reasons
 from ..conversations.distances import AttentionDistances
-from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError
+from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError, StoreClosedError
 from ..identity import Fingerprinter, Identity, rope_regime
 from ..layers import LayeredCache
 from ..methods import BudgetMethod, ForConversation, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
 from ..patches.scope import leave
-from ..restore.hashes import History
+from ..restore.hashes import History, PrefixHasher
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
@@ -34,7 +35,7 @@ from .prefill import can_be_cut, in_pieces, store_piece
 from .recorder import Names, Recorder
 from .refine import RefiningForward
 from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
-from .sequence import SequenceState
+from .sequence import SequenceState, num_common
 from .spot_check import RestoredRun
 from .storage import Storage
 from .suitability import can_recompute_prefix, cannot_observe
@@ -81,6 +82,8 @@ class Executor:
         """Reason why the content of the cache can be neither stored nor restored, or an empty string."""
         self.ended: SequenceState | None = None
         """State of the tokens before the cache began to run without the store, if there are any."""
+        self.plain: History | None = None
+        """All tokens of a cache that runs without the store, without padding; None if they are not known."""
         self.conversation: Conversation | None = None
         """Conversation that the cache continues, if it has an id."""
         self.unreported = True
@@ -121,6 +124,7 @@ class Executor:
 
     def _run_without_store(self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         output = self._run(cache, ForwardPass(cache, self.attachment, self.collector), forward, kwargs)
+        self._note_plain(cache, kwargs.get("input_ids"))
         self.collector.add(tokens_computed=count_tokens(kwargs))
         if self.unreported:
             self._report_prompt(self.bypass)
@@ -318,8 +322,6 @@ class Executor:
                 self.sequence.recorder.abandon()
             if forward_pass.observer is not None:
                 forward_pass.observer.undo()
-            if not cache.get_seq_length():
-                self.bypass = ""  # the next prompt may be another
             if isinstance(error, LostKVError) and isinstance(error.__cause__, RestoreError):
                 self.store.disk.report(error.segment, error.__cause__.__cause__ or error.__cause__)
             raise
@@ -339,7 +341,7 @@ class Executor:
             reason = reasons.OTHER_TOKENS
         self._front = None
         if reason:
-            self._run_plain(reason)
+            self._run_plain(reason, request.ids[:, request.text :])
 
     def _plan(self, request: Request, sequence: SequenceState) -> Plan | None:
         """Return the plan of a pass, or None if it restores nothing."""
@@ -391,8 +393,9 @@ class Executor:
 
         That is the case if its KV can be neither stored nor restored.
         """
-        if self.bypass:
+        if self.bypass and cache.get_seq_length():
             return None
+        self.bypass = ""  # an empty cache takes any prompt
         ids = kwargs.get("input_ids")
         identity = self.identify(closely=self.unreported or ids is None or ids.shape[-1] > 1)
         admitted = identity if isinstance(identity, str) else self._understand(cache, kwargs, identity)
@@ -433,6 +436,8 @@ class Executor:
         sequence, num_positions = self.sequence, cache.get_seq_length()
         if num_positions != (0 if sequence is None else sequence.history.num_positions):
             return reasons.FILLED_ELSEWHERE
+        if not num_positions:
+            sequence = None  # rows, padding and model may differ from those before a crop or a failed pass
         pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.check)
         request = parse_request(kwargs, num_positions, pads, self._placeholders, check)
         if isinstance(request, str):
@@ -537,22 +542,29 @@ class Executor:
         self.sequence.recorder.seal()
         return self.sequence.recorder.segments(0)
 
-    def num_dropped(self, cache: LayeredCache, prompt: torch.Tensor) -> int:
-        """Return how many of the cached positions a prompt, int `[rows, positions]`, does not share.
+    def num_dropped(self, cache: LayeredCache, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:
+        """Return how many of the cached positions a prompt does not share.
 
         If that is not known, return at least the number of all cached positions.
+
+        Args:
+            cache: The cache.
+            prompt: int `[rows, positions]`.
+            mask: Its attention mask, `[rows, positions]`, or None if it is not known.
 
         Raises:
             CacheMismatchError: The cache is strict, and holds such positions.
         """
         self.unreported = True
         sequence, num_positions = self.sequence, cache.get_seq_length()
-        if sequence is None:
+        history = self.plain if sequence is None else sequence.history
+        if history is None:
             return 0
-        if num_positions != sequence.num_positions:  # interrupted between a pass and its bookkeeping
-            sequence.recorder.abandon()
-            return max(num_positions, sequence.num_positions)
-        shared = sequence.num_common(prompt)
+        if num_positions != history.num_positions:  # interrupted between a pass and its bookkeeping
+            if sequence is not None:
+                sequence.recorder.abandon()
+            return max(num_positions, history.num_positions)
+        shared = num_common(history, prompt, None if sequence is None else mask)
         dropped = num_positions - shared
         if dropped > 0 and self.options.strict:
             raise CacheMismatchError(
@@ -560,8 +572,9 @@ class Executor:
                 "new TieredCache for each prompt (it is cheap, and finds stored KV), pass the whole conversation so "
                 "far to continue this one, or use strict=False"
             )
-        tokens_in = sequence.history.tokens_in
-        self.collector.add(tokens_dropped=tokens_in(num_positions) - tokens_in(shared))
+        if dropped and sequence is None:  # masks and images of these tokens are not known
+            shared, dropped = 0, num_positions
+        self.collector.add(tokens_dropped=history.tokens_in(num_positions) - history.tokens_in(shared))
         return dropped
 
     def crop(self, count: int) -> None:
@@ -570,6 +583,8 @@ class Executor:
             self.sequence.recorder.crop(count)
             if self.observer is not None:
                 self.observer.crop(self.sequence.num_positions)
+        elif self.plain is not None:
+            self.plain.crop(min(count, self.plain.num_positions))
 
     def select(self, rows: torch.Tensor) -> None:
         """Reorder the rows: row i becomes the former row `rows[i]`."""
@@ -577,6 +592,8 @@ class Executor:
             self.sequence.recorder.select(rows)
             if self.observer is not None:
                 self.observer.select(rows)
+        elif self.plain is not None:
+            self.plain.select(rows.tolist())
 
     def finish(self) -> None:
         """Store the computed KV before the cache is cleared, so that the next lookup finds it."""
@@ -586,12 +603,24 @@ class Executor:
 
     # --- reporting
 
-    def _run_plain(self, reason: str) -> None:
-        """Run later passes without the store."""
+    def _run_plain(self, reason: str, rest: torch.Tensor | None = None) -> None:
+        """Run later passes without the store. `rest` are cached tokens that the history lacks, int `[rows, n]`."""
         self.bypass = reason
-        if self.sequence is not None:
-            self.sequence.recorder.seal()
-            self.sequence, self.ended = None, self.sequence
+        if (ended := self.sequence) is not None:
+            self.plain, self.sequence, self.ended = ended.history.fork(), None, ended
+            if rest is not None:
+                self.plain.append(rest)
+            with suppress(StoreClosedError):  # the request itself continues
+                ended.recorder.seal()
+
+    def _note_plain(self, cache: LayeredCache, ids: torch.Tensor | None) -> None:
+        """Note the tokens of a pass without the store, int `[rows, n]`, if all cached tokens are known."""
+        before = 0 if self.plain is None else self.plain.num_positions
+        if ids is None or ids.ndim != 2 or before + ids.shape[1] != cache.get_seq_length():
+            return
+        if self.plain is None or not before:
+            self.plain = History(PrefixHasher(()), [0] * len(ids))
+        self.plain.append(ids)
 
     def _report_prompt(self, reason: str, tokens_kept: int = 0) -> None:
         """Count a prompt after its first pass, and report the result."""

@@ -17,6 +17,7 @@ from ..passages.finder import PassageFinder, find_passages
 from ..passages.report import PassageReport
 from ..patches.rope import TableCache
 from ..remote.tier import Seconds
+from ..restore.hashes import History
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.planner import make_plan
 from ..stats import StatsCollector
@@ -26,7 +27,7 @@ from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.shape import SegmentShape
 from .recorder import Recorder
-from .request import DecodingCheck, Request
+from .request import DecodingCheck, Request, left_padding
 from .storage import Storage
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -326,13 +327,6 @@ class SequenceState:
         twin.recorder, twin.history, twin.check, twin.stored_in_pieces = recorder, recorder.history, check, {}
         return twin
 
-    def num_common(self, prompt: torch.Tensor) -> int:
-        """Return the number of leading positions that the cache shares with a prompt, int `[rows, positions]`.
-
-        At least the last position of the prompt is not counted, since it has to be computed.
-        """
-        return min(self.history.num_common(prompt.cpu().numpy()), prompt.shape[1] - 1)
-
     def fork(self, collector: StatsCollector) -> SequenceState:
         """Return a copy that continues independently, with its own statistics."""
         twin: SequenceState = object.__new__(SequenceState)
@@ -342,3 +336,20 @@ class SequenceState:
         twin.history = twin.recorder.history
         twin._report = self._report.fork()
         return twin
+
+
+def num_common(history: History, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """Return the number of leading positions that a cache with this history shares with a prompt.
+
+    At least the last position of the prompt is not counted, since it has to be computed. A prompt with other padding,
+    or one that shares only the padding of a row, shares nothing.
+
+    Args:
+        history: Tokens of the cache.
+        prompt: int `[rows, positions]`.
+        mask: Its attention mask, `[rows, positions]`, or None if it is not known.
+    """
+    if mask is not None and mask.shape == prompt.shape and left_padding(mask, prompt, 0) != history.pads:
+        return 0
+    shared = min(history.num_common(prompt.cpu().numpy()), prompt.shape[1] - 1)
+    return shared if shared > max(history.pads) else 0

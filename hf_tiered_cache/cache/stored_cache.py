@@ -153,12 +153,13 @@ class StoredCache(Cache, ServedCache):
                 "segments",
             )
 
-    def continue_with(self, input_ids: torch.Tensor, copies: int = 1) -> None:
+    def continue_with(self, input_ids: torch.Tensor, copies: int = 1, mask: torch.Tensor | None = None) -> None:
         """Begin a `generate()`: keep what this cache holds of the prompt, and forget the rest.
 
         Args:
             input_ids: int `[batch, n]`.
             copies: Number of rows of the cache for each row of `input_ids` (beams, several sequences).
+            mask: Attention mask of the prompt, `[batch, n]`, or None if it is not known.
 
         Raises:
             CacheMismatchError: The cache is strict, and holds other tokens.
@@ -167,7 +168,8 @@ class StoredCache(Cache, ServedCache):
         executor, self._generates = self._executor, True
         if executor.conversation is not None:
             executor.conversation.begin_pass(is_prompt=True, is_empty=True, ids=input_ids)
-        dropped = executor.num_dropped(self, input_ids.repeat_interleave(copies, dim=0))
+        mask = mask.repeat_interleave(copies, dim=0) if isinstance(mask, torch.Tensor) else None
+        dropped = executor.num_dropped(self, input_ids.repeat_interleave(copies, dim=0), mask)
         if not dropped:
             return
         try:
@@ -250,6 +252,7 @@ class StoredCache(Cache, ServedCache):
         twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
         twin.kv_sources = kv_sources(twin.layers)
         twin._executor.bypass, twin._executor.unreported = executor.bypass, executor.unreported
+        twin._executor.plain = None if executor.plain is None else executor.plain.fork()
         if executor.sequence is not None:
             twin._executor.follow(twin, executor.sequence.fork(twin._executor.collector))
         if executor.observer is not None:

@@ -235,6 +235,8 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
     def _take_back(self, columns: int) -> None:
         self._stop = max(self._start, self._stop - columns)
+        if not self.columns:
+            self._drop()  # the next prompt may have another number of rows
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)

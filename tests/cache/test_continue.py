@@ -9,7 +9,7 @@ import torch
 from families import build, prompt
 from thorough import pairs
 
-from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache import KVStore, TieredCache, reasons
 from hf_tiered_cache.methods import ContiguousKV
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
@@ -127,3 +127,93 @@ def test_left_padding_is_no_token(model, tmp_path):
         model.generate(whole, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
     assert cache.stats.details.tokens_kept == 40 + 29
     assert cache.stats.details.tokens_dropped == 0
+
+
+def padded(*rows):
+    """Return a batch of rows with left padding, and its mask."""
+    most = max(row.shape[1] for row in rows)
+    ids = torch.cat([torch.nn.functional.pad(row, (most - row.shape[1], 0)) for row in rows])
+    return {"input_ids": ids, "attention_mask": torch.stack([torch.arange(most) >= most - r.shape[1] for r in rows])}
+
+
+def test_a_batch_goes_on_although_the_padding_of_a_row_grows(store):
+    """The rows share nothing but padding, so the store has what the cache had."""
+    model = build("llama")
+    cache = TieredCache(model, store)
+    first, second = prompt(40), prompt(29, seed=3)
+    model.generate(**padded(first, second), past_key_values=cache, **GREEDY)
+    longer = padded(torch.cat([first, prompt(30, seed=7)], 1), torch.cat([second, prompt(9, seed=8)], 1))
+    assert torch.equal(model.generate(**longer, past_key_values=cache, **GREEDY), model.generate(**longer, **GREEDY))
+    assert cache.stats.tokens_restored > 0
+    assert reasons.ODD_MASK not in cache.stats.reasons
+
+
+def test_padding_that_becomes_tokens_is_computed(store):
+    model = build("llama")
+    cache = TieredCache(model, store)
+    ids = torch.cat([torch.full((1, 8), 5), prompt(40)], dim=1)
+    mask = torch.ones_like(ids)
+    mask[:, :8] = 0
+    model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    more = torch.cat([ids, prompt(8, seed=4)], dim=1)
+    mask = torch.ones_like(more)
+    logits = {"output_logits": True, "return_dict_in_generate": True, "attention_mask": mask} | GREEDY
+    first, want = (model.generate(more, **logits, **c).logits[0] for c in ({"past_key_values": cache}, {}))
+    assert torch.equal(first, want)
+    assert reasons.ODD_MASK not in cache.stats.reasons
+
+
+@pytest.mark.parametrize("rows", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("how", ["generate", "forward"])
+def test_a_cache_that_is_cropped_to_nothing_takes_another_batch(store, rows, how):
+    model = build("llama")
+    cache = TieredCache(model, store)
+    model(prompt(40, rows=rows[0]), past_key_values=cache)
+    cache.crop(-40)
+    ids = prompt(40, seed=5, rows=rows[1])
+    if how == "generate":
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), plain(model, ids))
+    else:
+        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+    assert reasons.ODD_MASK not in cache.stats.reasons
+
+
+def test_after_an_interrupted_prompt_comes_another_batch(store):
+    model = build("llama")
+    cache = TieredCache(model, store, tag="interrupted")  # the hook has no name of its own
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[3].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt(40, rows=2), past_key_values=cache, **GREEDY)
+    hook.remove()
+    assert torch.equal(model.generate(prompt(40), past_key_values=cache, **GREEDY), plain(model, prompt(40)))
+    cache.store_now()
+    assert cache.stats.tokens_stored > 0
+    assert reasons.ODD_MASK not in cache.stats.reasons
+
+
+@pytest.mark.parametrize("why", ["training", "hook", "mask"])
+def test_a_cache_that_runs_without_the_store_drops_other_prompts_too(store, why):
+    model, ids = build("llama"), prompt(40)
+    cache, mask = TieredCache(model, store), torch.ones_like(ids)
+    if why == "mask":
+        mask[:, 5:9] = 0
+    hook = model.model.layers[2].register_forward_hook(lambda *arguments: None) if why == "hook" else None
+    said = model.train(why == "training").generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert cache.stats.reason
+    if hook is not None:
+        hook.remove()
+    model.eval()
+    if why != "mask":
+        kept = copy.deepcopy(cache)
+        more = torch.cat([said, prompt(9, seed=4)], dim=1)
+        assert torch.equal(model.generate(more, past_key_values=kept, **GREEDY), plain(model, more))
+        assert kept.stats.details.tokens_dropped == 0
+    for other in (prompt(30, seed=7), prompt(90, seed=7)):
+        kept = copy.deepcopy(cache)
+        assert torch.equal(model.generate(other, past_key_values=kept, **GREEDY), plain(model, other))
+        kept.store_now()
+        assert kept.stats.tokens_stored > 0
