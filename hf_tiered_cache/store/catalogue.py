@@ -99,7 +99,7 @@ class SegmentRow:
             expires=header.expires,
             used=header.created,
             uses=0,
-            label=header.label,
+            label=header.label.encode(errors="replace").decode(),  # as in the file: it may be no valid Unicode
             key="" if header.seal is None else header.seal.key_id,
             scan=header.scan_hashes,
         )

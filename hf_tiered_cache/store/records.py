@@ -56,8 +56,8 @@ def seconds(value: Any) -> float:
 
 
 def text(value: Any) -> str:
-    """Check a string."""
-    if not isinstance(value, str):
+    """Check a string, which must be valid Unicode."""
+    if not isinstance(value, str) or value.encode(errors="replace").decode() != value:
         raise FormatError(f"{value!r} is not a string")
     return value
 

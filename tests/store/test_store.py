@@ -118,6 +118,13 @@ def test_expired_segments_are_not_found(tmp_path):
     assert len(store.find(hashes(4, "new"))) == 1
 
 
+def test_a_label_of_any_string_is_stored(tmp_path):
+    """os.fsdecode() puts lone surrogates in place of bytes that are no UTF-8."""
+    publish(open_store(tmp_path), label="report \udcff")
+    (row,) = open_store(tmp_path).find(hashes(4))
+    assert row.label == "report ?"
+
+
 # --- the catalogue is never the truth
 
 
