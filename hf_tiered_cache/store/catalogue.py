@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import HASH_BYTES, hashes_of
 from .database import Database
+from .kinds import json_object
 
 if TYPE_CHECKING:
     from .format import SegmentHeader
@@ -52,6 +54,7 @@ _OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
 _FROM_THE_FUTURE = """UPDATE segments
     SET expires = expires - max(0, created - ?1), created = min(created, ?1), used = ?1 WHERE used > ?1"""
 _T = TypeVar("_T")
+_Row = TypeVar("_Row", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class SegmentRow:
     @property
     def usable_tokens(self) -> int:
         """Number of tokens before the first block that failed its checksum."""
-        return self.tokens * self.valid_hashes // (len(self.chain) // HASH_BYTES)
+        return self.tokens * self.valid_hashes // max(1, len(self.chain) // HASH_BYTES)
 
     @property
     def is_expired(self) -> bool:
@@ -129,6 +132,10 @@ class SegmentRow:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
+_TYPES: dict[str, Any] = {"str": str, "bytes": bytes, "int": int, "float": float, "float | None": (float, NoneType)}
+_FIELD_TYPES = [_TYPES[str(field.type)] for field in fields(SegmentRow)]
+
+
 class Catalogue(Database):
     """Table of the segments of one store."""
 
@@ -143,7 +150,8 @@ class Catalogue(Database):
                     db.execute(statement)
 
     def _rows(self, where: str, *args: Any) -> list[SegmentRow]:
-        return [SegmentRow(*row) for row in self.execute(f"SELECT {_COLUMNS} FROM segments {where}", *args)]
+        rows = self.execute(f"SELECT {_COLUMNS} FROM segments {where}", *args)
+        return [SegmentRow(*row) for row in _sound(rows, _FIELD_TYPES)]
 
     def _usable(self, column: str, values: Sequence[Any]) -> list[SegmentRow]:
         """Return the usable, unexpired segments with one of these values in a column."""
@@ -166,7 +174,7 @@ class Catalogue(Database):
         Before them, return an identifier that changes when the numbering of passages restarts.
         """
         query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
-        passages = self.execute(query, number)
+        passages = _sound(self.execute(query, number), (int, str, bytes))
         return (id(self), self.generation), passages
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow]:
@@ -182,7 +190,8 @@ class Catalogue(Database):
 
     def by_use(self) -> list[tuple[str, int, float | None]]:
         """Return id, bytes on disk and expiry time of every segment, most recently used last."""
-        return self.execute("SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC")
+        rows = self.execute("SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC")
+        return _sound(rows, (str, int, _TYPES["float | None"]))
 
     def expired(self, now: float) -> list[SegmentRow]:
         return self._rows("WHERE expires IS NOT NULL AND expires <= ?", now)
@@ -202,7 +211,7 @@ class Catalogue(Database):
         """Return the description of each model in the headers of stored segments, by fingerprint."""
         is_stored = "EXISTS (SELECT 1 FROM segments WHERE segments.fingerprint = models.fingerprint)"
         query = f"SELECT fingerprint, facts FROM models WHERE {is_stored}"
-        return {name: json.loads(facts) for name, facts in self.execute(query)}
+        return {name: json_object(facts.encode()) for name, facts in _sound(self.execute(query), (str, str))}
 
     def keys(self, fingerprint: str | None = None) -> set[str]:
         """Return the ids of the keys that encrypt segments of one model or of all, with "" if some are unencrypted."""
@@ -272,7 +281,7 @@ class Catalogue(Database):
 
     def scores(self) -> list[tuple[str, int, bytes]]:
         """Return segment, KV cache group and the eviction state of its chunks (see `ScoreTable`)."""
-        return self.execute("SELECT segment, lane, row FROM scores")
+        return _sound(self.execute("SELECT segment, lane, row FROM scores"), (str, int, bytes))
 
     def keep_scores(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
         """Store rows in the form of `scores`, for segments that still exist."""
@@ -283,6 +292,17 @@ class Catalogue(Database):
     def limit(self, segment_id: str, num_hashes: int) -> None:
         """Mark only the first `num_hashes` prefix hashes of this segment as usable."""
         self.execute("UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?", num_hashes, segment_id)
+
+
+def _sound(rows: list[_Row], types: Sequence[Any]) -> list[_Row]:
+    """Return rows, if their values have these types. SQLite does not check that, and other code relies on it.
+
+    Raises:
+        sqlite3.DatabaseError: A value has another type: the file is damaged.
+    """
+    if not all(isinstance(value, kind) for row in rows for value, kind in zip(row, types, strict=True)):
+        raise sqlite3.DatabaseError("a value has another type than its column")
+    return rows
 
 
 def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:

@@ -290,7 +290,9 @@ class Calibrations:
     def _parse(self) -> dict[str, list[dict[str, Any]]]:
         try:
             records = json.loads(self._files.read(CALIBRATIONS, CALIBRATIONS_NAME))
-            is_sound = all(isinstance(record, dict) for named in records.values() for record in named)
+            is_sound = all(isinstance(named, list) for named in records.values()) and all(
+                isinstance(record, dict) for named in records.values() for record in named
+            )
         except (FileNotFoundError, FormatError, *_UNREADABLE):  # deleted meanwhile, or damaged
             is_sound = False
         return records if is_sound else {}  # as if nothing had been measured

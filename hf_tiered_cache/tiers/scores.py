@@ -149,6 +149,8 @@ class ScoreTable:
             for owner, count, chunks, mass, share in noted:
                 name = owner[:2]
                 row = self._rows.setdefault(name, np.zeros((2, count)))
+                if row.shape[1] != count:  # loaded from a damaged catalogue
+                    row = self._rows[name] = np.zeros((2, count))
                 self._rows.move_to_end(name)
                 row[0, chunks] = self._learn(*row[:, chunks], mass, share)
                 row[1, chunks] += 1
@@ -162,7 +164,8 @@ class ScoreTable:
         """Return importance and accesses of chunks, float64 `[2, len(chunks)]`; zeros if unknown."""
         with self._lock:
             row = self._rows.get(owner[:2])
-            return np.zeros((2, len(chunks))) if row is None else row[:, chunks]
+            is_known = row is not None and chunks.max(initial=-1) < row.shape[1]
+            return row[:, chunks] if row is not None and is_known else np.zeros((2, len(chunks)))
 
     def put(self, owner: Owner, scores: np.ndarray) -> None:
         """Replace the scores of all chunks of a KV cache group by `scores`, float64 `[2, chunks]`."""
@@ -187,8 +190,9 @@ class ScoreTable:
         """Load what `changes` returned in an earlier process. Existing entries are kept."""
         with self._lock:
             for segment, block_group, data in rows:
-                row = np.frombuffer(data, "<f4").astype(np.float64).reshape(2, -1)
-                self._rows.setdefault((segment, block_group), row)
+                if len(data) % 8 == 0:  # otherwise damaged
+                    row = np.frombuffer(data, "<f4").astype(np.float64).reshape(2, -1)
+                    self._rows.setdefault((segment, block_group), row)
 
 
 class TokenImportance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -63,6 +64,14 @@ def test_damaged_factors_are_none(root, record):
         keep_records(storage, name, [record])
         found = cost_factors(storage, MODEL, CPU)
         assert found in (CostFactors(), CostFactors(load=1))
+
+
+def test_factors_that_are_no_list_are_none(root):
+    with KVStore(root, engine="posix") as store:
+        storage = storage_of(store)
+        renew_costs(storage, MODEL, CPU, ObservedCosts(2.0, 2.0))
+        (root / "calibrations.json").write_text(json.dumps({key: {} for key in storage.calibrations.read()}))
+        assert cost_factors(storage, MODEL, CPU) == CostFactors()
 
 
 def test_costs_are_scaled(root):

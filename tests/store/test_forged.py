@@ -6,12 +6,14 @@ import copy
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import segments
 from hypothesis import given, settings
@@ -19,9 +21,12 @@ from hypothesis import strategies as st
 from segments import hashes, open_store, read_back, read_file, segment, without_catalogue
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, OtherFormatError
+from hf_tiered_cache.passages.finder import PassageIndex
+from hf_tiered_cache.restore.planner import longest_prefix
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.container import xxh3
 from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, PREFIX, decode_header, lay_out
+from hf_tiered_cache.tiers.scores import LRU, ScoreTable
 
 NAME = "0" * 32
 NUMBERS = [True, -1, 0, 3, 2**31, 2**63, 2**70, 1e300, float("nan"), float("inf")]
@@ -197,3 +202,32 @@ def test_a_sparse_file_takes_no_memory(tmp_path):
     mebibytes, counted = map(int, subprocess.run(arguments, capture_output=True, check=True, timeout=60).stdout.split())
     assert mebibytes < 64
     assert counted == 1
+
+
+COLUMNS = ["fingerprint", "provenance", "chain", "usable_links", "tokens", "position", "nbytes", "used", "expires"]
+
+
+@pytest.mark.parametrize("table", ["segments", "models", "scores"])
+def test_any_value_in_a_catalogue_costs_at_most_a_scan(tmp_path, table):
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(hashes(4), model={"name": "small"})
+    assert store.publish(header, chain, blocks)
+    store.index.keep_scores([(header.id, 0, np.ones(8, "<f4").tobytes())])
+    store.close()
+    for column in {"segments": COLUMNS, "models": ["facts"], "scores": ["row"]}[table]:
+        for value in (5, -1.5, "text", b"", b"\xff\0\x01", '{"a"', "[1]"):
+            with closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as database, database:
+                database.execute(f"UPDATE {table} SET {column} = ?", (value,))
+            store = open_store(tmp_path, quota=1 << 30)
+            scores = ScoreTable(LRU().learn)
+            scores.load(store.index.scores())
+            scores.of((header.id, 0, 0), np.arange(4))
+            scores.note([((header.id, 0, 0), 4, np.arange(4), np.ones(4), np.ones(4))])
+            assert all(isinstance(facts, dict) for facts in store.index.models().values())
+            for rows in (store.index.rows(), store.find(hashes(4))):
+                longest_prefix(hashes(4), rows)
+                assert all(store.found(row) is None or read_back(store, row.id) for row in rows)
+            assert sum(row.nbytes for row in store.index.rows()) >= 0
+            store.victims(1)
+            PassageIndex(store.index).seeds(np.zeros(4, np.uint32))
+            store.close()
