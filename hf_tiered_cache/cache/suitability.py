@@ -85,7 +85,9 @@ def can_recompute_prefix(attachment: Attachment) -> bool:
     model, config = attachment.model, attachment.config
     try:
         one_position = model.config is config  # per token; tokens of images have several
-        return one_position and can_scatter(config) and can_drop(model, attachment.depth)
+        # the mask of a recomputed prefix is causal, maybe with a sliding window (see `Scope.recompute_mask`)
+        has_other_mask = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        return one_position and not has_other_mask and can_scatter(config) and can_drop(model, attachment.depth)
     except UnsupportedModelError:
         return False
 

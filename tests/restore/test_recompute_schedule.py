@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import kv_of
 from thorough import pairs
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from eval.baselines import PartialRecompute
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
@@ -453,6 +454,30 @@ def test_a_block_that_cannot_be_read_is_computed(tmp_path):
         assert (stats.details.recomputed, stats.details.verification_failures) == (1, 1)
         assert stats.tokens_restored == STORED - 16 and stats.tokens_recomputed > 0  # up to the damaged block
         assert stats.reason == reasons.DAMAGED
+
+
+def test_a_model_with_chunked_attention_restores_the_whole_prefix(tmp_path):
+    config = Llama4TextConfig(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        intermediate_size_mlp=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        attention_chunk_size=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    model, ids = Llama4ForCausalLM(config).eval(), prompt(TOKENS)
+    with KVStore(tmp_path) as store:
+        store.precompute(model, ids[:, :STORED], progress=False)
+        cache = TieredCache(model, store, method=Exact(recompute=0.5), record=False)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
+        assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (STORED, 0)
 
 
 # --- auto
