@@ -52,7 +52,7 @@ class Timeline:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # independent of later changes of the working directory
         try:
             if self.path.exists():
                 with self.path.open("rb") as file:

@@ -99,6 +99,17 @@ def test_an_earlier_trace_is_replaced_and_another_file_is_not(model, tmp_path):
     assert len(read_trace(tmp_path / "trace.json")) == 1
 
 
+def test_a_trace_stays_in_its_folder_when_the_process_changes_to_another(model, tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with KVStore(tmp_path / "kv") as store:
+        cache = TieredCache(model, store, trace="trace.json")
+        monkeypatch.chdir("other")
+        generate(model, prompt(40), cache, tokens=1)
+    assert len(read_trace(tmp_path / "trace.json")) == 1
+    assert not any((tmp_path / "other").iterdir())
+
+
 def test_a_trace_that_cannot_be_written_ends_and_the_request_goes_on(model, tmp_path, caplog):
     folder = tmp_path / "traces"
     folder.mkdir()
