@@ -26,12 +26,13 @@ _KNOWN_ARGUMENTS = frozenset(
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
-    """Return the model's list of `count` decoder layers.
+    """Return the model's list of `count` decoder layers. The layers of a vision encoder do not count.
 
     Raises:
         UnsupportedModelError: It has no such list.
     """
-    for module in model.modules():
+    decoder = getattr(model, "get_decoder", lambda: None)() or model
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")

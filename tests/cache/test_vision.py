@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
 from families import prompt
 
 from hf_tiered_cache import TieredCache, reasons
+from hf_tiered_cache.methods import CacheTune
 
 GREEDY = {"do_sample": False, "max_new_tokens": 5}
 IMAGE, START, END = 150, 152, 153
@@ -135,3 +138,24 @@ def test_an_image_at_once(model, store):
         cache = TieredCache(model, store)
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **arguments), want)
         assert cache.stats.tokens_restored == cache.stats.tokens_stored == 0
+
+
+def test_a_kept_cache_with_an_image_drops_another_prompt(model, store):
+    ids, arguments = seen()
+    cache = TieredCache(model, store)
+    said = model.generate(ids, past_key_values=cache, **GREEDY, **arguments)
+    for other in (text(40, seed=7), text(140, seed=7)):
+        kept = copy.deepcopy(cache)
+        assert torch.equal(model.generate(other, past_key_values=kept, **GREEDY), model.generate(other, **GREEDY))
+    more = torch.cat([said, text(9, seed=3)], dim=1)
+    want = model.generate(more, **GREEDY, **arguments | {"mm_token_type_ids": (more == IMAGE).long()})
+    assert torch.equal(model.generate(more, past_key_values=cache, **GREEDY), want)
+
+
+def test_passages_are_reused_by_a_model_with_as_many_vision_layers(model, store):
+    method = CacheTune(recompute=0.3, lead=1)
+    passages = [text(48, seed=seed) for seed in (1, 2, 3)]
+    store.precompute(model, [ids[0] for ids in passages], passages=True, method=method, progress=False)
+    cache = TieredCache(model, store, method=method, record=False)
+    model(torch.cat([text(8, seed=9), *passages, text(20, seed=10)], dim=1), past_key_values=cache, logits_to_keep=1)
+    assert cache.stats.tokens_restored > 0
