@@ -97,7 +97,8 @@ class PlanContext:
     def suffixes_after(self, prefixes: Sequence[int]) -> tuple[Positions, ...]:
         """Return the plan in which every layer computes what follows `prefixes` tokens of each group's rows."""
         firsts = [group.pad + tokens for group, tokens in zip(self.groups, prefixes, strict=True)]
-        return (self.for_rows([np.arange(first, self.num_positions) for first in firsts]),) * self.layers
+        last = self.num_positions - 1  # which a row of padding alone computes
+        return (self.for_rows([np.arange(min(first, last), last + 1) for first in firsts]),) * self.layers
 
     def _first_computed(self, restorable: int, pad: int = 0) -> int:
         """Return the first computed position of a suffix, of a row with this padding or of all rows."""

@@ -142,6 +142,18 @@ def test_entries_without_content_are_finite(name, stores, monkeypatch):
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_a_row_without_a_token_changes_no_other(name, stores):
+    """A tokenizer without a first token returns such a row for an empty prompt."""
+    model, store = stores("qwen2", METHODS[name])
+    row = tokens_of((0, 200, 20), 0)
+    logits, tokens, cache = answer(model, store, METHODS[name], *padded([row, row[:, :0]]))
+    row_logits, row_tokens, _ = answer(model, store, METHODS[name], row)
+    torch.testing.assert_close(logits[:, :1], row_logits, rtol=0, atol=1e-4)
+    assert tokens[0].tolist() == row_tokens[0].tolist()
+    assert cache.stats.tokens_restored >= 192
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_rows_of_equal_counts_need_no_mask(name, stores):
     """The model's mask also hides the missing entries of shorter rows that hold all of their tokens."""
     model, store = stores("qwen2", METHODS[name])
