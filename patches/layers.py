@@ -31,8 +31,8 @@ def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
     Raises:
         UnsupportedModelError: It has no such list.
     """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    for module in (decoder or model).modules():
+    decoder = getattr(model, "get_decoder", lambda: None)() or model
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")

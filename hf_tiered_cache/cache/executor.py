@@ -586,13 +586,13 @@ class Executor:
 
     def _run_plain(self, reason: str, rest: torch.Tensor | None = None) -> None:
         """Run later passes without the store. `rest` are cached tokens that the history lacks, int `[rows, n]`."""
-        self.bypass, sequence = reason, self.sequence
-        if sequence is not None:
-            self.plain, self.sequence, self.ended = sequence.history.fork(), None, sequence
+        self.bypass = reason
+        if (ended := self.sequence) is not None:
+            self.plain, self.sequence, self.ended = ended.history.fork(), None, ended
             if rest is not None:
                 self.plain.append(rest)
             with suppress(StoreClosedError):  # the request itself continues
-                sequence.recorder.seal()
+                ended.recorder.seal()
 
     def _note_plain(self, cache: LayeredCache, ids: torch.Tensor | None) -> None:
         """Note the tokens of a pass without the store, int `[rows, n]`, if all cached tokens are known."""
