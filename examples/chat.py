@@ -171,7 +171,8 @@ def chat(store: Any, folder: Path, arguments: argparse.Namespace) -> None:
             hint = f"; ask it for {', '.join(known_questions)}" if known_questions else ""
             print(f"a new conversation, {arguments.conversation!r}{hint}")
         else:
-            print(f"going on with {arguments.conversation!r}, after {len(history.turns)} turns")
+            turns = "1 turn" if len(history.turns) == 1 else f"{len(history.turns)} turns"
+            print(f"resuming {arguments.conversation!r} after {turns}")
         for words in messages(arguments.say):
             if words == "/idle":
                 tell(cache.suspend())
@@ -228,8 +229,8 @@ def reply(model: Any, talker: Talker, cache: Any, ids: Any, arguments: argparse.
         kept_text = f", {counts['tokens_kept']} still in memory"
     print(
         f"     first token after {ttft:.3f} s; {counts['tokens_restored']} of {ids.shape[1]} tokens "
-        f"restored, of them {counts['tokens_recomputed']:.0f} recomputed{kept_text}; "
-        f"{counts['tokens_computed']} computed, the answer's among them"
+        f"restored, of which {counts['tokens_recomputed']:.0f} recomputed{kept_text}; "
+        f"{counts['tokens_computed']} computed, including the answer"
     )
     for reason in cache.stats.reasons.keys() - known_reasons:
         print(f"     {reason}")
@@ -246,8 +247,8 @@ def tell(suspended: Any) -> None:
     """Print the result of a suspension."""
     from hf_tiered_cache.units import format_bytes
 
-    size_text = f"{suspended.tokens} tokens kept in {format_bytes(suspended.bytes)}"
-    print(f"put away: {size_text}{', ' + suspended.reason if suspended.reason else ''}")
+    size_text = f"{suspended.tokens} tokens stored in {format_bytes(suspended.bytes)}"
+    print(f"suspended: {size_text}{', ' + suspended.reason if suspended.reason else ''}")
 
 
 def show(store: Any) -> None:

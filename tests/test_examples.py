@@ -193,12 +193,12 @@ def test_a_chat_goes_on_in_another_process(tmp_path):
     first = chat(tmp_path, *alice, "--say", "What is k49?")
     assert "a new conversation, 'alice/42'; ask it for k49, k53" in first
     assert "<a51><b22>" in first and "first token after" in first
-    assert "0 of 427 tokens restored" in first and "416 tokens kept in" in first
+    assert "0 of 427 tokens restored" in first and "416 tokens stored in" in first
     again = chat(tmp_path, *alice, "--say", "k53", "--say", "/idle", "--say", "/undo", "--say", "k53")
-    assert "going on with 'alice/42', after 1 turns" in again
+    assert "resuming 'alice/42' after 1 turn" in again
     assert again.count("<a58><b57>") == 2
-    counts = re.findall(r"(\d+) of 431 tokens restored, of them (\d+) recomputed; 16 computed", again)
-    # the turn that /idle has put away is taken back
+    counts = re.findall(r"(\d+) of 431 tokens restored, of which (\d+) recomputed; 16 computed", again)
+    # the turn that /idle has suspended is taken back
     assert [int(restored) for restored, _ in counts] == [416, 416]
     recomputed = [int(tokens) for _, tokens in counts]
     assert 0 < recomputed[0] < 416 and recomputed[1] == 0  # then they are in memory
