@@ -64,7 +64,7 @@ def _printed(name: str, value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{reason}: {count}" for reason, count in value.items()) or "none"
     if isinstance(value, float):
-        return _ms(value)
+        return _duration(value)
     if isinstance(value, int) and ("bytes" in name or name == "brought_identifying"):
         return format_bytes(value)
     return str(value)
@@ -313,10 +313,10 @@ class RequestStats(_Figures[TierStats]):
             ("requests", self.requests),
             ("tokens restored / computed / stored", self.tokens_restored, self.tokens_computed, self.tokens_stored),
             ("read from disk", format_bytes(self.bytes_read)),
-            ("waited for KV", _ms(self.stall_seconds)),
+            ("waited for KV", _duration(self.stall_seconds)),
         ]
         if self.seconds_saved:
-            rows.append(("saved, estimated", _ms(self.seconds_saved)))
+            rows.append(("saved, estimated", _duration(self.seconds_saved)))
         if self.tokens_recomputed:
             rows.insert(2, ("restored tokens recomputed", self.tokens_recomputed))
         if self.tokens_attended != self.tokens_restored:
@@ -353,8 +353,8 @@ def _by_tier(stats: RequestStats | StoreStats) -> dict[str, Any]:
     return figures | tiers
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"
 
 
 class StatsCollector:

@@ -45,7 +45,7 @@ def test_a_further_tier_is_a_further_name(monkeypatch):
 def test_a_request_shows_first_what_was_restored_and_the_other_counters_as_details():
     collector, total = StatsCollector(), StatsCollector()
     collector.total = total
-    collector.add(requests=1, tokens_restored=96, tokens_computed=5, bytes_read=4096)
+    collector.add(requests=1, tokens_restored=96, tokens_computed=5, bytes_read=4096, seconds_saved=1251.9)
     collector.add(bytes_used=2048, bytes_identifying=1024, select_seconds=0.25, verification_failures=2)
     collector.read_started()
     collector.read_done(0)
@@ -55,6 +55,7 @@ def test_a_request_shows_first_what_was_restored_and_the_other_counters_as_detai
         assert counted.read_amplification == (4096 - 1024) / 2048
         printed = str(counted)
         assert "96 / 5 / 0" in printed and "failed checks / read errors" in printed and "select" not in printed
+        assert "1,251.9 s" in printed
         assert "250.0 ms" in str(counted.details) and "250.0 ms" in counted.details._repr_html_()
     figures = collector.stats.as_dict()
     assert figures["tokens_restored"] == 96 and figures["details"]["bytes_used"] == 2048

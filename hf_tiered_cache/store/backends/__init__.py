@@ -80,7 +80,9 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
         StoreError: there is no store, and none can be created.
     """
     if (address is None) == (backend is None):
-        raise ConfigError("pass either the path of a store or backend=..., not " + ("both" if backend else "neither"))
+        raise ConfigError(
+            "pass either the path of a store or backend=..., " + ("not both" if backend else "one of them")
+        )
     if address is not None and (folder := folder_of(address)) is not None:
         return FolderBackend(folder, open_engine(engine))
     if engine != "auto":
