@@ -277,6 +277,37 @@ def test_float32_computed_as_bfloat16_or_tf32_is_another_precision(tmp_path, mat
         assert restored(model, store) == 64
 
 
+cuda = torch.backends.cuda
+
+
+@pytest.mark.parametrize(
+    ("change", "undo"),
+    [
+        (lambda: cuda.enable_cudnn_sdp(False), lambda: cuda.enable_cudnn_sdp(True)),
+        (lambda: cuda.enable_flash_sdp(False), lambda: cuda.enable_flash_sdp(True)),
+        (lambda: cuda.allow_fp16_bf16_reduction_math_sdp(True), lambda: cuda.allow_fp16_bf16_reduction_math_sdp(False)),
+        (
+            lambda: setattr(cuda.matmul, "allow_fp16_accumulation", True),
+            lambda: setattr(cuda.matmul, "allow_fp16_accumulation", False),
+        ),
+        (
+            lambda: torch._C._set_sdp_priority_order([0, 1, 2, 3, 4]),
+            lambda: torch._C._set_sdp_priority_order([1, 2, 0, 3, 4]),
+        ),
+    ],
+    ids=["cudnn", "flash", "reduction", "accumulation", "order"],
+)
+def test_switches_that_change_rounding_are_part_of_it(change, undo):
+    model = build("llama")
+    name = fingerprint(model)
+    change()
+    try:
+        assert fingerprint(model) != name
+    finally:
+        undo()
+    assert fingerprint(model) == name
+
+
 def test_quantization_is_part_of_it():
     model = build("llama")
     name = fingerprint(model)
