@@ -15,6 +15,7 @@
 | `scheduler._infer_request_tokens` | admission of a request; asks for a prefix match if `cache.use_prefix_sharing` |
 | `cache.search_prefix_match` | prefix that the pages hold; extended by what the store holds |
 | `cache.update` | new KV of a layer; also writes restored KV into pages |
+| `cache.max_batch_tokens` | most tokens of a pass |
 | `cache.extend_read_and_write_indices` | rows of a request's tokens in the pages of each group of layers |
 | `model._cached_continuous_batching_manager` | manager that outlives a call of `generate_batch` |
 | allocation and hashes of pages | see `_AllocatorPages` (since 5.18) and `_ManagerPages` (before) |
@@ -408,6 +409,7 @@ _VERBS: dict[str, tuple[str, ...]] = {
     "processor.model_runner": ("_get_forward_fn",),
     "processor.cache": (
         *("search_prefix_match", "update", "extend_read_and_write_indices", "use_prefix_sharing", "device"),
+        "max_batch_tokens",
         *("cache_allocators|group_cache_managers", "pool|_block_manager", "free_blocks"),
         *("can_store_request_tokens|allocate_blocks", "evict_cached_blocks|will_allocation_be_successful"),
         *("mark_complete_blocks|mark_shareable_blocks_as_complete", "count_new_complete_blocks|block_size"),
