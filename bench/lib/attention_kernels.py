@@ -12,14 +12,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_tiered_cache.patches import attention
+from hf_tiered_cache.patches.scope import AttentionCall
 
 
 def attend_folded(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Compute attention like `sdpa`, and fold the query heads of a KV head where one token is decoded."""
-    if attention.can_fold(query, key, mask, kwargs):
-        return attention.attend_folded(query, key, value, mask, kwargs), None
+    call = AttentionCall(query, key, value, mask, kwargs.get("scaling"))
+    if attention.can_fold(call, kwargs):
+        return attention.attend_folded(call, kwargs), None
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 

@@ -81,9 +81,10 @@ def calibrate(
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what to load and what to compute: of passages, of prefixes (--prefix), or within a budget (--quality).
+    """Measure what to load and what to compute.
 
-    The results are saved in the store for this model and device. Programs that use the store find them there.
+    The command measures passages, prefixes (--prefix), or what a budget loses (--quality). The results are saved in the
+    store for this model and device. Programs that use the store find them there.
 
     Without --prefix and --quality, the command measures how much of a passage to recompute. The best share is the one
     with the shortest time to first token. Recomputing costs arithmetic and loading costs disk bandwidth, so the best

@@ -270,8 +270,7 @@ class Krul(PrefixMethod, ForConversation):
             return shared
         layout = idle.readers[0].shape.layout
         layers = mergeable_layers(layout)
-        kv, kinds = [idle.replay.kv(layer) for layer in layers], [layout.layers[layer] for layer in layers]
-        changes = merge_changes(kv, kinds, self.toward, self.retained)
+        changes = self.changes(idle.replay, layout, layers)
         pairs = nearest_pairs(layers, changes, target_pairs(len(layers), self.layers_shared), shared, self.change)
         if not pairs:
             idle.decision.refused_tokens = tokens_of(idle.readers)
@@ -279,6 +278,11 @@ class Krul(PrefixMethod, ForConversation):
             idle.decision.text = f"no layers share KV: a merge moves that of any two by {moved:.2g} or more, "
             idle.decision.text += f"and the limit is {self.change:g}"
         return pairs
+
+    def changes(self, replay: Replay, layout: KVLayout, layers: Sequence[int]) -> np.ndarray:
+        """Return by how much a merge would move the keys and values of any two layers: see `merge_changes`."""
+        kv, kinds = [replay.kv(layer) for layer in layers], [layout.layers[layer] for layer in layers]
+        return merge_changes(kv, kinds, self.toward, self.retained)
 
 
 def mergeable_layers(layout: KVLayout) -> list[int]:
