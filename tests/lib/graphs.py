@@ -61,17 +61,25 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def use_graphs(monkeypatch: Any, varlen: bool = True) -> type[Graph]:
-    """Let continuous batching compute with graphs from now on: all passes, or only those that decode."""
+    """Let continuous batching compute with graphs from now on: all passes, or only those that decode.
+
+    On a GPU, passes that decode read pages by a table of blocks. Here they look like all others.
+    """
 
     class CountedGraph(Graph):
         pass
 
-    begin = ModelRunner.__init__
+    begin, forward_function = ModelRunner.__init__, ModelRunner._get_forward_fn
 
     def begin_with_graphs(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self.use_cuda_graph_varlen, self.use_cuda_graph_decode, self.pad_inputs = varlen, True, True
-        self.inputs_and_outputs.use_cuda_graph_varlen = varlen  # rounds lengths up, so that passes share graphs
+        self.pad_inputs = True
+        self.inputs_and_outputs.use_cuda_graph_varlen = True  # rounds lengths up, so that passes share graphs
+
+    def choose(self: Any, use_block_table: bool) -> tuple[Callable[..., None], bool]:
+        requests = self.inputs_and_outputs.requests_in_batch
+        decodes = all(request.query_length == 1 for request in requests)
+        return forward_function(self, use_block_table)[0], varlen or decodes
 
     def capture(self: Any, forward: Callable[..., None], stream: Any, *args: Any) -> None:
         forward(*args)
@@ -79,4 +87,5 @@ def use_graphs(monkeypatch: Any, varlen: bool = True) -> type[Graph]:
 
     monkeypatch.setattr(ModelRunner, "__init__", begin_with_graphs)
     monkeypatch.setattr(ModelRunner, "_capture_graph", capture)
+    monkeypatch.setattr(ModelRunner, "_get_forward_fn", choose)
     return CountedGraph
