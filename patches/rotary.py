@@ -126,7 +126,7 @@ class _WatchedFunction(_Reporter, Replacement):
         if torch.compiler.is_compiling():
             if self.compiled_users:
                 self.report_compiled(args, kwargs, rotated[1])
-        elif (scope := current()) is not None:
+        elif (scope := current()) is not None:  # written out: a call of `report` at each layer and token takes time
             scope.tap.last = RotaryCall(self.original, self.places, args, kwargs, rotated[1])
         return rotated
 

@@ -149,9 +149,12 @@ class WriteBack:
         self._pool.close(0.0)
 
     def _put(self, work: Callable[[], object]) -> None:
-        with suppress(RuntimeError), self._lock:  # closed meanwhile
-            self._pool.submit(self._run, work)
-            self._unfinished += 1
+        try:
+            with self._lock:
+                self._pool.submit(self._run, work)
+                self._unfinished += 1
+        except RuntimeError as error:  # closed meanwhile
+            self._drop(error)
 
     def _run(self, work: Callable[[], object]) -> None:
         try:
