@@ -427,6 +427,9 @@ class KVStore:
         """Write all computed KV, and release files, threads and memory."""
         self._storage.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a store cannot be pickled; pass its path, and open it in the other process")
+
     def __enter__(self) -> KVStore:
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields
 
 import pytest
@@ -281,3 +282,10 @@ def test_a_path_is_opened_with_the_methods_policy(tmp_path, caplog):
     TieredCache(model, tmp_path / "a", method="h2o")
     assert caplog.text.count("eviction policy") == 1
     detach(model)
+
+
+def test_what_cannot_be_sent_to_another_process_says_what_to_do(store):
+    with pytest.raises(TypeError, match="restores what is stored"):
+        pickle.dumps(TieredCache(build("llama"), store))
+    with pytest.raises(TypeError, match="pass its path"):
+        pickle.dumps(store)

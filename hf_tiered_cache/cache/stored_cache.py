@@ -261,6 +261,9 @@ class StoredCache(Cache, ServedCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a cache cannot be pickled; create one in the other process, which restores what is stored")
+
     def _repr_html_(self) -> str:
         return self.stats._repr_html_()
 

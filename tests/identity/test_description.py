@@ -339,7 +339,7 @@ def test_kv_computed_since_a_write_into_data_is_not_stored_under_the_old_name(tm
     model, other = build("llama"), build("llama")
     with KVStore(tmp_path) as store:
         store.precompute(model, prompt(32, seed=5), progress=False)
-        model.model.layers[5].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
+        model.model.layers[-1].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
         cache = TieredCache(model, store)
         model.generate(IDS, past_key_values=cache, **GREEDY)
         del cache
@@ -359,7 +359,7 @@ def test_who_waits_for_the_weights_to_be_read_is_told(tmp_path, monkeypatch):
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
         model.generate(IDS, past_key_values=cache, **GREEDY)
-        model.model.layers[5].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
+        model.model.layers[-1].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
         cache._executor.finish()
         store.flush()
         assert (cache.stats.tokens_stored, store.stats.dropped_writes) == (0, 1)

@@ -394,7 +394,7 @@ def test_an_edit_that_leaves_no_trace_is_found_in_turn_and_by_refresh(monkeypatc
     size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     name = Fingerprinter(model)
     before = name()
-    weight = model.model.layers[5].mlp.down_proj.weight
+    weight = model.model.layers[-1].mlp.down_proj.weight
     kept = float(weight.data.view(-1)[1500])
     weight.data.view(-1)[1500] = 7
     looks = 0

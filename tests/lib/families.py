@@ -20,7 +20,7 @@ _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
@@ -39,7 +39,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": _spec("MistralForCausalLM", "MistralConfig", sliding_window=40),
     "qwen2": _spec("Qwen2ForCausalLM", "Qwen2Config"),
     "qwen2_sliding": _spec(
-        "Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, sliding_window=40, max_window_layers=3
+        "Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, sliding_window=40, max_window_layers=2
     ),
     "qwen3": _spec("Qwen3ForCausalLM", "Qwen3Config", head_dim=16),
     "qwen3_moe": _spec(

@@ -117,7 +117,7 @@ def test_a_front_of_changed_weights_is_not_kept(root, monkeypatch, changed):
 
         def put_after_change(front, confirmed):
             if changed:
-                model.model.layers[5].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
+                model.model.layers[-1].mlp.down_proj.weight.data.view(-1)[1500:] *= 3
             put(front, confirmed)
 
         monkeypatch.setattr(fronts, "put", put_after_change)
