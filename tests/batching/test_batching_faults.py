@@ -11,7 +11,8 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from paged import alone, arriving, batched, finished, running, settled
 
 from hf_tiered_cache import KVStore, reasons, tiered

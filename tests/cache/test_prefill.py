@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from planted_device import on_device

@@ -10,7 +10,8 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from reference import kv_of, prefilled
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 

@@ -17,7 +17,8 @@ import processes
 import pytest
 import torch
 from conversing import Conversing
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from reference import Remembering, prefilled
 from thorough import amount
 
@@ -80,6 +81,7 @@ sys.path.insert(0, {LIB!r})
 import torch
 torch.set_num_threads(1)
 from families import *
+build = build_deep
 from hf_tiered_cache import KVStore, TieredCache
 family, dtype, root = sys.argv[1:]
 model = build(family, getattr(torch, dtype))
@@ -291,6 +293,7 @@ HOLDER = f"""
 import sys, time
 sys.path.insert(0, {LIB!r})
 from families import *
+build = build_deep
 from hf_tiered_cache import KVStore, TieredCache
 store, model = KVStore(sys.argv[1]), build("llama")
 cache = TieredCache(model, store, conversation="alice-42")
@@ -919,6 +922,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from families import *
+build = build_deep
 from kill_steps import count_writes, kill_at_steps
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store.catalogue import Catalogue

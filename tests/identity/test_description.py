@@ -276,7 +276,7 @@ def in_reverse(model):
 
 
 def sharing_a_cache(model):
-    model.model.layers[3].self_attn.layer_idx = 4
+    model.model.layers[2].self_attn.layer_idx = 3
 
 
 @pytest.mark.parametrize("change", [in_reverse, sharing_a_cache])

@@ -166,7 +166,7 @@ CHANGES = {
     "epsilon": lambda model: attribute(layer(model).input_layernorm, "variance_epsilon", 0.5),
     "module": lambda model: replacing(layer(model).mlp, "up_proj", nn.Linear(64, 96, bias=False)),
     "layers swapped": lambda model: attribute(
-        model.model.layers, "_modules", dict(zip("012345", [*model.model.layers][::-1], strict=True))
+        model.model.layers, "_modules", dict(zip("0123", [*model.model.layers][::-1], strict=True))
     ),
     "attention function": implementation,
     "frequencies": rope,

@@ -96,6 +96,11 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **chan
     return built.to(dtype).eval()
 
 
+def build_deep(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """Build a model with six layers, for tests of layers that share KV or a selection."""
+    return build(family, dtype, **({"num_hidden_layers": 6} | changes))
+
+
 def longrope(original_length: int) -> dict[str, Any]:
     """Return RoPE parameters with other frequencies in prompts beyond this length."""
     return {

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from reference import Remembering, assert_same, kv_of, prefilled
 from side_stream import with_device
 from test_selective import GREEDY, ask, fill, question

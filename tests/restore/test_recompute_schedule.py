@@ -8,7 +8,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import kv_of

@@ -8,7 +8,8 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from reference import kv_of, put
 from thorough import pairs
 from transformers import DynamicCache

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from reference import assert_same
 from test_selective import PREFIX, ask, fill, question
 

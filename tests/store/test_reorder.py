@@ -14,7 +14,8 @@ import numpy as np
 import processes
 import pytest
 import torch
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import assert_same, kv_of

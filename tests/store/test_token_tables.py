@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same
