@@ -24,11 +24,10 @@ from ..errors import FormatError, StoreBusyError
 from .backend import HeadLength, SegmentBackend
 from .engines import Call, EngineFile, ReadOp, ReadReport, coalesce, in_threads
 from .format import HEADER_BYTES
-from .hedged import HedgedReads
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .lazy import torch
 from .root import StoreRoot
-from .threads import DaemonPool
+from .threads import DaemonPool, HedgedReads
 from .tree import Stored
 
 _LOCK_SECONDS = 30.0
