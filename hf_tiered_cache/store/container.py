@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -93,8 +93,11 @@ def block_digests(blocks: torch.Tensor, linear: np.ndarray | None = None) -> np.
     return table
 
 
-class Guard(Protocol):
-    """Converter between a file's blocks and memory, with a digest for each block and a tag for the file's header."""
+class Guard:
+    """Converter between a file's blocks and memory, with a digest for each block and a tag for the file's header.
+
+    This one stores blocks unencrypted, and detects accidental damage only.
+    """
 
     def seal(
         self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
@@ -106,6 +109,7 @@ class Guard(Protocol):
             blocks: uint8 `[n, block_bytes]` on the CPU; not modified.
             linear: int64 `[n]`, their lin64 if it is already known.
         """
+        yield blocks, block_digests(blocks, linear)
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
         """Verify stored blocks, and decrypt them in place. Returns the index of the first damaged block, or None.
@@ -115,25 +119,12 @@ class Guard(Protocol):
             blocks: uint8 `[n, block_bytes]` on the CPU, as they were read.
             digests: `DIGEST_DTYPE` `[n]`, the stored digests.
         """
-
-    def tag(self, head: bytes) -> bytes:
-        """Return the tag that proves that the writer of a header had the key; empty if there is no key."""
-
-
-class Checksums:
-    """Guard of blocks that are stored unencrypted. It detects accidental damage only."""
-
-    def seal(
-        self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
-    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        yield blocks, block_digests(blocks, linear)
-
-    def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
         sums = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
         bad = np.flatnonzero(sums != digests["xxh3"])
         return int(bad[0]) if len(bad) else None
 
     def tag(self, head: bytes) -> bytes:
+        """Return the tag that proves that the writer of a header had the key; empty if there is no key."""
         return b""
 
 
