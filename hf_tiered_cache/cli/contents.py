@@ -73,11 +73,7 @@ class Contents:
         return matching_rows[0]
 
     def of_model(self, name: str) -> list[SegmentRow]:
-        """Return the segments of the model with this name, or with a fingerprint that begins with it.
-
-        Raises:
-            Refused: No model matches, or several fingerprints do, or the name is empty: many models have no name.
-        """
+        """Return the segments of the model with this name, or a fingerprint that begins with it. Raises Refused."""
         if not name:
             raise Refused("the name of the model is empty; give the first characters of its fingerprint")
         fingerprints = self.fingerprints()

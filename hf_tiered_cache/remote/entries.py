@@ -68,11 +68,7 @@ def encode_entry(beginning: bytes) -> bytes:
 
 
 def entry_names(chain: bytes) -> list[str]:
-    """Return the names of the entries of a segment, in the order of its tokens.
-
-    Args:
-        chain: All its prefix hashes, concatenated. Only the first `_MOST_HASHES` count.
-    """
+    """Return the names of a segment's entries, in the order of its tokens, from its prefix hashes, concatenated."""
     count = min(len(chain) // HASH_BYTES, _MOST_HASHES)
     counts = {1 << power for power in range(count.bit_length())} | {count}
     return [chain[(number - 1) * HASH_BYTES : number * HASH_BYTES].hex() for number in sorted(counts)]
@@ -87,13 +83,8 @@ def find_entries(remote: ObjectBackend, names: Sequence[str]) -> dict[str, Entry
 def delete_entry(remote: ObjectBackend, name: str, segment_id: str, chain: bytes | None = None) -> str:
     """Delete the entry of a prefix hash if it names a segment, or, given its `chain`, another one of the same tokens.
 
-    The segment in the remote may have another geometry, and so another id.
-
-    Returns:
-        Id of the segment that the entry named, or an empty string if it was not deleted.
-
-    Raises:
-        OSError: It cannot be read or deleted.
+    The segment in the remote may have another geometry, and so another id. Returns the id that the entry named, or ""
+    if it was not deleted. Raises OSError.
     """
     for entry in _read(remote, [name]).values():
         is_named = entry is None or entry.row.id == segment_id

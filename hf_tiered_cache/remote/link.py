@@ -161,10 +161,7 @@ class LookUps:
         self._threads = DaemonPool(_THREADS, "hf-tiered-look-up")
 
     def find(self, names: Sequence[str], limit: float) -> list[Entry] | str:
-        """Return the entries of prefix hashes, each once, or the reason why they are not known within `limit` seconds.
-
-        Prefix hashes are given in hexadecimal digits.
-        """
+        """Return the entries of prefix hashes in hexadecimal, or why they are not known within `limit` seconds."""
         known, unknown = self._known(names)
         if unknown:
             look_up = partial(self._look_up, unknown)

@@ -133,10 +133,9 @@ class RemoteTier:
         saved: Callable[[int], float],
         began: float,
     ) -> str:
-        """Fetch segments of a prompt, and return the reason if nothing was fetched, or an empty string.
+        """Fetch segments of a prompt, and return the reason if nothing was fetched, or "". For arguments see `bring`.
 
-        The first arguments are those of `bring`. `saved` returns the seconds that are saved if the first so many prefix
-        hashes are stored. The prompt waits since `began`.
+        `saved` returns the seconds saved if so many prefix hashes are stored. The prompt waits since `began`.
         """
         names = [prefix_hash.hex() for prefix_hash in prefix_hashes]
         entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved(len(prefix_hashes)))
@@ -268,12 +267,7 @@ class RemoteTier:
             self._hidden[segment_id] = now + _HIDDEN_SECONDS
 
     def _publish(self, segment_id: str, row: SegmentRow | None, num_hashes: int | None) -> bool:
-        """Read a segment of the remote, verify every block, and write it to the local store.
-
-        Raises:
-            FormatError, IntegrityError: The segment is damaged, or not the one that its entry promises.
-            OSError: It cannot be read.
-        """
+        """Read and verify a segment of the remote, and store it here. Raises FormatError, IntegrityError or OSError."""
         began = time.monotonic()
         with self.link.fetching() as note_bytes:
             is_stored, nbytes = self._read_into_store(segment_id, row, num_hashes)
@@ -372,10 +366,7 @@ class RemoteTier:
 
 
 def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
-    """Yield the first verified blocks of each KV cache group of a shape, that of the segment or of its beginning.
-
-    The next blocks are read meanwhile. Raises _FetchError.
-    """
+    """Yield the first verified blocks of each KV cache group, and read the next ones meanwhile. Raises _FetchError."""
     count = len(shape.block_groups)
 
     def begin(group: int) -> tuple[torch.Tensor, Future[object]]:
@@ -398,10 +389,9 @@ def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
 
 
 def _result(future: Future[str], trial: float, deadline: float, is_in_time: Callable[[], bool]) -> str:
-    """Return the result of a fetch. Wait until `trial`, then as long as it is in time, and never beyond `deadline`.
+    """Return the result of a fetch. Wait until `trial`, then as long as it is in time, at most until `deadline`.
 
-    Raises:
-        TimeoutError: It is too slow.
+    Raises TimeoutError if it is too slow.
     """
     until = trial
     while True:

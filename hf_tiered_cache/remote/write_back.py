@@ -240,11 +240,7 @@ def send_segment(
 ) -> Sent | None:
     """Copy a segment to a remote, unless that has it, or all of its tokens. `progress` is called after each part.
 
-    Returns:
-        None if it is not a segment that other stores can use.
-
-    Raises:
-        FormatError: The segment is damaged. OSError: it cannot be read or sent.
+    Returns None if other stores cannot use it. Raises FormatError if it is damaged, or OSError.
     """
     source = _Source(local, segment_id)
     if not is_shared(source.header):
@@ -278,11 +274,7 @@ def _contains(entry: Entry, source: _Source) -> bool:
 
 
 class _Source:
-    """A segment of the local store, as it is sent: byte for byte.
-
-    Raises:
-        FormatError: it is damaged. OSError: it cannot be read.
-    """
+    """A segment of the local store, as it is sent: byte for byte. Raises FormatError if it is damaged, or OSError."""
 
     def __init__(self, backend: SegmentBackend, segment_id: str) -> None:
         self._backend = backend

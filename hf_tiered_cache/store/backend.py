@@ -103,11 +103,7 @@ class SegmentBackend(Protocol):
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         """List files that the library did not write, by path within the place. They are never changed.
 
-        Args:
-            known: segments that were already read and need no check.
-
-        Raises:
-            OSError: the place cannot be listed.
+        Segments in `known` were already read, and need no check. Raises OSError if the place cannot be listed.
         """
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:

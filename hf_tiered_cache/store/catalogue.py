@@ -169,10 +169,7 @@ class Catalogue(Database):
         return self._usable("first", prefix_hashes)
 
     def passages_since(self, number: int) -> tuple[Hashable, list[tuple[int, str, bytes]]]:
-        """Return number, id and scan hashes of the passages that were added after this number, in ascending order.
-
-        Before them, return an identifier that changes when the numbering of passages restarts.
-        """
+        """Return an identifier of the numbering, and number, id and scan hashes of the passages after this number."""
         query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
         passages = _sound(self.execute(query, number), (int, str, bytes))
         return (id(self), self.generation), passages
@@ -295,26 +292,16 @@ class Catalogue(Database):
 
 
 def _sound(rows: list[_Row], types: Sequence[Any]) -> list[_Row]:
-    """Return rows, if their values have these types. SQLite does not check that, and other code relies on it.
-
-    Raises:
-        sqlite3.DatabaseError: A value has another type: the file is damaged.
-    """
+    """Return rows, or raise sqlite3.DatabaseError if a value has another type: SQLite itself does not check that."""
     if not all(isinstance(value, kind) for row in rows for value, kind in zip(row, types, strict=True)):
         raise sqlite3.DatabaseError("a value has another type than its column")
     return rows
 
 
 def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:
-    """Return the distinct values of a column of the segments, ascending.
+    """Return the distinct values of a column of the index `by_kind`, ascending, in rows with these values before it.
 
-    SQLite's own DISTINCT reads every row. This query seeks each value in the index `by_kind`, so its time depends on
-    the number of values.
-
-    Args:
-        db: connection to the catalogue.
-        column: one of the columns of the index.
-        values: values of the columns before it in the index; only rows with these values count.
+    SQLite's own DISTINCT reads every row. This query seeks each value, so its time depends on their number.
     """
     is_counted = "".join(f"{name} = :{name} AND " for name in values)
     query = f"""WITH RECURSIVE seek(value) AS (

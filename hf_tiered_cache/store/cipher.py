@@ -58,11 +58,7 @@ class _Secret:
 
 
 class Hidden(_Secret):
-    """Wrapper of a secret passed between functions: tracebacks that show variables do not show the secret.
-
-    Args:
-        value: the secret, or a call with secrets among its arguments.
-    """
+    """Wrapper of a secret, or of a call with secrets: tracebacks that show variables do not show them."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

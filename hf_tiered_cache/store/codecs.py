@@ -45,11 +45,7 @@ class Codec(Protocol):
 
 
 def checked_encode(codec: Codec, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Encode a tensor, `[..., dim]`, and check the fields.
-
-    Raises:
-        ConfigError: The codec returned fields of other dtypes or shapes than its `fields` says.
-    """
+    """Encode a tensor, `[..., dim]`. Raises ConfigError if the dtypes or shapes differ from the codec's `fields`."""
     encoded = codec.encode(tensor)
     if codec.lossless:  # only `Raw` is: plug-ins cannot be
         return encoded
@@ -147,7 +143,7 @@ class Scaled:
 
 
 class Direction:
-    """Codec of merged vectors in uncompressed segments: the direction in the tensor's dtype, and a float32 factor.
+    """Codec of merged vectors in uncompressed segments: a direction in the tensor's dtype, and a float32 factor.
 
     8-bit codecs do not need it: their scale serves as the factor.
     """
@@ -239,18 +235,12 @@ def _codec(name: str) -> Codec:
 
 
 def merged_codec(name: str) -> Codec:
-    """Return the codec of merged layers in a segment with the given codec.
-
-    It encodes the shared direction, and a factor for each layer (see `pairs.py`).
-    """
+    """Return the codec of merged layers in a segment with a codec: a shared direction, and a factor for each layer."""
     return _DIRECTION if name == RAW else make_codec(name)
 
 
 def coded_provenance(provenance: str, codec: str) -> str:
-    """Return the provenance of KV that is stored with `codec`.
-
-    The name of a lossy codec is appended, so that look-ups for exact KV do not match it.
-    """
+    """Return the provenance of KV stored with `codec`: that of a lossy codec differs from that of exact KV."""
     return provenance if make_codec(codec).lossless else f"{provenance} {codec}"
 
 

@@ -78,14 +78,11 @@ Group: TypeAlias = "torch.Tensor | PackedBlocks"
 
 
 def block_digests(blocks: torch.Tensor, linear: np.ndarray | None = None) -> np.ndarray:
-    """Compute both digests of each block.
+    """Return both digests of each block, `DIGEST_DTYPE` `[n]`.
 
     Args:
         blocks: uint8 `[n, block_bytes]` on the CPU.
         linear: int64 `[n]`, their lin64 if it is already known.
-
-    Returns:
-        `DIGEST_DTYPE` `[n]`.
     """
     table = np.empty(blocks.shape[0], DIGEST_DTYPE)
     table["xxh3"] = [xxh3(row) for row in rows(blocks)]
@@ -173,9 +170,7 @@ class Seal:
 def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, newest: int, oldest: int = 1) -> Sequence[int]:
     """Return the numbers of a prefix after the version: length of the JSON, others, and the checksum.
 
-    Raises:
-        OtherFormatError: the format version is not one from `oldest` to `newest`. FormatError: the file has another
-            magic.
+    Raises OtherFormatError if the version is not one from `oldest` to `newest`, FormatError if the magic differs.
     """
     if len(head) < prefix.size or head[: len(magic)] != magic:
         raise FormatError("it has another magic, or is too short")
@@ -226,16 +221,7 @@ def check_not_sparse(nbytes: int, stored: Stored) -> None:
 def write_blocks(
     upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
 ) -> np.ndarray:
-    """Write blocks and return their digests, `DIGEST_DTYPE` `[blocks]`.
-
-    Args:
-        upload: upload to write to.
-        offset: byte offset of the first block in the file.
-        guard: encrypts blocks, if the store has a key, and computes their digests.
-        first: number of the first block in the file.
-        blocks: uint8 `[blocks, block_bytes]` on the CPU.
-        linear: int64 `[blocks]`, their lin64 if known.
-    """
+    """Write blocks at an offset of a file, and return their digests, `DIGEST_DTYPE` `[blocks]`. See `Guard.seal`."""
     digests = [np.empty(0, DIGEST_DTYPE)]
     for piece, table in guard.seal(first, blocks, linear) if len(blocks) else ():  # a KV cache group may hold no tokens
         upload.write(piece.numpy().data.cast("B"), offset)

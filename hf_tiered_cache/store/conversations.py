@@ -141,10 +141,8 @@ class Conversations(Records[ConversationRecord]):
     def segments_of(self, ids: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:
         """Return those of all stored segments that belong to these conversations and to no other one.
 
-        Segments that no record names are included: of an edited history, or of a process that was killed.
-
-        Raises:
-            ConfigError: a conversation does not exist.
+        Segments that no record names are included: of an edited history, or of a process that was killed. Raises
+        ConfigError if a conversation does not exist.
         """
         provenances, own_segments, other_segments = set[str](), set[str](), set[str]()
         for conversation_id in ids:
@@ -161,11 +159,7 @@ class Conversations(Records[ConversationRecord]):
         return [row for row in rows if row.id in own_segments or row.provenance in provenances]
 
     def remove(self, ids: Collection[str]) -> None:
-        """Delete the records of conversations; their segments stay.
-
-        Raises:
-            ConversationInUseError: one is in use; then no record is deleted. OSError: a record could not be deleted.
-        """
+        """Delete the records of conversations, but not their segments. Raises ConversationInUseError or OSError."""
         with ExitStack() as stack:
             for conversation_id in ids:
                 owned = self.ownership(conversation_id)
@@ -175,11 +169,7 @@ class Conversations(Records[ConversationRecord]):
                 self.delete(conversation_id)
 
     def rename_segment(self, old: str, new: str) -> None:
-        """Let the records that name a segment name the one that replaces it. The caller holds the store's lock.
-
-        Raises:
-            OSError: a record could not be written.
-        """
+        """Replace a segment in all records that name it. The caller holds the store's lock. Raises OSError."""
         self.write(
             [
                 replace(record, segments=tuple(new if name == old else name for name in record.segments))
@@ -189,10 +179,7 @@ class Conversations(Records[ConversationRecord]):
         )
 
     def sweep(self, stored_ids: Collection[str], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or have no stored segment left, and the locks of dead processes.
-
-        Conversations in use are kept. Returns the paths of the deleted records, or with `dry_run` of those to delete.
-        """
+        """Delete records that are damaged or have no stored segment left, and locks of dead processes. See `_sweep`."""
         removed = self._sweep(lambda record: any(segment in stored_ids for segment in record.segments), dry_run)
         if not dry_run:
             with suppress(OSError):
@@ -270,14 +257,7 @@ class Ownership:
         self._pid = os.getpid()
 
     def take(self, over: bool) -> None:
-        """Acquire ownership of the conversation.
-
-        Args:
-            over: whether to take it over from another owner in this process.
-
-        Raises:
-            ConversationInUseError: another owner has it.
-        """
+        """Acquire ownership, with `over` also from another owner in this process. Raises ConversationInUseError."""
         with ownerships() as owners:
             current: Ownership | None = owners.get(self._path)
             if current is not None and current.held and current is not self:
@@ -324,13 +304,9 @@ class Ownership:
 
 
 def _lock_patiently(files: RecordFiles, name: str) -> Any:
-    """Lock a conversation until the file is closed. Retries, since listing conversations also locks it for a moment.
+    """Lock a conversation until the returned file is closed. Returns None if it is locked. Raises OSError.
 
-    Returns:
-        The locked file, or None if another process or thread has the lock.
-
-    Raises:
-        OSError: the file cannot be locked.
+    Retries, since listing conversations also locks it for a moment.
     """
     refused, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
     while refused < _ATTEMPTS and time.monotonic() < deadline:

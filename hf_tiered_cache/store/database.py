@@ -176,10 +176,8 @@ class Database(ABC):
         """Make sure that SQLite opens only the library's own files. It would follow a link and overwrite any content.
 
         A file that was opened here before counts as own, whatever its content is now. If a file has a second name, such
-        as from a hard-link backup, the database is unlinked here and a new one is created.
-
-        Raises:
-            sqlite3.OperationalError: a file was not written by this library.
+        as from a hard-link backup, the database is unlinked here and a new one is created. Raises
+        sqlite3.OperationalError.
         """
         opened = None if self._identity is None else self._identity[0]
         linked = False

@@ -251,9 +251,7 @@ class SegmentStore(Space):
 
         Raises:
             FileExistsError: a segment with this id exists, and is not to be replaced.
-            QuotaError: there is no room within the quota or on the disk.
-            StoreBusyError: the store or its catalogue is locked by another process, or the catalogue cannot be opened.
-            OSError: the segment cannot be written.
+            QuotaError, StoreBusyError, OSError: there is no room, something is locked, or it cannot be written.
         """
         guard, replaces = self.cipher.guard(header.seal), self._is_replaceable(header.id)
         if not self.index.is_shared():
@@ -299,10 +297,7 @@ class SegmentStore(Space):
     def _is_replaceable(self, segment_id: str) -> bool:
         """Return whether an existing segment is to be replaced, because it is damaged, expired or failing.
 
-        Raises:
-            FileExistsError: the existing segment is usable.
-            NotOursError: the existing segment has another key or format.
-            OSError: the existing segment cannot be read.
+        Raises FileExistsError if it is usable, NotOursError if it has another key or format, or OSError.
         """
         listed_row = self.index.row(segment_id)
         try:

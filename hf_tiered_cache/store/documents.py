@@ -127,8 +127,7 @@ class Documents(Records[DocumentRecord]):
     def only_of(self, leaving: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
         """Return the given passages that no record uses, except the records to be deleted (`leaving`).
 
-        Raises:
-            OtherFormatError: there is a record that this version cannot read. OSError: one cannot be read now.
+        Raises OtherFormatError or OSError if a record cannot be read.
         """
         keys, unused = {record.key for record in leaving}, set(names)
         files: list[str] = []
@@ -146,10 +145,7 @@ class Documents(Records[DocumentRecord]):
         return unused
 
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or have no stored passage left.
-
-        Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
-        """
+        """Delete records that are damaged or have no stored passage left. See `_sweep`."""
         stored = by_passage(rows).keys()
         return self._sweep(lambda record: not stored.isdisjoint((*record.passages, *record.leaving)), dry_run)
 

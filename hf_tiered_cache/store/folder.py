@@ -263,9 +263,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 
 
 def open_engine(name: str | Engine = "auto") -> Engine:
-    """Open the engine called `name`. An `Engine` object is returned as it is.
-
-    "auto" selects kvikio if GPUDirect Storage works, else posix.
+    """Open the engine called `name`; "auto" is kvikio if GPUDirect Storage works, else posix. Or return an `Engine`.
 
     Raises:
         ConfigError: there is no such engine.

@@ -282,8 +282,7 @@ def _check_count(name: str, value: int | None) -> None:
 def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]:
     """Return the KV cache groups of a segment, in the order in which a forward pass needs them; index groups are last.
 
-    Raises:
-        FormatError: a pair of layers cannot be merged.
+    Raises FormatError if a pair of layers cannot be merged.
     """
     by_window: dict[int, list[int]] = {}
     for index, layer_kv in enumerate(layout.layers):

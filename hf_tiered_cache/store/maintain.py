@@ -147,9 +147,7 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
 def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     """Delete expired and damaged segments, and unfinished files of dead writers, and evict segments above the quota.
 
-    Args:
-        store: store to clean up. Its catalogue is first synchronized with its files.
-        dry_run: if True, report what would be deleted, without deleting it.
+    With `dry_run`, only report what would be deleted. The catalogue is first synchronized with the files.
 
     Raises:
         StoreError: the pins cannot be listed, the store is not writable, or another process holds its lock.

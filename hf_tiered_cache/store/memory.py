@@ -82,12 +82,8 @@ With `MADV_DONTFORK` the child could map other memory there, and lose it when it
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate page-locked memory like `aligned_bytes`, but outside PyTorch's allocators, for long-lived buffers.
 
-    Huge pages are used under the same conditions as in `aligned_bytes`. The caller must keep the memory until the GPU
-    has finished all copies. If CUDA refuses to lock the pages, the result of `aligned_bytes` is returned.
-
-    Args:
-        nbytes: size in bytes.
-        device: GPU that copies from and to the memory. No other GPU is initialized.
+    Only the GPU `device` is initialized. The caller must keep the memory until the GPU has finished all copies. If CUDA
+    refuses to lock the pages, the result of `aligned_bytes` is returned.
     """
     if nbytes >= HUGE_PAGE:
         with torch.inference_mode(False):

@@ -76,11 +76,7 @@ class ObjectBackend(ABC, SegmentBackend):
 
     @abstractmethod
     def list_objects(self, folder: str) -> dict[str, Stored]:
-        """Return the objects of a folder, without the folder in their names; "" for those outside of folders.
-
-        Raises:
-            OSError: they cannot be listed completely.
-        """
+        """Return the objects of a folder by their names in it, or those of no folder (""). Raises OSError."""
 
     @abstractmethod
     def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:

@@ -98,16 +98,10 @@ def encode(
 
 
 def retained(angles: torch.Tensor, share: float = 0.05) -> torch.Tensor:
-    """Select the tokens to leave unmerged: those with the largest angles.
+    """Return the tokens to leave unmerged, int64, ascending: the `share` of them with the largest mean angles.
 
     The formula in the paper (MiniCache), read literally, selects the smallest angles; its text means the largest.
-
-    Args:
-        angles: `[..., tokens]`, for example of all heads, of keys and values. Tokens are ranked by their mean angle.
-        share: share of the tokens to select.
-
-    Returns:
-        Selected tokens, int64, ascending.
+    `angles` is `[..., tokens]`, for example of all heads, of keys and values.
     """
     mean_angles = angles.float().reshape(-1, angles.shape[-1]).mean(0)  # [tokens]
     count = round(share * len(mean_angles))

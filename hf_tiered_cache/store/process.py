@@ -118,11 +118,7 @@ class OpenSegments(Generic[_Segment]):
         _close_segments(self._store)
 
     def close_others(self, but: int = 0) -> None:
-        """Close the least recently used segments of the process. Segments being read stay open until the read ends.
-
-        Args:
-            but: number of segments that stay open.
-        """
+        """Close the segments of the process, except the `but` most recently used ones. Reads are finished first."""
         process = _process()
         with process.lock:
             while len(process.segments) > but:

@@ -42,15 +42,9 @@ class Limits:
     floor: int = 256 << 20
 
     def shortfall(self, nbytes: int, used: int, free: int | None) -> tuple[int, int]:
-        """Return the number of bytes to evict before `nbytes` more are written.
+        """Return the bytes that must be evicted, and that should be, before `nbytes` are written; none if not positive.
 
-        Args:
-            nbytes: bytes to write.
-            used: bytes that the store uses; ignored without a quota.
-            free: free bytes on the disk, or None if unlimited.
-
-        Returns:
-            Bytes that must be evicted, and bytes that should be. Values that are not positive mean no eviction.
+        The store uses `used` bytes, which counts only with a quota. `free` bytes are free, or None: unlimited.
         """
         needed = 0 if free is None else nbytes + self.floor - free
         desired = needed + nbytes if needed > 0 else needed  # room for two such writes, so that not every write evicts
@@ -100,11 +94,7 @@ class Space:
         self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
 
     def used_bytes(self) -> int:
-        """Return the bytes that the store takes on disk (segments, sidecars, catalogue), plus catalogue growth.
-
-        Raises:
-            OSError: the size cannot be determined.
-        """
+        """Return the bytes of segments, sidecars and catalogue on disk, plus the catalogue's growth. Raises OSError."""
         written = self.backend.usage()  # first: a file that is published meanwhile must count twice rather than never
         segment_bytes = self.index.listed_bytes()
         if segment_bytes is None:  # no shared catalogue, or a new one, which may lack segments of other processes
@@ -119,11 +109,7 @@ class Space:
         return 0 if stored is None else stored.nbytes
 
     def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
-        """Evict segments until `nbytes` more fit. The caller holds the backend's lock.
-
-        Args:
-            nbytes: bytes to be written.
-            spared: ids of segments to keep, in addition to pinned ones.
+        """Evict segments until `nbytes` more fit, except pinned ones and `spared`. The caller holds the backend's lock.
 
         Raises:
             QuotaError: evicting all permitted segments would not free enough; then no segment is evicted.
@@ -150,11 +136,7 @@ class Space:
         self.remove([segment_id for segment_id, _ in candidates], "evicted_segments")
 
     def victims(self, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
-        """Select the segments to evict until `nbytes` are freed, except pinned ones and `but`.
-
-        Returns:
-            Ids, and bytes including sidecars.
-        """
+        """Select the segments to evict until `nbytes` are freed, except pinned ones: ids, and bytes with sidecars."""
         sidecars = self.sidecars.by_segment()
         uses = [
             (name, size + sidecars.get(name, 0), expires)
@@ -163,11 +145,7 @@ class Space:
         return victims(uses, nbytes, self.backend.pinned().union(but), time.time())
 
     def clean_up(self, dry_run: bool = False) -> dict[str, int]:
-        """Delete unfinished files of dead processes. The caller holds the backend's lock.
-
-        Returns:
-            Bytes of each deleted file, or with `dry_run` of each file to be deleted.
-        """
+        """Delete unfinished files of dead processes, unless `dry_run`, and return the bytes of each. Needs the lock."""
         removed, published = self.backend.clean_up(dry_run)
         if published and not dry_run:  # killed after the file was published, and before its row was added
             self.index.scan()
@@ -180,10 +158,7 @@ class Space:
 
     @contextmanager
     def reserved(self, name: str, nbytes: int, spared: Collection[str] = ()) -> Iterator[Upload]:
-        """Reserve room for `nbytes`, within the quota and on the backend, and yield the upload to write to.
-
-        Segments in `spared` are not evicted for it.
-        """
+        """Reserve room for `nbytes`, and yield the upload to write to. Segments in `spared` are not evicted for it."""
         with ExitStack() as stack:
             with self.backend.locked():
                 self.make_room(nbytes, spared)
@@ -195,8 +170,7 @@ class Space:
     def remove(self, ids: Iterable[str], figure: str = "") -> int:
         """Delete segments and their sidecars. Returns their number, which is also added to a figure of the statistics.
 
-        Raises:
-            StoreError: the store is not writable. OSError: a segment could not be deleted; the others were.
+        Raises StoreError if the store is not writable, or OSError if one remains; the others are deleted.
         """
         self.check_writable()
         names, removed_ids, removed, failed = list(ids), [], 0, None
@@ -240,11 +214,7 @@ class Space:
                 self.let_go(lost)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Pin segments, which protects them from eviction, or unpin them (`pinned=False`).
-
-        Raises:
-            ConfigError: an id to pin is unknown. StoreError: the store is not writable.
-        """
+        """Pin segments, which protects them from eviction, or unpin them. Raises ConfigError or StoreError."""
         self.check_writable()
         ids = list(ids)
         unknown = set(ids) - self.index.ask(Catalogue.ids, set(ids))

@@ -27,11 +27,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def decoding(fault: str) -> Iterator[None]:
-    """Convert errors of the body, which decodes JSON, to FormatError.
-
-    Args:
-        fault: beginning of the error message, such as "the header cannot be read".
-    """
+    """Convert errors of the body, which decodes JSON, to FormatErrors that begin with `fault`."""
     try:
         yield
     except _UNREADABLE as error:
@@ -213,7 +209,7 @@ class Records(Generic[R]):
         self.files.delete(self.record.kind, record_name(*key))
 
     def _sweep(self, is_needed: Callable[[R], bool], dry_run: bool = False) -> list[str]:
-        """Delete the records that are damaged or not needed, except those of a newer format or not readable now.
+        """Delete records that are damaged or not needed, unless they have a newer format, are in use or unreadable.
 
         Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
         """
@@ -269,11 +265,7 @@ class Calibrations:
             return {}
 
     def write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
-        """Write records under a name, in place of earlier ones. The caller holds the store's lock.
-
-        Raises:
-            OSError: the file cannot be written, or the others in it cannot be read now.
-        """
+        """Replace the records of a name. The caller holds the store's lock. Raises OSError."""
         content = encode_record(self._load() | {name: list(records)})
         self._files.write(CALIBRATIONS, CALIBRATIONS_NAME, content)
 

@@ -94,8 +94,7 @@ def pair_angles(
         tokens: int64 `[n]`, ascending, relative to the chain's first token.
         blocks_of: function that returns the blocks of a segment.
 
-    Returns:
-        float32 `[key heads + value heads, n]`.
+    Returns float32 `[key heads + value heads, n]`.
     """
     pieces, hashes = _chain(readers)
     cut = readers[0].shape
@@ -121,11 +120,7 @@ class _Piece:
 
 
 def _chain(readers: Sequence[SegmentReader]) -> tuple[list[_Piece], list[bytes]]:
-    """Return the pieces of consecutive segments, and their prefix hashes.
-
-    Raises:
-        ValueError: the segments are not consecutive, or differ in model, layout or provenance.
-    """
+    """Return the pieces of consecutive segments, and their prefix hashes. Raises ValueError if they do not fit."""
     pieces: list[_Piece] = []
     hashes: list[bytes] = []
     first = readers[0].header
@@ -373,17 +368,13 @@ def front_shape(shape: SegmentShape) -> SegmentShape:
 def front_blocks(
     readers: Sequence[SegmentReader], fronts: Sequence[SegmentReader | None], shape: SegmentShape, blocks_of: BlocksOf
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the blocks of the KV cache groups of `shape` whose tokens are all in memory.
+    """Yield number and blocks, uint8 `[chunks, block_bytes]`, of the groups of `shape` that are completely in memory.
 
     Args:
         readers: segments that were rewritten as one. Each segment continues the one before it.
         fronts: readers of the tokens that each of them lacks, or None.
         shape: see `front_shape`; that of the new segment.
-        blocks_of: function that returns the blocks of an old segment, and raises EvictedError if they are not in
-            memory.
-
-    Yields:
-        Number of the KV cache group, and its blocks, uint8 `[chunks, block_bytes]`.
+        blocks_of: function that returns the blocks of an old segment, or raises EvictedError.
     """
     pieces, _ = _chain(readers)
     pieces += [replace(piece, reader=front) for piece, front in zip(pieces, fronts, strict=True) if front is not None]

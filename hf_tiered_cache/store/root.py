@@ -105,11 +105,9 @@ class StoreRoot(FolderTree):
             yield Temporary(file, name)
 
     def publish(self, temporary: str, kind: FileKind, name: str, replace: bool) -> None:
-        """Give a temporary file its final name, atomically.
+        """Give a temporary file its final name, atomically. Raises OSError; then nothing has changed.
 
-        Raises:
-            FileExistsError: a file with this name exists, and is not to be replaced, or was not written by the library.
-            OSError: the file cannot be renamed; nothing has changed.
+        Raises FileExistsError if the name is taken, and is not to be replaced or not the library's.
         """
         source, target = self.folder_descriptor(TEMPORARY.folder), self.folder_descriptor(kind.folder, make=True)
         if not replace:  # unlike a rename, a link never replaces a file: the first writer wins
@@ -133,12 +131,7 @@ class StoreRoot(FolderTree):
             self.publish(temporary.name, kind, name, replace=True)
 
     def make_empty(self, kind: FileKind, name: str) -> None:
-        """Create an empty file, unless the store already has it.
-
-        Raises:
-            FileExistsError: a file with this name exists that the library did not write.
-            OSError: the file cannot be created.
-        """
+        """Create an empty file, unless the store has it. Raises OSError, FileExistsError if it is not the library's."""
         try:
             folder = self.folder_descriptor(kind.folder, make=True)
             open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder).close()
@@ -147,10 +140,7 @@ class StoreRoot(FolderTree):
                 raise
 
     def delete(self, kind: FileKind, name: str, is_checked: bool = False) -> bool:
-        """Delete a file that the library wrote; `is_checked` says that this is known. Returns whether it existed.
-
-        Raises OSError if it remains.
-        """
+        """Delete a file of the library (known to be one: `is_checked`). Returns whether it existed. Raises OSError."""
         if not (is_checked or self.is_own(kind, name)):
             return False
         try:
@@ -209,11 +199,7 @@ class StoreRoot(FolderTree):
             return False
 
     def rewrite(self, lock: FileIO, kind: FileKind, name: str, content: bytes) -> None:
-        """Replace the content of a locked file in place.
-
-        Raises:
-            OSError: the file cannot be written, has a second hard link, or was not written by the library.
-        """
+        """Replace the content of a locked file of the library in place. Raises OSError, also for a second link."""
         fd = lock.fileno()
         if os.fstat(fd).st_nlink != 1 or not kind.is_own(name, read_all(fd, kind.most_bytes, 0)):
             raise FileExistsError(errno.EEXIST, "it was not written by this library", str(self.where(kind, name)))
@@ -222,11 +208,7 @@ class StoreRoot(FolderTree):
 
 
 def try_flock(file: FileIO | int, kind: int) -> bool:
-    """Lock an open file without waiting. Returns False if the lock is not free.
-
-    Raises:
-        OSError: the file system does not support locks.
-    """
+    """Lock an open file without waiting. Returns False if the lock is not free. Raises OSError if it has no locks."""
     try:
         fcntl.flock(file if isinstance(file, int) else file.fileno(), kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -253,19 +235,10 @@ def _forget(folder: int, name: str, file: FileIO) -> None:
 
 
 def _claim(tree: FolderTree, make: bool) -> bool:
-    """Mark the folder as a store, and create the parts that it lacks.
+    """Mark the folder as a store, and create the parts that it lacks. See `StoreRoot`.
 
-    If the folder is refused, or if it cannot be determined whether it is a store, nothing in it is changed.
-
-    Args:
-        tree: the folder.
-        make: whether a missing or empty folder becomes a store. If False, nothing in it is changed.
-
-    Returns:
-        Whether the store can be written; False without `make`.
-
-    Raises:
-        StoreError: the folder is no store, and cannot or must not become one; or a part of it is a link.
+    If the folder is refused, or if it cannot be determined whether it is a store, nothing in it is changed. Returns
+    whether the store can be written; False without `make`.
     """
     _make_root(tree.path, make)
     try:
@@ -313,13 +286,10 @@ def _check_is_store(tree: FolderTree, make: bool) -> None:
 
 
 def _is_marked(tree: FolderTree) -> bool:
-    """Return whether the marker exists.
+    """Return whether the marker exists. Raises StoreError if it is of a newer version, or not a marker.
 
     It is the first file of a store, and blank if its writer was killed. A blank one counts only if nothing else than
     files of a store is there.
-
-    Raises:
-        StoreError: the marker has a newer version, or another file has its name.
     """
     try:
         content = tree.read(MARKER, MARKER_NAME)

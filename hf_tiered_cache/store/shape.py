@@ -235,11 +235,7 @@ class SegmentShape:
 
     @cached_property
     def held(self) -> np.ndarray:
-        """Tokens that each layer holds in any of its KV cache groups, bool `[layers, tokens]`.
-
-        Raises:
-            FormatError: See `check_tables`.
-        """
+        """Tokens that each layer holds in any KV cache group, bool `[layers, tokens]`. Raises FormatError."""
         all_tokens = np.arange(self.tokens)
         of_part: dict[tuple[int, str, int], np.ndarray] = {}  # heads and tensors may be in separate groups
         for group in self.block_groups:
@@ -308,14 +304,9 @@ class SegmentShape:
     # --- tensors
 
     def field_views(self, blocks: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
-        """Return typed views of a part's fields in the blocks of its group.
+        """Return views of a part's fields in its group's blocks, uint8 `[n, block_bytes]`.
 
-        Args:
-            blocks: uint8 `[n, block_bytes]`.
-            part: Part of the KV cache group.
-
-        Returns:
-            For each field `[n, heads, chunk_tokens, dim]`.
+        They are `[n, heads, chunk_tokens, field's dim]` each.
         """
         return tuple(
             blocks[:, slot.offset : slot.offset + slot.nbytes]
@@ -334,10 +325,7 @@ class SegmentShape:
     def pack(self, blocks: torch.Tensor, group: BlockGroup, part: Part, source: torch.Tensor) -> None:
         """Write one part of all tokens, `[heads, tokens, dim]`, into a group's `blocks`, uint8 `[chunks, block_bytes]`.
 
-        Tokens that the KV cache group does not hold are skipped.
-
-        Raises:
-            ValueError: The group is merged, which takes two layers (see `pairs`).
+        Tokens that the group does not hold are skipped. Raises ValueError for a merged group, which takes two layers.
         """
         if group.merged:
             raise ValueError(f"KV cache group {group.index} has two layers, and cannot be packed from one")

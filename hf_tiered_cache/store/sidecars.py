@@ -177,20 +177,15 @@ class Sidecars:
         return True
 
     def kept(self, reader: SegmentReader, kind: str, facts: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-        """Return the arrays of one kind of a segment: dense CPU tensors, each with memory of its own.
+        """Return the arrays of one kind of a segment by name: dense CPU tensors, each with memory of its own.
 
-        Returns:
-            Arrays by name. None if there is no sidecar, or it was made from other bytes or with other facts; also None,
-            and counted, if it is damaged, encrypted with another key or unreadable.
+        None if there is no sidecar, it was made from other bytes or with other facts, or, counted, cannot be used.
         """
         sidecar = self._read(reader, kind, _text(facts))
         return None if sidecar is None else sidecar.arrays
 
     def all_of(self, reader: SegmentReader) -> list[Kept]:
-        """Read all sidecars of a segment, to `keep` them for another segment with the same tokens.
-
-        Unreadable sidecars are skipped and counted.
-        """
+        """Read all usable sidecars of a segment, to `keep` them for another segment with the same tokens."""
         kinds: Collection[str] = ()
         with suppress(OSError):
             kinds = self.sizes().get(reader.id, {})
@@ -281,11 +276,7 @@ class Sidecars:
                     self._delete(f"{segment}.{kind}")
 
     def sweep(self, dry_run: bool = False) -> dict[str, int]:
-        """Delete sidecars of segments that do not exist.
-
-        Returns:
-            Bytes of each deleted file, or with `dry_run` of each file to be deleted.
-        """
+        """Delete sidecars of segments that do not exist, unless `dry_run`, and return the bytes of each file."""
         removed: dict[str, int] = {}
         with suppress(OSError):
             sizes = self.sizes()  # before listing segments: a segment stored meanwhile must not count as gone

@@ -101,10 +101,7 @@ class HedgedReads:
         self._lock = threading.Lock()
 
     def submit(self, request: Callable[[], _T]) -> Callable[[], _T]:
-        """Begin a read, and return a function that waits for its result, or raises the error of its requests.
-
-        Both raise OSError if the reads were closed meanwhile.
-        """
+        """Begin a read, and return a function that waits for its result. Both raise OSError if the reads are closed."""
         began: list[float] = []
 
         def timed() -> _T:
@@ -264,12 +261,7 @@ class Apart:
 
 
 def _do_all(actions: queue.SimpleQueue[Action | None], gone: weakref.ref[Apart]) -> None:
-    """Run actions until the worker object is deleted.
-
-    Args:
-        actions: queue of actions; None ends the loop.
-        gone: weak reference that puts None into the queue. This argument keeps it alive.
-    """
+    """Run actions until None. `gone` puts None into the queue when the worker object is deleted, if kept alive here."""
     while (action := actions.get()) is not None:
         action()
         action = None  # drop the reference while waiting

@@ -52,10 +52,8 @@ def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = Non
 def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> Iterator[tuple[int, os.stat_result]]:
     """Open a regular file for reading, with arguments as for `open_file`. Yields its descriptor and status.
 
-    Links are not followed. Pipes and devices are not opened: that may block or have effects.
-
-    Raises:
-        FormatError: it is not a regular file. OSError: it cannot be opened.
+    Links are not followed, and pipes and devices not opened: that may block or have effects. Raises FormatError for
+    what is not a regular file, or OSError.
     """
     if not S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
         raise FormatError(f"{os.path.basename(path)} is not a regular file")
@@ -93,11 +91,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FolderTree:
-    """Folder and its subfolders. The folder need not be a store.
-
-    Args:
-        path: resolved path of the folder. It is opened on first use.
-    """
+    """Folder at a resolved path, and its subfolders. It is opened on first use, and need not be a store."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,15 +120,9 @@ class FolderTree:
         return self._descriptors[0]
 
     def folder_descriptor(self, name: str, make: bool = False) -> int:
-        """Return the descriptor of a subfolder. A subfolder that was replaced is opened again.
+        """Return the descriptor of a subfolder, or of the root (""). A subfolder that was replaced is opened again.
 
-        Args:
-            name: name of the subfolder, or "" for the root.
-            make: whether to create a missing subfolder.
-
-        Raises:
-            NotADirectoryError: it is a link, or not a folder.
-            OSError: it is missing, or cannot be opened.
+        With `make`, a missing subfolder is created. Raises NotADirectoryError for a link or a file, or OSError.
         """
         if not name:
             return self.root_descriptor
@@ -222,13 +210,9 @@ class FolderTree:
             return False
 
     def unknown(self, is_known: Callable[[FileKind, str], bool] = lambda kind, name: False) -> list[str]:
-        """Return the sorted relative paths of all files that the library did not write.
+        """Return the sorted relative paths of all files that the library did not write. Raises OSError.
 
-        Args:
-            is_known: function that returns whether a file is known to be the library's, and need not be read.
-
-        Raises:
-            OSError: a folder cannot be listed.
+        Files for which `is_known` returns True are not read.
         """
         unknown, is_open = [], has_database(self.where(CATALOGUE, CATALOGUE_NAME))
         for folder in ("", *FOLDERS):

@@ -201,14 +201,9 @@ class Writer:
                 self._on_devices += Counter()  # removes entries with a count of 0
 
     def later(self, action: Action, nbytes: int = 0) -> bool:
-        """Queue a short action after the items in the queue.
+        """Queue a short action after the items in the queue. It keeps `nbytes` in memory until it has run.
 
-        Args:
-            action: function to call.
-            nbytes: size in bytes of what the action keeps in memory until it has run.
-
-        Returns:
-            False, and nothing is queued, if the writer is closed or the queue has no room for `nbytes`.
+        Returns False, and nothing is queued, if the writer is closed or the queue has no room for `nbytes`.
         """
         with self._lock:
             if self._closed or (nbytes and self._waiting_bytes + nbytes > self._queue_bytes):

@@ -112,16 +112,9 @@ class SQLiteBackend(ValueBackend):
 
     @contextmanager
     def _transaction(self, write: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Lock the connection and run a transaction, or join the one that this thread runs.
+        """Lock the connection and run a transaction, or join the one that this thread runs. Raises OSError.
 
-        Args:
-            write: whether the transaction writes. The file is created if there is none.
-
-        Yields:
-            Connection, or None if there is no file and nothing is written.
-
-        Raises:
-            OSError: the file cannot be read or written, or is not of this library.
+        Yields the connection, or None if there is no file and nothing is written (`write`).
         """
         with self._using:
             try:

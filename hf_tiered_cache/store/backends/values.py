@@ -76,11 +76,7 @@ class ValueBackend(ObjectBackend):
 
     @abstractmethod
     def read_values(self, ranges: Sequence[Range]) -> list[bytes]:
-        """Return bytes of values in one round trip; fewer bytes where a value ends, none of a missing one.
-
-        Raises:
-            OSError: It cannot be determined whether they exist.
-        """
+        """Return bytes of values in one round trip; fewer where a value ends, none of a missing one. Raises OSError."""
 
     @abstractmethod
     def set_part(self, key: str, content: bytes) -> None:

@@ -162,8 +162,7 @@ def in_threads(
 ) -> Future[ReadReport]:
     """Run reads in up to `threads` threads of a pool. `run` runs one, and returns the number of bytes read.
 
-    Raises:
-        StoreClosedError: the pool was shut down with the store before any thread began.
+    Raises StoreClosedError if the pool was shut down before any thread began.
     """
     queue = iter(reads)  # shared: next() on a list iterator is atomic, so fast workers take more
     workers = max(1, min(threads, len(reads)))
