@@ -298,11 +298,7 @@ class KVStore:
         return warm(self._opened, model, input_ids, method, tag, progress)
 
     def clear(self, *, disk: bool = False) -> None:
-        """Drop all blocks from host and device memory.
-
-        Args:
-            disk: whether to also delete all segments on disk, including pinned ones.
-        """
+        """Drop all blocks from host and device memory, and with `disk` all segments on disk, including pinned ones."""
         storage = self._opened
         if disk:
             storage.disk.check_writable()
@@ -359,17 +355,16 @@ class KVStore:
         """Rewrite segments in the geometry of a method: `store.relayout(method)`. No model is needed.
 
         Each segment keeps its codec: its prefix hashes depend on the codec, and the tokens needed to recompute them are
-        not stored.
+        not stored. The new segment is complete on disk before the old one is deleted.
 
         Args:
-            geometry: new geometry, or the method that defines it. The new segment is complete on disk before the old
-                one is deleted.
+            geometry: new geometry, or the method that defines it.
             ids: ids of the segments to rewrite; None for all.
             progress: whether to show a progress bar.
 
         Returns:
-            Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
-            statistics. Segments that hold only a part of their tokens are left unchanged as well, but not counted.
+            Number of segments that were rewritten. Segments that hold only a part of their tokens are left unchanged,
+            and so are unreadable ones, which are counted in the statistics.
 
         Raises:
             ConfigError: the geometry names a lossy codec, and a segment is stored with another codec.
@@ -402,8 +397,7 @@ class KVStore:
             progress: whether to show a progress bar.
 
         Returns:
-            Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
-            statistics.
+            Number of segments that were rewritten. Unreadable ones are left unchanged, and counted in the statistics.
         """
         return self._each(self._storage.rewriter.reorder, ids, "reorder", progress)
 
@@ -496,23 +490,15 @@ class KVStore:
         return self._opened.disk.index.rows()
 
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
-        """Read all stored bytes, verify all checksums, and report damaged segments.
+        """Read all stored bytes, verify all checksums, and report damaged segments, or with `repair` remove them.
 
-        Segments that the store's key cannot decrypt are counted but not read.
-
-        Args:
-            progress: whether to show a progress bar.
-            repair: whether to remove damaged segments.
+        Segments that the store's key cannot decrypt are counted but not read. `progress` shows a progress bar.
         """
         self._opened.writer.flush()
         return maintain.verify(self._storage.disk, progress=progress, repair=repair)
 
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
-        """Delete data that no request can use, and evict segments above the quota.
-
-        Args:
-            dry_run: whether to only report what would be deleted.
-        """
+        """Delete data that no request can use, and evict segments above the quota. With `dry_run`, only report that."""
         storage = self._opened
         documents = finish_documents(storage, dry_run)
         stored = storage.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
@@ -528,11 +514,7 @@ class KVStore:
         return self._opened.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Protect segments from eviction, or with `pinned=False` remove the protection.
-
-        Raises:
-            ConfigError: an id to be pinned is unknown.
-        """
+        """Protect segments from eviction, or no longer (`pinned=False`). Raises ConfigError if an id is unknown."""
         self._opened.disk.pin(ids, pinned)
 
     def conversations(self) -> list[ConversationInfo]:
@@ -542,22 +524,15 @@ class KVStore:
     def remove_conversation(self, conversation_id: str) -> int:
         """Delete a conversation, and its unpinned segments that no other conversation uses.
 
-        Prompts without a conversation may share these segments. They are computed again.
-
-        Returns:
-            Number of segments deleted.
-
-        Raises:
-            ConfigError: there is no conversation with this id.
-            ConversationInUseError: a cache uses the conversation.
+        Prompts without a conversation may share these segments. They are computed again. Returns the number of segments
+        deleted. Raises ConfigError if there is no such conversation, ConversationInUseError if a cache uses it.
         """
         return remove_conversations(self._opened, [conversation_id])
 
     def documents(self, label: str | None = None) -> list[DocumentInfo]:
         """Return the documents that passages are stored under, and the state of each, sorted by label.
 
-        Args:
-            label: label of the documents to return (one for each model and way of computing); None for all.
+        With `label`, only those of this label: one for each model and way of computing.
         """
         infos = self._storage.documents.listed(self.segments())
         return [info for info in infos if label in (None, info.label)]
@@ -565,13 +540,8 @@ class KVStore:
     def remove_document(self, label: str) -> int:
         """Delete a document, and its passages that no other label names, including pinned ones.
 
-        Passages that were also stored without a label are deleted too, and computed again when needed.
-
-        Returns:
-            Number of segments deleted.
-
-        Raises:
-            ConfigError: there is no document with this label.
+        Passages that were also stored without a label are deleted too, and computed again when needed. Returns the
+        number of segments deleted. Raises ConfigError if there is no document with this label.
         """
         return remove_documents(self._opened, [label])
 
@@ -585,12 +555,7 @@ class KVStore:
 
 
 def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: dict[str, Any]) -> KVStore:
-    """Return the given store, or open the one at the given path with the method's policy.
-
-    Args:
-        store: `KVStore`, or the path of one.
-        method: method that determines the eviction policy of a store that is opened here.
-        kept: dict in which stores opened by path are kept, so that each is opened once.
+    """Return the given store, or the one at the given path, opened once with the method's policy, and kept in `kept`.
 
     Raises:
         ConfigError: `store` is neither a store nor a path.

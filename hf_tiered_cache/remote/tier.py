@@ -104,16 +104,13 @@ class RemoteTier:
     # --- before a prompt is matched
 
     def bring(self, prefix_hashes: Sequence[bytes], rows: Sequence[SegmentRow], start: int, seconds: Seconds) -> bool:
-        """Fetch segments that continue what the local store has of a prompt.
+        """Fetch segments that continue what the local store has of a prompt. Returns whether it has more of it now.
 
         Args:
             prefix_hashes: Prefix hashes of the prompt.
             rows: Local segments, as `SegmentStore.find` returns them.
             start: Index of the first prefix hash that is to be matched.
             seconds: Returns the time to compute a prompt.
-
-        Returns:
-            Whether the local store has more of the prompt now.
         """
         began, covered = time.monotonic(), _end(longest_prefix(prefix_hashes, rows, start), start)
         if covered >= len(prefix_hashes) or not self._disk.backend.writable:
@@ -236,15 +233,12 @@ class RemoteTier:
         return is_in_time
 
     def fetch(self, segment_id: str, row: SegmentRow | None = None, num_hashes: int | None = None) -> str:
-        """Publish a segment of the remote, or the beginning of it, in the local store.
+        """Publish a segment of the remote, or its beginning, in the local store. Returns the reason if it fails, or "".
 
         Args:
             segment_id: Id of the segment.
             row: Row of the entry that led to it, or None.
             num_hashes: Number of its prefix hashes that are needed; None for all.
-
-        Returns:
-            The reason if it is not stored here now, or an empty string.
         """
         for is_last in (False, True):  # it may be replaced during the first attempt
             try:

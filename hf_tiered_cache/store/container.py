@@ -48,16 +48,11 @@ def _weights(words: int, device: torch.device) -> torch.Tensor:
 
 
 def lin64(blocks: torch.Tensor) -> torch.Tensor:
-    """Compute the sum of each block's 64-bit words times fixed odd constants, modulo 2^64.
+    """Return the sum of each block's 64-bit words times fixed odd constants, modulo 2^64: int64 `[n]`.
 
     It uses only integer arithmetic, so all devices give the same digest. GPUDirect Storage reads bytes into the GPU
-    that the CPU never sees. There, xxh3 would need a copy back to the host.
-
-    Args:
-        blocks: uint8 `[n, block_bytes]`, block_bytes a multiple of 8.
-
-    Returns:
-        int64 `[n]`, the bits of the unsigned digests.
+    that the CPU never sees. There, xxh3 would need a copy back to the host. `blocks` is uint8 `[n, block_bytes]`,
+    block_bytes a multiple of 8.
     """
     words = blocks.view(torch.int64)  # [n, block_bytes / 8]
     weights, step = _weights(words.shape[1], blocks.device), max(1, _PIECE_BYTES // blocks.shape[1])

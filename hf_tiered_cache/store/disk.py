@@ -201,9 +201,8 @@ class SegmentStore(Space):
             ancestors: segments that it continues. Their use is recorded with it, so that it is evicted before them.
             written: callback for each KV cache group that was written. The segment may still be dropped.
 
-        Returns:
-            Whether the segment is stored now. A full disk, the quota, an unwritable folder or an unavailable lock drop
-            the write, which is counted and logged once.
+        Returns whether the segment is stored now. A full disk, the quota, an unwritable folder or an unavailable lock
+        drop the write, which is counted and logged once.
         """
         header = lay_out(replace(header, seal=self.cipher.new_seal()), len(prefix_hashes))
         if not self.backend.writable:

@@ -226,14 +226,9 @@ def sections(header: SegmentHeader) -> dict[str, Section]:
 
 
 def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
-    """Decode the first page of a file.
+    """Decode the first page of a file. Returns the header and the number of prefix hashes in the chain.
 
-    Returns:
-        The header and the number of prefix hashes in the chain.
-
-    Raises:
-        OtherFormatError: the file has another format version.
-        FormatError: the page is damaged or of another kind.
+    Raises OtherFormatError for another format version, FormatError if the page is damaged or of another kind.
     """
     if len(page) < HEADER_BYTES:
         raise FormatError("it is too short")

@@ -82,8 +82,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
     Args:
         store: store to verify. It is not changed unless `repair` is set.
         progress: whether to show a progress bar.
-        repair: whether to delete damaged files. Their KV is computed and stored again at the next request. Files that
-            could not be read for another reason are kept.
+        repair: whether to delete damaged files. Files that could not be read for another reason are kept.
 
     Raises:
         StoreError: the folder cannot be listed, or `repair` is set and the store is not writable.

@@ -22,9 +22,9 @@ _notices = Notices()
 def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str = "cpu") -> torch.Tensor:
     """Allocate uninitialised memory, uint8 `[nbytes]`, that starts on a 4 KiB boundary.
 
-    Large host memory starts on a huge page boundary, and uses huge pages for its whole multiples of 2 MiB. A direct
-    read pins every page that it writes to: with 4 KiB pages, pinning took half of the time of a read at 5 GB/s. No more
-    than `nbytes` of memory are used.
+    Large host memory starts on a huge page boundary, and uses huge pages for its whole multiples of 2 MiB, no more than
+    `nbytes`. A direct read pins every page that it writes to: with 4 KiB pages, pinning took half of the time of a read
+    at 5 GB/s.
 
     Args:
         nbytes: size in bytes.

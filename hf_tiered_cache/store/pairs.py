@@ -70,7 +70,7 @@ def merge(
 def encode(
     first: torch.Tensor, second: torch.Tensor, codec: Codec, toward: float = TOWARD
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Merge two layers' tensors and encode them.
+    """Merge two layers' tensors and encode them. Returns the fields of both, with the same direction.
 
     The factors compensate for the rounded length of the direction, so magnitudes are preserved. They are limited such
     that finite vectors near the maximum of the dtype do not overflow to infinity when they are rotated.
@@ -80,9 +80,6 @@ def encode(
         second: vectors of the second layer, `[..., dim]`.
         codec: codec of merged KV cache groups (see `merged_codec`).
         toward: interpolation weight (see `merge`).
-
-    Returns:
-        Fields of the first layer, and of the second. Both contain the same direction.
     """
     direction, *magnitudes = merge(first, second, toward)
     stored, ones = checked_encode(codec, direction.to(first.dtype))

@@ -61,12 +61,8 @@ def join_segments(
         blocks_of: function that returns the blocks of an old segment.
         toward: interpolation weight for newly merged pairs (see `pairs.merge`).
 
-    Returns:
-        Header, prefix hashes, and a lazy iterator over the blocks of each KV cache group.
-
     Raises:
-        ValueError: the segments are not consecutive, differ in model, layout or provenance, or lack tokens that the new
-            segment is to hold.
+        ValueError: the segments are not consecutive, differ in model, layout or provenance, or lack requested tokens.
         FormatError: the pairs or tables are invalid.
     """
     first, last = readers[0].header, readers[-1].header
@@ -314,9 +310,7 @@ def merge_segments(
     blocks_of: BlocksOf = SegmentReader.blocks,
     admit: Admit = lambda owner, blocks: None,
 ) -> str | None:
-    """Merge a chain of segments into one new segment.
-
-    The old segments are kept. If one of them is pinned, the new segment is pinned, too.
+    """Merge a chain of segments into one new segment. The old ones are kept, and it is pinned if one of them is.
 
     Args:
         disk: store of the segments.
@@ -332,9 +326,7 @@ def merge_segments(
         Id of the new segment. None if there was no room, or the segment already has this layout.
 
     Raises:
-        ValueError: see `join_segments`.
-        IntegrityError: a block of a segment fails its checksum.
-        OSError: a segment cannot be read.
+        ValueError: see `join_segments`. IntegrityError, OSError: a segment is damaged, or cannot be read.
     """
     first, tokens, apart = readers[0].header, tokens_of(readers), {}
     for pair in geometry.pairs:

@@ -48,13 +48,11 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
 
     Args:
         fetch: function that reads the beginning of the segment: a backend's `head` for one segment.
-        cipher: cipher of the store, if the blocks are to be read. Without it, the authenticity of the head is not
-            checked.
+        cipher: cipher of the store, to read blocks. Without it, the authenticity of the head is not checked.
 
     Raises:
         OtherKeyError: the segment is encrypted with another key, or only one of segment and store has a key.
-        FormatError: the segment is damaged or truncated.
-        OSError: the segment cannot be read.
+        FormatError, OSError: the segment is damaged or truncated, or cannot be read.
     """
     decoded: list[tuple[SegmentHeader, int, Guard | None]] = []
 
@@ -75,14 +73,9 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
 
 
 class SegmentReader:
-    """Segment opened for reading. It stays readable even if another process deletes it.
+    """Segment opened for reading. It stays readable even if another process deletes it. Raises as `read_head`.
 
     Without `verify`, the checksums of blocks are not verified, unless they are encrypted.
-
-    Raises:
-        OtherKeyError: the segment is encrypted with another key, or only one of segment and store has a key.
-        FormatError: the segment is damaged or truncated, or has another id.
-        OSError: the segment cannot be read.
     """
 
     def __init__(self, backend: SegmentBackend, segment_id: str, verify: bool, cipher: Plain = _NO_KEY) -> None:
@@ -180,9 +173,8 @@ def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Futur
         requests: segments of one store, each with the number of a KV cache group, and the runs of its blocks.
         unseen: the same for runs in device memory. These are read as well, and the caller verifies them.
 
-    Returns:
-        A future that fails with IntegrityError or OSError (see `SegmentReader.caused`). It is resolved only when all
-        writes to the destinations have ended.
+    Returns a future that fails with IntegrityError or OSError (see `SegmentReader.caused`), and is resolved only when
+    nothing writes to the destinations any more.
     """
     checked: Future[ReadReport] = Future()
     checked.set_running_or_notify_cancel()

@@ -52,11 +52,9 @@ class TokenTables:
     def by_importance(cls, importance: np.ndarray, groups: Sequence[BlockGroup]) -> TokenTables:
         """Return tables with the most important tokens first; tokens of equal importance keep their order.
 
-        Args:
-            importance: float `[layers, heads, tokens]`; a size of 1 applies to all layers or heads. A KV cache group
-                uses the sum over its heads, in its first layer. Groups with a sliding window, and groups of an index,
-                keep their order, since they are read in order.
-            groups: KV cache groups of the segment.
+        `importance` is float `[layers, heads, tokens]`; a size of 1 applies to all layers or heads. A KV cache group
+        uses the sum over its heads, in its first layer. Groups with a sliding window, and groups of an index, keep
+        their order, since they are read in order.
         """
         layers, heads, tokens = importance.shape
         slots: list[np.ndarray | None] = []
@@ -107,13 +105,7 @@ class TokenTables:
 
     @classmethod
     def of_first(cls, counts: Sequence[int], groups: Sequence[BlockGroup], tokens: int) -> TokenTables:
-        """Return tables for the first tokens of each layer: the ones that `by_pairs` leaves out.
-
-        Args:
-            counts: Number of first tokens that each layer holds.
-            groups: KV cache groups of the segment, without merged ones.
-            tokens: Number of tokens of the segment.
-        """
+        """Return tables for the first tokens of each layer, `counts` of them: the ones that `by_pairs` leaves out."""
         all_tokens = np.arange(tokens)
         of_group = [max(counts[layer] for layer in group.layers) for group in groups]
         return cls._by_group([np.where(all_tokens < count, all_tokens, NOT_HELD) for count in of_group], tokens)

@@ -125,12 +125,8 @@ class Writer:
     def submit(self, pending: PendingSegment, wait: bool = True) -> None:
         """Queue a segment. It is dropped, with a warning, if the queue has no room.
 
-        Args:
-            pending: segment to write.
-            wait: whether to wait for room in the queue while the writer makes progress.
-
-        Raises:
-            StoreClosedError: the writer was closed, or this process was forked after the store was opened.
+        With `wait`, first wait for room while the writer makes progress. Raises StoreClosedError if the writer was
+        closed, or this process was forked after the store was opened.
         """
         if os.getpid() != self._pid:
             raise StoreClosedError(f"{self._store.place} was opened before this process was forked; open it again")
