@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..conversations.distances import LayerDistances
-    from ..store.disk import SegmentStore
-    from ..store.relayout import Admit, BlocksOf
+    from ..store.disk import SegmentStore, Written
+    from ..store.relayout import BlocksOf
     from ..store.segment import SegmentReader
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -79,7 +79,7 @@ class IdleConversation:
     disk: SegmentStore
     readers: Sequence[SegmentReader]
     blocks_of: BlocksOf
-    admit: Admit
+    admit: Written
     front: Callable[[float], float]
     attention: LayerDistances | None = None
     replay: Replay | None = None

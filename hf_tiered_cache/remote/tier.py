@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -76,16 +75,10 @@ class RemoteTier:
         remote: The place that they share; closed with this object.
         disk: The local store.
         write: Which segments are sent: "always", "pinned" or "never".
-        admit: Receives id, KV cache group, blocks and content hash of what is fetched, for the memory tiers.
+        admit: Receives what is fetched, for the memory tiers.
     """
 
-    def __init__(
-        self,
-        remote: ObjectBackend,
-        disk: SegmentStore,
-        write: str,
-        admit: Callable[[str, int, torch.Tensor, int], None],
-    ) -> None:
+    def __init__(self, remote: ObjectBackend, disk: SegmentStore, write: str, admit: Written) -> None:
         self.remote, self.place, self._disk, self._admit = remote, remote.place, disk, admit
         self.link = Link()
         self.fetch_breaker = Breaker()  # not that of look-ups: small objects may arrive while large ones hang
@@ -98,8 +91,8 @@ class RemoteTier:
         self._fetches = DaemonPool(_FETCHES, "hf-tiered-fetch")
         write = write if remote.writable else "never"
         remote.writable = write != "never"
-        self._writes = WriteBack(remote, disk, write, self._count, self.look_ups.forget)
-        disk.on_kept.append(self._writes.offer)
+        self.writes = WriteBack(remote, disk, write, self._count, self.look_ups.forget)
+        disk.on_kept.append(self.writes.offer)
 
     # --- before a prompt is matched
 
@@ -281,10 +274,9 @@ class RemoteTier:
         nbytes = header.file_bytes  # of the whole segment
         if header is not reader.header:
             nbytes = header.blocks.offset + header.shape.blocks_bytes
-        written: Written = lambda group, blocks, content: self._admit(header.id, group, blocks, content)  # noqa: E731
         try:
-            with self._writes.not_offered(header.id):
-                is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=written)
+            with self.writes.not_offered(header.id):
+                is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=self._admit)
         except _FetchError as error:
             assert isinstance(error.__cause__, IntegrityError | OSError)
             raise error.__cause__ from None
@@ -303,7 +295,7 @@ class RemoteTier:
             self._fail("fetch", self.fetch_breaker, error)
         else:
             self.fetch_breaker.succeeded()  # the remote answers
-        if not self._writes.changes_remote:
+        if not self.writes.changes_remote:
             return
         try:
             if is_damaged:
@@ -319,21 +311,13 @@ class RemoteTier:
     def remove(self, rows: Sequence[SegmentRow]) -> None:
         """Delete segments that the user has deleted here from the remote, in the background."""
         self.look_ups.forget([name for row in rows for name in entry_names(row.chain)])
-        self._writes.remove(rows)
-
-    def holding(self) -> AbstractContextManager[None]:
-        """See `WriteBack.holding`."""
-        return self._writes.holding()
-
-    def flush(self) -> None:
-        """Wait until the segments that wait to be sent are sent or dropped, while the remote makes progress."""
-        self._writes.flush()
+        self.writes.remove(rows)
 
     def close(self) -> None:
         """Send what waits to be sent, and release the threads."""
         self.look_ups.close()
         self._fetches.close(_CLOSE_SECONDS)
-        self._writes.close()
+        self.writes.close()
         self.remote.close()
 
     # --- figures
@@ -342,7 +326,7 @@ class RemoteTier:
         """Return the figures of the tier."""
         with self._lock:
             stats = replace(self._stats, misses=dict(self._stats.misses))
-        stats.queued_writes = self._writes.queued
+        stats.queued_writes = self.writes.queued
         stats.hedged_reads = sum(reads.hedged for reads in self.remote.hedges)
         stats.won_hedges = sum(reads.won for reads in self.remote.hedges)
         return stats

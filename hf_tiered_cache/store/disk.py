@@ -40,8 +40,9 @@ from .segment import SegmentReader, read_head
 _HIDDEN_SECONDS = 60.0
 """Seconds for which a segment is not used after a read error."""
 
-Written: TypeAlias = "Callable[[int, torch.Tensor, int], None]"
-"""Callback for a written KV cache group: its number, its blocks, and the content hash in `SegmentReader.owner`."""
+Written: TypeAlias = "Callable[[tuple[str, int, int], torch.Tensor], None]"
+"""Callback for a written KV cache group: its key in memory (see `SegmentReader.owners`), and its blocks, uint8
+`[chunks, block_bytes]`."""
 
 
 class SegmentStore(Space):
@@ -190,7 +191,7 @@ class SegmentStore(Space):
         prefix_hashes: list[bytes],
         block_groups: Iterable[Group],
         ancestors: Iterable[str] = (),
-        written: Written = lambda block_group, blocks, content: None,
+        written: Written = lambda owner, blocks: None,
     ) -> bool:
         """Write a segment and make it visible atomically.
 
@@ -262,7 +263,7 @@ class SegmentStore(Space):
                 blocks, linear = group if isinstance(group, PackedBlocks) else (group, None)
                 first = header.shape.first_block(block_group)
                 digests.append(write_blocks(upload, offset, guard, first, blocks, linear))
-                written(block_group, blocks, content_of(digests[-1]))
+                written((header.id, block_group, content_of(digests[-1])), blocks)
                 offset += blocks.numel()
             upload.write(memoryview(encode_head(header, prefix_hashes, np.concatenate(digests), guard)), 0)
             row = SegmentRow.of(header, b"".join(prefix_hashes), upload.nbytes())

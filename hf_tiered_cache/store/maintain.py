@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,6 @@ from tqdm.auto import tqdm
 from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, StoreError
 from .catalogue import SegmentRow
 from .disk import SegmentStore
-from .lazy import torch
 from .memory import aligned_bytes
 from .segment import SegmentReader, read_head
 
@@ -137,10 +135,8 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
         memory = aligned_bytes(min(step, chunks) * block_group.block_bytes).view(-1, block_group.block_bytes)
         for first in range(0, chunks, step):
             count = min(step, chunks - first)
-            window: torch.Tensor = memory[:count]
-            future: Future[Any] = reader.read(index, [(first, window)])
-            future.result()
-            yield window.numel(), count
+            reader.read(index, [(first, memory[:count])]).result()
+            yield count * block_group.block_bytes, count
 
 
 def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:

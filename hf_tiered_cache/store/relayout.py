@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import EvictedError
 from . import hashes_of
 from .codecs import checked_decode, checked_encode
-from .disk import SegmentStore
+from .disk import SegmentStore, Written
 from .format import SegmentHeader, end_of_chain, segment_id
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, Part, block_groups
 from .lazy import torch
@@ -296,10 +296,6 @@ def _put(targets: Fields, heads: slice, tokens: np.ndarray, fields: Fields) -> N
         target[heads].index_copy_(1, columns, field)
 
 
-Admit: TypeAlias = "Callable[[tuple[str, int, int], torch.Tensor], None]"
-"""Callback for written blocks. Takes the `SegmentReader.owner` name and the blocks, uint8 `[chunks, block_bytes]`."""
-
-
 def merge_segments(
     disk: SegmentStore,
     readers: Sequence[SegmentReader],
@@ -308,7 +304,7 @@ def merge_segments(
     share: float,
     toward: float = TOWARD,
     blocks_of: BlocksOf = SegmentReader.blocks,
-    admit: Admit = lambda owner, blocks: None,
+    admit: Written = lambda owner, blocks: None,
 ) -> str | None:
     """Merge a chain of segments into one new segment. The old ones are kept, and it is pinned if one of them is.
 
@@ -337,12 +333,8 @@ def merge_segments(
     tables = TokenTables.by_pairs(stored_from, apart, block_groups(first.shape.layout, geometry), tokens)
     unless_in_order = None if tables.same(None) else tables
     header, prefix_hashes, groups = join_segments(readers, geometry, unless_in_order, blocks_of, toward)
-
-    def written(block_group: int, blocks: torch.Tensor, content: int) -> None:
-        admit((header.id, block_group, content), blocks)
-
     old = [reader.id for reader in readers]
-    if header.id in old or not disk.publish(header, prefix_hashes, groups, old, written):
+    if header.id in old or not disk.publish(header, prefix_hashes, groups, old, admit):
         return None
     if not disk.backend.pinned().isdisjoint(old):
         disk.pin([header.id])

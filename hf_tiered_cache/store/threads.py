@@ -136,7 +136,8 @@ class HedgedReads:
                 futures = [first]
                 with suppress(RuntimeError):  # closed meanwhile
                     futures.append(self._second.submit(request))
-                answer = _first_success(*futures)
+                answers = (future for future in as_completed(futures) if not future.cancelled())
+                answer = next((future for future in answers if future.exception() is None), first)
                 with self._lock:
                     self.won += answer is not first
                 return _result_of(answer)
@@ -157,14 +158,6 @@ def _result_of(future: Future[_T]) -> _T:
         return future.result()
     except CancelledError:
         raise OSError(errno.ESHUTDOWN, "the store is closed") from None
-
-
-def _first_success(*futures: Future[_T]) -> Future[_T]:
-    """Return the first future that succeeds, or the last one if all of them fail."""
-    for future in as_completed(futures):
-        if not future.cancelled() and future.exception() is None:
-            break
-    return future
 
 
 class Progress:

@@ -62,7 +62,7 @@ class PendingSegment:
     block_groups: Callable[[], Iterator[Group]]
     ancestors: tuple[str, ...] = ()
     refused: Callable[[PendingSegment], None] = lambda pending: None
-    written: Written = lambda block_group, blocks, content: None
+    written: Written = lambda owner, blocks: None
     on_device: KeptOnDevice | None = None
     confirmed: Callable[[], bool] = lambda: True
     is_outdated: bool = False

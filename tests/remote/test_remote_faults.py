@@ -103,7 +103,7 @@ def test_writes_are_tried_again_after_a_probe_that_sent_nothing(model, machine):
     store, remote = machine("a")
     remote.errors["put"] = OSError(5, "the network is down")
     share(model, store, *PROMPTS[:3])
-    writes = storage_of(store).remote._writes
+    writes = storage_of(store).remote.writes
     assert writes._breaker.is_open
     remote.errors.clear()
     writes._breaker._until = 0.0

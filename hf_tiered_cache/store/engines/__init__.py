@@ -250,7 +250,8 @@ def _read_all(call: Call) -> int:
     file = cast(PosixFile, call.file)
     if file.whole_pages and not _is_page_aligned(call):
         return _read_pages(call)
-    gap = _gap_memory() if any(isinstance(piece, int) for piece in call.pieces) else memoryview(b"")
+    has_gaps = any(isinstance(piece, int) for piece in call.pieces)
+    gap = memoryview(mmap.mmap(-1, READ_THROUGH_BYTES) if has_gaps else b"")  # O_DIRECT needs aligned destinations
     buffers = [gap[:piece] if isinstance(piece, int) else piece.numpy().data for piece in call.pieces]
     bytes_read = 0
     while bytes_read < call.nbytes:
@@ -299,8 +300,3 @@ def _read_pages(call: Call) -> int:
             piece.copy_(pages[at : at + len(piece)])
             at += len(piece)
     return bytes_read
-
-
-def _gap_memory() -> memoryview:
-    """Return page-aligned memory for discarded bytes (O_DIRECT needs aligned destinations)."""
-    return memoryview(mmap.mmap(-1, READ_THROUGH_BYTES))
