@@ -62,7 +62,7 @@ class Database(ABC):
         self._identity: tuple[_File, _File] | None = None
         self._waits = True
         self._closed = False
-        self.is_shared = False
+        self.is_shared = self._files is not None
         self.users = 0
         self.generation = 0
         """Number of times it was reopened. After each, rows that this process wrote may be missing."""
@@ -74,13 +74,7 @@ class Database(ABC):
     @classmethod
     def shared(cls: type[_D], files: StoreRoot) -> _D:
         """Return the process's connection to the database of a folder. Its users call `release`."""
-
-        def open_shared() -> _D:
-            database = cls(files.again())
-            database.is_shared = True
-            return database
-
-        return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), open_shared)
+        return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), lambda: cls(files.again()))
 
     def release(self) -> None:
         """Close the database, if it is not shared, or by its last user."""

@@ -240,7 +240,8 @@ def _claim(tree: FolderTree, make: bool) -> bool:
     If the folder is refused, or if it cannot be determined whether it is a store, nothing in it is changed. Returns
     whether the store can be written; False without `make`.
     """
-    _make_root(tree.path, make)
+    if make:
+        _make_root(tree.path)
     try:
         _check_is_store(tree, make)
         if not make:
@@ -259,15 +260,12 @@ def _claim(tree: FolderTree, make: bool) -> bool:
     return False
 
 
-def _make_root(path: Path, make: bool) -> None:
-    """Create the folder if it is missing. Raises StoreError if it is a file, or must not or cannot be created."""
-    if not make and not os.path.isdir(path):  # unlike the method, never raises an error
-        raise StoreError(f"there is no store at {path}")
-    if os.path.exists(path) and not os.path.isdir(path):
+def _make_root(path: Path) -> None:
+    """Create the folder if it is missing. Raises StoreError if it is a file, or cannot be created."""
+    if os.path.exists(path) and not os.path.isdir(path):  # unlike the methods, never raise an error
         raise StoreError(f"{path} is a file; pass the path of a folder to KVStore")
     try:
-        if make:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         if not os.path.isdir(path):
             raise StoreError(f"{path} cannot be created ({error.strerror}); choose another folder") from error
