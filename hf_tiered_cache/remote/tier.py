@@ -33,8 +33,7 @@ from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..store.threads import DaemonPool
-from .entries import Entry, beginning_of, delete_entry, entry_names
-from .link import FAILED, LATE, UNAVAILABLE, Breaker, Link, LookUps
+from .link import FAILED, LATE, UNAVAILABLE, Breaker, Entry, Link, LookUps, beginning_of, delete_entry, entry_names
 from .write_back import WriteBack
 
 _LOOK_UP_SHARE = 0.2
