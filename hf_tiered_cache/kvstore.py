@@ -70,12 +70,8 @@ class KVStore:
             to a request. On a CPU-only machine, the host tier is the device tier.
         host_memory: size of the block cache in host memory, page-locked if there is a GPU.
         index_memory: memory, on the model's device, for the indexes by which `ContiguousKV` and `KVDrive` select, kept
-            for later requests. A cache in use needs its index, so this is no limit for caches in use: they hold what
-            does not fit in addition, once for all caches of a prompt, until they are deleted. If a request's own
-            indexes do not fit, its `stats.reason` says so, and each request reads them from disk again unless another
-            cache uses them. `store.stats.index` reports the memory within this limit,
-            `store.stats.unbudgeted_index_bytes` the memory in addition, `store.stats.evicted_indexes` the number of
-            evictions.
+            for later requests. Caches in use hold what does not fit in addition, and `stats.reason` says so (see
+            docs/long-contexts.md).
         disk_quota: maximum size of the store on disk, never exceeded; None for no limit. The least recently used
             segments are evicted.
         verify: whether to verify the checksum of every block that is read. Encrypted blocks are always verified.
@@ -86,28 +82,24 @@ class KVStore:
         salt: secret that keys the hashes of tokens. Stores opened with different salts share nothing. A salt alone
             hides the tokens from readers who have only the files, but not from readers who also have the model.
         engine: I/O engine: "auto" (kvikio where GPUDirect Storage works, else posix), "kvikio" (GPUDirect Storage or
-            its compat mode), "posix", "page_cache", or an `Engine` created for this store. With "page_cache" and
-            `host_memory=0`, all processes of a machine share one copy in the kernel's page cache, which the kernel
-            frees under memory pressure.
+            its compat mode), "posix", "page_cache" (see docs/tuning.md), or an `Engine` created for this store.
         policy: eviction policy of blocks in memory: "lru", "lfu", or, for methods that select tokens, "attention" or
             "importance". Each method names the policy it was published with: `policy=method.policy`.
         ttl: lifetime of a segment in seconds, or None for no limit.
         free_space_floor: size of the free space that is always left on the file system.
         queue_memory: size of the KV that may wait to be written before a request waits for the disk. KV of a cache that
-            is garbage-collected cannot wait: if there is no room, it is not stored, and this is counted.
-        queue_device_memory: size of the queued KV that may stay in GPU memory, where it was computed. Beyond this
-            limit, queued KV is first copied to the host. The KV of a single prompt may exceed the limit.
+            is garbage-collected cannot wait, and is not stored if there is no room.
+        queue_device_memory: size of the queued KV that may stay in GPU memory, where it was computed. More is first
+            copied to the host. The KV of a single prompt may exceed the limit.
         codec: encoding of KV for methods without a codec of their own: "raw" (lossless), or "int8" or "fp8", which are
             lossy and take half the space of bfloat16 on disk and in memory. KV stored with one codec is found only with
             the same codec.
         spot_checks: share of exactly restored tokens to recompute and compare with the stored KV, in at most the same
             share of request time. If they differ by more than rounding, this `KVStore` object no longer uses or adds KV
-            under the model's fingerprint, a warning names the segment, and `store.stats.failed_spot_checks` counts it.
-            0 disables spot checks.
+            under the model's fingerprint. 0 disables spot checks.
         remote: address of a place that several machines share, such as "s3://bucket/prefix" or "redis://host:6379"
-            (see docs/remote.md), or an open `ObjectBackend`. What one machine computes, the others restore: a prompt
-            is looked up there if this store lacks a part of it, and the segments are copied to this store. The remote
-            never fails a request. `store.stats.remote` counts its traffic.
+            (see docs/remote.md), or an open `ObjectBackend`. What one machine computes, the others restore. The remote
+            never fails a request.
         remote_write: segments that are sent to the remote, in the background: "always" (all new ones), "pinned", or
             "never".
 
