@@ -26,13 +26,9 @@ _SHORTEST = 8
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a store.
+    """Contents of a store: segments, the most recently used last, and what is known of their models by fingerprint.
 
-    Args:
-        rows: Segments; the most recently used one comes last.
-        models: Known facts about the model of each fingerprint.
-        pinned: Ids of pinned segments.
-        sidecars: Bytes of each segment's sidecars, by kind.
+    Bytes of sidecars are by segment and kind.
     """
 
     rows: list[SegmentRow]
@@ -99,8 +95,7 @@ class Contents:
 def contents_of(store: Path | str) -> Contents:
     """Return the contents of a store in a folder, or at the address of a remote.
 
-    They are read from the catalogue if it agrees with the files. Otherwise the store is opened, which reads the header
-    of every segment.
+    The store is opened, which reads every header, only if the catalogue does not agree with the files.
     """
     if not scheme_of(store):
         with files_of(Path(store)) as files:

@@ -45,12 +45,7 @@ _SWEPT = 256
 
 @dataclass(frozen=True)
 class Entry:
-    """A segment in a remote.
-
-    Args:
-        row: Catalogue row. Its chain has at most the first `_MOST_HASHES` prefix hashes.
-        num_hashes: Number of prefix hashes of the segment.
-    """
+    """A segment in a remote, with `num_hashes` prefix hashes. The chain of `row` has at most `_MOST_HASHES` of them."""
 
     row: SegmentRow
     num_hashes: int
@@ -299,9 +294,7 @@ UNAVAILABLE = "the remote is not used for a while, after several failures"
 class LookUps:
     """Look-ups of entries in a remote, each one call in a thread for all prefix hashes. Answers are kept for seconds.
 
-    Args:
-        remote: The remote.
-        failed: Receives the breaker and the error of each look-up that failed or took too long.
+    `failed` receives the breaker and the error of each look-up that failed or took too long.
     """
 
     def __init__(self, remote: ObjectBackend, failed: Callable[[Breaker, object], None]) -> None:

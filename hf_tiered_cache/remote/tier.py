@@ -68,13 +68,9 @@ class _FetchError(Exception):
 
 
 class RemoteTier:
-    """Tier of a store that several machines share.
+    """Tier of a store that several machines share: the place `remote`, which is closed with this object.
 
-    Args:
-        remote: The place that they share; closed with this object.
-        disk: The local store.
-        write: Which segments are sent: "always", "pinned" or "never".
-        admit: Receives what is fetched, for the memory tiers.
+    `write` is one of `WRITES`. `admit` receives what is fetched, for the memory tiers.
     """
 
     def __init__(self, remote: ObjectBackend, disk: SegmentStore, write: str, admit: Written) -> None:
@@ -98,11 +94,8 @@ class RemoteTier:
     def bring(self, prefix_hashes: Sequence[bytes], rows: Sequence[SegmentRow], start: int, seconds: Seconds) -> bool:
         """Fetch segments that continue what the local store has of a prompt. Returns whether it has more of it now.
 
-        Args:
-            prefix_hashes: Prefix hashes of the prompt.
-            rows: Local segments, as `SegmentStore.find` returns them.
-            start: Index of the first prefix hash that is to be matched.
-            seconds: Returns the time to compute a prompt.
+        `rows` are the local segments that `SegmentStore.find` returns, `start` is the index of the first prefix hash to
+        match, and `seconds` returns the time to compute a prompt.
         """
         began, covered = time.monotonic(), _end(longest_prefix(prefix_hashes, rows, start), start)
         if covered >= len(prefix_hashes) or not self._disk.backend.writable:
@@ -227,10 +220,7 @@ class RemoteTier:
     def fetch(self, segment_id: str, row: SegmentRow | None = None, num_hashes: int | None = None) -> str:
         """Publish a segment of the remote, or its beginning, in the local store. Returns the reason if it fails, or "".
 
-        Args:
-            segment_id: Id of the segment.
-            row: Row of the entry that led to it, or None.
-            num_hashes: Number of its prefix hashes that are needed; None for all.
+        `row` is that of the entry that led to it, and `num_hashes` the number of prefix hashes that are needed.
         """
         for is_last in (False, True):  # it may be replaced during the first attempt
             try:

@@ -42,13 +42,9 @@ _REFUSED = "it is not used for a while, after several failures"
 
 
 class WriteBack:
-    """Thread that sends segments to a remote, and deletes them there.
+    """Thread that sends segments to a remote, and deletes them there. `write` is one of `WRITES`.
 
-    Args:
-        remote, disk: The remote and the local store.
-        write: One of `WRITES`.
-        count: Adds amounts to the figures of the tier (see `RemoteStats`).
-        sent: Receives the names of the entries of what was sent.
+    `count` adds amounts to `RemoteStats`, and `sent` receives the names of the entries of what was sent.
     """
 
     def __init__(

@@ -44,8 +44,7 @@ class Upload(Protocol):
     def publish(self, replace: bool) -> None:
         """Give the segment its name atomically: readers find either all of it or the previous content.
 
-        Args:
-            replace: whether to replace existing content, if this library wrote it. Open readers can still read it.
+        With `replace`, existing content is replaced, if this library wrote it. Open readers can still read it.
 
         Raises:
             FileExistsError: the name is taken and its content is not replaced: the first writer wins.

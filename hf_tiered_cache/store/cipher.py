@@ -114,13 +114,10 @@ class StoreCipher(_Secret, Plain):
 
 
 class FileCipher(_Secret, Guard):
-    """Guard of the blocks of one encrypted file.
+    """Guard of the blocks of one encrypted file. `keys` are those of the blocks and of the tag, `KEY_BYTES` each.
 
     A context per block is the only API of `cryptography` that decrypts in place with a separate tag (AESGCM needs the
     tag after the block). From version 48 on it releases the GIL.
-
-    Args:
-        keys: key of the blocks and key of the tag, concatenated, `KEY_BYTES` each.
     """
 
     def __init__(self, keys: bytes) -> None:

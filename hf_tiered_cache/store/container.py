@@ -73,11 +73,9 @@ Group: TypeAlias = "torch.Tensor | PackedBlocks"
 
 
 def block_digests(blocks: torch.Tensor, linear: np.ndarray | None = None) -> np.ndarray:
-    """Return both digests of each block, `DIGEST_DTYPE` `[n]`.
+    """Return both digests of each block, uint8 `[n, block_bytes]` on the CPU: `DIGEST_DTYPE` `[n]`.
 
-    Args:
-        blocks: uint8 `[n, block_bytes]` on the CPU.
-        linear: int64 `[n]`, their lin64 if it is already known.
+    `linear` is their lin64, int64 `[n]`, if it is already known.
     """
     table = np.empty(blocks.shape[0], DIGEST_DTYPE)
     table["xxh3"] = [xxh3(row) for row in rows(blocks)]

@@ -139,10 +139,9 @@ class Conversations(Records[ConversationRecord]):
         return sorted(infos, key=lambda info: info.used)
 
     def segments_of(self, ids: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:
-        """Return those of all stored segments that belong to these conversations and to no other one.
+        """Return those of all stored segments that only these conversations have. Raises ConfigError if one is missing.
 
-        Segments that no record names are included: of an edited history, or of a process that was killed. Raises
-        ConfigError if a conversation does not exist.
+        Segments that no record names are included: of an edited history, or of a process that was killed.
         """
         provenances, own_segments, other_segments = set[str](), set[str](), set[str]()
         for conversation_id in ids:

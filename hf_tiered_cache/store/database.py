@@ -41,14 +41,11 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 
 class Database(ABC):
-    """A connection that all stores and threads of one process share. A subclass creates the tables.
+    """A connection that all stores and threads of a process share. A subclass creates the tables. Raises sqlite3.Error.
 
     Args:
         files: the folder of the database, or None for a database in memory.
         read_only: whether to open an existing database only. Nothing is created or repaired; faults are errors.
-
-    Raises:
-        sqlite3.Error: the database cannot be opened.
     """
 
     version: ClassVar[int]

@@ -46,15 +46,10 @@ Written: TypeAlias = "Callable[[tuple[str, int, int], torch.Tensor], None]"
 
 
 class SegmentStore(Space):
-    """Segments in one place, shared by any number of processes.
+    """Segments in one place, shared by any number of processes. The place is closed with the store.
 
-    Args:
-        backend: the place; closed with the store.
-        verify: whether to compare the checksum of every block that is read.
-        limits: limits of the disk space.
-        counters: counts faults and traffic.
-        cipher: encrypts the blocks, if the store has a key. Segments written with another key, or without one, are
-            neither used nor changed.
+    With `verify`, the checksum of every block that is read is compared. The cipher encrypts the blocks, if the store
+    has a key: segments written with another key, or without one, are neither used nor changed.
     """
 
     def __init__(
@@ -244,14 +239,9 @@ class SegmentStore(Space):
     def _write(
         self, header: SegmentHeader, prefix_hashes: list[bytes], block_groups: Iterable[Group], written: Written
     ) -> tuple[int, bool]:
-        """Write a segment whose header has its sections, and publish it. See `publish`.
+        """Write and publish a segment. Returns its size in bytes, and whether it replaced another one.
 
-        Returns:
-            Size of the segment in bytes, and whether it replaced another segment.
-
-        Raises:
-            FileExistsError: a segment with this id exists, and is not to be replaced.
-            QuotaError, StoreBusyError, OSError: there is no room, something is locked, or it cannot be written.
+        Raises FileExistsError if it exists and is not to be replaced, QuotaError, StoreBusyError or OSError.
         """
         guard, replaces = self.cipher.guard(header.seal), self._is_replaceable(header.id)
         if not self.index.is_shared():

@@ -62,15 +62,7 @@ _UNNAMED = (*FIXED_FILES.values(), CALIBRATIONS, TEMPORARY, TEMPORARY_LOCK, CONV
 
 
 class FolderBackend(SegmentBackend):
-    """Implementation of `SegmentBackend` with a folder.
-
-    Args:
-        root: the folder; created with mode 0700 if missing.
-        engine: reads blocks; closed with the backend.
-
-    Raises:
-        StoreError: `root` is no store and cannot become one.
-    """
+    """Implementation of `SegmentBackend` with a folder, and an engine that is closed with it. Raises StoreError."""
 
     def __init__(self, root: Path, engine: Engine) -> None:
         self.files = StoreRoot(root)

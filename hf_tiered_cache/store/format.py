@@ -154,11 +154,7 @@ def _lay_out(header: SegmentHeader, num_hashes: int, scan_bytes: int, tables_byt
 def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
     """Encode all data before the blocks: header page, and all other sections, each padded to 4 KiB.
 
-    Args:
-        header: header as returned by `lay_out`.
-        prefix_hashes: the segment's prefix hashes, `HASH_BYTES` each.
-        digests: `DIGEST_DTYPE` `[blocks]`, one KV cache group after the other.
-        guard: guard of the blocks; computes the tag if the file is encrypted.
+    The header is one of `lay_out`, and digests are `DIGEST_DTYPE` `[blocks]`, one KV cache group after the other.
     """
     data = {
         "chain": b"".join(prefix_hashes),
@@ -306,9 +302,8 @@ def decode_tables(
 ) -> tuple[SegmentHeader, bytes, tuple[np.ndarray, ...]]:
     """Decode the data between the header page and the blocks.
 
-    Returns:
-        The header with scan hashes, and with token tables in its shape; the prefix hashes of the chain, concatenated;
-        and the digests of each KV cache group, `DIGEST_DTYPE` `[chunks]`.
+    Returns the header with scan hashes and token tables, the prefix hashes of the chain, concatenated, and the digests
+    of each KV cache group, `DIGEST_DTYPE` `[chunks]`.
     """
     arrays = {}
     for name in _SECTIONS[:-1]:

@@ -75,15 +75,10 @@ class GcReport:
 
 
 def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False) -> VerifyReport:
-    """Read all segments and sidecars from disk, and verify every checksum.
+    """Read all segments and sidecars from disk, and verify every checksum. See `KVStore.verify`.
 
-    Args:
-        store: store to verify. It is not changed unless `repair` is set.
-        progress: whether to show a progress bar.
-        repair: whether to delete damaged files. Files that could not be read for another reason are kept.
-
-    Raises:
-        StoreError: the folder cannot be listed, or `repair` is set and the store is not writable.
+    Files that could not be read for another reason than damage are kept. Raises StoreError if the folder cannot be
+    listed, or the store to `repair` is not writable.
     """
     report, backend = VerifyReport(), store.backend
     if repair:
@@ -142,10 +137,8 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
 def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     """Delete expired and damaged segments, and unfinished files of dead writers, and evict segments above the quota.
 
-    With `dry_run`, only report what would be deleted. The catalogue is first synchronized with the files.
-
-    Raises:
-        StoreError: the pins cannot be listed, the store is not writable, or another process holds its lock.
+    With `dry_run`, only report what would be deleted. The catalogue is first synchronized with the files. Raises
+    StoreError if the pins cannot be listed, the store is not writable, or another process holds its lock.
     """
     report = GcReport()
     if not dry_run:

@@ -70,16 +70,11 @@ def merge(
 def encode(
     first: torch.Tensor, second: torch.Tensor, codec: Codec, toward: float = TOWARD
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Merge two layers' tensors and encode them. Returns the fields of both, with the same direction.
+    """Merge the vectors of two layers, `[..., dim]`, and encode them. See `merge`.
 
     The factors compensate for the rounded length of the direction, so magnitudes are preserved. They are limited such
-    that finite vectors near the maximum of the dtype do not overflow to infinity when they are rotated.
-
-    Args:
-        first: vectors of the first layer, `[..., dim]`.
-        second: vectors of the second layer, `[..., dim]`.
-        codec: codec of merged KV cache groups (see `merged_codec`).
-        toward: interpolation weight (see `merge`).
+    that finite vectors near the maximum of the dtype do not overflow to infinity when they are rotated. Returns the
+    fields of both layers with the codec of merged KV cache groups; both contain the same direction.
     """
     direction, *magnitudes = merge(first, second, toward)
     stored, ones = checked_encode(codec, direction.to(first.dtype))
@@ -108,14 +103,9 @@ def retained(angles: torch.Tensor, share: float = 0.05) -> torch.Tensor:
 def merge_layers(
     first: _KeysValues, second: _KeysValues, codec: Codec, toward: float, share: float
 ) -> tuple[_KeysValues, _KeysValues]:
-    """Return the keys and values of two layers as they are restored after their merge.
+    """Return the keys and values of two layers, `[..., tokens, dim]` each, as they are restored after their merge.
 
-    Args:
-        first: keys and values of the first layer, `[..., tokens, dim]` each.
-        second: those of the second layer.
-        codec: codec of merged KV cache groups (see `merged_codec`).
-        toward: interpolation weight (see `merge`).
-        share: share of the tokens that stay unmerged (see `retained`).
+    For the arguments see `encode` and `retained`.
     """
     angles = [angle(*both).flatten(0, -2) for both in zip(first, second, strict=True)]
     unmerged = retained(torch.cat(angles), share)

@@ -63,14 +63,8 @@ class Limits:
 def victims(uses: Sequence[Use], nbytes: int, spared: Collection[str], now: float) -> list[tuple[str, int]]:
     """Select segments to evict until `nbytes` are freed: expired ones first, then the least recently used.
 
-    Args:
-        uses: all segments, most recently used last; with equal times, the segment at the larger position first.
-        nbytes: bytes to free.
-        spared: ids of segments that are not evicted.
-        now: current time in Unix seconds.
-
-    Returns:
-        Ids and sizes in bytes of the selected segments.
+    `uses` are all segments, most recently used last; with equal times, the segment at the larger position first.
+    Returns ids and sizes in bytes.
     """
     rows = [row for row in uses if row[0] not in spared]
     rows.sort(key=lambda row: row[2] is None or row[2] > now)  # a stable sort: the order of use is kept

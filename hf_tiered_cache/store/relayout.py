@@ -82,15 +82,10 @@ def pair_angles(
     tokens: np.ndarray,
     blocks_of: BlocksOf = SegmentReader.blocks,
 ) -> torch.Tensor:
-    """Compute the angles between two layers' keys, and values, of a chain's tokens, in radians.
+    """Compute the angles between two layers' keys, and values, in radians: float32 `[key heads + value heads, n]`.
 
-    Args:
-        readers: consecutive segments (see `join_segments`).
-        pair: the two layers, both with full attention.
-        tokens: int64 `[n]`, ascending, relative to the chain's first token.
-        blocks_of: function that returns the blocks of a segment.
-
-    Returns float32 `[key heads + value heads, n]`.
+    Both layers have full attention. Tokens are int64 `[n]`, ascending, relative to the first one of the chain. For the
+    other arguments see `join_segments`.
     """
     pieces, hashes = _chain(readers)
     cut = readers[0].shape

@@ -55,14 +55,10 @@ class Temporary(NamedTuple):
 
 
 class StoreRoot(FolderTree):
-    """Folder of a store.
+    """Folder of a store. The path may be a link, and is resolved once.
 
-    Args:
-        path: path of the folder. It may be a link, and is resolved once.
-        make: whether to create a store if the folder is missing or empty. If False, nothing in it is changed.
-
-    Raises:
-        StoreError: the folder is not a store, and cannot or must not become one; or a part of it is a link.
+    With `make`, a missing or empty folder becomes a store; without, nothing in it is changed. Raises StoreError if the
+    folder is not a store, and cannot or must not become one, or a part of it is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str], make: bool = True) -> None:

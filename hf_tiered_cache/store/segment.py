@@ -44,15 +44,10 @@ class Head(NamedTuple):
 
 
 def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain | None = None) -> Head:
-    """Read and check all content before the blocks.
+    """Read and check all content before the blocks. `fetch` is a backend's `head` for one segment.
 
-    Args:
-        fetch: function that reads the beginning of the segment: a backend's `head` for one segment.
-        cipher: cipher of the store, to read blocks. Without it, the authenticity of the head is not checked.
-
-    Raises:
-        OtherKeyError: the segment is encrypted with another key, or only one of segment and store has a key.
-        FormatError, OSError: the segment is damaged or truncated, or cannot be read.
+    Without the store's cipher, the authenticity of the head is not checked. Raises OtherKeyError if only one of segment
+    and store has a key, or both differ, FormatError if the segment is damaged or truncated, or OSError.
     """
     decoded: list[tuple[SegmentHeader, int, Guard | None]] = []
 
@@ -167,14 +162,11 @@ Asked = tuple[SegmentReader, int, Sequence[BlockRun]]
 
 
 def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[ReadReport]:
-    """Read runs of blocks of several segments in one submission, and verify all blocks read to CPU memory.
+    """Read runs of blocks of several segments of a store in one submission, and verify all blocks read to CPU memory.
 
-    Args:
-        requests: segments of one store, each with the number of a KV cache group, and the runs of its blocks.
-        unseen: the same for runs in device memory. These are read as well, and the caller verifies them.
-
-    Returns a future that fails with IntegrityError or OSError (see `SegmentReader.caused`), and is resolved only when
-    nothing writes to the destinations any more.
+    Those of `unseen` are in device memory, and the caller verifies them. Returns a future that fails with
+    IntegrityError or OSError (see `SegmentReader.caused`), and is resolved only when nothing writes to the destinations
+    any more.
     """
     checked: Future[ReadReport] = Future()
     checked.set_running_or_notify_cancel()
@@ -198,10 +190,7 @@ def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Futur
 class FrontReader(SegmentReader):
     """Reader of the tokens that a segment lacks, as far as memory holds them. No file contains them.
 
-    Args:
-        segment: the segment.
-        shape: shape of the tokens that it lacks, counted as in the segment.
-        held: tokens of each layer that are in memory, bool `[layers, tokens]`.
+    `held` says which tokens of each layer are in memory, bool `[layers, tokens]`.
     """
 
     def __init__(self, segment: SegmentReader, shape: SegmentShape, held: np.ndarray) -> None:

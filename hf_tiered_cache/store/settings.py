@@ -85,13 +85,9 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Setting]:
-    """Return the settings of the file and of the environment.
+    """Return the settings of the file and of the environment. Raises ConfigError for unknown or unreadable ones.
 
-    The file is the one that `HF_TIERED_CACHE_CONFIG` names, else `hf_tiered_cache.toml` in the working directory, else
-    none.
-
-    Raises:
-        ConfigError: A variable or a line of the file names no setting, or has an unreadable value.
+    The file is the one that `HF_TIERED_CACHE_CONFIG` names, else `hf_tiered_cache.toml` in the working directory.
     """
     settings = {}
     path = environment.get(FILE_VARIABLE)

@@ -85,8 +85,7 @@ class TokenTables:
 
         Args:
             stored_from: First token that each layer holds.
-            retained: Tokens that stay unmerged in each pair of the geometry, int64 `[n]`; a pair that is missing
-                retains none.
+            retained: Tokens that stay unmerged in each pair, int64 `[n]`; a pair that is missing retains none.
             groups: KV cache groups of the segment. A group of several layers holds the tokens that any of them holds.
             tokens: Number of tokens of the segment.
         """

@@ -112,12 +112,7 @@ class _Open(NamedTuple):
 
 
 class Sidecars:
-    """Sidecars of the segments of a store.
-
-    Args:
-        backend, cipher, faults: those of the store.
-        reserved: reserves a number of bytes for a name without evicting the given segments (`Space.reserved`).
-    """
+    """Sidecars of the segments of a store. `reserved` is its `Space.reserved`."""
 
     def __init__(
         self,
@@ -141,12 +136,8 @@ class Sidecars:
             arrays: dense tensors by name, with dtypes in `DTYPES`.
             facts: JSON-serializable parameters of the arrays. `kept` needs the same facts. They are not encrypted.
 
-        Returns:
-            Whether the sidecar is stored now. A full disk, the quota, an unwritable place or an unavailable lock drop
-            it, which is counted. It is also dropped if the segment was deleted or replaced.
-
-        Raises:
-            ValueError: kind, arrays or facts cannot be stored.
+        Returns whether it is stored now. A full disk, the quota, an unwritable place or an unavailable lock drop it,
+        which is counted. It is also dropped if the segment was deleted or replaced. Raises ValueError for bad input.
         """
         name = f"{reader.id}.{kind}"
         if SIDECAR.names.fullmatch(name) is None:

@@ -35,10 +35,10 @@ class Stored(NamedTuple):
 
 
 def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:
-    """Open a file, not a folder. New files get mode 0600. It is closed with its last reference at the latest.
+    """Open a file with flags as for `os.open`, and mode 0600 if it is new. It is closed with its last reference.
 
     This is one call of C code: a Ctrl-C between `os.open` and the use of its result would leak the descriptor. The path
-    is absolute, or relative to the descriptor `folder`. Flags are those of `os.open`.
+    is absolute, or relative to the descriptor `folder`.
     """
     opening = os.open if folder is None else partial(os.open, dir_fd=folder)
     return next(map(FileIO, map(opening, [path], [flags | os.O_CLOEXEC], [0o600])))

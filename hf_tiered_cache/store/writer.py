@@ -257,10 +257,9 @@ class Writer:
             )
 
     def _wait(self, condition: Callable[[], bool], patience: float | None = None) -> bool:
-        """Wait until `condition` holds, or the writer makes no progress for `patience` seconds.
+        """Wait until `condition` holds, or nothing progresses for `patience` seconds. Returns whether it holds.
 
-        Returns whether it holds. Requests wait for `_PATIENCE_SECONDS`, and after a timeout not until the writer makes
-        progress again.
+        Requests wait for `_PATIENCE_SECONDS`, and after a timeout not until the writer makes progress again.
         """
         if os.getpid() != self._pid or self._is_here() or (self._stuck and patience is None):
             return condition()

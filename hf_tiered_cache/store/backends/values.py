@@ -56,12 +56,7 @@ class Range(NamedTuple):
 
 
 class ValueBackend(ObjectBackend):
-    """Backend with the objects of a store as values of a server. Subclasses implement the abstract methods.
-
-    Args:
-        place: Address for messages, without a password.
-        prefix: Beginning of all keys.
-    """
+    """Backend with the objects of a store as values of a server, under keys that begin with `prefix`."""
 
     first_bytes: ClassVar[int] = 4 << 20
     """Bytes of the first part, which is in the value of the object's key."""
