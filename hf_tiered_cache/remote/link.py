@@ -38,9 +38,7 @@ ENTRY = FileKind("prefixes", re.compile("[0-9a-f]{32}"), lambda _, beginning: be
 _MOST_HASHES = 4096
 """Maximum number of prefix hashes of an entry: the first 65,536 tokens of a segment are found."""
 ENTRY_BYTES = HEADER_BYTES + _MOST_HASHES * HASH_BYTES
-"""Maximum size of an entry."""
 _SWEPT = 256
-"""Number of entries that are read at once by a sweep."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +164,9 @@ def beginning_of(header: SegmentHeader, prefix_hashes: Sequence[bytes], num_hash
 # --- measurements
 
 _WEIGHT = 0.5
-"""Weight of a new measurement in the mean."""
 _MEASURED_SECONDS = 60.0
 """Seconds after which a measurement is repeated, whatever it showed."""
 _FAILURES = 3
-"""Consecutive failures that open the breaker."""
 _OPEN_SECONDS, _MOST_OPEN_SECONDS = 5.0, 60.0
 """Seconds before an open breaker lets one call through, at first and at most."""
 
@@ -283,7 +279,6 @@ _ABSENT_SECONDS, _PRESENT_SECONDS = 3.0, 60.0
 _MOST_ABSENT, _MOST_PRESENT = 1 << 16, 1 << 10
 """Maximum numbers of results that are kept. Those that were found take up to 64 KiB each."""
 _THREADS = 8
-"""Number of look-ups at a time."""
 
 SLOW = "a look-up takes longer than it can save"
 LATE = "the remote did not answer in time"

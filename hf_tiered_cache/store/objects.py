@@ -31,7 +31,6 @@ from .threads import DaemonPool, HedgedReads
 from .tree import Stored
 
 _LOCK_SECONDS = 30.0
-"""Seconds to wait for the lock of the place."""
 _CLOSE_SECONDS = 5.0
 """Seconds to wait for pending reads at the end: a server that does not answer keeps no process alive."""
 _ATTEMPTS = 100
@@ -65,7 +64,6 @@ class ObjectBackend(ABC, SegmentBackend):
         self._lock = threading.Lock()
         self._uploads: set[ObjectUpload] = set()
         self.bytes_read = 0
-        """Bytes of blocks that were read so far."""
         self._counting = threading.Lock()
 
     # --- the objects
