@@ -175,11 +175,6 @@ def _fault(name: str, part: object) -> str:
         return f"its name is {codec.name!r}"
     if codec.lossless:
         return "it is lossless, and only raw may be: exact KV is stored unchanged"
-    return _fault_in_use(codec)
-
-
-def _fault_in_use(codec: Codec) -> str:
-    """Return what is wrong with a codec by encoding and decoding a small tensor, or ""."""
     tensor = torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 64)
     try:
         checked_decode(codec, checked_encode(codec, tensor), tensor.dtype, tensor.shape[-1])

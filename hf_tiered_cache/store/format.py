@@ -201,17 +201,14 @@ def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes
     names = {"": header.label, **header.model}  # "" is the key of the label
     while True:
         header_names = {"label": names.get(""), "model": {name: value for name, value in names.items() if name}}
-        page_json = _encode_json(data | {name: value for name, value in header_names.items() if value})
+        named = data | {name: value for name, value in header_names.items() if value}
+        page_json = json.dumps(named, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
         if len(page_json) <= room or not names:
             return page_json
         longest = max(names, key=lambda name: len(names[name]))
         names[longest] = names[longest][: max(0, len(names[longest]) - (len(page_json) - room))]
         if not names[longest]:
             del names[longest]
-
-
-def _encode_json(data: dict[str, Any]) -> bytes:
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
 
 
 def sections(header: SegmentHeader) -> dict[str, Section]:

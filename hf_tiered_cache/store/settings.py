@@ -44,12 +44,8 @@ def _size(text: str | int) -> str | int:
     return text
 
 
-def _optional_size(text: str | int) -> str | int | None:
-    return None if text == "none" else _size(text)
-
-
-def _optional_number(value: str | float) -> float | None:
-    return None if value == "none" else float(value)
+def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value == "none" else read(value)
 
 
 def _switch(value: str | bool) -> bool:
@@ -68,7 +64,7 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "device_memory": (_size, "a size, such as 10GiB"),
     "host_memory": (_size, "a size, such as 10GiB"),
     "index_memory": (_size, "a size, such as 256MiB"),
-    "disk_quota": (_optional_size, "a size, such as 100GiB, or none"),
+    "disk_quota": (_optional(_size), "a size, such as 100GiB, or none"),
     "free_space_floor": (_size, "a size, such as 256MiB"),
     "queue_memory": (_size, "a size, such as 2GiB"),
     "queue_device_memory": (_size, "a size, such as 1GiB"),
@@ -76,7 +72,7 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "policy": (str, "the name of an eviction policy"),
     "codec": (str, "the name of a codec"),
     "verify": (_switch, "true or false"),
-    "ttl": (_optional_number, "a number of seconds, or none"),
+    "ttl": (_optional(float), "a number of seconds, or none"),
     "spot_checks": (float, "a share, such as 0.01"),
     "remote": (_address, "an address, such as s3://bucket/prefix"),
     "remote_write": (str, "always, pinned or never"),
