@@ -45,7 +45,7 @@ from .kinds import (
 from .lazy import torch
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
-from .tree import Stored, nbytes_of, open_regular, read_all, stored_in, write_all
+from .tree import Stored, nbytes_of, open_regular, read_all, stored_in
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -111,9 +111,8 @@ class FolderBackend(SegmentBackend):
     # --- writing
 
     @contextmanager
-    def write(self, segment_id: str, nbytes: int) -> Iterator[FolderUpload]:
-        with self.files.temporary(nbytes) as temporary:
-            upload = FolderUpload(self.files, temporary, segment_id)
+    def write(self, segment_id: str, nbytes: int) -> Iterator[Temporary]:
+        with self.files.temporary(*file_of(segment_id), nbytes) as upload:
             try:
                 yield upload
             finally:
@@ -213,24 +212,6 @@ class FolderBackend(SegmentBackend):
     def close(self) -> None:
         self.engine.close()
         self.files.close()
-
-
-class FolderUpload:
-    """Implementation of `Upload` with a temporary file that is open for writing."""
-
-    def __init__(self, files: StoreRoot, temporary: Temporary, segment_id: str) -> None:
-        self.path, self.published = files.where(TEMPORARY, temporary.name), False
-        self._files, self._temporary, self._id = files, temporary, segment_id
-
-    def write(self, data: memoryview, offset: int) -> None:
-        write_all(self._temporary.file.fileno(), data, offset)
-
-    def nbytes(self) -> int:
-        return os.fstat(self._temporary.file.fileno()).st_blocks * 512
-
-    def publish(self, replace: bool) -> None:
-        self._files.publish(self._temporary.name, *file_of(self._id), replace)
-        self.published = True
 
 
 def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
-from typing import NamedTuple
 
 from ..errors import FormatError, StoreError
 from .kinds import (
@@ -47,11 +46,37 @@ _POLL_SECONDS = 0.005
 _HAS_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class Temporary(NamedTuple):
-    """Temporary file that is being written."""
+class Temporary:
+    """Temporary file that is being written, and then gets its name: the `Upload` of a folder."""
 
-    file: FileIO
-    name: str
+    def __init__(self, files: StoreRoot, file: FileIO, temporary_name: str, kind: FileKind, name: str) -> None:
+        self.path, self.published = files.where(TEMPORARY, temporary_name), False
+        self.file, self._files, self._kind, self._name = file, files, kind, name
+
+    def write(self, data: memoryview, offset: int) -> None:
+        write_all(self.file.fileno(), data, offset)
+
+    def nbytes(self) -> int:
+        return os.fstat(self.file.fileno()).st_blocks * 512
+
+    def publish(self, replace: bool) -> None:
+        files, kind, name, temporary_name = self._files, self._kind, self._name, self.path.name
+        source, target = files.folder_descriptor(TEMPORARY.folder), files.folder_descriptor(kind.folder, make=True)
+        if not replace:  # unlike a rename, a link never replaces a file: the first writer wins
+            try:
+                os.link(temporary_name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+                self.published = True
+                return
+            except OSError as error:
+                if error.errno not in _HAS_NO_LINKS:
+                    raise
+        if files.find(kind, name) is not None and not (replace and files.is_own(kind, name)):
+            message = f"{files.where(kind, name)} already exists"
+            if replace:
+                message += " and was not written by this library; move it elsewhere"
+            raise FileExistsError(errno.EEXIST, message)
+        os.rename(temporary_name, name, src_dir_fd=source, dst_dir_fd=target)
+        self.published = True
 
 
 class StoreRoot(FolderTree):
@@ -82,7 +107,7 @@ class StoreRoot(FolderTree):
     # --- writing
 
     @contextmanager
-    def temporary(self, nbytes: int) -> Iterator[Temporary]:
+    def temporary(self, kind: FileKind, final_name: str, nbytes: int) -> Iterator[Temporary]:
         """Create a temporary file of the given size. It is deleted at the end, unless it was published. Raises OSError.
 
         It has a lock file, which is locked in the meantime. If the lock is free, its process has died.
@@ -98,33 +123,14 @@ class StoreRoot(FolderTree):
             file = stack.enter_context(open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder))
             stack.callback(_forget, folder, name, file)
             allocate(file.fileno(), nbytes)
-            yield Temporary(file, name)
-
-    def publish(self, temporary: str, kind: FileKind, name: str, replace: bool) -> None:
-        """Give a temporary file its final name, atomically. Raises OSError; then nothing has changed.
-
-        Raises FileExistsError if the name is taken, and is not to be replaced or not the library's.
-        """
-        source, target = self.folder_descriptor(TEMPORARY.folder), self.folder_descriptor(kind.folder, make=True)
-        if not replace:  # unlike a rename, a link never replaces a file: the first writer wins
-            try:
-                return os.link(temporary, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-            except OSError as error:
-                if error.errno not in _HAS_NO_LINKS:
-                    raise
-        if self.find(kind, name) is not None and not (replace and self.is_own(kind, name)):
-            message = f"{self.where(kind, name)} already exists"
-            if replace:
-                message += " and was not written by this library; move it elsewhere"
-            raise FileExistsError(errno.EEXIST, message)
-        os.rename(temporary, name, src_dir_fd=source, dst_dir_fd=target)
+            yield Temporary(self, file, name, kind, final_name)
 
     def write(self, kind: FileKind, name: str, content: bytes) -> None:
         """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable."""
-        with self.temporary(len(content)) as temporary:
-            write_all(temporary.file.fileno(), memoryview(content), 0)
+        with self.temporary(kind, name, len(content)) as temporary:
+            temporary.write(memoryview(content), 0)
             os.fsync(temporary.file.fileno())
-            self.publish(temporary.name, kind, name, replace=True)
+            temporary.publish(replace=True)
 
     def make_empty(self, kind: FileKind, name: str) -> None:
         """Create an empty file, unless the store has it. Raises OSError, FileExistsError if it is not the library's."""
