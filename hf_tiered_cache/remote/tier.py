@@ -234,7 +234,6 @@ class RemoteTier:
         return reason
 
     def _hide(self, segment_id: str) -> None:
-        """Do not fetch a segment for a while."""
         now = time.monotonic()
         with self._lock:
             self._hidden = {name: until for name, until in self._hidden.items() if until > now}

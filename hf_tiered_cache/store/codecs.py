@@ -75,12 +75,10 @@ def checked_decode(codec: Codec, fields: tuple[torch.Tensor, ...], dtype: torch.
 
 
 def _form(tensor: torch.Tensor) -> str:
-    """Return the dtype and the shape of a tensor, for a message."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _list_of(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the dtypes and the shapes of tensors, for a message."""
     return f"[{', '.join(map(_form, tensors))}]"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import EvictedError
 from . import hashes_of
-from .codecs import checked_decode, checked_encode
+from .codecs import checked_encode
 from .disk import SegmentStore, Written
 from .format import SegmentHeader, end_of_chain, segment_id
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, Part, block_groups
@@ -276,8 +276,7 @@ class _Source:
         return tuple(view[chunk, self.heads, inside].transpose(0, 1) for view in views)
 
     def decode(self, fields: Fields) -> torch.Tensor:
-        """Decode fields to `[heads, n, dim]` in the layout's dtype."""
-        return checked_decode(self.shape.codec_of(self.group), fields, self.shape.layout.dtype, self.part.dim)
+        return self.shape.decode(self.group, self.part, fields)
 
     def put(self, targets: Fields, fields: Fields) -> None:
         """Copy fields into the fields of all heads and tokens of the new part."""

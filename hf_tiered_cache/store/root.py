@@ -335,7 +335,6 @@ def _check_kinds(tree: FolderTree) -> None:
 
 
 def _mark(tree: FolderTree) -> None:
-    """Write the marker. Concurrent processes write the same bytes. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with open_file(MARKER_NAME, flags, tree.root_descriptor) as file:
         if os.fstat(file.fileno()).st_nlink == 1 and is_blank(read_all(file.fileno(), len(_MARKER_CONTENT), 0)):

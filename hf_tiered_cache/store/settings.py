@@ -124,7 +124,6 @@ def _setting(name: str, written: str, value: Any, source: str) -> Setting:
 
 
 def _is_in_folder(path: object = None, *, backend: object = None, **_: object) -> bool:
-    """Return whether `KVStore` with these arguments is in a folder."""
     return backend is None and not (isinstance(path, str) and scheme_of(path))
 
 

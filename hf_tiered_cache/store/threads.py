@@ -145,7 +145,6 @@ class HedgedReads:
         return _result_of(first)
 
     def _limit(self) -> float:
-        """Return the seconds after which a read is requested again."""
         if len(self._seconds) < _LEAST:
             return math.inf
         ordered = sorted(self._seconds)

@@ -95,9 +95,6 @@ class MooncakeBackend(ValueBackend):
     def set_part(self, key: str, content: bytes) -> None:
         self._check(self.client.put(key, content))
 
-    def keep(self, keys: Sequence[str]) -> None:
-        pass  # the pool drops what was not used for long, when it is full
-
     def set_value(self, key: str, content: bytes, replace: bool) -> bool:
         if replace:
             self._check(self.client.upsert(key, content))
@@ -137,7 +134,6 @@ class MooncakeBackend(ValueBackend):
 
 
 def _own_address(host: str, port: int, place: str) -> str:
-    """Return the address of this machine in the network of the master."""
     try:
         with socket.create_connection((host, port), timeout=2.0) as connection:
             return str(connection.getsockname()[0])

@@ -68,9 +68,6 @@ class SQLiteBackend(ValueBackend):
     def set_part(self, key: str, content: bytes) -> None:
         self.set_value(key, content, replace=True)
 
-    def keep(self, keys: Sequence[str]) -> None:
-        pass  # written in the transaction of their object
-
     def set_value(self, key: str, content: bytes, replace: bool) -> bool:
         with self._transaction(write=True) as connection:
             assert connection is not None

@@ -281,7 +281,6 @@ def _read_all(call: Call) -> int:
 
 
 def _is_page_aligned(call: Call) -> bool:
-    """Return whether offsets, lengths and destinations of a call are multiples of a page."""
     numbers = [call.offset]
     for piece in call.pieces:
         numbers += [piece] if isinstance(piece, int) else [piece.numel(), piece.data_ptr()]
