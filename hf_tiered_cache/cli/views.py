@@ -29,13 +29,8 @@ _SHOWN = 15
 class Activity:
     """Changes of a store since the command started, from look to look at its catalogue.
 
-    Attributes:
-        seconds: Time observed so far.
-        uses: Number of times that segments were restored.
-        stored: Number of new segments, and their bytes.
-        removed: Number of segments that are gone (evicted, expired or deleted), and their bytes.
-        events: Last event of each segment that was stored, restored or removed, by id.
-        gone: Rows of the removed segments, by id.
+    Segments that were stored and removed are counted with their bytes. `events` has the last event of each segment by
+    id, and `gone` the rows of those that were evicted, expired or deleted.
     """
 
     seconds: float = 0.0
@@ -138,15 +133,7 @@ _MODEL_COLORS = ("#9d9d9d", "#c9c9c9")
 
 @dataclass
 class Pass:
-    """Events of one forward pass.
-
-    Attributes:
-        began: Begin, in microseconds.
-        ended: End.
-        restored: Number of tokens whose KV it restored.
-        computed: Number of tokens that it computed.
-        events: Track, name, begin and duration of each event, in microseconds.
-    """
+    """Events of one forward pass: track, name, begin and duration of each, in microseconds, as its begin and end."""
 
     began: float
     ended: float

@@ -70,11 +70,8 @@ class Hidden(_Secret):
 class StoreCipher(_Secret, Plain):
     """Cipher of a store with a key. The key never appears in its output or errors.
 
-    Args:
-        key: 32 bytes, or the same as 64 hexadecimal digits or in base64.
-
-    Raises:
-        ConfigError: the key is invalid, or the package `cryptography` is not installed.
+    It is 32 bytes, or the same as 64 hexadecimal digits or in base64. Raises ConfigError if the key is invalid, or the
+    package `cryptography` is not installed.
     """
 
     def __init__(self, key: bytes | str) -> None:

@@ -43,9 +43,7 @@ def is_damage(error: sqlite3.Error) -> bool:
 class Database(ABC):
     """A connection that all stores and threads of a process share. A subclass creates the tables. Raises sqlite3.Error.
 
-    Args:
-        files: the folder of the database, or None for a database in memory.
-        read_only: whether to open an existing database only. Nothing is created or repaired; faults are errors.
+    Without `files`, the folder, it is in memory. With `read_only`, nothing is created or repaired; faults are errors.
     """
 
     version: ClassVar[int]

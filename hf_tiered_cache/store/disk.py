@@ -187,7 +187,9 @@ class SegmentStore(Space):
         ancestors: Iterable[str] = (),
         written: Written = lambda owner, blocks: None,
     ) -> bool:
-        """Write a segment and make it visible atomically.
+        """Write a segment and make it visible atomically. Returns whether it is stored now.
+
+        A full disk, the quota, an unwritable folder or an unavailable lock drop it, which is counted and logged once.
 
         Args:
             header: header without its sections.
@@ -195,9 +197,6 @@ class SegmentStore(Space):
             block_groups: blocks of each KV cache group, `[chunks, block_bytes]`; each is consumed before the next.
             ancestors: segments that it continues. Their use is recorded with it, so that it is evicted before them.
             written: callback for each KV cache group that was written. The segment may still be dropped.
-
-        Returns whether the segment is stored now. A full disk, the quota, an unwritable folder or an unavailable lock
-        drop the write, which is counted and logged once.
         """
         header = lay_out(replace(header, seal=self.cipher.new_seal()), len(prefix_hashes))
         if not self.backend.writable:

@@ -150,11 +150,6 @@ class Part:
     fields: tuple[FieldSlot, ...]
 
     @property
-    def offset(self) -> int:
-        """Byte offset of the part in the block."""
-        return self.fields[0].offset
-
-    @property
     def end(self) -> int:
         """Byte offset in the block of the end of the part's last field."""
         return self.fields[-1].offset + self.fields[-1].nbytes

@@ -36,11 +36,9 @@ _FINGERPRINT = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class FileKind:
-    """One kind of file.
+    """Kind of files in a subfolder ("" for the store's root): the pattern of their names, and a check of their content.
 
     Args:
-        folder: subfolder of the store, or "" for the store's root.
-        names: pattern of the whole file name.
         recognises: function that returns whether a name and the first bytes of the content match this kind.
         most_bytes: number of first bytes that `recognises` needs.
         key: for records, the fields that determine the name of a file (see `record_name`).

@@ -39,20 +39,16 @@ class KeptOnDevice:
 
 @dataclass(eq=False)
 class PendingSegment:
-    """Segment that is still to be written.
+    """Segment that is still to be written. The header has no sections yet.
 
     Args:
-        header: header of the segment, without its sections.
-        prefix_hashes: prefix hashes of the segment.
         block_groups: function that returns an iterator which packs one KV cache group at a time. Each item is valid
             until the next one is requested.
         ancestors: ids of the segments that this segment continues.
         refused: callback with this object if the segment is not stored.
-        written: callback for each KV cache group.
         on_device: GPU memory that the segment keeps alive, if its KV is on a GPU.
         confirmed: function that is called before publication. It returns False if the model's weights have changed
-            since the KV was computed.
-        is_outdated: whether it has returned False.
+            since the KV was computed; then `is_outdated` is set.
         done: one-shot event that is set when the segment was written or dropped.
     """
 

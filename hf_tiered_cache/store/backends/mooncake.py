@@ -37,13 +37,10 @@ class MooncakeBackend(ValueBackend):
     By default this process only uses the pool. Others provide its memory, such as `mooncake_client`, or this one does
     with MOONCAKE_GLOBAL_SEGMENT_SIZE: what it provides is lost when it ends. A lock holds within one process.
 
-    Args:
-        address: "mooncake://host:port/prefix" of the master. The port is 50051 and the prefix "hf_tiered_cache" if they
-            are omitted. The metadata server is "http://host:8080/metadata" unless MOONCAKE_TE_META_DATA_SERVER is set.
-            "?admin=port" names the port of the master's web pages, by which keys are listed: 9003 if it is omitted.
-
-    Raises:
-        ConfigError: The address is not valid, or the master does not answer.
+    An address is "mooncake://host:port/prefix" of the master. The port is 50051 and the prefix "hf_tiered_cache" if
+    they are omitted. The metadata server is "http://host:8080/metadata" unless MOONCAKE_TE_META_DATA_SERVER is set.
+    "?admin=port" names the port of the master's web pages, by which keys are listed: 9003 if it is omitted. Raises
+    ConfigError if the address is not valid, or the master does not answer.
     """
 
     # values are read as a whole, also for the beginning of a segment, and for each range of up to 1 MiB

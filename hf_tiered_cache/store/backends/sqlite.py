@@ -33,11 +33,8 @@ class SQLiteBackend(ValueBackend):
     leaves nothing unfinished. Several processes of one machine can use the file; a lock holds within one process. A
     file on a network share is for one writer at a time, as SQLite's documentation explains.
 
-    Args:
-        address: "sqlite:///absolute/path" or "sqlite://relative/path" of the file.
-
-    Raises:
-        ConfigError: the address is not valid, or the file was not written by this library.
+    An address is "sqlite:///absolute/path" or "sqlite://relative/path". Raises ConfigError if it is not valid, or the
+    file was not written by this library.
     """
 
     first_bytes = 256 << 10
