@@ -26,10 +26,7 @@ _SHORTEST = 8
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a store: segments, the most recently used last, and what is known of their models by fingerprint.
-
-    Bytes of sidecars are by segment and kind.
-    """
+    """Contents of a store: segments, the most recently used last, models by fingerprint, and sidecars by kind."""
 
     rows: list[SegmentRow]
     models: dict[str, dict[str, str]]

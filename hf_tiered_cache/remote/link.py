@@ -287,10 +287,7 @@ UNAVAILABLE = "the remote is not used for a while, after several failures"
 
 
 class LookUps:
-    """Look-ups of entries in a remote, each one call in a thread for all prefix hashes. Answers are kept for seconds.
-
-    `failed` receives the breaker and the error of each look-up that failed or took too long.
-    """
+    """Look-ups of entries, each one call in a thread for all prefix hashes. Answers are kept for seconds."""
 
     def __init__(self, remote: ObjectBackend, failed: Callable[[Breaker, object], None]) -> None:
         self._remote, self._failed = remote, failed

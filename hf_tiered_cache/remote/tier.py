@@ -216,10 +216,7 @@ class RemoteTier:
         return is_in_time
 
     def fetch(self, segment_id: str, row: SegmentRow | None = None, num_hashes: int | None = None) -> str:
-        """Publish a segment of the remote, or its beginning, in the local store. Returns the reason if it fails, or "".
-
-        `row` is that of the entry that led to it, and `num_hashes` the number of prefix hashes that are needed.
-        """
+        """Store a segment of the remote, or its first `num_hashes`, here. Returns the reason if that fails, or ""."""
         for is_last in (False, True):  # it may be replaced during the first attempt
             try:
                 if self._publish(segment_id, row, num_hashes):
@@ -353,10 +350,7 @@ def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
 
 
 def _result(future: Future[str], trial: float, deadline: float, is_in_time: Callable[[], bool]) -> str:
-    """Return the result of a fetch. Wait until `trial`, then as long as it is in time, at most until `deadline`.
-
-    Raises TimeoutError if it is too slow.
-    """
+    """Return the result of a fetch. Raises TimeoutError if it is too slow, after `trial` or at `deadline`."""
     until = trial
     while True:
         try:

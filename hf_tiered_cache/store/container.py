@@ -73,10 +73,7 @@ Group: TypeAlias = "torch.Tensor | PackedBlocks"
 
 
 def block_digests(blocks: torch.Tensor, linear: np.ndarray | None = None) -> np.ndarray:
-    """Return both digests of each block, uint8 `[n, block_bytes]` on the CPU: `DIGEST_DTYPE` `[n]`.
-
-    `linear` is their lin64, int64 `[n]`, if it is already known.
-    """
+    """Return both digests of blocks, uint8 `[n, block_bytes]`: `DIGEST_DTYPE` `[n]`; `linear` is lin64, if known."""
     table = np.empty(blocks.shape[0], DIGEST_DTYPE)
     table["xxh3"] = [xxh3(row) for row in rows(blocks)]
     table["lin64"] = (lin64(blocks).numpy() if linear is None else linear).view(np.uint64)

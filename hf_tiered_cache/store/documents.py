@@ -122,10 +122,7 @@ class Documents(Records[DocumentRecord]):
         return [_describe(record, stored_rows, named) for record in records]
 
     def only_of(self, leaving: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
-        """Return the given passages that no record uses, except the records to be deleted (`leaving`).
-
-        Raises OtherFormatError or OSError if a record cannot be read.
-        """
+        """Return those passages that no record uses but those in `leaving`. Raises OtherFormatError or OSError."""
         keys, unused = {record.key for record in leaving}, set(names)
         files: list[str] = []
         with suppress(FileNotFoundError):

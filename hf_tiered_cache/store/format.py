@@ -108,10 +108,7 @@ def end_of_chain(prefix_hashes: Sequence[bytes], provenance: str) -> bytes:
 
 
 def segment_id(parent: bytes, last: bytes, shape: SegmentShape, provenance: str) -> str:
-    """Return the id of a segment: a hash of its tokens, geometry, provenance and token tables.
-
-    The tokens are given by the prefix hash before the first one, and by a hash of all prefix hashes (`end_of_chain`).
-    """
+    """Return the id of a segment: a hash of its tokens (see `end_of_chain`), geometry, provenance and token tables."""
     name = hashlib.blake2b(digest_size=HASH_BYTES)
     for item in (parent, last, repr(shape.geometry.to_json()).encode(), provenance.encode()):
         name.update(item)
@@ -150,10 +147,7 @@ def _lay_out(header: SegmentHeader, num_hashes: int, scan_bytes: int, tables_byt
 
 
 def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
-    """Encode all data before the blocks: header page, and all other sections, each padded to 4 KiB.
-
-    The header is one of `lay_out`, and digests are `DIGEST_DTYPE` `[blocks]`, one KV cache group after the other.
-    """
+    """Encode all data before the blocks, given a header of `lay_out` and digests, `DIGEST_DTYPE` `[blocks]`."""
     data = {
         "chain": b"".join(prefix_hashes),
         "digests": digests.tobytes(),
@@ -217,10 +211,7 @@ def sections(header: SegmentHeader) -> dict[str, Section]:
 
 
 def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
-    """Decode the first page of a file. Returns the header and the number of prefix hashes in the chain.
-
-    Raises OtherFormatError for another format version, FormatError if the page is damaged or of another kind.
-    """
+    """Decode the first page of a file to the header and the number of prefix hashes. Raises FormatError."""
     if len(page) < HEADER_BYTES:
         raise FormatError("it is too short")
     length, _ = parse_prefix(PREFIX, page, MAGIC, FORMAT_VERSION, OLDEST_VERSION)

@@ -75,10 +75,7 @@ class Index:
         return Catalogue(None)
 
     def is_shared(self) -> bool:
-        """Return whether other processes see added segments.
-
-        A catalogue that could not be opened is tried again every `_MENDING_SECONDS`.
-        """
+        """Return whether other processes see added segments. Tries again to open a catalogue that was not opened."""
         if self._backend.catalogue is None:
             return True  # other processes list the backend themselves
         in_vain = not self.catalogue.is_shared and self._backend.writable

@@ -103,10 +103,7 @@ def retained(angles: torch.Tensor, share: float = 0.05) -> torch.Tensor:
 def merge_layers(
     first: _KeysValues, second: _KeysValues, codec: Codec, toward: float, share: float
 ) -> tuple[_KeysValues, _KeysValues]:
-    """Return the keys and values of two layers, `[..., tokens, dim]` each, as they are restored after their merge.
-
-    For the arguments see `encode` and `retained`.
-    """
+    """Return keys and values of two layers, `[..., tokens, dim]` each, as restored after `encode` and `retained`."""
     angles = [angle(*both).flatten(0, -2) for both in zip(first, second, strict=True)]
     unmerged = retained(torch.cat(angles), share)
 

@@ -80,10 +80,7 @@ def ownerships() -> Iterator[MutableMapping[Path | str, Any]]:
 
 
 class OpenSegments(Generic[_Segment]):
-    """Open segments of a store. A segment is closed when its last reference is dropped.
-
-    Their number is limited per process, and the least recently used are dropped first.
-    """
+    """Open segments of a store, of which the process holds a limited number: those used last."""
 
     def __init__(self) -> None:
         self._store = object()

@@ -229,10 +229,7 @@ class Records(Generic[R]):
 
 
 def check_name(name: object, subject: str, most: int) -> None:
-    """Raise ConfigError unless a user-defined name has 1 to `most` characters of valid Unicode.
-
-    For messages, `subject` says what it is, such as "document's label".
-    """
+    """Raise ConfigError unless the name of a `subject` has 1 to `most` characters of valid Unicode."""
     if not isinstance(name, str) or not 0 < len(name) <= most:
         raise ConfigError(f"a {subject} must be a str of 1 to {most} characters, not {name!r:.80}")
     try:

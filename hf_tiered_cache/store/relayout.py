@@ -194,10 +194,7 @@ class _Join:
             yield part, part_fields
 
     def _merged(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
-        """Yield the encoded fields of each part of a merged KV cache group.
-
-        Tokens that the pair shares already are copied, so that repeated conversions do not change them.
-        """
+        """Yield the encoded fields of each part of a merged KV cache group. Copies tokens that are merged already."""
         codec, tokens = self._shape.codec_of(group), self._shape.tokens_by_slot(group)
         for pair in zip(group.parts[::2], group.parts[1::2], strict=True):
             merged_kv = [self._empty(part) for part in pair]

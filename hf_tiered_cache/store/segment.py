@@ -186,10 +186,7 @@ def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Futur
 
 
 class FrontReader(SegmentReader):
-    """Reader of the tokens that a segment lacks, as far as memory holds them. No file contains them.
-
-    `held` says which tokens of each layer are in memory, bool `[layers, tokens]`.
-    """
+    """Reader of the tokens that a segment lacks, as far as memory holds them (`held`). No file contains them."""
 
     def __init__(self, segment: SegmentReader, shape: SegmentShape, held: np.ndarray) -> None:
         self.id, self.shape, self.chain, self.backend = segment.id, shape, segment.chain, segment.backend

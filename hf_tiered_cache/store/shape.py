@@ -111,10 +111,7 @@ class TokenTables:
 
     @classmethod
     def _by_group(cls, slots: Sequence[np.ndarray | None], tokens: int) -> TokenTables:
-        """Return tables for the slots of each KV cache group, `[tokens]`, or None: all tokens in order.
-
-        Groups with equal slots share a table.
-        """
+        """Return tables for the slots of each group, `[tokens]`, or None: in order. Equal slots share a table."""
         numbers: dict[bytes, int] = {}
         of_group = np.full(len(slots), IN_ORDER, np.uint32)
         for group, slots_of_group in enumerate(slots):
@@ -295,10 +292,7 @@ class SegmentShape:
     # --- tensors
 
     def field_views(self, blocks: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
-        """Return views of a part's fields in its group's blocks, uint8 `[n, block_bytes]`.
-
-        They are `[n, heads, chunk_tokens, field's dim]` each.
-        """
+        """Return views of a part's fields in blocks, uint8 `[n, block_bytes]`: `[n, heads, chunk_tokens, dim]` each."""
         return tuple(
             blocks[:, slot.offset : slot.offset + slot.nbytes]
             .view(slot.dtype)
@@ -338,10 +332,7 @@ class SegmentShape:
         return self.decode(group, part, self.unpack_fields(blocks, group, part))
 
     def unpack_fields(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> tuple[torch.Tensor, ...]:
-        """Return copies of the encoded fields of one part: the inverse of `pack_fields`.
-
-        Tokens that the KV cache group does not hold are zeros.
-        """
+        """Return copies of the encoded fields of one part, with zeros for missing tokens: see `pack_fields`."""
         views, num_tokens = self.field_views(blocks, part), self.tokens_in(group)
         by_slot = [view.transpose(0, 1).flatten(1, 2)[:, :num_tokens] for view in views]  # [heads, held, field's dim]
         if self.in_order(group):

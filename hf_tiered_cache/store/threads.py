@@ -236,10 +236,7 @@ class Step:
 
 
 class Apart:
-    """Worker thread that runs short actions one after another; signals interrupt only the main thread.
-
-    The thread ends when this object is deleted.
-    """
+    """Worker thread, as long as this object lives, of short actions; signals interrupt only the main thread."""
 
     def __init__(self) -> None:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()

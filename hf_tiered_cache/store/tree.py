@@ -115,10 +115,7 @@ class FolderTree:
         return self._descriptors[0]
 
     def folder_descriptor(self, name: str, make: bool = False) -> int:
-        """Return the descriptor of a subfolder, or of the root (""). A subfolder that was replaced is opened again.
-
-        With `make`, a missing subfolder is created. Raises NotADirectoryError for a link or a file, or OSError.
-        """
+        """Return the descriptor of a subfolder, or the root (""), opened again if it was replaced. Raises OSError."""
         if not name:
             return self.root_descriptor
         try:
@@ -205,10 +202,7 @@ class FolderTree:
             return False
 
     def unknown(self, is_known: Callable[[FileKind, str], bool] = lambda kind, name: False) -> list[str]:
-        """Return the sorted relative paths of all files that the library did not write. Raises OSError.
-
-        Files for which `is_known` returns True are not read.
-        """
+        """Return the sorted paths of files that the library did not write, but `is_known` ones. Raises OSError."""
         unknown, is_open = [], has_database(self.where(CATALOGUE, CATALOGUE_NAME))
         for folder in ("", *FOLDERS):
             with suppress(FileNotFoundError):

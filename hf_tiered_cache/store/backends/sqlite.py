@@ -105,10 +105,7 @@ class SQLiteBackend(ValueBackend):
 
     @contextmanager
     def _transaction(self, write: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Lock the connection and run a transaction, or join the one that this thread runs. Raises OSError.
-
-        Yields the connection, or None if there is no file and nothing is written (`write`).
-        """
+        """Run a transaction, or join that of this thread. Yields None if there is no file to read. Raises OSError."""
         with self._using:
             try:
                 if self._connection is None and (write or self.path.exists()):

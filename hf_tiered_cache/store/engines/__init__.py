@@ -160,10 +160,7 @@ class Batch:
 def in_threads(
     pool: ThreadPoolExecutor | DaemonPool, threads: int, reads: Sequence[_Read], run: Callable[[_Read], int]
 ) -> Future[ReadReport]:
-    """Run reads in up to `threads` threads of a pool. `run` runs one, and returns the number of bytes read.
-
-    Raises StoreClosedError if the pool was shut down before any thread began.
-    """
+    """Run reads, each of which returns its bytes, in up to `threads` threads of a pool. Raises StoreClosedError."""
     queue = iter(reads)  # shared: next() on a list iterator is atomic, so fast workers take more
     workers = max(1, min(threads, len(reads)))
     batch = Batch(workers)
