@@ -13,16 +13,18 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ConversationInUseError, FormatError
 from .catalogue import SegmentRow
 from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of
-from .process import ownerships
 from .records import Record, RecordFiles, Records, check_name, seconds
+from .threads import PerProcess
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -110,7 +112,7 @@ class Conversations(Records[ConversationRecord]):
 
     def release_all(self) -> None:
         """Release all ownership locks of this store, when it is closed."""
-        with ownerships() as owners:
+        with _owners.locked() as owners:
             for owner in list(owners.values()):
                 if owner.files is self.files:
                     owner.release()
@@ -245,8 +247,8 @@ class Ownership:
 
     def take(self, over: bool) -> None:
         """Acquire ownership, with `over` also from another owner in this process. Raises ConversationInUseError."""
-        with ownerships() as owners:
-            current: Ownership | None = owners.get(self._path)
+        with _owners.locked() as owners:
+            current = owners.get(self._path)
             if current is not None and current.held and current is not self:
                 if not over:
                     raise ConversationInUseError(self._id, os.getpid(), current.since)
@@ -258,7 +260,7 @@ class Ownership:
 
     def release(self) -> None:
         """Release ownership. In a forked child, this does not affect the parent's ownership."""
-        with ownerships() as owners:
+        with _owners.locked() as owners:
             if not self.held:
                 return
             self.held, file, self._file = False, self._file, None
@@ -288,6 +290,10 @@ class Ownership:
         except OSError as error:  # then the lock file does not state its owner
             logger.warning("%s is locked, but does not name the process that holds it: %s", self._path, error)
         return file
+
+
+_owners: PerProcess[weakref.WeakValueDictionary[Path | str, Ownership]] = PerProcess(weakref.WeakValueDictionary)
+"""Conversations that this process owns, by the path of their lock."""
 
 
 def _lock_patiently(files: RecordFiles, name: str) -> Any:

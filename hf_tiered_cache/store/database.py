@@ -14,12 +14,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from stat import S_ISREG
 from typing import Any, ClassVar, TypeVar
 
 from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX
-from .process import has_database, release_database, shared_database
 from .root import StoreRoot
+from .threads import PerProcess
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -69,14 +70,24 @@ class Database(ABC):
     @classmethod
     def shared(cls: type[_D], files: StoreRoot) -> _D:
         """Return the process's connection to the database of a folder. Its users call `release`."""
-        return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), lambda: cls(files.again()))
+        path = files.where(CATALOGUE, CATALOGUE_NAME)
+        with _databases.locked() as databases:
+            if path not in databases:
+                databases[path] = cls(files.again())
+            database: _D = databases[path]
+            database.users += 1
+            return database
 
     def release(self) -> None:
         """Close the database, if it is not shared, or by its last user."""
-        if self.is_shared:
-            release_database(self)
-        else:
-            self.close()
+        if not self.is_shared:
+            return self.close()
+        with _databases.locked() as databases:
+            self.users -= 1
+            ours = [path for path, database in databases.items() if database is self]
+            if ours and not self.users:  # otherwise it is the parent's
+                del databases[ours[0]]
+                self.close()
 
     @abstractmethod
     def _set_up(self, db: sqlite3.Connection) -> None:
@@ -247,6 +258,15 @@ class Database(ABC):
             seconds = _BUSY_SECONDS if waits else min(_BUSY_SECONDS, _BUSY_SECONDS_AFTERWARDS)
             self._db.execute(f"PRAGMA busy_timeout={int(seconds * 1000)}")
             self._waits = waits
+
+
+_databases: PerProcess[dict[Path, Any]] = PerProcess(dict)
+"""Shared databases by their resolved path."""
+
+
+def has_database(path: Path) -> bool:
+    """Return whether this process has opened the database at a path. If so, only SQLite may open its files."""
+    return path in _databases.get()
 
 
 def _connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:

@@ -22,13 +22,17 @@ from stat import S_ISREG
 
 from ..errors import ConfigError, EngineUnavailableError, StoreBusyError, unknown_name
 from .backend import HeadLength, SegmentBackend
+from .database import has_database
 from .engines import Engine, EngineFile, PosixEngine, ReadOp, ReadReport
 from .engines.kvikio import KvikioEngine
 from .format import HEADER_BYTES
 from .kinds import (
     CALIBRATIONS,
+    CATALOGUE,
+    CATALOGUE_NAME,
     CONVERSATION,
     CONVERSATION_LOCK,
+    DATABASE_FILES,
     DOCUMENT,
     FIXED_FILES,
     LOCK,
@@ -82,8 +86,12 @@ class FolderBackend(SegmentBackend):
         return self.files.sizes(SIDECAR)
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
+        is_open = has_database(self.files.where(CATALOGUE, CATALOGUE_NAME))
+
         def is_known(kind: FileKind, name: str) -> bool:
-            return kind is SEGMENT and name.removesuffix(SEGMENT_SUFFIX) in known
+            if kind is SEGMENT:
+                return name.removesuffix(SEGMENT_SUFFIX) in known
+            return is_open and name in DATABASE_FILES
 
         return self.files.unknown(is_known)
 

@@ -15,8 +15,7 @@ from .catalogue import Catalogue
 from .cipher import Plain
 from .faults import Faults
 from .index import Index
-from .process import OpenSegments
-from .segment import SegmentReader
+from .segment import OpenSegments
 from .sidecars import Sidecars
 
 CATALOGUE_GROWTH = 256 << 10
@@ -78,7 +77,7 @@ class Space:
     def __init__(self, backend: SegmentBackend, limits: Limits, faults: Faults, cipher: Plain) -> None:
         self.backend, self.place, self.limits, self.cipher = backend, backend.place, limits, cipher
         self._faults, self.counters, self.warn = faults, faults.counters, faults.warn
-        self.readers: OpenSegments[SegmentReader] = OpenSegments()
+        self.readers = OpenSegments()
         self.on_gone: list[Callable[[Collection[str]], None]] = []
         """Callbacks that receive the ids of deleted or replaced segments."""
         self.on_kept: list[Callable[[Collection[str]], None]] = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import resource
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
@@ -20,6 +23,7 @@ from .geometry import HASH_TOKENS
 from .lazy import torch
 from .memory import aligned_bytes
 from .shape import SegmentShape
+from .threads import PerProcess
 from .tree import Stored
 
 _NO_KEY = Plain()
@@ -206,3 +210,60 @@ def owners_of_front(segment: SegmentReader, shape: SegmentShape) -> tuple[tuple[
     """Return the keys in memory of the blocks that a segment lacks. They are forgotten with the segment."""
     first = len(segment.owners)
     return tuple((segment.id, first + group.index, segment.header.digests.digest) for group in shape.block_groups)
+
+
+# --- open segments
+
+_MOST_OPEN_SEGMENTS = 256
+_segments: PerProcess[OrderedDict[tuple[object, str], SegmentReader]] = PerProcess(OrderedDict)
+"""Open segments of all stores, by store and id: file descriptors are limited per process."""
+
+
+class OpenSegments:
+    """Open segments of a store, of which the process holds a limited number: those used last."""
+
+    def __init__(self) -> None:
+        self._store = object()
+        # no __del__: modules may already be unloaded when the interpreter exits
+        weakref.finalize(self, _close_segments, self._store).atexit = False
+
+    def __iter__(self) -> Iterator[str]:
+        with _segments.locked() as segments:
+            return iter([name for store, name in segments if store is self._store])
+
+    def get(self, segment_id: str) -> SegmentReader | None:
+        with _segments.locked() as segments:
+            reader = segments.get((self._store, segment_id))
+            if reader is not None:
+                segments.move_to_end((self._store, segment_id))
+            return reader
+
+    def keep(self, segment_id: str, reader: SegmentReader) -> None:
+        with _segments.locked() as segments:
+            segments[self._store, segment_id] = reader
+        self.close_others(most_open_segments())
+
+    def drop(self, segment_id: str) -> None:
+        with _segments.locked() as segments:
+            segments.pop((self._store, segment_id), None)
+
+    def clear(self) -> None:
+        _close_segments(self._store)
+
+    def close_others(self, but: int = 0) -> None:
+        """Close the segments of the process, except the `but` most recently used ones. Reads are finished first."""
+        with _segments.locked() as segments:
+            while len(segments) > but:
+                segments.popitem(last=False)
+
+
+def _close_segments(store: object) -> None:
+    with _segments.locked() as segments:
+        for key in [key for key in segments if key[0] is store]:
+            del segments[key]
+
+
+def most_open_segments() -> int:
+    """Return the maximum number of open segments: at most a quarter of the process's file descriptor limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN_SEGMENTS if soft < 0 else max(1, min(_MOST_OPEN_SEGMENTS, soft // 4))

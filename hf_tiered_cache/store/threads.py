@@ -1,4 +1,4 @@
-"""Threads for calls that may hang, hedged reads, and protection of state changes from Ctrl-C.
+"""Threads for calls that may hang, hedged reads, state of the process, and protection of changes from Ctrl-C.
 
 Python may raise KeyboardInterrupt between any two instructions of the main thread.
 """
@@ -8,19 +8,45 @@ from __future__ import annotations
 import _thread
 import errno
 import math
+import os
 import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 _POLL_SECONDS = 0.005
 _T = TypeVar("_T")
+
+
+class PerProcess(Generic[_T]):
+    """Object that all stores of a process share, with its lock. A forked child gets another one.
+
+    That of the parent is kept, so that the child does not close its parent's files.
+    """
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make, self._by_pid = make, dict[int, tuple[threading.RLock, _T]]()
+
+    def _own(self) -> tuple[threading.RLock, _T]:
+        own = self._by_pid.get(os.getpid())
+        return own or self._by_pid.setdefault(os.getpid(), (threading.RLock(), self._make()))  # atomic
+
+    def get(self) -> _T:
+        """Return the object of this process without its lock."""
+        return self._own()[1]
+
+    @contextmanager
+    def locked(self) -> Iterator[_T]:
+        """Yield the object of this process, and hold its lock. Finalizers may do so, too."""
+        lock, own = self._own()
+        with lock:
+            yield own
 
 
 class DaemonPool:

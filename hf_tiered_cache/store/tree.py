@@ -19,8 +19,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import NamedTuple
 
 from ..errors import FormatError
-from .kinds import CATALOGUE, CATALOGUE_NAME, DATABASE_FILES, FOLDERS, SEGMENT, FileKind, kind_of
-from .process import has_database
+from .kinds import FOLDERS, SEGMENT, FileKind, kind_of
 
 
 class Stored(NamedTuple):
@@ -201,14 +200,14 @@ class FolderTree:
         except (FormatError, FileNotFoundError):
             return False
 
-    def unknown(self, is_known: Callable[[FileKind, str], bool] = lambda kind, name: False) -> list[str]:
+    def unknown(self, is_known: Callable[[FileKind, str], bool]) -> list[str]:
         """Return the sorted paths of files that the library did not write, but `is_known` ones. Raises OSError."""
-        unknown, is_open = [], has_database(self.where(CATALOGUE, CATALOGUE_NAME))
+        unknown = []
         for folder in ("", *FOLDERS):
             with suppress(FileNotFoundError):
                 for name in self.list_names(folder) - (set(FOLDERS) if not folder else set()):
                     kind = kind_of(folder, name)
-                    if kind is not None and (is_known(kind, name) or (is_open and name in DATABASE_FILES)):
+                    if kind is not None and is_known(kind, name):
                         continue
                     with suppress(OSError):  # not readable now, so not listed
                         if kind is None or not (self.is_own(kind, name) or self.find(kind, name) is None):
