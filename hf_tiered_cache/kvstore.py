@@ -506,7 +506,7 @@ class KVStore:
         return self._opened.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Protect segments from eviction, or no longer (`pinned=False`). Raises ConfigError if an id is unknown."""
+        """Pin segments: protect them from eviction, or unpin them. Raises ConfigError if an id to pin is unknown."""
         self._opened.disk.pin(ids, pinned)
 
     def conversations(self) -> list[ConversationInfo]:

@@ -95,7 +95,8 @@ class RemoteTier:
         `rows` are the local segments that `SegmentStore.find` returns, `start` is the index of the first prefix hash to
         match, and `seconds` returns the time to compute a prompt.
         """
-        began, covered = time.monotonic(), _end(longest_prefix(prefix_hashes, rows, start), start)
+        began, runs = time.monotonic(), longest_prefix(prefix_hashes, rows, start)
+        covered = runs[-1].stop if runs else start
         if covered >= len(prefix_hashes) or not self._disk.backend.writable:
             return False
         reason = self._bring(prefix_hashes, rows, start, partial(_saved, cache(seconds), covered), began)
@@ -364,10 +365,6 @@ def _result(future: Future[str], trial: float, deadline: float, is_in_time: Call
 def _nbytes(run: MatchedRun) -> int:
     """Return the number of bytes that are fetched for a run."""
     return run.row.nbytes * run.num_hashes // run.row.valid_hashes
-
-
-def _end(runs: Sequence[MatchedRun], start: int) -> int:
-    return runs[-1].stop if runs else start
 
 
 def _saved(seconds: Seconds, covered: int, num_hashes: int) -> float:

@@ -106,10 +106,6 @@ class Conversations(Records[ConversationRecord]):
 
     record = ConversationRecord
 
-    def ownership(self, conversation_id: str) -> Ownership:
-        """Return an unacquired ownership lock. Raises ConfigError if the id is invalid."""
-        return Ownership(conversation_id, self.files)
-
     def release_all(self) -> None:
         """Release all ownership locks of this store, when it is closed."""
         with _owners.locked() as owners:
@@ -157,7 +153,7 @@ class Conversations(Records[ConversationRecord]):
         """Delete the records of conversations, but not their segments. Raises ConversationInUseError or OSError."""
         with ExitStack() as stack:
             for conversation_id in ids:
-                owned = self.ownership(conversation_id)
+                owned = Ownership(conversation_id, self.files)
                 owned.take(over=False)
                 stack.callback(owned.release)
             for conversation_id in ids:
