@@ -203,10 +203,8 @@ class KVStore:
             input_ids: one or several prompts: a tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
             method: method that will restore them; segments are stored in its geometry. None for exact reuse.
             passages: whether the prompts are passages, to be restored at any position of a prompt. Each passage is
-                computed alone after the method's `lead` text, without the lead's KV, and stored in multiples of 16
-                tokens. The default method is then `CacheTune()`. Methods with the same lead also find these passages.
-                The ranking "context" computes each passage once more without the lead text. Passages that are stored
-                but lack the method's ranking are ranked.
+                computed alone after the method's `lead` text, and stored in multiples of 16 tokens. Methods with the
+                same lead find it; the default one is `CacheTune()`. Passages that lack the method's ranking are ranked.
             progress: whether to show a progress bar.
             pin: whether to protect the segments from eviction.
             label: see `TieredCache`.

@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,7 +48,7 @@ _SCHEMA = (
 _COLUMNS = (
     "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain, "
     "label, key, scan"
-)
+)  # in the order of the fields of `SegmentRow`
 _OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
 """Fields that may differ from the file: they are kept only here, or segments are not found by them."""
 _FROM_THE_FUTURE = """UPDATE segments
@@ -124,10 +124,6 @@ class SegmentRow:
     def hashes(self) -> set[bytes]:
         """Set of all prefix hashes."""
         return set(hashes_of(self.chain))
-
-    def values(self) -> tuple[Any, ...]:
-        """Return the field values in the order of `_COLUMNS`, which is the order of the fields."""
-        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 _TYPES: dict[str, Any] = {"str": str, "bytes": bytes, "int": int, "float": float, "float | None": (float, NoneType)}
@@ -231,13 +227,12 @@ class Catalogue(Database):
     def add(
         self, rows: Sequence[tuple[SegmentRow, Mapping[str, str]]], publish: Callable[[], None] = lambda: None
     ) -> None:
-        """Add segments in one transaction, since every transaction adds to the log.
+        """Add rows, each with the description of its model ({} leaves the stored one), in one transaction.
 
-        Args:
-            rows: row of each segment, and the description of the model that computed it, or {} to leave the stored one.
-            publish: gives the segments' files their names. Both happen, or neither: a file without a row would not be
-                found or counted.
+        `publish` gives the segments' files their names. Both happen, or neither: a file without a row would not be
+        found or counted.
         """
+        marks = ", ".join("?" * len(_FIELD_TYPES))
 
         def enter(db: sqlite3.Connection) -> None:
             with _transaction(db):
@@ -245,8 +240,7 @@ class Catalogue(Database):
                     if model:
                         facts = json.dumps(dict(model))
                         db.execute("INSERT OR REPLACE INTO models VALUES (?, ?)", (row.fingerprint, facts))
-                    marks = ", ".join("?" * len(row.values()))
-                    db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values())
+                    db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", astuple(row))
                 publish()
 
         self.run(enter)

@@ -176,8 +176,7 @@ class Database(ABC):
         """Make sure that SQLite opens only the library's own files. It would follow a link and overwrite any content.
 
         A file that was opened here before counts as own, whatever its content is now. If a file has a second name, such
-        as from a hard-link backup, the database is unlinked here and a new one is created. Raises
-        sqlite3.OperationalError.
+        as from a hard-link backup, a new database is created. Raises sqlite3.OperationalError.
         """
         opened = None if self._identity is None else self._identity[0]
         linked = False

@@ -104,9 +104,7 @@ class Space:
     def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
         """Evict segments until `nbytes` more fit, except pinned ones and `spared`. The caller holds the backend's lock.
 
-        Raises:
-            QuotaError: evicting all permitted segments would not free enough; then no segment is evicted.
-            OSError: the sizes cannot be determined, or a segment cannot be deleted.
+        Raises QuotaError, before anything is evicted, if that would not free enough, or OSError.
         """
         self.clean_up()
         self.forget_lost_readers()

@@ -77,8 +77,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 def checked(schema: type[_T], facts: dict[str, Any]) -> _T:
     """Create a dataclass instance from JSON, with a check of each field that follows from its type (see `_CHECKS`).
 
-    Other keys of `facts` are ignored. Raises FormatError for a value of another type or out of bounds, or KeyError if a
-    field without a default value is missing.
+    Other keys are ignored. Raises FormatError for an invalid value, or KeyError for a missing one without a default.
     """
     stored = [field for field in fields(schema) if field.name in facts or field.default is MISSING]  # type: ignore[arg-type]
     return schema(**{field.name: _CHECKS[str(field.type)](facts[field.name]) for field in stored})

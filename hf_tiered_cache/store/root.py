@@ -82,8 +82,8 @@ class Temporary:
 class StoreRoot(FolderTree):
     """Folder of a store. The path may be a link, and is resolved once.
 
-    With `make`, a missing or empty folder becomes a store; without, nothing in it is changed. Raises StoreError if the
-    folder is not a store, and cannot or must not become one, or a part of it is a link.
+    With `make`, a missing or empty folder becomes a store; without, nothing in it is changed. Raises StoreError if it
+    is no store, and cannot or must not become one, or a part of it is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str], make: bool = True) -> None:

@@ -46,8 +46,8 @@ def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = Non
 def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> Iterator[tuple[int, os.stat_result]]:
     """Open a regular file for reading, with arguments as for `open_file`. Yields its descriptor and status.
 
-    Links are not followed, and pipes and devices not opened: that may block or have effects. Raises FormatError for
-    what is not a regular file, or OSError.
+    Links are not followed, and pipes and devices not opened. Raises FormatError for what is no regular file, or
+    OSError.
     """
     if not S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
         raise FormatError(f"{os.path.basename(path)} is not a regular file")
