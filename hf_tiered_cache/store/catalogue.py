@@ -53,7 +53,6 @@ _OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
 """Fields that may differ from the file: they are kept only here, or segments are not found by them."""
 _FROM_THE_FUTURE = """UPDATE segments
     SET expires = expires - max(0, created - ?1), created = min(created, ?1), used = ?1 WHERE used > ?1"""
-_T = TypeVar("_T")
 _Row = TypeVar("_Row", bound=tuple[Any, ...])
 
 

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
@@ -33,7 +33,7 @@ _LOG_BYTES = _WAL_PAGES * 4096
 _MOST_TRIES = 4
 _T = TypeVar("_T")
 _D = TypeVar("_D", bound="Database")
-_File = tuple[int, int] | None
+_File = Hashable | None
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -184,7 +184,7 @@ class Database(ABC):
             status = files.find(kind, name)
             if status is None:
                 continue
-            is_opened = opened is not None and files.identity(CATALOGUE, CATALOGUE_NAME) == opened
+            is_opened = opened is not None and self._identify()[0] == opened
             if not S_ISREG(status.st_mode) or not (is_opened or files.is_own(kind, name)):
                 raise sqlite3.OperationalError(
                     f"{files.where(kind, name)} was not written by this library; move it elsewhere"
@@ -231,8 +231,9 @@ class Database(ABC):
     def _identify(self) -> tuple[_File, _File]:
         """Return device and inode of the database, and of its log."""
         assert self._files is not None
-        identity = self._files.identity
-        return identity(CATALOGUE, CATALOGUE_NAME), identity(CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
+        files = (CATALOGUE, CATALOGUE_NAME), (CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
+        database, log = (self._files.stored(*file) for file in files)
+        return database and database.version, log and log.version
 
     def _in_place(self) -> bool:
         """Return whether the open files are still the ones at the path, which other processes open."""

@@ -177,11 +177,6 @@ class FolderTree:
             return None
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    def identity(self, kind: FileKind, name: str) -> tuple[int, int] | None:
-        """Return device and inode of a file, or None if it does not exist."""
-        status = self.find(kind, name)
-        return None if status is None else (status.st_dev, status.st_ino)
-
     def open(self, kind: FileKind, name: str) -> AbstractContextManager[tuple[int, os.stat_result]]:
         """Open a regular file. See `open_regular`."""
         return open_regular(name, self.folder_descriptor(kind.folder))
