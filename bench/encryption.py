@@ -33,7 +33,7 @@ from tqdm.auto import tqdm
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.store.cipher import StoreCipher
-from hf_tiered_cache.store.container import Checksums, Guard
+from hf_tiered_cache.store.container import Guard
 from hf_tiered_cache.store.memory import aligned_bytes
 
 SUFFIX = 64
@@ -156,7 +156,7 @@ def _ratio(times: dict[str, list[float]]) -> float:
 def raw(nbytes: int, repeats: int) -> list[dict[str, Any]]:
     """Measure checks and decryption of blocks in memory, in bytes per second, by one and by several threads."""
     cipher = StoreCipher(secrets.token_bytes(32))
-    guards: dict[str, Guard] = {"plain": Checksums(), "encrypted": cipher.guard(cipher.new_seal())}
+    guards: dict[str, Guard] = {"plain": Guard(), "encrypted": cipher.guard(cipher.new_seal())}
     results = []
     for block in BLOCKS:
         plain = aligned_bytes(nbytes // block * block).view(-1, block).random_(256)

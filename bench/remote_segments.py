@@ -33,11 +33,10 @@ from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from remote import start
 from tqdm.auto import tqdm
 
-from hf_tiered_cache.remote.entries import encode_entry
-from hf_tiered_cache.remote.link import Breaker, LookUps
+from hf_tiered_cache.remote.link import Breaker, LookUps, encode_entry
 from hf_tiered_cache.store import HASH_BYTES
 from hf_tiered_cache.store.backends import open_remote
-from hf_tiered_cache.store.container import Checksums, block_digests
+from hf_tiered_cache.store.container import Guard, block_digests
 from hf_tiered_cache.store.format import SegmentHeader, encode_head, lay_out, segment_id
 from hf_tiered_cache.store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV
 from hf_tiered_cache.store.kinds import SEGMENT_SUFFIX
@@ -91,7 +90,7 @@ def objects(number: int) -> Iterator[tuple[str, bytes]]:
         for group in SHAPE.block_groups
     ]
     digests = np.concatenate([block_digests(group) for group in blocks])
-    head = encode_head(header, [prefix_hash], digests, Checksums())
+    head = encode_head(header, [prefix_hash], digests, Guard())
     content = b"".join([head, *(group.numpy().tobytes() for group in blocks)]).ljust(header.file_bytes, b"\0")
     yield f"segments/{name}{SEGMENT_SUFFIX}", content
     yield f"prefixes/{prefix_hash.hex()}", encode_entry(head)

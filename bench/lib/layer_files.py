@@ -11,8 +11,7 @@ import torch
 from lib.made_contexts import SUFFIX, Contexts
 from transformers.cache_utils import DynamicLayer
 
-from hf_tiered_cache.store.engines import PosixEngine
-from hf_tiered_cache.store.engines.base import ReadOp, ReadReport
+from hf_tiered_cache.store.engines import PosixEngine, ReadOp, ReadReport
 from hf_tiered_cache.store.memory import aligned_bytes
 
 

@@ -6,8 +6,7 @@ import threading
 import time
 
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.store.engines import PosixEngine
-from hf_tiered_cache.store.engines.base import Call
+from hf_tiered_cache.store.engines import Call, PosixEngine
 
 
 class SlowDisk:

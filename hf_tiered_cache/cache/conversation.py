@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .. import reasons
 from ..errors import ConfigError, ConversationInUseError, StoreClosedError, StoreError
 from ..store.catalogue import SegmentRow
-from ..store.conversations import ConversationRecord
+from ..store.conversations import ConversationRecord, Ownership
 from ..store.geometry import ALIGNMENT, aligned
 from ..store.lazy import torch
 from .storage import Storage
@@ -35,7 +35,7 @@ class Conversation:
         self.record: ConversationRecord | None = None
         """Record as of the last acquisition or save; None if there is none."""
         self._storage = storage
-        self._ownership = storage.conversations.ownership(conversation_id)
+        self._ownership = Ownership(conversation_id, storage.records)
         self._take(over=True)
 
     def claim(self) -> None:

@@ -108,7 +108,7 @@ class Storage:
             self.rewriter = SegmentRewriter(disk, residency, self.rankings, self.conversations)
             self.passage_index = PassageIndex(disk.index)
             if remote is not None:
-                self.remote = RemoteTier(remote, disk, remote_write, partial(_admit, residency))
+                self.remote = RemoteTier(remote, disk, remote_write, residency.admit)
             close = partial(_close, self.rewriter, disk, residency, self.conversations, self.remote)
             seal = partial(_seal, self._recorders, self._lock)
             self.writer = Writer(disk, queue_bytes, queue_device_bytes, seal, close)
@@ -237,7 +237,7 @@ class Storage:
         """Queue a segment for writing, and cache its blocks in host memory."""
         if pending.on_device is not None:
             self.residency.prepare(pending.on_device.device)
-        pending.written = partial(_admit, self.residency, pending.header.id)
+        pending.written = self.residency.admit
         pending.refused = partial(_refused, self.residency, pending.refused)
         self.writer.submit(pending, wait)
 
@@ -285,7 +285,7 @@ class Storage:
         self.disk.sync()
         _keep_scores(self.disk, self.residency.scores)
         if self.remote is not None:
-            self.remote.flush()
+            self.remote.writes.flush()
 
     @contextmanager
     def without_remote(self) -> Iterator[None]:
@@ -296,7 +296,7 @@ class Storage:
         with self._lock:
             self._measuring += 1
         try:
-            with nullcontext() if self.remote is None else self.remote.holding():
+            with nullcontext() if self.remote is None else self.remote.writes.holding():
                 yield
         finally:
             with self._lock:
@@ -336,7 +336,7 @@ class Storage:
             if self.remote is not None:  # here: closing waits only while the writer makes progress
                 with suppress(StoreError):
                     self.writer.flush()
-                self.remote.flush()
+                self.remote.writes.flush()
             self._close()
             self.writer.close()
             self.residency.clear()
@@ -346,11 +346,6 @@ class Storage:
 def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
     if disk.backend.writable and (changes := scores.changes()):
         disk.index.keep_scores(changes)
-
-
-def _admit(residency: Residency, segment_id: str, block_group: int, blocks: torch.Tensor, content: int) -> None:
-    """Put a KV cache group of a new segment into memory, keyed by content: another file may be published first."""
-    residency.admit((segment_id, block_group, content), blocks)
 
 
 def _refused(residency: Residency, refused: Callable[[PendingSegment], None], pending: PendingSegment) -> None:

@@ -191,7 +191,6 @@ def _show_losses(findings: list[QualityFinding], quality: float, as_json: bool) 
 
 
 def _draw_losses(plt: Any, path: Path, findings: list[QualityFinding], quality: float) -> None:
-    """Draw the loss of each method over the bytes that it reads."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for method in dict.fromkeys(finding.method for finding in findings):
         findings_of_method = [finding for finding in findings if finding.method == method]

@@ -26,14 +26,7 @@ _SHORTEST = 8
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a store.
-
-    Args:
-        rows: Segments; the most recently used one comes last.
-        models: Known facts about the model of each fingerprint.
-        pinned: Ids of pinned segments.
-        sidecars: Bytes of each segment's sidecars, by kind.
-    """
+    """Contents of a store: segments, the most recently used last, models by fingerprint, and sidecars by kind."""
 
     rows: list[SegmentRow]
     models: dict[str, dict[str, str]]
@@ -73,11 +66,7 @@ class Contents:
         return matching_rows[0]
 
     def of_model(self, name: str) -> list[SegmentRow]:
-        """Return the segments of the model with this name, or with a fingerprint that begins with it.
-
-        Raises:
-            Refused: No model matches, or several fingerprints do, or the name is empty: many models have no name.
-        """
+        """Return the segments of the model with this name, or a fingerprint that begins with it. Raises Refused."""
         if not name:
             raise Refused("the name of the model is empty; give the first characters of its fingerprint")
         fingerprints = self.fingerprints()
@@ -103,8 +92,7 @@ class Contents:
 def contents_of(store: Path | str) -> Contents:
     """Return the contents of a store in a folder, or at the address of a remote.
 
-    They are read from the catalogue if it agrees with the files. Otherwise the store is opened, which reads the header
-    of every segment.
+    The store is opened, which reads every header, only if the catalogue does not agree with the files.
     """
     if not scheme_of(store):
         with files_of(Path(store)) as files:

@@ -147,8 +147,7 @@ def rm(
 
 
 def _sweep_entries(place: SegmentBackend, dry_run: bool = False) -> None:
-    """Delete the look-up entries of a remote whose segments are gone."""
-    from ..remote.entries import sweep_entries
+    from ..remote.link import sweep_entries
     from ..store.objects import ObjectBackend
 
     if isinstance(place, ObjectBackend):

@@ -28,9 +28,8 @@ from ..conversations.sharing import (
 from ..errors import ConfigError, unknown_name
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, coded_provenance, merged_codec
-from ..store.compaction import first_rewritten, first_stored_tokens
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
-from ..store.pairs import TOWARD, merge_layers
+from ..store.pairs import TOWARD, first_rewritten, first_stored_tokens, merge_layers
 from ..store.relayout import merge_segments, tokens_of
 from ..store.shape import SegmentShape
 from .base import is_number, require
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..conversations.distances import LayerDistances
-    from ..store.disk import SegmentStore
-    from ..store.relayout import Admit, BlocksOf
+    from ..store.disk import SegmentStore, Written
+    from ..store.relayout import BlocksOf
     from ..store.segment import SegmentReader
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -80,7 +79,7 @@ class IdleConversation:
     disk: SegmentStore
     readers: Sequence[SegmentReader]
     blocks_of: BlocksOf
-    admit: Admit
+    admit: Written
     front: Callable[[float], float]
     attention: LayerDistances | None = None
     replay: Replay | None = None

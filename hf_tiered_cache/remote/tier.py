@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -34,8 +33,7 @@ from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..store.threads import DaemonPool
-from .entries import Entry, beginning_of, delete_entry, entry_names
-from .link import FAILED, LATE, UNAVAILABLE, Breaker, Link, LookUps
+from .link import FAILED, LATE, UNAVAILABLE, Breaker, Entry, Link, LookUps, beginning_of, delete_entry, entry_names
 from .write_back import WriteBack
 
 _LOOK_UP_SHARE = 0.2
@@ -47,9 +45,7 @@ _PLANS = 3
 _HIDDEN_SECONDS = 60.0
 """Seconds for which a segment that could not be fetched is not tried again."""
 _MOST_SECONDS = 600.0
-"""Maximum number of seconds that a prompt waits for the remote."""
 _FETCHES = 4
-"""Number of segments that are fetched at a time."""
 _TRIAL_SHARE = 0.5
 """Share of the time to compute the missing tokens after which a fetch of unknown bandwidth is judged by its pace."""
 _LEAST_WAIT = 0.25
@@ -70,22 +66,12 @@ class _FetchError(Exception):
 
 
 class RemoteTier:
-    """Tier of a store that several machines share.
+    """Tier of a store that several machines share: the place `remote`, which is closed with this object.
 
-    Args:
-        remote: The place that they share; closed with this object.
-        disk: The local store.
-        write: Which segments are sent: "always", "pinned" or "never".
-        admit: Receives id, KV cache group, blocks and content hash of what is fetched, for the memory tiers.
+    `write` is one of `WRITES`. `admit` receives what is fetched, for the memory tiers.
     """
 
-    def __init__(
-        self,
-        remote: ObjectBackend,
-        disk: SegmentStore,
-        write: str,
-        admit: Callable[[str, int, torch.Tensor, int], None],
-    ) -> None:
+    def __init__(self, remote: ObjectBackend, disk: SegmentStore, write: str, admit: Written) -> None:
         self.remote, self.place, self._disk, self._admit = remote, remote.place, disk, admit
         self.link = Link()
         self.fetch_breaker = Breaker()  # not that of look-ups: small objects may arrive while large ones hang
@@ -98,24 +84,19 @@ class RemoteTier:
         self._fetches = DaemonPool(_FETCHES, "hf-tiered-fetch")
         write = write if remote.writable else "never"
         remote.writable = write != "never"
-        self._writes = WriteBack(remote, disk, write, self._count, self.look_ups.forget)
-        disk.on_kept.append(self._writes.offer)
+        self.writes = WriteBack(remote, disk, write, self._count, self.look_ups.forget)
+        disk.on_kept.append(self.writes.offer)
 
     # --- before a prompt is matched
 
     def bring(self, prefix_hashes: Sequence[bytes], rows: Sequence[SegmentRow], start: int, seconds: Seconds) -> bool:
-        """Fetch segments that continue what the local store has of a prompt.
+        """Fetch segments that continue what the local store has of a prompt. Returns whether it has more of it now.
 
-        Args:
-            prefix_hashes: Prefix hashes of the prompt.
-            rows: Local segments, as `SegmentStore.find` returns them.
-            start: Index of the first prefix hash that is to be matched.
-            seconds: Returns the time to compute a prompt.
-
-        Returns:
-            Whether the local store has more of the prompt now.
+        `rows` are the local segments that `SegmentStore.find` returns, `start` is the index of the first prefix hash to
+        match, and `seconds` returns the time to compute a prompt.
         """
-        began, covered = time.monotonic(), _end(longest_prefix(prefix_hashes, rows, start), start)
+        began, runs = time.monotonic(), longest_prefix(prefix_hashes, rows, start)
+        covered = runs[-1].stop if runs else start
         if covered >= len(prefix_hashes) or not self._disk.backend.writable:
             return False
         reason = self._bring(prefix_hashes, rows, start, partial(_saved, cache(seconds), covered), began)
@@ -133,10 +114,9 @@ class RemoteTier:
         saved: Callable[[int], float],
         began: float,
     ) -> str:
-        """Fetch segments of a prompt, and return the reason if nothing was fetched, or an empty string.
+        """Fetch segments of a prompt, and return the reason if nothing was fetched, or "". For arguments see `bring`.
 
-        The first arguments are those of `bring`. `saved` returns the seconds that are saved if the first so many prefix
-        hashes are stored. The prompt waits since `began`.
+        `saved` returns the seconds saved if so many prefix hashes are stored. The prompt waits since `began`.
         """
         names = [prefix_hash.hex() for prefix_hash in prefix_hashes]
         entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved(len(prefix_hashes)))
@@ -237,16 +217,7 @@ class RemoteTier:
         return is_in_time
 
     def fetch(self, segment_id: str, row: SegmentRow | None = None, num_hashes: int | None = None) -> str:
-        """Publish a segment of the remote, or the beginning of it, in the local store.
-
-        Args:
-            segment_id: Id of the segment.
-            row: Row of the entry that led to it, or None.
-            num_hashes: Number of its prefix hashes that are needed; None for all.
-
-        Returns:
-            The reason if it is not stored here now, or an empty string.
-        """
+        """Store a segment of the remote, or its first `num_hashes`, here. Returns the reason if that fails, or ""."""
         for is_last in (False, True):  # it may be replaced during the first attempt
             try:
                 if self._publish(segment_id, row, num_hashes):
@@ -261,19 +232,13 @@ class RemoteTier:
         return reason
 
     def _hide(self, segment_id: str) -> None:
-        """Do not fetch a segment for a while."""
         now = time.monotonic()
         with self._lock:
             self._hidden = {name: until for name, until in self._hidden.items() if until > now}
             self._hidden[segment_id] = now + _HIDDEN_SECONDS
 
     def _publish(self, segment_id: str, row: SegmentRow | None, num_hashes: int | None) -> bool:
-        """Read a segment of the remote, verify every block, and write it to the local store.
-
-        Raises:
-            FormatError, IntegrityError: The segment is damaged, or not the one that its entry promises.
-            OSError: It cannot be read.
-        """
+        """Read and verify a segment of the remote, and store it here. Raises FormatError, IntegrityError or OSError."""
         began = time.monotonic()
         with self.link.fetching() as note_bytes:
             is_stored, nbytes = self._read_into_store(segment_id, row, num_hashes)
@@ -293,10 +258,9 @@ class RemoteTier:
         nbytes = header.file_bytes  # of the whole segment
         if header is not reader.header:
             nbytes = header.blocks.offset + header.shape.blocks_bytes
-        written: Written = lambda group, blocks, content: self._admit(header.id, group, blocks, content)  # noqa: E731
         try:
-            with self._writes.not_offered(header.id):
-                is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=written)
+            with self.writes.not_offered(header.id):
+                is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=self._admit)
         except _FetchError as error:
             assert isinstance(error.__cause__, IntegrityError | OSError)
             raise error.__cause__ from None
@@ -315,7 +279,7 @@ class RemoteTier:
             self._fail("fetch", self.fetch_breaker, error)
         else:
             self.fetch_breaker.succeeded()  # the remote answers
-        if not self._writes.changes_remote:
+        if not self.writes.changes_remote:
             return
         try:
             if is_damaged:
@@ -331,21 +295,13 @@ class RemoteTier:
     def remove(self, rows: Sequence[SegmentRow]) -> None:
         """Delete segments that the user has deleted here from the remote, in the background."""
         self.look_ups.forget([name for row in rows for name in entry_names(row.chain)])
-        self._writes.remove(rows)
-
-    def holding(self) -> AbstractContextManager[None]:
-        """See `WriteBack.holding`."""
-        return self._writes.holding()
-
-    def flush(self) -> None:
-        """Wait until the segments that wait to be sent are sent or dropped, while the remote makes progress."""
-        self._writes.flush()
+        self.writes.remove(rows)
 
     def close(self) -> None:
         """Send what waits to be sent, and release the threads."""
         self.look_ups.close()
         self._fetches.close(_CLOSE_SECONDS)
-        self._writes.close()
+        self.writes.close()
         self.remote.close()
 
     # --- figures
@@ -354,7 +310,7 @@ class RemoteTier:
         """Return the figures of the tier."""
         with self._lock:
             stats = replace(self._stats, misses=dict(self._stats.misses))
-        stats.queued_writes = self._writes.queued
+        stats.queued_writes = self.writes.queued
         stats.hedged_reads = sum(reads.hedged for reads in self.remote.hedges)
         stats.won_hedges = sum(reads.won for reads in self.remote.hedges)
         return stats
@@ -372,10 +328,7 @@ class RemoteTier:
 
 
 def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
-    """Yield the first verified blocks of each KV cache group of a shape, that of the segment or of its beginning.
-
-    The next blocks are read meanwhile. Raises _FetchError.
-    """
+    """Yield the first verified blocks of each KV cache group, and read the next ones meanwhile. Raises _FetchError."""
     count = len(shape.block_groups)
 
     def begin(group: int) -> tuple[torch.Tensor, Future[object]]:
@@ -398,11 +351,7 @@ def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
 
 
 def _result(future: Future[str], trial: float, deadline: float, is_in_time: Callable[[], bool]) -> str:
-    """Return the result of a fetch. Wait until `trial`, then as long as it is in time, and never beyond `deadline`.
-
-    Raises:
-        TimeoutError: It is too slow.
-    """
+    """Return the result of a fetch. Raises TimeoutError if it is too slow, after `trial` or at `deadline`."""
     until = trial
     while True:
         try:
@@ -416,10 +365,6 @@ def _result(future: Future[str], trial: float, deadline: float, is_in_time: Call
 def _nbytes(run: MatchedRun) -> int:
     """Return the number of bytes that are fetched for a run."""
     return run.row.nbytes * run.num_hashes // run.row.valid_hashes
-
-
-def _end(runs: Sequence[MatchedRun], start: int) -> int:
-    return runs[-1].stop if runs else start
 
 
 def _saved(seconds: Seconds, covered: int, num_hashes: int) -> float:

@@ -19,8 +19,9 @@ from ..store.format import HEADER_BYTES, decode_header
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.threads import DaemonPool, Progress
-from .entries import (
+from .link import (
     ENTRY,
+    Breaker,
     Entry,
     delete_entry,
     encode_entry,
@@ -29,7 +30,6 @@ from .entries import (
     is_found_by_prefix,
     is_shared,
 )
-from .link import Breaker
 
 WRITES = ("always", "pinned", "never")
 """Which segments are sent: all, those that are pinned, or none."""
@@ -42,13 +42,9 @@ _REFUSED = "it is not used for a while, after several failures"
 
 
 class WriteBack:
-    """Thread that sends segments to a remote, and deletes them there.
+    """Thread that sends segments to a remote, and deletes them there. `write` is one of `WRITES`.
 
-    Args:
-        remote, disk: The remote and the local store.
-        write: One of `WRITES`.
-        count: Adds amounts to the figures of the tier (see `RemoteStats`).
-        sent: Receives the names of the entries of what was sent.
+    `count` adds amounts to `RemoteStats`, and `sent` receives the names of the entries of what was sent.
     """
 
     def __init__(
@@ -240,11 +236,7 @@ def send_segment(
 ) -> Sent | None:
     """Copy a segment to a remote, unless that has it, or all of its tokens. `progress` is called after each part.
 
-    Returns:
-        None if it is not a segment that other stores can use.
-
-    Raises:
-        FormatError: The segment is damaged. OSError: it cannot be read or sent.
+    Returns None if other stores cannot use it. Raises FormatError if it is damaged, or OSError.
     """
     source = _Source(local, segment_id)
     if not is_shared(source.header):
@@ -278,11 +270,7 @@ def _contains(entry: Entry, source: _Source) -> bool:
 
 
 class _Source:
-    """A segment of the local store, as it is sent: byte for byte.
-
-    Raises:
-        FormatError: it is damaged. OSError: it cannot be read.
-    """
+    """A segment of the local store, as it is sent: byte for byte. Raises FormatError if it is damaged, or OSError."""
 
     def __init__(self, backend: SegmentBackend, segment_id: str) -> None:
         self._backend = backend

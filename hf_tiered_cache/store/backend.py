@@ -44,8 +44,7 @@ class Upload(Protocol):
     def publish(self, replace: bool) -> None:
         """Give the segment its name atomically: readers find either all of it or the previous content.
 
-        Args:
-            replace: whether to replace existing content, if this library wrote it. Open readers can still read it.
+        With `replace`, existing content is replaced, if this library wrote it. Open readers can still read it.
 
         Raises:
             FileExistsError: the name is taken and its content is not replaced: the first writer wins.
@@ -103,11 +102,7 @@ class SegmentBackend(Protocol):
     def unknown(self, known: Collection[str] = ()) -> list[str]:
         """List files that the library did not write, by path within the place. They are never changed.
 
-        Args:
-            known: segments that were already read and need no check.
-
-        Raises:
-            OSError: the place cannot be listed.
+        Segments in `known` were already read, and need no check. Raises OSError if the place cannot be listed.
         """
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:

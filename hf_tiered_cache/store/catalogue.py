@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,12 +48,11 @@ _SCHEMA = (
 _COLUMNS = (
     "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain, "
     "label, key, scan"
-)
+)  # in the order of the fields of `SegmentRow`
 _OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
 """Fields that may differ from the file: they are kept only here, or segments are not found by them."""
 _FROM_THE_FUTURE = """UPDATE segments
     SET expires = expires - max(0, created - ?1), created = min(created, ?1), used = ?1 WHERE used > ?1"""
-_T = TypeVar("_T")
 _Row = TypeVar("_Row", bound=tuple[Any, ...])
 
 
@@ -77,9 +76,7 @@ class SegmentRow:
     used: float
     uses: int
     chain: bytes
-    """All prefix hashes, concatenated."""
     label: str = ""
-    """User-defined label."""
     key: str = ""
     """Id of the key that encrypts its file (see `StoreCipher.key_id`), or "" if it is not encrypted."""
     scan: bytes = b""
@@ -127,10 +124,6 @@ class SegmentRow:
         """Set of all prefix hashes."""
         return set(hashes_of(self.chain))
 
-    def values(self) -> tuple[Any, ...]:
-        """Return the field values in the order of `_COLUMNS`, which is the order of the fields."""
-        return tuple(getattr(self, field.name) for field in fields(self))
-
 
 _TYPES: dict[str, Any] = {"str": str, "bytes": bytes, "int": int, "float": float, "float | None": (float, NoneType)}
 _FIELD_TYPES = [_TYPES[str(field.type)] for field in fields(SegmentRow)]
@@ -169,10 +162,7 @@ class Catalogue(Database):
         return self._usable("first", prefix_hashes)
 
     def passages_since(self, number: int) -> tuple[Hashable, list[tuple[int, str, bytes]]]:
-        """Return number, id and scan hashes of the passages that were added after this number, in ascending order.
-
-        Before them, return an identifier that changes when the numbering of passages restarts.
-        """
+        """Return an identifier of the numbering, and number, id and scan hashes of the passages after this number."""
         query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
         passages = _sound(self.execute(query, number), (int, str, bytes))
         return (id(self), self.generation), passages
@@ -236,13 +226,12 @@ class Catalogue(Database):
     def add(
         self, rows: Sequence[tuple[SegmentRow, Mapping[str, str]]], publish: Callable[[], None] = lambda: None
     ) -> None:
-        """Add segments in one transaction, since every transaction adds to the log.
+        """Add rows, each with the description of its model ({} leaves the stored one), in one transaction.
 
-        Args:
-            rows: row of each segment, and the description of the model that computed it, or {} to leave the stored one.
-            publish: gives the segments' files their names. Both happen, or neither: a file without a row would not be
-                found or counted.
+        `publish` gives the segments' files their names. Both happen, or neither: a file without a row would not be
+        found or counted.
         """
+        marks = ", ".join("?" * len(_FIELD_TYPES))
 
         def enter(db: sqlite3.Connection) -> None:
             with _transaction(db):
@@ -250,8 +239,7 @@ class Catalogue(Database):
                     if model:
                         facts = json.dumps(dict(model))
                         db.execute("INSERT OR REPLACE INTO models VALUES (?, ?)", (row.fingerprint, facts))
-                    marks = ", ".join("?" * len(row.values()))
-                    db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values())
+                    db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", astuple(row))
                 publish()
 
         self.run(enter)
@@ -295,26 +283,16 @@ class Catalogue(Database):
 
 
 def _sound(rows: list[_Row], types: Sequence[Any]) -> list[_Row]:
-    """Return rows, if their values have these types. SQLite does not check that, and other code relies on it.
-
-    Raises:
-        sqlite3.DatabaseError: A value has another type: the file is damaged.
-    """
+    """Return rows, or raise sqlite3.DatabaseError if a value has another type: SQLite itself does not check that."""
     if not all(isinstance(value, kind) for row in rows for value, kind in zip(row, types, strict=True)):
         raise sqlite3.DatabaseError("a value has another type than its column")
     return rows
 
 
 def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:
-    """Return the distinct values of a column of the segments, ascending.
+    """Return the distinct values of a column of the index `by_kind`, ascending, in rows with these values before it.
 
-    SQLite's own DISTINCT reads every row. This query seeks each value in the index `by_kind`, so its time depends on
-    the number of values.
-
-    Args:
-        db: connection to the catalogue.
-        column: one of the columns of the index.
-        values: values of the columns before it in the index; only rows with these values count.
+    SQLite's own DISTINCT reads every row. This query seeks each value, so its time depends on their number.
     """
     is_counted = "".join(f"{name} = :{name} AND " for name in values)
     query = f"""WITH RECURSIVE seek(value) AS (

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, OtherKeyError
-from .container import DIGEST_DTYPE, KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Checksums, Guard, Seal, rows
+from .container import DIGEST_DTYPE, KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Guard, Seal, rows
 from .lazy import torch
 
 KEY_BYTES = 32
@@ -47,7 +47,7 @@ class Plain:
         """Return the guard of a file's blocks. Raises OtherKeyError if this store's key did not write the file."""
         if seal is not None:
             raise OtherKeyError("it is encrypted, but the store was opened without a key")
-        return Checksums()
+        return Guard()
 
 
 class _Secret:
@@ -58,11 +58,7 @@ class _Secret:
 
 
 class Hidden(_Secret):
-    """Wrapper of a secret passed between functions: tracebacks that show variables do not show the secret.
-
-    Args:
-        value: the secret, or a call with secrets among its arguments.
-    """
+    """Wrapper of a secret, or of a call with secrets: tracebacks that show variables do not show them."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -74,11 +70,8 @@ class Hidden(_Secret):
 class StoreCipher(_Secret, Plain):
     """Cipher of a store with a key. The key never appears in its output or errors.
 
-    Args:
-        key: 32 bytes, or the same as 64 hexadecimal digits or in base64.
-
-    Raises:
-        ConfigError: the key is invalid, or the package `cryptography` is not installed.
+    It is 32 bytes, or the same as 64 hexadecimal digits or in base64. Raises ConfigError if the key is invalid, or the
+    package `cryptography` is not installed.
     """
 
     def __init__(self, key: bytes | str) -> None:
@@ -86,7 +79,14 @@ class StoreCipher(_Secret, Plain):
             self._key = _key_of(key)
         finally:
             del key  # tracebacks may show variables
-        self._library = _Library()
+        try:
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        except ImportError as error:
+            raise ConfigError(
+                f"encryption requires the package cryptography ({error}); pip install 'hf-tiered-cache[encryption]'"
+            ) from error
+        self._hkdf: Any = lambda salt: HKDF(SHA256(), 2 * KEY_BYTES, salt, b"hf_tiered_cache file")
         self.key_id = self._derive(b"key id")[:KEY_ID_BYTES].hex()
         """Id of the key. It distinguishes keys and reveals nothing about them."""
 
@@ -101,7 +101,7 @@ class StoreCipher(_Secret, Plain):
             raise OtherKeyError("it is not encrypted, but the store was opened with a key")
         if seal.key_id != self.key_id:
             raise OtherKeyError(f"it is encrypted with the key {seal.key_id}, but the store's key is {self.key_id}")
-        return FileCipher(self._library, self._library.expand(self._key, seal.salt))
+        return FileCipher(self._hkdf(seal.salt).derive(self._key))
 
     def _derive(self, purpose: bytes) -> bytes:
         return hmac.digest(self._key, b"hf_tiered_cache " + purpose, "sha256")
@@ -110,18 +110,23 @@ class StoreCipher(_Secret, Plain):
         return f"StoreCipher(key {self.key_id})"
 
 
-class FileCipher(_Secret):
-    """Guard of the blocks of one encrypted file.
+class FileCipher(_Secret, Guard):
+    """Guard of the blocks of one encrypted file. `keys` are those of the blocks and of the tag, `KEY_BYTES` each.
 
-    Args:
-        library: wrapper of the package `cryptography`.
-        keys: key of the blocks and key of the tag, concatenated, `KEY_BYTES` each.
+    A context per block is the only API of `cryptography` that decrypts in place with a separate tag (AESGCM needs the
+    tag after the block). From version 48 on it releases the GIL.
     """
 
-    def __init__(self, library: _Library, keys: bytes) -> None:
-        self._library = library
-        self._algorithm = library.algorithm(keys[:KEY_BYTES])
-        self._tag_key = keys[KEY_BYTES:]
+    def __init__(self, keys: bytes) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        self._invalid, self._tag_key, algorithm = InvalidTag, keys[KEY_BYTES:], algorithms.AES(keys[:KEY_BYTES])
+
+        def block_cipher(number: int, tag: bytes | None = None) -> Cipher[modes.GCM]:
+            return Cipher(algorithm, modes.GCM(number.to_bytes(_NONCE_BYTES, "little"), tag))
+
+        self._block_cipher = block_cipher
 
     def seal(
         self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
@@ -133,7 +138,7 @@ class FileCipher(_Secret):
             sealed = memory[: len(plain)]
             tags = bytearray()
             for number, (source, target) in enumerate(zip(rows(plain), rows(sealed), strict=True), first + at):
-                context = self._library.encryptor(self._algorithm, number)
+                context = self._block_cipher(number).encryptor()
                 context.update_into(source, target)
                 context.finalize()
                 tags += context.tag
@@ -143,52 +148,16 @@ class FileCipher(_Secret):
         tags = digests.tobytes()
         for at, block in enumerate(rows(blocks)):
             tag = tags[at * _GCM_TAG_BYTES : (at + 1) * _GCM_TAG_BYTES]
-            context = self._library.decryptor(self._algorithm, first + at, tag)
+            context = self._block_cipher(first + at, tag).decryptor()
             context.update_into(block, block)
             try:
                 context.finalize()
-            except self._library.invalid:
+            except self._invalid:
                 return at
         return None
 
     def tag(self, head: bytes) -> bytes:
         return hmac.digest(self._tag_key, head, "sha256")[:TAG_BYTES]
-
-
-class _Library:
-    """Wrapper of the package `cryptography`, which is imported when a key is given.
-
-    A context per block is its only API that decrypts in place with a separate tag (AESGCM needs the tag after the
-    block). From version 48 on it releases the GIL.
-    """
-
-    def __init__(self) -> None:
-        try:
-            from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-            from cryptography.hazmat.primitives.hashes import SHA256
-            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-        except ImportError as error:
-            raise ConfigError(
-                f"encryption requires the package cryptography ({error}); pip install 'hf-tiered-cache[encryption]'"
-            ) from error
-        self.invalid = InvalidTag
-        self.algorithm = algorithms.AES
-        self._cipher, self._gcm, self._hkdf, self._sha256 = Cipher, modes.GCM, HKDF, SHA256
-
-    def expand(self, key: bytes, salt: bytes) -> bytes:
-        """Derive the key of a file's blocks and the key of its tag, concatenated."""
-        return self._hkdf(self._sha256(), 2 * KEY_BYTES, salt, b"hf_tiered_cache file").derive(key)
-
-    def encryptor(self, algorithm: Any, number: int) -> Any:
-        return self._cipher(algorithm, self._gcm(_nonce(number))).encryptor()
-
-    def decryptor(self, algorithm: Any, number: int, tag: bytes) -> Any:
-        return self._cipher(algorithm, self._gcm(_nonce(number), tag)).decryptor()
-
-
-def _nonce(number: int) -> bytes:
-    return number.to_bytes(_NONCE_BYTES, "little")
 
 
 def cipher_of(key: bytes | str | None) -> Plain:

@@ -45,11 +45,7 @@ class Codec(Protocol):
 
 
 def checked_encode(codec: Codec, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Encode a tensor, `[..., dim]`, and check the fields.
-
-    Raises:
-        ConfigError: The codec returned fields of other dtypes or shapes than its `fields` says.
-    """
+    """Encode a tensor, `[..., dim]`. Raises ConfigError if the dtypes or shapes differ from the codec's `fields`."""
     encoded = codec.encode(tensor)
     if codec.lossless:  # only `Raw` is: plug-ins cannot be
         return encoded
@@ -79,12 +75,10 @@ def checked_decode(codec: Codec, fields: tuple[torch.Tensor, ...], dtype: torch.
 
 
 def _form(tensor: torch.Tensor) -> str:
-    """Return the dtype and the shape of a tensor, for a message."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _list_of(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the dtypes and the shapes of tensors, for a message."""
     return f"[{', '.join(map(_form, tensors))}]"
 
 
@@ -147,7 +141,7 @@ class Scaled:
 
 
 class Direction:
-    """Codec of merged vectors in uncompressed segments: the direction in the tensor's dtype, and a float32 factor.
+    """Codec of merged vectors in uncompressed segments: a direction in the tensor's dtype, and a float32 factor.
 
     8-bit codecs do not need it: their scale serves as the factor.
     """
@@ -179,11 +173,6 @@ def _fault(name: str, part: object) -> str:
         return f"its name is {codec.name!r}"
     if codec.lossless:
         return "it is lossless, and only raw may be: exact KV is stored unchanged"
-    return _fault_in_use(codec)
-
-
-def _fault_in_use(codec: Codec) -> str:
-    """Return what is wrong with a codec by encoding and decoding a small tensor, or ""."""
     tensor = torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 64)
     try:
         checked_decode(codec, checked_encode(codec, tensor), tensor.dtype, tensor.shape[-1])
@@ -239,18 +228,12 @@ def _codec(name: str) -> Codec:
 
 
 def merged_codec(name: str) -> Codec:
-    """Return the codec of merged layers in a segment with the given codec.
-
-    It encodes the shared direction, and a factor for each layer (see `pairs.py`).
-    """
+    """Return the codec of merged layers in a segment with a codec: a shared direction, and a factor for each layer."""
     return _DIRECTION if name == RAW else make_codec(name)
 
 
 def coded_provenance(provenance: str, codec: str) -> str:
-    """Return the provenance of KV that is stored with `codec`.
-
-    The name of a lossy codec is appended, so that look-ups for exact KV do not match it.
-    """
+    """Return the provenance of KV stored with `codec`: that of a lossy codec differs from that of exact KV."""
     return provenance if make_codec(codec).lossless else f"{provenance} {codec}"
 
 

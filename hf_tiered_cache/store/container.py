@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -48,16 +48,11 @@ def _weights(words: int, device: torch.device) -> torch.Tensor:
 
 
 def lin64(blocks: torch.Tensor) -> torch.Tensor:
-    """Compute the sum of each block's 64-bit words times fixed odd constants, modulo 2^64.
+    """Return the sum of each block's 64-bit words times fixed odd constants, modulo 2^64: int64 `[n]`.
 
     It uses only integer arithmetic, so all devices give the same digest. GPUDirect Storage reads bytes into the GPU
-    that the CPU never sees. There, xxh3 would need a copy back to the host.
-
-    Args:
-        blocks: uint8 `[n, block_bytes]`, block_bytes a multiple of 8.
-
-    Returns:
-        int64 `[n]`, the bits of the unsigned digests.
+    that the CPU never sees. There, xxh3 would need a copy back to the host. `blocks` is uint8 `[n, block_bytes]`,
+    block_bytes a multiple of 8.
     """
     words = blocks.view(torch.int64)  # [n, block_bytes / 8]
     weights, step = _weights(words.shape[1], blocks.device), max(1, _PIECE_BYTES // blocks.shape[1])
@@ -78,23 +73,18 @@ Group: TypeAlias = "torch.Tensor | PackedBlocks"
 
 
 def block_digests(blocks: torch.Tensor, linear: np.ndarray | None = None) -> np.ndarray:
-    """Compute both digests of each block.
-
-    Args:
-        blocks: uint8 `[n, block_bytes]` on the CPU.
-        linear: int64 `[n]`, their lin64 if it is already known.
-
-    Returns:
-        `DIGEST_DTYPE` `[n]`.
-    """
+    """Return both digests of blocks, uint8 `[n, block_bytes]`: `DIGEST_DTYPE` `[n]`; `linear` is lin64, if known."""
     table = np.empty(blocks.shape[0], DIGEST_DTYPE)
     table["xxh3"] = [xxh3(row) for row in rows(blocks)]
     table["lin64"] = (lin64(blocks).numpy() if linear is None else linear).view(np.uint64)
     return table
 
 
-class Guard(Protocol):
-    """Converter between a file's blocks and memory, with a digest for each block and a tag for the file's header."""
+class Guard:
+    """Converter between a file's blocks and memory, with a digest for each block and a tag for the file's header.
+
+    This one stores blocks unencrypted, and detects accidental damage only.
+    """
 
     def seal(
         self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
@@ -106,6 +96,7 @@ class Guard(Protocol):
             blocks: uint8 `[n, block_bytes]` on the CPU; not modified.
             linear: int64 `[n]`, their lin64 if it is already known.
         """
+        yield blocks, block_digests(blocks, linear)
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
         """Verify stored blocks, and decrypt them in place. Returns the index of the first damaged block, or None.
@@ -115,25 +106,12 @@ class Guard(Protocol):
             blocks: uint8 `[n, block_bytes]` on the CPU, as they were read.
             digests: `DIGEST_DTYPE` `[n]`, the stored digests.
         """
-
-    def tag(self, head: bytes) -> bytes:
-        """Return the tag that proves that the writer of a header had the key; empty if there is no key."""
-
-
-class Checksums:
-    """Guard of blocks that are stored unencrypted. It detects accidental damage only."""
-
-    def seal(
-        self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
-    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        yield blocks, block_digests(blocks, linear)
-
-    def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
         sums = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
         bad = np.flatnonzero(sums != digests["xxh3"])
         return int(bad[0]) if len(bad) else None
 
     def tag(self, head: bytes) -> bytes:
+        """Return the tag that proves that the writer of a header had the key; empty if there is no key."""
         return b""
 
 
@@ -182,9 +160,7 @@ class Seal:
 def parse_prefix(prefix: struct.Struct, head: bytes, magic: bytes, newest: int, oldest: int = 1) -> Sequence[int]:
     """Return the numbers of a prefix after the version: length of the JSON, others, and the checksum.
 
-    Raises:
-        OtherFormatError: the format version is not one from `oldest` to `newest`. FormatError: the file has another
-            magic.
+    Raises OtherFormatError if the version is not one from `oldest` to `newest`, FormatError if the magic differs.
     """
     if len(head) < prefix.size or head[: len(magic)] != magic:
         raise FormatError("it has another magic, or is too short")
@@ -235,16 +211,7 @@ def check_not_sparse(nbytes: int, stored: Stored) -> None:
 def write_blocks(
     upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
 ) -> np.ndarray:
-    """Write blocks and return their digests, `DIGEST_DTYPE` `[blocks]`.
-
-    Args:
-        upload: upload to write to.
-        offset: byte offset of the first block in the file.
-        guard: encrypts blocks, if the store has a key, and computes their digests.
-        first: number of the first block in the file.
-        blocks: uint8 `[blocks, block_bytes]` on the CPU.
-        linear: int64 `[blocks]`, their lin64 if known.
-    """
+    """Write blocks at an offset of a file, and return their digests, `DIGEST_DTYPE` `[blocks]`. See `Guard.seal`."""
     digests = [np.empty(0, DIGEST_DTYPE)]
     for piece, table in guard.seal(first, blocks, linear) if len(blocks) else ():  # a KV cache group may hold no tokens
         upload.write(piece.numpy().data.cast("B"), offset)

@@ -13,21 +13,22 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ConversationInUseError, FormatError
 from .catalogue import SegmentRow
 from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of
-from .process import ownerships
 from .records import Record, RecordFiles, Records, check_name, seconds
+from .threads import PerProcess
 
 logger = logging.getLogger("hf_tiered_cache")
 
 MOST_LETTERS = 200
-"""Maximum length of an id in characters."""
 _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT})
 _ATTEMPTS, _PAUSE_SECONDS, _PATIENCE_SECONDS = 5, 0.01, 1.0
 """Retries of a lock. Listing conversations and `gc` hold it for a moment, without being owners."""
@@ -48,23 +49,18 @@ class ConversationRecord(Record):
 
     id: str
     fingerprint: str
-    """Fingerprint of the model that computed it."""
     provenance: str
     """Provenance of its KV: its segments are found only under this one."""
     method: str
     """Textual description of the method, as `make_method` takes it."""
     segments: tuple[str, ...]
-    """Ids of its segments, in order."""
     tokens: int
-    """Number of stored tokens."""
     turns: int
     created: float
     suspended: float
     """Time of the last suspension, in Unix seconds."""
     nbytes: int
-    """Bytes of its segments on disk at that time."""
     model: Mapping[str, str] = field(default_factory=dict)
-    """Human-readable description of the model."""
     merging: str = ""
     """Decision about layers that share KV, with its reason, at the last suspension; "" if there was none."""
     refused_tokens: int = 0
@@ -110,13 +106,9 @@ class Conversations(Records[ConversationRecord]):
 
     record = ConversationRecord
 
-    def ownership(self, conversation_id: str) -> Ownership:
-        """Return an unacquired ownership lock. Raises ConfigError if the id is invalid."""
-        return Ownership(conversation_id, self.files)
-
     def release_all(self) -> None:
         """Release all ownership locks of this store, when it is closed."""
-        with ownerships() as owners:
+        with _owners.locked() as owners:
             for owner in list(owners.values()):
                 if owner.files is self.files:
                     owner.release()
@@ -139,12 +131,9 @@ class Conversations(Records[ConversationRecord]):
         return sorted(infos, key=lambda info: info.used)
 
     def segments_of(self, ids: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:
-        """Return those of all stored segments that belong to these conversations and to no other one.
+        """Return those of all stored segments that only these conversations have. Raises ConfigError if one is missing.
 
         Segments that no record names are included: of an edited history, or of a process that was killed.
-
-        Raises:
-            ConfigError: a conversation does not exist.
         """
         provenances, own_segments, other_segments = set[str](), set[str](), set[str]()
         for conversation_id in ids:
@@ -161,25 +150,17 @@ class Conversations(Records[ConversationRecord]):
         return [row for row in rows if row.id in own_segments or row.provenance in provenances]
 
     def remove(self, ids: Collection[str]) -> None:
-        """Delete the records of conversations; their segments stay.
-
-        Raises:
-            ConversationInUseError: one is in use; then no record is deleted. OSError: a record could not be deleted.
-        """
+        """Delete the records of conversations, but not their segments. Raises ConversationInUseError or OSError."""
         with ExitStack() as stack:
             for conversation_id in ids:
-                owned = self.ownership(conversation_id)
+                owned = Ownership(conversation_id, self.files)
                 owned.take(over=False)
                 stack.callback(owned.release)
             for conversation_id in ids:
                 self.delete(conversation_id)
 
     def rename_segment(self, old: str, new: str) -> None:
-        """Let the records that name a segment name the one that replaces it. The caller holds the store's lock.
-
-        Raises:
-            OSError: a record could not be written.
-        """
+        """Replace a segment in all records that name it. The caller holds the store's lock. Raises OSError."""
         self.write(
             [
                 replace(record, segments=tuple(new if name == old else name for name in record.segments))
@@ -189,28 +170,19 @@ class Conversations(Records[ConversationRecord]):
         )
 
     def sweep(self, stored_ids: Collection[str], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or have no stored segment left, and the locks of dead processes.
-
-        Conversations in use are kept. Returns the paths of the deleted records, or with `dry_run` of those to delete.
-        """
+        """Delete records that are damaged or have no stored segment left, and locks of dead processes. See `_sweep`."""
         removed = self._sweep(lambda record: any(segment in stored_ids for segment in record.segments), dry_run)
-        if not dry_run:
-            with suppress(OSError):
-                for name in self.files.names(CONVERSATION_LOCK):
-                    self._remove_free_lock(name)
+        with suppress(OSError):
+            for name in () if dry_run else self.files.names(CONVERSATION_LOCK):
+                if self.files.is_own(CONVERSATION_LOCK, name):
+                    with suppress(OSError):
+                        if (lock := self.files.lock(CONVERSATION_LOCK, name)) is not None:  # its process has ended
+                            with lock:
+                                self.files.delete(CONVERSATION_LOCK, name)
         return removed
 
     def _is_in_use(self, name: str) -> bool:
         return self.files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX)
-
-    def _remove_free_lock(self, name: str) -> None:
-        if self.files.is_locked(CONVERSATION_LOCK, name) or not self.files.is_own(CONVERSATION_LOCK, name):
-            return
-        with suppress(OSError):
-            lock = _lock_patiently(self.files, name)
-            if lock is not None:
-                with lock:
-                    self.files.delete(CONVERSATION_LOCK, name)
 
 
 def _describe(
@@ -270,16 +242,9 @@ class Ownership:
         self._pid = os.getpid()
 
     def take(self, over: bool) -> None:
-        """Acquire ownership of the conversation.
-
-        Args:
-            over: whether to take it over from another owner in this process.
-
-        Raises:
-            ConversationInUseError: another owner has it.
-        """
-        with ownerships() as owners:
-            current: Ownership | None = owners.get(self._path)
+        """Acquire ownership, with `over` also from another owner in this process. Raises ConversationInUseError."""
+        with _owners.locked() as owners:
+            current = owners.get(self._path)
             if current is not None and current.held and current is not self:
                 if not over:
                     raise ConversationInUseError(self._id, os.getpid(), current.since)
@@ -291,7 +256,7 @@ class Ownership:
 
     def release(self) -> None:
         """Release ownership. In a forked child, this does not affect the parent's ownership."""
-        with ownerships() as owners:
+        with _owners.locked() as owners:
             if not self.held:
                 return
             self.held, file, self._file = False, self._file, None
@@ -323,14 +288,14 @@ class Ownership:
         return file
 
 
+_owners: PerProcess[weakref.WeakValueDictionary[Path | str, Ownership]] = PerProcess(weakref.WeakValueDictionary)
+"""Conversations that this process owns, by the path of their lock."""
+
+
 def _lock_patiently(files: RecordFiles, name: str) -> Any:
-    """Lock a conversation until the file is closed. Retries, since listing conversations also locks it for a moment.
+    """Lock a conversation until the returned file is closed. Returns None if it is locked. Raises OSError.
 
-    Returns:
-        The locked file, or None if another process or thread has the lock.
-
-    Raises:
-        OSError: the file cannot be locked.
+    Retries, since listing conversations also locks it for a moment.
     """
     refused, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
     while refused < _ATTEMPTS and time.monotonic() < deadline:

@@ -12,14 +12,15 @@ import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
+from pathlib import Path
 from stat import S_ISREG
 from typing import Any, ClassVar, TypeVar
 
 from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX
-from .process import has_database, release_database, shared_database
 from .root import StoreRoot
+from .threads import PerProcess
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -32,7 +33,7 @@ _LOG_BYTES = _WAL_PAGES * 4096
 _MOST_TRIES = 4
 _T = TypeVar("_T")
 _D = TypeVar("_D", bound="Database")
-_File = tuple[int, int] | None
+_File = Hashable | None
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -41,14 +42,9 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 
 class Database(ABC):
-    """A connection that all stores and threads of one process share. A subclass creates the tables.
+    """A connection that all stores and threads of a process share. A subclass creates the tables. Raises sqlite3.Error.
 
-    Args:
-        files: the folder of the database, or None for a database in memory.
-        read_only: whether to open an existing database only. Nothing is created or repaired; faults are errors.
-
-    Raises:
-        sqlite3.Error: the database cannot be opened.
+    Without `files`, the folder, it is in memory. With `read_only`, nothing is created or repaired; faults are errors.
     """
 
     version: ClassVar[int]
@@ -62,7 +58,7 @@ class Database(ABC):
         self._identity: tuple[_File, _File] | None = None
         self._waits = True
         self._closed = False
-        self.is_shared = False
+        self.is_shared = self._files is not None
         self.users = 0
         self.generation = 0
         """Number of times it was reopened. After each, rows that this process wrote may be missing."""
@@ -74,20 +70,24 @@ class Database(ABC):
     @classmethod
     def shared(cls: type[_D], files: StoreRoot) -> _D:
         """Return the process's connection to the database of a folder. Its users call `release`."""
-
-        def open_shared() -> _D:
-            database = cls(files.again())
-            database.is_shared = True
+        path = files.where(CATALOGUE, CATALOGUE_NAME)
+        with _databases.locked() as databases:
+            if path not in databases:
+                databases[path] = cls(files.again())
+            database: _D = databases[path]
+            database.users += 1
             return database
-
-        return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), open_shared)
 
     def release(self) -> None:
         """Close the database, if it is not shared, or by its last user."""
-        if self.is_shared:
-            release_database(self)
-        else:
-            self.close()
+        if not self.is_shared:
+            return self.close()
+        with _databases.locked() as databases:
+            self.users -= 1
+            ours = [path for path, database in databases.items() if database is self]
+            if ours and not self.users:  # otherwise it is the parent's
+                del databases[ours[0]]
+                self.close()
 
     @abstractmethod
     def _set_up(self, db: sqlite3.Connection) -> None:
@@ -176,10 +176,7 @@ class Database(ABC):
         """Make sure that SQLite opens only the library's own files. It would follow a link and overwrite any content.
 
         A file that was opened here before counts as own, whatever its content is now. If a file has a second name, such
-        as from a hard-link backup, the database is unlinked here and a new one is created.
-
-        Raises:
-            sqlite3.OperationalError: a file was not written by this library.
+        as from a hard-link backup, a new database is created. Raises sqlite3.OperationalError.
         """
         opened = None if self._identity is None else self._identity[0]
         linked = False
@@ -187,7 +184,7 @@ class Database(ABC):
             status = files.find(kind, name)
             if status is None:
                 continue
-            is_opened = opened is not None and files.identity(CATALOGUE, CATALOGUE_NAME) == opened
+            is_opened = opened is not None and self._identify()[0] == opened
             if not S_ISREG(status.st_mode) or not (is_opened or files.is_own(kind, name)):
                 raise sqlite3.OperationalError(
                     f"{files.where(kind, name)} was not written by this library; move it elsewhere"
@@ -234,8 +231,9 @@ class Database(ABC):
     def _identify(self) -> tuple[_File, _File]:
         """Return device and inode of the database, and of its log."""
         assert self._files is not None
-        identity = self._files.identity
-        return identity(CATALOGUE, CATALOGUE_NAME), identity(CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
+        files = (CATALOGUE, CATALOGUE_NAME), (CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
+        database, log = (self._files.stored(*file) for file in files)
+        return database and database.version, log and log.version
 
     def _in_place(self) -> bool:
         """Return whether the open files are still the ones at the path, which other processes open."""
@@ -260,6 +258,15 @@ class Database(ABC):
             seconds = _BUSY_SECONDS if waits else min(_BUSY_SECONDS, _BUSY_SECONDS_AFTERWARDS)
             self._db.execute(f"PRAGMA busy_timeout={int(seconds * 1000)}")
             self._waits = waits
+
+
+_databases: PerProcess[dict[Path, Any]] = PerProcess(dict)
+"""Shared databases by their resolved path."""
+
+
+def has_database(path: Path) -> bool:
+    """Return whether this process has opened the database at a path. If so, only SQLite may open its files."""
+    return path in _databases.get()
 
 
 def _connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:

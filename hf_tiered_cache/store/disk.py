@@ -38,22 +38,17 @@ from .quota import Limits, Space
 from .segment import SegmentReader, read_head
 
 _HIDDEN_SECONDS = 60.0
-"""Seconds for which a segment is not used after a read error."""
 
-Written: TypeAlias = "Callable[[int, torch.Tensor, int], None]"
-"""Callback for a written KV cache group: its number, its blocks, and the content hash in `SegmentReader.owner`."""
+Written: TypeAlias = "Callable[[tuple[str, int, int], torch.Tensor], None]"
+"""Callback for a written KV cache group: its key in memory (see `SegmentReader.owners`), and its blocks, uint8
+`[chunks, block_bytes]`."""
 
 
 class SegmentStore(Space):
-    """Segments in one place, shared by any number of processes.
+    """Segments in one place, shared by any number of processes. The place is closed with the store.
 
-    Args:
-        backend: the place; closed with the store.
-        verify: whether to compare the checksum of every block that is read.
-        limits: limits of the disk space.
-        counters: counts faults and traffic.
-        cipher: encrypts the blocks, if the store has a key. Segments written with another key, or without one, are
-            neither used nor changed.
+    With `verify`, the checksum of every block that is read is compared. The cipher encrypts the blocks, if the store
+    has a key: segments written with another key, or without one, are neither used nor changed.
     """
 
     def __init__(
@@ -190,9 +185,11 @@ class SegmentStore(Space):
         prefix_hashes: list[bytes],
         block_groups: Iterable[Group],
         ancestors: Iterable[str] = (),
-        written: Written = lambda block_group, blocks, content: None,
+        written: Written = lambda owner, blocks: None,
     ) -> bool:
-        """Write a segment and make it visible atomically.
+        """Write a segment and make it visible atomically. Returns whether it is stored now.
+
+        A full disk, the quota, an unwritable folder or an unavailable lock drop it, which is counted and logged once.
 
         Args:
             header: header without its sections.
@@ -200,10 +197,6 @@ class SegmentStore(Space):
             block_groups: blocks of each KV cache group, `[chunks, block_bytes]`; each is consumed before the next.
             ancestors: segments that it continues. Their use is recorded with it, so that it is evicted before them.
             written: callback for each KV cache group that was written. The segment may still be dropped.
-
-        Returns:
-            Whether the segment is stored now. A full disk, the quota, an unwritable folder or an unavailable lock drop
-            the write, which is counted and logged once.
         """
         header = lay_out(replace(header, seal=self.cipher.new_seal()), len(prefix_hashes))
         if not self.backend.writable:
@@ -244,16 +237,9 @@ class SegmentStore(Space):
     def _write(
         self, header: SegmentHeader, prefix_hashes: list[bytes], block_groups: Iterable[Group], written: Written
     ) -> tuple[int, bool]:
-        """Write a segment whose header has its sections, and publish it. See `publish`.
+        """Write and publish a segment. Returns its size in bytes, and whether it replaced another one.
 
-        Returns:
-            Size of the segment in bytes, and whether it replaced another segment.
-
-        Raises:
-            FileExistsError: a segment with this id exists, and is not to be replaced.
-            QuotaError: there is no room within the quota or on the disk.
-            StoreBusyError: the store or its catalogue is locked by another process, or the catalogue cannot be opened.
-            OSError: the segment cannot be written.
+        Raises FileExistsError if it exists and is not to be replaced, QuotaError, StoreBusyError or OSError.
         """
         guard, replaces = self.cipher.guard(header.seal), self._is_replaceable(header.id)
         if not self.index.is_shared():
@@ -265,7 +251,7 @@ class SegmentStore(Space):
                 blocks, linear = group if isinstance(group, PackedBlocks) else (group, None)
                 first = header.shape.first_block(block_group)
                 digests.append(write_blocks(upload, offset, guard, first, blocks, linear))
-                written(block_group, blocks, content_of(digests[-1]))
+                written((header.id, block_group, content_of(digests[-1])), blocks)
                 offset += blocks.numel()
             upload.write(memoryview(encode_head(header, prefix_hashes, np.concatenate(digests), guard)), 0)
             row = SegmentRow.of(header, b"".join(prefix_hashes), upload.nbytes())
@@ -299,10 +285,7 @@ class SegmentStore(Space):
     def _is_replaceable(self, segment_id: str) -> bool:
         """Return whether an existing segment is to be replaced, because it is damaged, expired or failing.
 
-        Raises:
-            FileExistsError: the existing segment is usable.
-            NotOursError: the existing segment has another key or format.
-            OSError: the existing segment cannot be read.
+        Raises FileExistsError if it is usable, NotOursError if it has another key or format, or OSError.
         """
         listed_row = self.index.row(segment_id)
         try:

@@ -23,7 +23,6 @@ from .kinds import DOCUMENT, FileKind
 from .records import Record, Records, check_name
 
 MOST_LETTERS = 1000
-"""Maximum length of a label in characters."""
 
 
 def passage_name(chain: bytes) -> str:
@@ -54,7 +53,6 @@ class DocumentRecord(Record):
 
     label: str
     fingerprint: str
-    """Fingerprint of the model that computed it."""
     made: str
     """Provenance of the passages, and the token that preceded them."""
     passages: tuple[str, ...]
@@ -67,7 +65,6 @@ class DocumentRecord(Record):
     leaving: tuple[str, ...] = ()
     """Names of previous passages that are still to be deleted, unless another label uses them."""
     model: Mapping[str, str] = field(default_factory=dict)
-    """Human-readable description of the model."""
 
     def in_place_of(self, before: DocumentRecord | None) -> DocumentRecord:
         """Return this record with what follows from the previous record of the label, or None."""
@@ -125,11 +122,7 @@ class Documents(Records[DocumentRecord]):
         return [_describe(record, stored_rows, named) for record in records]
 
     def only_of(self, leaving: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
-        """Return the given passages that no record uses, except the records to be deleted (`leaving`).
-
-        Raises:
-            OtherFormatError: there is a record that this version cannot read. OSError: one cannot be read now.
-        """
+        """Return those passages that no record uses but those in `leaving`. Raises OtherFormatError or OSError."""
         keys, unused = {record.key for record in leaving}, set(names)
         files: list[str] = []
         with suppress(FileNotFoundError):
@@ -146,10 +139,7 @@ class Documents(Records[DocumentRecord]):
         return unused
 
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or have no stored passage left.
-
-        Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
-        """
+        """Delete records that are damaged or have no stored passage left. See `_sweep`."""
         stored = by_passage(rows).keys()
         return self._sweep(lambda record: not stored.isdisjoint((*record.passages, *record.leaving)), dry_run)
 

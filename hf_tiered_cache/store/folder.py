@@ -13,20 +13,26 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 
-from ..errors import StoreBusyError
+from ..errors import ConfigError, EngineUnavailableError, StoreBusyError, unknown_name
 from .backend import HeadLength, SegmentBackend
-from .engines import Engine, EngineFile, ReadOp, ReadReport
+from .database import has_database
+from .engines import Engine, EngineFile, PosixEngine, ReadOp, ReadReport
+from .engines.kvikio import KvikioEngine
 from .format import HEADER_BYTES
 from .kinds import (
     CALIBRATIONS,
+    CATALOGUE,
+    CATALOGUE_NAME,
     CONVERSATION,
     CONVERSATION_LOCK,
+    DATABASE_FILES,
     DOCUMENT,
     FIXED_FILES,
     LOCK,
@@ -43,7 +49,7 @@ from .kinds import (
 from .lazy import torch
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
-from .tree import Stored, nbytes_of, open_regular, read_all, stored_in, write_all
+from .tree import Stored, nbytes_of, open_regular, read_all, stored_in
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -54,21 +60,12 @@ _LOCK_SECONDS_AFTERWARDS = 1.0
 _OPENINGS = 100
 """Maximum number of attempts to open a file that is replaced between two calls each time."""
 _MOST_UNSYNCED = 1000
-"""Maximum number of files that wait to be made durable."""
 _UNNAMED = (*FIXED_FILES.values(), CALIBRATIONS, TEMPORARY, TEMPORARY_LOCK, CONVERSATION, CONVERSATION_LOCK, DOCUMENT)
 """Kinds of files that take space and are neither segments nor sidecars."""
 
 
 class FolderBackend(SegmentBackend):
-    """Implementation of `SegmentBackend` with a folder.
-
-    Args:
-        root: the folder; created with mode 0700 if missing.
-        engine: reads blocks; closed with the backend.
-
-    Raises:
-        StoreError: `root` is no store and cannot become one.
-    """
+    """Implementation of `SegmentBackend` with a folder, and an engine that is closed with it. Raises StoreError."""
 
     def __init__(self, root: Path, engine: Engine) -> None:
         self.files = StoreRoot(root)
@@ -89,8 +86,12 @@ class FolderBackend(SegmentBackend):
         return self.files.sizes(SIDECAR)
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
+        is_open = has_database(self.files.where(CATALOGUE, CATALOGUE_NAME))
+
         def is_known(kind: FileKind, name: str) -> bool:
-            return kind is SEGMENT and name.removesuffix(SEGMENT_SUFFIX) in known
+            if kind is SEGMENT:
+                return name.removesuffix(SEGMENT_SUFFIX) in known
+            return is_open and name in DATABASE_FILES
 
         return self.files.unknown(is_known)
 
@@ -118,9 +119,8 @@ class FolderBackend(SegmentBackend):
     # --- writing
 
     @contextmanager
-    def write(self, segment_id: str, nbytes: int) -> Iterator[FolderUpload]:
-        with self.files.temporary(nbytes) as temporary:
-            upload = FolderUpload(self.files, temporary, segment_id)
+    def write(self, segment_id: str, nbytes: int) -> Iterator[Temporary]:
+        with self.files.temporary(*file_of(segment_id), nbytes) as upload:
             try:
                 yield upload
             finally:
@@ -222,24 +222,6 @@ class FolderBackend(SegmentBackend):
         self.files.close()
 
 
-class FolderUpload:
-    """Implementation of `Upload` with a temporary file that is open for writing."""
-
-    def __init__(self, files: StoreRoot, temporary: Temporary, segment_id: str) -> None:
-        self.path, self.published = files.where(TEMPORARY, temporary.name), False
-        self._files, self._temporary, self._id = files, temporary, segment_id
-
-    def write(self, data: memoryview, offset: int) -> None:
-        write_all(self._temporary.file.fileno(), data, offset)
-
-    def nbytes(self) -> int:
-        return os.fstat(self._temporary.file.fileno()).st_blocks * 512
-
-    def publish(self, replace: bool) -> None:
-        self._files.publish(self._temporary.name, *file_of(self._id), replace)
-        self.published = True
-
-
 def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:
     """Read the beginning of a segment file at any path. See `SegmentBackend.head`."""
     with open_regular(path) as (fd, status):
@@ -249,3 +231,36 @@ def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:
 def _head(fd: int, status: os.stat_result, length: HeadLength) -> tuple[Stored, bytes]:
     stored, page = stored_in(status), read_all(fd, HEADER_BYTES, 0)
     return stored, page + read_all(fd, max(0, length(stored, page) - HEADER_BYTES), HEADER_BYTES)
+
+
+# --- engines
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "kvikio": KvikioEngine,
+    "page_cache": partial(PosixEngine, direct=False),
+    "posix": PosixEngine,
+}
+
+
+def open_engine(name: str | Engine = "auto") -> Engine:
+    """Open the engine called `name`; "auto" is kvikio if GPUDirect Storage works, else posix. Or return an `Engine`.
+
+    Raises:
+        ConfigError: there is no such engine.
+        EngineUnavailableError: the requested engine does not work on this machine.
+    """
+    engine: Engine
+    if isinstance(name, Engine):
+        engine = name
+    elif name != "auto":
+        if name not in ENGINES:
+            raise ConfigError(unknown_name("engine", name, ["auto", *ENGINES]))
+        engine = ENGINES[name]()
+    else:
+        try:
+            engine = KvikioEngine(compat=False)
+        except EngineUnavailableError as error:
+            logger.debug("I/O engine: %s", error)
+            engine = PosixEngine()
+    logger.info("I/O engine: %s", engine.describe())
+    return engine

@@ -65,9 +65,7 @@ class SegmentHeader:
     model: Mapping[str, str] = field(default_factory=dict)
     """Description of the model for people, such as `name`, `class` and `dtype`. Only the fingerprint permits reuse."""
     label: str = ""
-    """User-defined label."""
     seal: Seal | None = None
-    """Encryption parameters; None if the file is not encrypted."""
     scan_hashes: bytes = b""
     """Scan hashes of a passage, `SCAN_BYTES` per prefix hash. They find its tokens in prompts."""
     chain: Section = Section(0, 0)
@@ -110,10 +108,7 @@ def end_of_chain(prefix_hashes: Sequence[bytes], provenance: str) -> bytes:
 
 
 def segment_id(parent: bytes, last: bytes, shape: SegmentShape, provenance: str) -> str:
-    """Return the id of a segment: a hash of its tokens, geometry, provenance and token tables.
-
-    The tokens are given by the prefix hash before the first one, and by a hash of all prefix hashes (`end_of_chain`).
-    """
+    """Return the id of a segment: a hash of its tokens (see `end_of_chain`), geometry, provenance and token tables."""
     name = hashlib.blake2b(digest_size=HASH_BYTES)
     for item in (parent, last, repr(shape.geometry.to_json()).encode(), provenance.encode()):
         name.update(item)
@@ -152,14 +147,7 @@ def _lay_out(header: SegmentHeader, num_hashes: int, scan_bytes: int, tables_byt
 
 
 def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
-    """Encode all data before the blocks: header page, and all other sections, each padded to 4 KiB.
-
-    Args:
-        header: header as returned by `lay_out`.
-        prefix_hashes: the segment's prefix hashes, `HASH_BYTES` each.
-        digests: `DIGEST_DTYPE` `[blocks]`, one KV cache group after the other.
-        guard: guard of the blocks; computes the tag if the file is encrypted.
-    """
+    """Encode all data before the blocks, given a header of `lay_out` and digests, `DIGEST_DTYPE` `[blocks]`."""
     data = {
         "chain": b"".join(prefix_hashes),
         "digests": digests.tobytes(),
@@ -207,7 +195,8 @@ def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes
     names = {"": header.label, **header.model}  # "" is the key of the label
     while True:
         header_names = {"label": names.get(""), "model": {name: value for name, value in names.items() if name}}
-        page_json = _encode_json(data | {name: value for name, value in header_names.items() if value})
+        named = data | {name: value for name, value in header_names.items() if value}
+        page_json = json.dumps(named, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
         if len(page_json) <= room or not names:
             return page_json
         longest = max(names, key=lambda name: len(names[name]))
@@ -216,25 +205,13 @@ def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes
             del names[longest]
 
 
-def _encode_json(data: dict[str, Any]) -> bytes:
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
-
-
 def sections(header: SegmentHeader) -> dict[str, Section]:
     """Return the sections by name, in the order of the file."""
     return {name: getattr(header, name) for name in _SECTIONS}
 
 
 def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
-    """Decode the first page of a file.
-
-    Returns:
-        The header and the number of prefix hashes in the chain.
-
-    Raises:
-        OtherFormatError: the file has another format version.
-        FormatError: the page is damaged or of another kind.
-    """
+    """Decode the first page of a file to the header and the number of prefix hashes. Raises FormatError."""
     if len(page) < HEADER_BYTES:
         raise FormatError("it is too short")
     length, _ = parse_prefix(PREFIX, page, MAGIC, FORMAT_VERSION, OLDEST_VERSION)
@@ -311,9 +288,8 @@ def decode_tables(
 ) -> tuple[SegmentHeader, bytes, tuple[np.ndarray, ...]]:
     """Decode the data between the header page and the blocks.
 
-    Returns:
-        The header with scan hashes, and with token tables in its shape; the prefix hashes of the chain, concatenated;
-        and the digests of each KV cache group, `DIGEST_DTYPE` `[chunks]`.
+    Returns the header with scan hashes and token tables, the prefix hashes of the chain, concatenated, and the digests
+    of each KV cache group, `DIGEST_DTYPE` `[chunks]`.
     """
     arrays = {}
     for name in _SECTIONS[:-1]:

@@ -150,11 +150,6 @@ class Part:
     fields: tuple[FieldSlot, ...]
 
     @property
-    def offset(self) -> int:
-        """Byte offset of the part in the block."""
-        return self.fields[0].offset
-
-    @property
     def end(self) -> int:
         """Byte offset in the block of the end of the part's last field."""
         return self.fields[-1].offset + self.fields[-1].nbytes
@@ -280,11 +275,7 @@ def _check_count(name: str, value: int | None) -> None:
 
 @lru_cache(maxsize=64)
 def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]:
-    """Return the KV cache groups of a segment, in the order in which a forward pass needs them; index groups are last.
-
-    Raises:
-        FormatError: a pair of layers cannot be merged.
-    """
+    """Return the KV cache groups of a segment as a pass needs them, those of an index last. Raises FormatError."""
     by_window: dict[int, list[int]] = {}
     for index, layer_kv in enumerate(layout.layers):
         if layer_kv is not None:

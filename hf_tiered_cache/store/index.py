@@ -22,7 +22,6 @@ _MENDING_SECONDS = 10.0
 _SCANNING_SECONDS = 1.0
 """Seconds before segments that could not be read or added are tried again."""
 _AT_ONCE = 256
-"""Segments that are added in one transaction."""
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -76,10 +75,7 @@ class Index:
         return Catalogue(None)
 
     def is_shared(self) -> bool:
-        """Return whether other processes see added segments.
-
-        A catalogue that could not be opened is tried again every `_MENDING_SECONDS`.
-        """
+        """Return whether other processes see added segments. Tries again to open a catalogue that was not opened."""
         if self._backend.catalogue is None:
             return True  # other processes list the backend themselves
         in_vain = not self.catalogue.is_shared and self._backend.writable

@@ -17,7 +17,6 @@ from typing import Any
 
 PAGE_BYTES = 4096
 RECORD_BYTES = 16 << 20
-"""Maximum size of a record that is read."""
 SEGMENT_MAGIC = b"HFTCKV\r\n"
 """First bytes of a segment. The CR LF reveals line ending conversion by a text-mode transfer."""
 SIDECAR_MAGIC = b"HFTCBS\r\n"
@@ -37,11 +36,9 @@ _FINGERPRINT = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class FileKind:
-    """One kind of file.
+    """Kind of files in a subfolder ("" for the store's root): the pattern of their names, and a check of their content.
 
     Args:
-        folder: subfolder of the store, or "" for the store's root.
-        names: pattern of the whole file name.
         recognises: function that returns whether a name and the first bytes of the content match this kind.
         most_bytes: number of first bytes that `recognises` needs.
         key: for records, the fields that determine the name of a file (see `record_name`).

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,6 @@ from tqdm.auto import tqdm
 from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, StoreError
 from .catalogue import SegmentRow
 from .disk import SegmentStore
-from .lazy import torch
 from .memory import aligned_bytes
 from .segment import SegmentReader, read_head
 
@@ -35,7 +33,6 @@ class VerifyReport:
     blocks: int = 0
     nbytes: int = 0
     sidecars: int = 0
-    """Number of sidecar files."""
     bad: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     unread: int = 0
@@ -77,16 +74,10 @@ class GcReport:
 
 
 def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False) -> VerifyReport:
-    """Read all segments and sidecars from disk, and verify every checksum.
+    """Read all segments and sidecars from disk, and verify every checksum. See `KVStore.verify`.
 
-    Args:
-        store: store to verify. It is not changed unless `repair` is set.
-        progress: whether to show a progress bar.
-        repair: whether to delete damaged files. Their KV is computed and stored again at the next request. Files that
-            could not be read for another reason are kept.
-
-    Raises:
-        StoreError: the folder cannot be listed, or `repair` is set and the store is not writable.
+    Files that could not be read for another reason than damage are kept. Raises StoreError if the folder cannot be
+    listed, or the store to `repair` is not writable.
     """
     report, backend = VerifyReport(), store.backend
     if repair:
@@ -138,21 +129,15 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
         memory = aligned_bytes(min(step, chunks) * block_group.block_bytes).view(-1, block_group.block_bytes)
         for first in range(0, chunks, step):
             count = min(step, chunks - first)
-            window: torch.Tensor = memory[:count]
-            future: Future[Any] = reader.read(index, [(first, window)])
-            future.result()
-            yield window.numel(), count
+            reader.read(index, [(first, memory[:count])]).result()
+            yield count * block_group.block_bytes, count
 
 
 def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     """Delete expired and damaged segments, and unfinished files of dead writers, and evict segments above the quota.
 
-    Args:
-        store: store to clean up. Its catalogue is first synchronized with its files.
-        dry_run: if True, report what would be deleted, without deleting it.
-
-    Raises:
-        StoreError: the pins cannot be listed, the store is not writable, or another process holds its lock.
+    With `dry_run`, only report what would be deleted. The catalogue is first synchronized with the files. Raises
+    StoreError if the pins cannot be listed, the store is not writable, or another process holds its lock.
     """
     report = GcReport()
     if not dry_run:

@@ -22,9 +22,9 @@ _notices = Notices()
 def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str = "cpu") -> torch.Tensor:
     """Allocate uninitialised memory, uint8 `[nbytes]`, that starts on a 4 KiB boundary.
 
-    Large host memory starts on a huge page boundary, and uses huge pages for its whole multiples of 2 MiB. A direct
-    read pins every page that it writes to: with 4 KiB pages, pinning took half of the time of a read at 5 GB/s. No more
-    than `nbytes` of memory are used.
+    Large host memory starts on a huge page boundary, and uses huge pages for its whole multiples of 2 MiB, no more than
+    `nbytes`. A direct read pins every page that it writes to: with 4 KiB pages, pinning took half of the time of a read
+    at 5 GB/s.
 
     Args:
         nbytes: size in bytes.
@@ -82,12 +82,8 @@ With `MADV_DONTFORK` the child could map other memory there, and lose it when it
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate page-locked memory like `aligned_bytes`, but outside PyTorch's allocators, for long-lived buffers.
 
-    Huge pages are used under the same conditions as in `aligned_bytes`. The caller must keep the memory until the GPU
-    has finished all copies. If CUDA refuses to lock the pages, the result of `aligned_bytes` is returned.
-
-    Args:
-        nbytes: size in bytes.
-        device: GPU that copies from and to the memory. No other GPU is initialized.
+    Only the GPU `device` is initialized. The caller must keep the memory until the GPU has finished all copies. If CUDA
+    refuses to lock the pages, the result of `aligned_bytes` is returned.
     """
     if nbytes >= HUGE_PAGE:
         with torch.inference_mode(False):

@@ -22,18 +22,15 @@ import numpy as np
 
 from ..errors import FormatError, StoreBusyError
 from .backend import HeadLength, SegmentBackend
-from .engines import EngineFile, ReadOp, ReadReport
-from .engines.base import Call, coalesce, in_threads
+from .engines import Call, EngineFile, ReadOp, ReadReport, coalesce, in_threads
 from .format import HEADER_BYTES
-from .hedged import HedgedReads
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .lazy import torch
 from .root import StoreRoot
-from .threads import DaemonPool
+from .threads import DaemonPool, HedgedReads
 from .tree import Stored
 
 _LOCK_SECONDS = 30.0
-"""Seconds to wait for the lock of the place."""
 _CLOSE_SECONDS = 5.0
 """Seconds to wait for pending reads at the end: a server that does not answer keeps no process alive."""
 _ATTEMPTS = 100
@@ -67,7 +64,6 @@ class ObjectBackend(ABC, SegmentBackend):
         self._lock = threading.Lock()
         self._uploads: set[ObjectUpload] = set()
         self.bytes_read = 0
-        """Bytes of blocks that were read so far."""
         self._counting = threading.Lock()
 
     # --- the objects
@@ -78,11 +74,7 @@ class ObjectBackend(ABC, SegmentBackend):
 
     @abstractmethod
     def list_objects(self, folder: str) -> dict[str, Stored]:
-        """Return the objects of a folder, without the folder in their names; "" for those outside of folders.
-
-        Raises:
-            OSError: they cannot be listed completely.
-        """
+        """Return the objects of a folder by their names in it, or those of no folder (""). Raises OSError."""
 
     @abstractmethod
     def get_object(self, name: str, version: Any, offset: int, nbytes: int) -> bytes:

@@ -15,8 +15,7 @@ from .catalogue import Catalogue
 from .cipher import Plain
 from .faults import Faults
 from .index import Index
-from .process import OpenSegments
-from .segment import SegmentReader
+from .segment import OpenSegments
 from .sidecars import Sidecars
 
 CATALOGUE_GROWTH = 256 << 10
@@ -42,15 +41,9 @@ class Limits:
     floor: int = 256 << 20
 
     def shortfall(self, nbytes: int, used: int, free: int | None) -> tuple[int, int]:
-        """Return the number of bytes to evict before `nbytes` more are written.
+        """Return the bytes that must be evicted, and that should be, before `nbytes` are written; none if not positive.
 
-        Args:
-            nbytes: bytes to write.
-            used: bytes that the store uses; ignored without a quota.
-            free: free bytes on the disk, or None if unlimited.
-
-        Returns:
-            Bytes that must be evicted, and bytes that should be. Values that are not positive mean no eviction.
+        The store uses `used` bytes, which counts only with a quota. `free` bytes are free, or None: unlimited.
         """
         needed = 0 if free is None else nbytes + self.floor - free
         desired = needed + nbytes if needed > 0 else needed  # room for two such writes, so that not every write evicts
@@ -69,14 +62,8 @@ class Limits:
 def victims(uses: Sequence[Use], nbytes: int, spared: Collection[str], now: float) -> list[tuple[str, int]]:
     """Select segments to evict until `nbytes` are freed: expired ones first, then the least recently used.
 
-    Args:
-        uses: all segments, most recently used last; with equal times, the segment at the larger position first.
-        nbytes: bytes to free.
-        spared: ids of segments that are not evicted.
-        now: current time in Unix seconds.
-
-    Returns:
-        Ids and sizes in bytes of the selected segments.
+    `uses` are all segments, most recently used last; with equal times, the segment at the larger position first.
+    Returns ids and sizes in bytes.
     """
     rows = [row for row in uses if row[0] not in spared]
     rows.sort(key=lambda row: row[2] is None or row[2] > now)  # a stable sort: the order of use is kept
@@ -90,7 +77,7 @@ class Space:
     def __init__(self, backend: SegmentBackend, limits: Limits, faults: Faults, cipher: Plain) -> None:
         self.backend, self.place, self.limits, self.cipher = backend, backend.place, limits, cipher
         self._faults, self.counters, self.warn = faults, faults.counters, faults.warn
-        self.readers: OpenSegments[SegmentReader] = OpenSegments()
+        self.readers = OpenSegments()
         self.on_gone: list[Callable[[Collection[str]], None]] = []
         """Callbacks that receive the ids of deleted or replaced segments."""
         self.on_kept: list[Callable[[Collection[str]], None]] = []
@@ -100,11 +87,7 @@ class Space:
         self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
 
     def used_bytes(self) -> int:
-        """Return the bytes that the store takes on disk (segments, sidecars, catalogue), plus catalogue growth.
-
-        Raises:
-            OSError: the size cannot be determined.
-        """
+        """Return the bytes of segments, sidecars and catalogue on disk, plus the catalogue's growth. Raises OSError."""
         written = self.backend.usage()  # first: a file that is published meanwhile must count twice rather than never
         segment_bytes = self.index.listed_bytes()
         if segment_bytes is None:  # no shared catalogue, or a new one, which may lack segments of other processes
@@ -119,15 +102,9 @@ class Space:
         return 0 if stored is None else stored.nbytes
 
     def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
-        """Evict segments until `nbytes` more fit. The caller holds the backend's lock.
+        """Evict segments until `nbytes` more fit, except pinned ones and `spared`. The caller holds the backend's lock.
 
-        Args:
-            nbytes: bytes to be written.
-            spared: ids of segments to keep, in addition to pinned ones.
-
-        Raises:
-            QuotaError: evicting all permitted segments would not free enough; then no segment is evicted.
-            OSError: the sizes cannot be determined, or a segment cannot be deleted.
+        Raises QuotaError, before anything is evicted, if that would not free enough, or OSError.
         """
         self.clean_up()
         self.forget_lost_readers()
@@ -150,11 +127,7 @@ class Space:
         self.remove([segment_id for segment_id, _ in candidates], "evicted_segments")
 
     def victims(self, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
-        """Select the segments to evict until `nbytes` are freed, except pinned ones and `but`.
-
-        Returns:
-            Ids, and bytes including sidecars.
-        """
+        """Select the segments to evict until `nbytes` are freed, except pinned ones: ids, and bytes with sidecars."""
         sidecars = self.sidecars.by_segment()
         uses = [
             (name, size + sidecars.get(name, 0), expires)
@@ -163,11 +136,7 @@ class Space:
         return victims(uses, nbytes, self.backend.pinned().union(but), time.time())
 
     def clean_up(self, dry_run: bool = False) -> dict[str, int]:
-        """Delete unfinished files of dead processes. The caller holds the backend's lock.
-
-        Returns:
-            Bytes of each deleted file, or with `dry_run` of each file to be deleted.
-        """
+        """Delete unfinished files of dead processes, unless `dry_run`, and return the bytes of each. Needs the lock."""
         removed, published = self.backend.clean_up(dry_run)
         if published and not dry_run:  # killed after the file was published, and before its row was added
             self.index.scan()
@@ -180,10 +149,7 @@ class Space:
 
     @contextmanager
     def reserved(self, name: str, nbytes: int, spared: Collection[str] = ()) -> Iterator[Upload]:
-        """Reserve room for `nbytes`, within the quota and on the backend, and yield the upload to write to.
-
-        Segments in `spared` are not evicted for it.
-        """
+        """Reserve room for `nbytes`, and yield the upload to write to. Segments in `spared` are not evicted for it."""
         with ExitStack() as stack:
             with self.backend.locked():
                 self.make_room(nbytes, spared)
@@ -195,8 +161,7 @@ class Space:
     def remove(self, ids: Iterable[str], figure: str = "") -> int:
         """Delete segments and their sidecars. Returns their number, which is also added to a figure of the statistics.
 
-        Raises:
-            StoreError: the store is not writable. OSError: a segment could not be deleted; the others were.
+        Raises StoreError if the store is not writable, or OSError if one remains; the others are deleted.
         """
         self.check_writable()
         names, removed_ids, removed, failed = list(ids), [], 0, None
@@ -240,11 +205,7 @@ class Space:
                 self.let_go(lost)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Pin segments, which protects them from eviction, or unpin them (`pinned=False`).
-
-        Raises:
-            ConfigError: an id to pin is unknown. StoreError: the store is not writable.
-        """
+        """Pin segments, which protects them from eviction, or unpin them. Raises ConfigError or StoreError."""
         self.check_writable()
         ids = list(ids)
         unknown = set(ids) - self.index.ask(Catalogue.ids, set(ids))

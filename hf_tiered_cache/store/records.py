@@ -21,17 +21,12 @@ from .tree import Stored
 
 _MOST_SECONDS = 1e12
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions raised when decoding invalid JSON."""
 _T = TypeVar("_T")
 
 
 @contextmanager
 def decoding(fault: str) -> Iterator[None]:
-    """Convert errors of the body, which decodes JSON, to FormatError.
-
-    Args:
-        fault: beginning of the error message, such as "the header cannot be read".
-    """
+    """Convert errors of the body, which decodes JSON, to FormatErrors that begin with `fault`."""
     try:
         yield
     except _UNREADABLE as error:
@@ -80,15 +75,9 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 
 
 def checked(schema: type[_T], facts: dict[str, Any]) -> _T:
-    """Create a dataclass instance from JSON, with a check of each field that follows from its type.
+    """Create a dataclass instance from JSON, with a check of each field that follows from its type (see `_CHECKS`).
 
-    Args:
-        schema: dataclass with fields of the types in `_CHECKS`.
-        facts: decoded JSON object. Its other keys are ignored.
-
-    Raises:
-        FormatError: a value has another type, or is out of bounds. KeyError: a field without a default value is
-            missing.
+    Other keys are ignored. Raises FormatError for an invalid value, or KeyError for a missing one without a default.
     """
     stored = [field for field in fields(schema) if field.name in facts or field.default is MISSING]  # type: ignore[arg-type]
     return schema(**{field.name: _CHECKS[str(field.type)](facts[field.name]) for field in stored})
@@ -213,27 +202,25 @@ class Records(Generic[R]):
         self.files.delete(self.record.kind, record_name(*key))
 
     def _sweep(self, is_needed: Callable[[R], bool], dry_run: bool = False) -> list[str]:
-        """Delete the records that are damaged or not needed, except those of a newer format or not readable now.
+        """Delete records that are damaged or not needed, unless they have a newer format, are in use or unreadable.
 
         Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
         """
         removed, kind = [], self.record.kind
         with suppress(OSError):
             for name in self.files.names(kind):
-                with suppress(OSError):
-                    if self._may_be_needed(name, is_needed) or self._is_in_use(name):
+                with suppress(OSError, OtherFormatError):
+                    try:
+                        is_kept = is_needed(self.load(name))
+                    except OtherFormatError:
+                        raise
+                    except FormatError:
+                        is_kept = False
+                    if is_kept or self._is_in_use(name):
                         continue
                     if self.files.is_own(kind, name) if dry_run else self.files.delete(kind, name):
                         removed.append(str(self.files.where(kind, name)))
         return removed
-
-    def _may_be_needed(self, name: str, is_needed: Callable[[R], bool]) -> bool:
-        try:
-            return is_needed(self.load(name))
-        except (OSError, OtherFormatError):
-            return True
-        except FormatError:
-            return False
 
     def _is_in_use(self, name: str) -> bool:
         """Return whether a process uses the record in a file."""
@@ -241,10 +228,7 @@ class Records(Generic[R]):
 
 
 def check_name(name: object, subject: str, most: int) -> None:
-    """Raise ConfigError unless a user-defined name has 1 to `most` characters of valid Unicode.
-
-    For messages, `subject` says what it is, such as "document's label".
-    """
+    """Raise ConfigError unless the name of a `subject` has 1 to `most` characters of valid Unicode."""
     if not isinstance(name, str) or not 0 < len(name) <= most:
         raise ConfigError(f"a {subject} must be a str of 1 to {most} characters, not {name!r:.80}")
     try:
@@ -269,11 +253,7 @@ class Calibrations:
             return {}
 
     def write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
-        """Write records under a name, in place of earlier ones. The caller holds the store's lock.
-
-        Raises:
-            OSError: the file cannot be written, or the others in it cannot be read now.
-        """
+        """Replace the records of a name. The caller holds the store's lock. Raises OSError."""
         content = encode_record(self._load() | {name: list(records)})
         self._files.write(CALIBRATIONS, CALIBRATIONS_NAME, content)
 

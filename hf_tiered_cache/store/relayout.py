@@ -15,8 +15,8 @@ import numpy as np
 
 from ..errors import EvictedError
 from . import hashes_of
-from .codecs import checked_decode, checked_encode
-from .disk import SegmentStore
+from .codecs import checked_encode
+from .disk import SegmentStore, Written
 from .format import SegmentHeader, end_of_chain, segment_id
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, Part, block_groups
 from .lazy import torch
@@ -61,12 +61,8 @@ def join_segments(
         blocks_of: function that returns the blocks of an old segment.
         toward: interpolation weight for newly merged pairs (see `pairs.merge`).
 
-    Returns:
-        Header, prefix hashes, and a lazy iterator over the blocks of each KV cache group.
-
     Raises:
-        ValueError: the segments are not consecutive, differ in model, layout or provenance, or lack tokens that the new
-            segment is to hold.
+        ValueError: the segments are not consecutive, differ in model, layout or provenance, or lack requested tokens.
         FormatError: the pairs or tables are invalid.
     """
     first, last = readers[0].header, readers[-1].header
@@ -86,16 +82,10 @@ def pair_angles(
     tokens: np.ndarray,
     blocks_of: BlocksOf = SegmentReader.blocks,
 ) -> torch.Tensor:
-    """Compute the angles between two layers' keys, and values, of a chain's tokens, in radians.
+    """Compute the angles between two layers' keys, and values, in radians: float32 `[key heads + value heads, n]`.
 
-    Args:
-        readers: consecutive segments (see `join_segments`).
-        pair: the two layers, both with full attention.
-        tokens: int64 `[n]`, ascending, relative to the chain's first token.
-        blocks_of: function that returns the blocks of a segment.
-
-    Returns:
-        float32 `[key heads + value heads, n]`.
+    Both layers have full attention. Tokens are int64 `[n]`, ascending, relative to the first one of the chain. For the
+    other arguments see `join_segments`.
     """
     pieces, hashes = _chain(readers)
     cut = readers[0].shape
@@ -121,11 +111,7 @@ class _Piece:
 
 
 def _chain(readers: Sequence[SegmentReader]) -> tuple[list[_Piece], list[bytes]]:
-    """Return the pieces of consecutive segments, and their prefix hashes.
-
-    Raises:
-        ValueError: the segments are not consecutive, or differ in model, layout or provenance.
-    """
+    """Return the pieces of consecutive segments, and their prefix hashes. Raises ValueError if they do not fit."""
     pieces: list[_Piece] = []
     hashes: list[bytes] = []
     first = readers[0].header
@@ -208,10 +194,7 @@ class _Join:
             yield part, part_fields
 
     def _merged(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
-        """Yield the encoded fields of each part of a merged KV cache group.
-
-        Tokens that the pair shares already are copied, so that repeated conversions do not change them.
-        """
+        """Yield the encoded fields of each part of a merged KV cache group. Copies tokens that are merged already."""
         codec, tokens = self._shape.codec_of(group), self._shape.tokens_by_slot(group)
         for pair in zip(group.parts[::2], group.parts[1::2], strict=True):
             merged_kv = [self._empty(part) for part in pair]
@@ -290,8 +273,7 @@ class _Source:
         return tuple(view[chunk, self.heads, inside].transpose(0, 1) for view in views)
 
     def decode(self, fields: Fields) -> torch.Tensor:
-        """Decode fields to `[heads, n, dim]` in the layout's dtype."""
-        return checked_decode(self.shape.codec_of(self.group), fields, self.shape.layout.dtype, self.part.dim)
+        return self.shape.decode(self.group, self.part, fields)
 
     def put(self, targets: Fields, fields: Fields) -> None:
         """Copy fields into the fields of all heads and tokens of the new part."""
@@ -305,10 +287,6 @@ def _put(targets: Fields, heads: slice, tokens: np.ndarray, fields: Fields) -> N
         target[heads].index_copy_(1, columns, field)
 
 
-Admit: TypeAlias = "Callable[[tuple[str, int, int], torch.Tensor], None]"
-"""Callback for written blocks. Takes the `SegmentReader.owner` name and the blocks, uint8 `[chunks, block_bytes]`."""
-
-
 def merge_segments(
     disk: SegmentStore,
     readers: Sequence[SegmentReader],
@@ -317,11 +295,9 @@ def merge_segments(
     share: float,
     toward: float = TOWARD,
     blocks_of: BlocksOf = SegmentReader.blocks,
-    admit: Admit = lambda owner, blocks: None,
+    admit: Written = lambda owner, blocks: None,
 ) -> str | None:
-    """Merge a chain of segments into one new segment.
-
-    The old segments are kept. If one of them is pinned, the new segment is pinned, too.
+    """Merge a chain of segments into one new segment. The old ones are kept, and it is pinned if one of them is.
 
     Args:
         disk: store of the segments.
@@ -337,9 +313,7 @@ def merge_segments(
         Id of the new segment. None if there was no room, or the segment already has this layout.
 
     Raises:
-        ValueError: see `join_segments`.
-        IntegrityError: a block of a segment fails its checksum.
-        OSError: a segment cannot be read.
+        ValueError: see `join_segments`. IntegrityError, OSError: a segment is damaged, or cannot be read.
     """
     first, tokens, apart = readers[0].header, tokens_of(readers), {}
     for pair in geometry.pairs:
@@ -350,12 +324,8 @@ def merge_segments(
     tables = TokenTables.by_pairs(stored_from, apart, block_groups(first.shape.layout, geometry), tokens)
     unless_in_order = None if tables.same(None) else tables
     header, prefix_hashes, groups = join_segments(readers, geometry, unless_in_order, blocks_of, toward)
-
-    def written(block_group: int, blocks: torch.Tensor, content: int) -> None:
-        admit((header.id, block_group, content), blocks)
-
     old = [reader.id for reader in readers]
-    if header.id in old or not disk.publish(header, prefix_hashes, groups, old, written):
+    if header.id in old or not disk.publish(header, prefix_hashes, groups, old, admit):
         return None
     if not disk.backend.pinned().isdisjoint(old):
         disk.pin([header.id])
@@ -373,17 +343,13 @@ def front_shape(shape: SegmentShape) -> SegmentShape:
 def front_blocks(
     readers: Sequence[SegmentReader], fronts: Sequence[SegmentReader | None], shape: SegmentShape, blocks_of: BlocksOf
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the blocks of the KV cache groups of `shape` whose tokens are all in memory.
+    """Yield number and blocks, uint8 `[chunks, block_bytes]`, of the groups of `shape` that are completely in memory.
 
     Args:
         readers: segments that were rewritten as one. Each segment continues the one before it.
         fronts: readers of the tokens that each of them lacks, or None.
         shape: see `front_shape`; that of the new segment.
-        blocks_of: function that returns the blocks of an old segment, and raises EvictedError if they are not in
-            memory.
-
-    Yields:
-        Number of the KV cache group, and its blocks, uint8 `[chunks, block_bytes]`.
+        blocks_of: function that returns the blocks of an old segment, or raises EvictedError.
     """
     pieces, _ = _chain(readers)
     pieces += [replace(piece, reader=front) for piece, front in zip(pieces, fronts, strict=True) if front is not None]

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
-from typing import NamedTuple
 
 from ..errors import FormatError, StoreError
 from .kinds import (
@@ -47,22 +46,44 @@ _POLL_SECONDS = 0.005
 _HAS_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class Temporary(NamedTuple):
-    """Temporary file that is being written."""
+class Temporary:
+    """Temporary file that is being written, and then gets its name: the `Upload` of a folder."""
 
-    file: FileIO
-    name: str
+    def __init__(self, files: StoreRoot, file: FileIO, temporary_name: str, kind: FileKind, name: str) -> None:
+        self.path, self.published = files.where(TEMPORARY, temporary_name), False
+        self.file, self._files, self._kind, self._name = file, files, kind, name
+
+    def write(self, data: memoryview, offset: int) -> None:
+        write_all(self.file.fileno(), data, offset)
+
+    def nbytes(self) -> int:
+        return os.fstat(self.file.fileno()).st_blocks * 512
+
+    def publish(self, replace: bool) -> None:
+        files, kind, name, temporary_name = self._files, self._kind, self._name, self.path.name
+        source, target = files.folder_descriptor(TEMPORARY.folder), files.folder_descriptor(kind.folder, make=True)
+        if not replace:  # unlike a rename, a link never replaces a file: the first writer wins
+            try:
+                os.link(temporary_name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+                self.published = True
+                return
+            except OSError as error:
+                if error.errno not in _HAS_NO_LINKS:
+                    raise
+        if files.find(kind, name) is not None and not (replace and files.is_own(kind, name)):
+            message = f"{files.where(kind, name)} already exists"
+            if replace:
+                message += " and was not written by this library; move it elsewhere"
+            raise FileExistsError(errno.EEXIST, message)
+        os.rename(temporary_name, name, src_dir_fd=source, dst_dir_fd=target)
+        self.published = True
 
 
 class StoreRoot(FolderTree):
-    """Folder of a store.
+    """Folder of a store. The path may be a link, and is resolved once.
 
-    Args:
-        path: path of the folder. It may be a link, and is resolved once.
-        make: whether to create a store if the folder is missing or empty. If False, nothing in it is changed.
-
-    Raises:
-        StoreError: the folder is not a store, and cannot or must not become one; or a part of it is a link.
+    With `make`, a missing or empty folder becomes a store; without, nothing in it is changed. Raises StoreError if it
+    is no store, and cannot or must not become one, or a part of it is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str], make: bool = True) -> None:
@@ -86,7 +107,7 @@ class StoreRoot(FolderTree):
     # --- writing
 
     @contextmanager
-    def temporary(self, nbytes: int) -> Iterator[Temporary]:
+    def temporary(self, kind: FileKind, final_name: str, nbytes: int) -> Iterator[Temporary]:
         """Create a temporary file of the given size. It is deleted at the end, unless it was published. Raises OSError.
 
         It has a lock file, which is locked in the meantime. If the lock is free, its process has died.
@@ -102,43 +123,17 @@ class StoreRoot(FolderTree):
             file = stack.enter_context(open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder))
             stack.callback(_forget, folder, name, file)
             allocate(file.fileno(), nbytes)
-            yield Temporary(file, name)
-
-    def publish(self, temporary: str, kind: FileKind, name: str, replace: bool) -> None:
-        """Give a temporary file its final name, atomically.
-
-        Raises:
-            FileExistsError: a file with this name exists, and is not to be replaced, or was not written by the library.
-            OSError: the file cannot be renamed; nothing has changed.
-        """
-        source, target = self.folder_descriptor(TEMPORARY.folder), self.folder_descriptor(kind.folder, make=True)
-        if not replace:  # unlike a rename, a link never replaces a file: the first writer wins
-            try:
-                return os.link(temporary, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-            except OSError as error:
-                if error.errno not in _HAS_NO_LINKS:
-                    raise
-        if self.find(kind, name) is not None and not (replace and self.is_own(kind, name)):
-            message = f"{self.where(kind, name)} already exists"
-            if replace:
-                message += " and was not written by this library; move it elsewhere"
-            raise FileExistsError(errno.EEXIST, message)
-        os.rename(temporary, name, src_dir_fd=source, dst_dir_fd=target)
+            yield Temporary(self, file, name, kind, final_name)
 
     def write(self, kind: FileKind, name: str, content: bytes) -> None:
         """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable."""
-        with self.temporary(len(content)) as temporary:
-            write_all(temporary.file.fileno(), memoryview(content), 0)
+        with self.temporary(kind, name, len(content)) as temporary:
+            temporary.write(memoryview(content), 0)
             os.fsync(temporary.file.fileno())
-            self.publish(temporary.name, kind, name, replace=True)
+            temporary.publish(replace=True)
 
     def make_empty(self, kind: FileKind, name: str) -> None:
-        """Create an empty file, unless the store already has it.
-
-        Raises:
-            FileExistsError: a file with this name exists that the library did not write.
-            OSError: the file cannot be created.
-        """
+        """Create an empty file, unless the store has it. Raises OSError, FileExistsError if it is not the library's."""
         try:
             folder = self.folder_descriptor(kind.folder, make=True)
             open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder).close()
@@ -147,10 +142,7 @@ class StoreRoot(FolderTree):
                 raise
 
     def delete(self, kind: FileKind, name: str, is_checked: bool = False) -> bool:
-        """Delete a file that the library wrote; `is_checked` says that this is known. Returns whether it existed.
-
-        Raises OSError if it remains.
-        """
+        """Delete a file of the library (known to be one: `is_checked`). Returns whether it existed. Raises OSError."""
         if not (is_checked or self.is_own(kind, name)):
             return False
         try:
@@ -209,11 +201,7 @@ class StoreRoot(FolderTree):
             return False
 
     def rewrite(self, lock: FileIO, kind: FileKind, name: str, content: bytes) -> None:
-        """Replace the content of a locked file in place.
-
-        Raises:
-            OSError: the file cannot be written, has a second hard link, or was not written by the library.
-        """
+        """Replace the content of a locked file of the library in place. Raises OSError, also for a second link."""
         fd = lock.fileno()
         if os.fstat(fd).st_nlink != 1 or not kind.is_own(name, read_all(fd, kind.most_bytes, 0)):
             raise FileExistsError(errno.EEXIST, "it was not written by this library", str(self.where(kind, name)))
@@ -222,11 +210,7 @@ class StoreRoot(FolderTree):
 
 
 def try_flock(file: FileIO | int, kind: int) -> bool:
-    """Lock an open file without waiting. Returns False if the lock is not free.
-
-    Raises:
-        OSError: the file system does not support locks.
-    """
+    """Lock an open file without waiting. Returns False if the lock is not free. Raises OSError if it has no locks."""
     try:
         fcntl.flock(file if isinstance(file, int) else file.fileno(), kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -253,21 +237,13 @@ def _forget(folder: int, name: str, file: FileIO) -> None:
 
 
 def _claim(tree: FolderTree, make: bool) -> bool:
-    """Mark the folder as a store, and create the parts that it lacks.
+    """Mark the folder as a store, and create the parts that it lacks. See `StoreRoot`.
 
-    If the folder is refused, or if it cannot be determined whether it is a store, nothing in it is changed.
-
-    Args:
-        tree: the folder.
-        make: whether a missing or empty folder becomes a store. If False, nothing in it is changed.
-
-    Returns:
-        Whether the store can be written; False without `make`.
-
-    Raises:
-        StoreError: the folder is no store, and cannot or must not become one; or a part of it is a link.
+    If the folder is refused, or if it cannot be determined whether it is a store, nothing in it is changed. Returns
+    whether the store can be written; False without `make`.
     """
-    _make_root(tree.path, make)
+    if make:
+        _make_root(tree.path)
     try:
         _check_is_store(tree, make)
         if not make:
@@ -286,15 +262,12 @@ def _claim(tree: FolderTree, make: bool) -> bool:
     return False
 
 
-def _make_root(path: Path, make: bool) -> None:
-    """Create the folder if it is missing. Raises StoreError if it is a file, or must not or cannot be created."""
-    if not make and not os.path.isdir(path):  # unlike the method, never raises an error
-        raise StoreError(f"there is no store at {path}")
-    if os.path.exists(path) and not os.path.isdir(path):
+def _make_root(path: Path) -> None:
+    """Create the folder if it is missing. Raises StoreError if it is a file, or cannot be created."""
+    if os.path.exists(path) and not os.path.isdir(path):  # unlike the methods, never raise an error
         raise StoreError(f"{path} is a file; pass the path of a folder to KVStore")
     try:
-        if make:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         if not os.path.isdir(path):
             raise StoreError(f"{path} cannot be created ({error.strerror}); choose another folder") from error
@@ -313,13 +286,10 @@ def _check_is_store(tree: FolderTree, make: bool) -> None:
 
 
 def _is_marked(tree: FolderTree) -> bool:
-    """Return whether the marker exists.
+    """Return whether the marker exists. Raises StoreError if it is of a newer version, or not a marker.
 
     It is the first file of a store, and blank if its writer was killed. A blank one counts only if nothing else than
     files of a store is there.
-
-    Raises:
-        StoreError: the marker has a newer version, or another file has its name.
     """
     try:
         content = tree.read(MARKER, MARKER_NAME)
@@ -365,7 +335,6 @@ def _check_kinds(tree: FolderTree) -> None:
 
 
 def _mark(tree: FolderTree) -> None:
-    """Write the marker. Concurrent processes write the same bytes. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with open_file(MARKER_NAME, flags, tree.root_descriptor) as file:
         if os.fstat(file.fileno()).st_nlink == 1 and is_blank(read_all(file.fileno(), len(_MARKER_CONTENT), 0)):

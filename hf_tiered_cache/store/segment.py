@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import resource
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
@@ -20,6 +23,7 @@ from .geometry import HASH_TOKENS
 from .lazy import torch
 from .memory import aligned_bytes
 from .shape import SegmentShape
+from .threads import PerProcess
 from .tree import Stored
 
 _NO_KEY = Plain()
@@ -32,11 +36,9 @@ class Head(NamedTuple):
 
     header: SegmentHeader
     chain: bytes
-    """Concatenated prefix hashes."""
     digests: tuple[np.ndarray, ...]
     """Digests of each KV cache group's blocks, `DIGEST_DTYPE` `[chunks]`."""
     nbytes: int
-    """Size of the segment on disk in bytes."""
     version: Hashable
     """Version of the file that was read (see `Stored`)."""
     guard: Guard | None
@@ -44,17 +46,10 @@ class Head(NamedTuple):
 
 
 def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain | None = None) -> Head:
-    """Read and check all content before the blocks.
+    """Read and check all content before the blocks. `fetch` is a backend's `head` for one segment.
 
-    Args:
-        fetch: function that reads the beginning of the segment: a backend's `head` for one segment.
-        cipher: cipher of the store, if the blocks are to be read. Without it, the authenticity of the head is not
-            checked.
-
-    Raises:
-        OtherKeyError: the segment is encrypted with another key, or only one of segment and store has a key.
-        FormatError: the segment is damaged or truncated.
-        OSError: the segment cannot be read.
+    Without the store's cipher, the authenticity of the head is not checked. Raises OtherKeyError if only one of segment
+    and store has a key, or both differ, FormatError if the segment is damaged or truncated, or OSError.
     """
     decoded: list[tuple[SegmentHeader, int, Guard | None]] = []
 
@@ -75,14 +70,9 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
 
 
 class SegmentReader:
-    """Segment opened for reading. It stays readable even if another process deletes it.
+    """Segment opened for reading. It stays readable even if another process deletes it. Raises as `read_head`.
 
     Without `verify`, the checksums of blocks are not verified, unless they are encrypted.
-
-    Raises:
-        OtherKeyError: the segment is encrypted with another key, or only one of segment and store has a key.
-        FormatError: the segment is damaged or truncated, or has another id.
-        OSError: the segment cannot be read.
     """
 
     def __init__(self, backend: SegmentBackend, segment_id: str, verify: bool, cipher: Plain = _NO_KEY) -> None:
@@ -174,15 +164,11 @@ Asked = tuple[SegmentReader, int, Sequence[BlockRun]]
 
 
 def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[ReadReport]:
-    """Read runs of blocks of several segments in one submission, and verify all blocks read to CPU memory.
+    """Read runs of blocks of several segments of a store in one submission, and verify all blocks read to CPU memory.
 
-    Args:
-        requests: segments of one store, each with the number of a KV cache group, and the runs of its blocks.
-        unseen: the same for runs in device memory. These are read as well, and the caller verifies them.
-
-    Returns:
-        A future that fails with IntegrityError or OSError (see `SegmentReader.caused`). It is resolved only when all
-        writes to the destinations have ended.
+    Those of `unseen` are in device memory, and the caller verifies them. Returns a future that fails with
+    IntegrityError or OSError (see `SegmentReader.caused`), and is resolved only when nothing writes to the destinations
+    any more.
     """
     checked: Future[ReadReport] = Future()
     checked.set_running_or_notify_cancel()
@@ -204,13 +190,7 @@ def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Futur
 
 
 class FrontReader(SegmentReader):
-    """Reader of the tokens that a segment lacks, as far as memory holds them. No file contains them.
-
-    Args:
-        segment: the segment.
-        shape: shape of the tokens that it lacks, counted as in the segment.
-        held: tokens of each layer that are in memory, bool `[layers, tokens]`.
-    """
+    """Reader of the tokens that a segment lacks, as far as memory holds them (`held`). No file contains them."""
 
     def __init__(self, segment: SegmentReader, shape: SegmentShape, held: np.ndarray) -> None:
         self.id, self.shape, self.chain, self.backend = segment.id, shape, segment.chain, segment.backend
@@ -230,3 +210,60 @@ def owners_of_front(segment: SegmentReader, shape: SegmentShape) -> tuple[tuple[
     """Return the keys in memory of the blocks that a segment lacks. They are forgotten with the segment."""
     first = len(segment.owners)
     return tuple((segment.id, first + group.index, segment.header.digests.digest) for group in shape.block_groups)
+
+
+# --- open segments
+
+_MOST_OPEN_SEGMENTS = 256
+_segments: PerProcess[OrderedDict[tuple[object, str], SegmentReader]] = PerProcess(OrderedDict)
+"""Open segments of all stores, by store and id: file descriptors are limited per process."""
+
+
+class OpenSegments:
+    """Open segments of a store, of which the process holds a limited number: those used last."""
+
+    def __init__(self) -> None:
+        self._store = object()
+        # no __del__: modules may already be unloaded when the interpreter exits
+        weakref.finalize(self, _close_segments, self._store).atexit = False
+
+    def __iter__(self) -> Iterator[str]:
+        with _segments.locked() as segments:
+            return iter([name for store, name in segments if store is self._store])
+
+    def get(self, segment_id: str) -> SegmentReader | None:
+        with _segments.locked() as segments:
+            reader = segments.get((self._store, segment_id))
+            if reader is not None:
+                segments.move_to_end((self._store, segment_id))
+            return reader
+
+    def keep(self, segment_id: str, reader: SegmentReader) -> None:
+        with _segments.locked() as segments:
+            segments[self._store, segment_id] = reader
+        self.close_others(most_open_segments())
+
+    def drop(self, segment_id: str) -> None:
+        with _segments.locked() as segments:
+            segments.pop((self._store, segment_id), None)
+
+    def clear(self) -> None:
+        _close_segments(self._store)
+
+    def close_others(self, but: int = 0) -> None:
+        """Close the segments of the process, except the `but` most recently used ones. Reads are finished first."""
+        with _segments.locked() as segments:
+            while len(segments) > but:
+                segments.popitem(last=False)
+
+
+def _close_segments(store: object) -> None:
+    with _segments.locked() as segments:
+        for key in [key for key in segments if key[0] is store]:
+            del segments[key]
+
+
+def most_open_segments() -> int:
+    """Return the maximum number of open segments: at most a quarter of the process's file descriptor limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN_SEGMENTS if soft < 0 else max(1, min(_MOST_OPEN_SEGMENTS, soft // 4))

@@ -44,12 +44,8 @@ def _size(text: str | int) -> str | int:
     return text
 
 
-def _optional_size(text: str | int) -> str | int | None:
-    return None if text == "none" else _size(text)
-
-
-def _optional_number(value: str | float) -> float | None:
-    return None if value == "none" else float(value)
+def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value == "none" else read(value)
 
 
 def _switch(value: str | bool) -> bool:
@@ -68,7 +64,7 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "device_memory": (_size, "a size, such as 10GiB"),
     "host_memory": (_size, "a size, such as 10GiB"),
     "index_memory": (_size, "a size, such as 256MiB"),
-    "disk_quota": (_optional_size, "a size, such as 100GiB, or none"),
+    "disk_quota": (_optional(_size), "a size, such as 100GiB, or none"),
     "free_space_floor": (_size, "a size, such as 256MiB"),
     "queue_memory": (_size, "a size, such as 2GiB"),
     "queue_device_memory": (_size, "a size, such as 1GiB"),
@@ -76,7 +72,7 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "policy": (str, "the name of an eviction policy"),
     "codec": (str, "the name of a codec"),
     "verify": (_switch, "true or false"),
-    "ttl": (_optional_number, "a number of seconds, or none"),
+    "ttl": (_optional(float), "a number of seconds, or none"),
     "spot_checks": (float, "a share, such as 0.01"),
     "remote": (_address, "an address, such as s3://bucket/prefix"),
     "remote_write": (str, "always, pinned or never"),
@@ -85,13 +81,9 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Setting]:
-    """Return the settings of the file and of the environment.
+    """Return the settings of the file and of the environment. Raises ConfigError for unknown or unreadable ones.
 
-    The file is the one that `HF_TIERED_CACHE_CONFIG` names, else `hf_tiered_cache.toml` in the working directory, else
-    none.
-
-    Raises:
-        ConfigError: A variable or a line of the file names no setting, or has an unreadable value.
+    The file is the one that `HF_TIERED_CACHE_CONFIG` names, else `hf_tiered_cache.toml` in the working directory.
     """
     settings = {}
     path = environment.get(FILE_VARIABLE)
@@ -132,7 +124,6 @@ def _setting(name: str, written: str, value: Any, source: str) -> Setting:
 
 
 def _is_in_folder(path: object = None, *, backend: object = None, **_: object) -> bool:
-    """Return whether `KVStore` with these arguments is in a folder."""
     return backend is None and not (isinstance(path, str) and scheme_of(path))
 
 

@@ -52,11 +52,9 @@ class TokenTables:
     def by_importance(cls, importance: np.ndarray, groups: Sequence[BlockGroup]) -> TokenTables:
         """Return tables with the most important tokens first; tokens of equal importance keep their order.
 
-        Args:
-            importance: float `[layers, heads, tokens]`; a size of 1 applies to all layers or heads. A KV cache group
-                uses the sum over its heads, in its first layer. Groups with a sliding window, and groups of an index,
-                keep their order, since they are read in order.
-            groups: KV cache groups of the segment.
+        `importance` is float `[layers, heads, tokens]`; a size of 1 applies to all layers or heads. A KV cache group
+        uses the sum over its heads, in its first layer. Groups with a sliding window, and groups of an index, keep
+        their order, since they are read in order.
         """
         layers, heads, tokens = importance.shape
         slots: list[np.ndarray | None] = []
@@ -87,8 +85,7 @@ class TokenTables:
 
         Args:
             stored_from: First token that each layer holds.
-            retained: Tokens that stay unmerged in each pair of the geometry, int64 `[n]`; a pair that is missing
-                retains none.
+            retained: Tokens that stay unmerged in each pair, int64 `[n]`; a pair that is missing retains none.
             groups: KV cache groups of the segment. A group of several layers holds the tokens that any of them holds.
             tokens: Number of tokens of the segment.
         """
@@ -107,23 +104,14 @@ class TokenTables:
 
     @classmethod
     def of_first(cls, counts: Sequence[int], groups: Sequence[BlockGroup], tokens: int) -> TokenTables:
-        """Return tables for the first tokens of each layer: the ones that `by_pairs` leaves out.
-
-        Args:
-            counts: Number of first tokens that each layer holds.
-            groups: KV cache groups of the segment, without merged ones.
-            tokens: Number of tokens of the segment.
-        """
+        """Return tables for the first tokens of each layer, `counts` of them: the ones that `by_pairs` leaves out."""
         all_tokens = np.arange(tokens)
         of_group = [max(counts[layer] for layer in group.layers) for group in groups]
         return cls._by_group([np.where(all_tokens < count, all_tokens, NOT_HELD) for count in of_group], tokens)
 
     @classmethod
     def _by_group(cls, slots: Sequence[np.ndarray | None], tokens: int) -> TokenTables:
-        """Return tables for the slots of each KV cache group, `[tokens]`, or None: all tokens in order.
-
-        Groups with equal slots share a table.
-        """
+        """Return tables for the slots of each group, `[tokens]`, or None: in order. Equal slots share a table."""
         numbers: dict[bytes, int] = {}
         of_group = np.full(len(slots), IN_ORDER, np.uint32)
         for group, slots_of_group in enumerate(slots):
@@ -235,11 +223,7 @@ class SegmentShape:
 
     @cached_property
     def held(self) -> np.ndarray:
-        """Tokens that each layer holds in any of its KV cache groups, bool `[layers, tokens]`.
-
-        Raises:
-            FormatError: See `check_tables`.
-        """
+        """Tokens that each layer holds in any KV cache group, bool `[layers, tokens]`. Raises FormatError."""
         all_tokens = np.arange(self.tokens)
         of_part: dict[tuple[int, str, int], np.ndarray] = {}  # heads and tensors may be in separate groups
         for group in self.block_groups:
@@ -308,15 +292,7 @@ class SegmentShape:
     # --- tensors
 
     def field_views(self, blocks: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
-        """Return typed views of a part's fields in the blocks of its group.
-
-        Args:
-            blocks: uint8 `[n, block_bytes]`.
-            part: Part of the KV cache group.
-
-        Returns:
-            For each field `[n, heads, chunk_tokens, dim]`.
-        """
+        """Return views of a part's fields in blocks, uint8 `[n, block_bytes]`: `[n, heads, chunk_tokens, dim]` each."""
         return tuple(
             blocks[:, slot.offset : slot.offset + slot.nbytes]
             .view(slot.dtype)
@@ -326,18 +302,12 @@ class SegmentShape:
 
     def decode(self, group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the tensor, `[..., part.dim]`, that the fields of a part encode, `[..., field's dim]` each."""
-        codec = self.codec_of(group)
-        if codec.lossless:  # only `Raw` is, whose field is the tensor
-            return fields[0]
-        return checked_decode(codec, fields, self.layout.dtype, part.dim)
+        return checked_decode(self.codec_of(group), fields, self.layout.dtype, part.dim)
 
     def pack(self, blocks: torch.Tensor, group: BlockGroup, part: Part, source: torch.Tensor) -> None:
         """Write one part of all tokens, `[heads, tokens, dim]`, into a group's `blocks`, uint8 `[chunks, block_bytes]`.
 
-        Tokens that the KV cache group does not hold are skipped.
-
-        Raises:
-            ValueError: The group is merged, which takes two layers (see `pairs`).
+        Tokens that the group does not hold are skipped. Raises ValueError for a merged group, which takes two layers.
         """
         if group.merged:
             raise ValueError(f"KV cache group {group.index} has two layers, and cannot be packed from one")
@@ -362,10 +332,7 @@ class SegmentShape:
         return self.decode(group, part, self.unpack_fields(blocks, group, part))
 
     def unpack_fields(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> tuple[torch.Tensor, ...]:
-        """Return copies of the encoded fields of one part: the inverse of `pack_fields`.
-
-        Tokens that the KV cache group does not hold are zeros.
-        """
+        """Return copies of the encoded fields of one part, with zeros for missing tokens: see `pack_fields`."""
         views, num_tokens = self.field_views(blocks, part), self.tokens_in(group)
         by_slot = [view.transpose(0, 1).flatten(1, 2)[:, :num_tokens] for view in views]  # [heads, held, field's dim]
         if self.in_order(group):

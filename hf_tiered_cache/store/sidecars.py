@@ -52,12 +52,10 @@ DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn"),
     *("int64", "int32", "int16", "int8", "uint8"),
 )
-"""Names of the supported dtypes of arrays."""
 PREFIX = struct.Struct("<8sIIQQ")  # magic, version, bytes of the JSON, bytes of the arrays, xxh3-64 of the head
 _MOST_JSON, _MOST_BYTES, _MOST_DIMS = 64 << 10, 1 << 40, 8
 _BLOCK_BYTES, _ARRAY_ALIGNMENT = 64 << 10, 64
 _BUFFER_BYTES = 16 << 20
-"""Maximum number of bytes that are read and verified at a time."""
 
 
 class Kept(NamedTuple):
@@ -112,12 +110,7 @@ class _Open(NamedTuple):
 
 
 class Sidecars:
-    """Sidecars of the segments of a store.
-
-    Args:
-        backend, cipher, faults: those of the store.
-        reserved: reserves a number of bytes for a name without evicting the given segments (`Space.reserved`).
-    """
+    """Sidecars of the segments of a store. `reserved` is its `Space.reserved`."""
 
     def __init__(
         self,
@@ -141,12 +134,8 @@ class Sidecars:
             arrays: dense tensors by name, with dtypes in `DTYPES`.
             facts: JSON-serializable parameters of the arrays. `kept` needs the same facts. They are not encrypted.
 
-        Returns:
-            Whether the sidecar is stored now. A full disk, the quota, an unwritable place or an unavailable lock drop
-            it, which is counted. It is also dropped if the segment was deleted or replaced.
-
-        Raises:
-            ValueError: kind, arrays or facts cannot be stored.
+        Returns whether it is stored now. A full disk, the quota, an unwritable place or an unavailable lock drop it,
+        which is counted. It is also dropped if the segment was deleted or replaced. Raises ValueError for bad input.
         """
         name = f"{reader.id}.{kind}"
         if SIDECAR.names.fullmatch(name) is None:
@@ -177,20 +166,15 @@ class Sidecars:
         return True
 
     def kept(self, reader: SegmentReader, kind: str, facts: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-        """Return the arrays of one kind of a segment: dense CPU tensors, each with memory of its own.
+        """Return the arrays of one kind of a segment by name: dense CPU tensors, each with memory of its own.
 
-        Returns:
-            Arrays by name. None if there is no sidecar, or it was made from other bytes or with other facts; also None,
-            and counted, if it is damaged, encrypted with another key or unreadable.
+        None if there is no sidecar, it was made from other bytes or with other facts, or, counted, cannot be used.
         """
         sidecar = self._read(reader, kind, _text(facts))
         return None if sidecar is None else sidecar.arrays
 
     def all_of(self, reader: SegmentReader) -> list[Kept]:
-        """Read all sidecars of a segment, to `keep` them for another segment with the same tokens.
-
-        Unreadable sidecars are skipped and counted.
-        """
+        """Read all usable sidecars of a segment, to `keep` them for another segment with the same tokens."""
         kinds: Collection[str] = ()
         with suppress(OSError):
             kinds = self.sizes().get(reader.id, {})
@@ -281,11 +265,7 @@ class Sidecars:
                     self._delete(f"{segment}.{kind}")
 
     def sweep(self, dry_run: bool = False) -> dict[str, int]:
-        """Delete sidecars of segments that do not exist.
-
-        Returns:
-            Bytes of each deleted file, or with `dry_run` of each file to be deleted.
-        """
+        """Delete sidecars of segments that do not exist, unless `dry_run`, and return the bytes of each file."""
         removed: dict[str, int] = {}
         with suppress(OSError):
             sizes = self.sizes()  # before listing segments: a segment stored meanwhile must not count as gone

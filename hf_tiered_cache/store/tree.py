@@ -19,8 +19,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import NamedTuple
 
 from ..errors import FormatError
-from .kinds import CATALOGUE, CATALOGUE_NAME, DATABASE_FILES, FOLDERS, SEGMENT, FileKind, kind_of
-from .process import has_database
+from .kinds import FOLDERS, SEGMENT, FileKind, kind_of
 
 
 class Stored(NamedTuple):
@@ -29,20 +28,15 @@ class Stored(NamedTuple):
     version: Hashable
     """Identifier of the content. It changes when other bytes take the name."""
     size: int
-    """Number of bytes."""
     nbytes: int
-    """Space that they take, in bytes."""
+    """Space that it takes, in bytes."""
 
 
 def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:
-    """Open a file, not a folder. New files get mode 0600. It is closed with its last reference at the latest.
+    """Open a file with flags as for `os.open`, and mode 0600 if it is new. It is closed with its last reference.
 
-    This is one call of C code: a Ctrl-C between `os.open` and the use of its result would leak the descriptor.
-
-    Args:
-        path: absolute, or relative to `folder`.
-        flags: as for `os.open`.
-        folder: descriptor of a folder.
+    This is one call of C code: a Ctrl-C between `os.open` and the use of its result would leak the descriptor. The path
+    is absolute, or relative to the descriptor `folder`.
     """
     opening = os.open if folder is None else partial(os.open, dir_fd=folder)
     return next(map(FileIO, map(opening, [path], [flags | os.O_CLOEXEC], [0o600])))
@@ -52,10 +46,8 @@ def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = Non
 def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> Iterator[tuple[int, os.stat_result]]:
     """Open a regular file for reading, with arguments as for `open_file`. Yields its descriptor and status.
 
-    Links are not followed. Pipes and devices are not opened: that may block or have effects.
-
-    Raises:
-        FormatError: it is not a regular file. OSError: it cannot be opened.
+    Links are not followed, and pipes and devices not opened. Raises FormatError for what is no regular file, or
+    OSError.
     """
     if not S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
         raise FormatError(f"{os.path.basename(path)} is not a regular file")
@@ -93,11 +85,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FolderTree:
-    """Folder and its subfolders. The folder need not be a store.
-
-    Args:
-        path: resolved path of the folder. It is opened on first use.
-    """
+    """Folder at a resolved path, and its subfolders. It is opened on first use, and need not be a store."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,16 +114,7 @@ class FolderTree:
         return self._descriptors[0]
 
     def folder_descriptor(self, name: str, make: bool = False) -> int:
-        """Return the descriptor of a subfolder. A subfolder that was replaced is opened again.
-
-        Args:
-            name: name of the subfolder, or "" for the root.
-            make: whether to create a missing subfolder.
-
-        Raises:
-            NotADirectoryError: it is a link, or not a folder.
-            OSError: it is missing, or cannot be opened.
-        """
+        """Return the descriptor of a subfolder, or the root (""), opened again if it was replaced. Raises OSError."""
         if not name:
             return self.root_descriptor
         try:
@@ -198,11 +177,6 @@ class FolderTree:
             return None
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    def identity(self, kind: FileKind, name: str) -> tuple[int, int] | None:
-        """Return device and inode of a file, or None if it does not exist."""
-        status = self.find(kind, name)
-        return None if status is None else (status.st_dev, status.st_ino)
-
     def open(self, kind: FileKind, name: str) -> AbstractContextManager[tuple[int, os.stat_result]]:
         """Open a regular file. See `open_regular`."""
         return open_regular(name, self.folder_descriptor(kind.folder))
@@ -221,21 +195,14 @@ class FolderTree:
         except (FormatError, FileNotFoundError):
             return False
 
-    def unknown(self, is_known: Callable[[FileKind, str], bool] = lambda kind, name: False) -> list[str]:
-        """Return the sorted relative paths of all files that the library did not write.
-
-        Args:
-            is_known: function that returns whether a file is known to be the library's, and need not be read.
-
-        Raises:
-            OSError: a folder cannot be listed.
-        """
-        unknown, is_open = [], has_database(self.where(CATALOGUE, CATALOGUE_NAME))
+    def unknown(self, is_known: Callable[[FileKind, str], bool]) -> list[str]:
+        """Return the sorted paths of files that the library did not write, but `is_known` ones. Raises OSError."""
+        unknown = []
         for folder in ("", *FOLDERS):
             with suppress(FileNotFoundError):
                 for name in self.list_names(folder) - (set(FOLDERS) if not folder else set()):
                     kind = kind_of(folder, name)
-                    if kind is not None and (is_known(kind, name) or (is_open and name in DATABASE_FILES)):
+                    if kind is not None and is_known(kind, name):
                         continue
                     with suppress(OSError):  # not readable now, so not listed
                         if kind is None or not (self.is_own(kind, name) or self.find(kind, name) is None):

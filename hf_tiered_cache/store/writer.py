@@ -25,7 +25,6 @@ from .threads import Latch, Progress
 logger = logging.getLogger("hf_tiered_cache")
 
 _PATIENCE_SECONDS = 10.0
-"""Seconds that a request waits for a writer that makes no progress."""
 _MOST_PATIENCE_SECONDS = 60.0
 """Seconds that `flush` and `close` wait for a writer that makes no progress."""
 
@@ -40,20 +39,16 @@ class KeptOnDevice:
 
 @dataclass(eq=False)
 class PendingSegment:
-    """Segment that is still to be written.
+    """Segment that is still to be written. The header has no sections yet.
 
     Args:
-        header: header of the segment, without its sections.
-        prefix_hashes: prefix hashes of the segment.
         block_groups: function that returns an iterator which packs one KV cache group at a time. Each item is valid
             until the next one is requested.
         ancestors: ids of the segments that this segment continues.
         refused: callback with this object if the segment is not stored.
-        written: callback for each KV cache group.
         on_device: GPU memory that the segment keeps alive, if its KV is on a GPU.
         confirmed: function that is called before publication. It returns False if the model's weights have changed
-            since the KV was computed.
-        is_outdated: whether it has returned False.
+            since the KV was computed; then `is_outdated` is set.
         done: one-shot event that is set when the segment was written or dropped.
     """
 
@@ -62,7 +57,7 @@ class PendingSegment:
     block_groups: Callable[[], Iterator[Group]]
     ancestors: tuple[str, ...] = ()
     refused: Callable[[PendingSegment], None] = lambda pending: None
-    written: Written = lambda block_group, blocks, content: None
+    written: Written = lambda owner, blocks: None
     on_device: KeptOnDevice | None = None
     confirmed: Callable[[], bool] = lambda: True
     is_outdated: bool = False
@@ -125,12 +120,8 @@ class Writer:
     def submit(self, pending: PendingSegment, wait: bool = True) -> None:
         """Queue a segment. It is dropped, with a warning, if the queue has no room.
 
-        Args:
-            pending: segment to write.
-            wait: whether to wait for room in the queue while the writer makes progress.
-
-        Raises:
-            StoreClosedError: the writer was closed, or this process was forked after the store was opened.
+        With `wait`, first wait for room while the writer makes progress. Raises StoreClosedError if the writer was
+        closed, or this process was forked after the store was opened.
         """
         if os.getpid() != self._pid:
             raise StoreClosedError(f"{self._store.place} was opened before this process was forked; open it again")
@@ -201,14 +192,9 @@ class Writer:
                 self._on_devices += Counter()  # removes entries with a count of 0
 
     def later(self, action: Action, nbytes: int = 0) -> bool:
-        """Queue a short action after the items in the queue.
+        """Queue a short action after the items in the queue. It keeps `nbytes` in memory until it has run.
 
-        Args:
-            action: function to call.
-            nbytes: size in bytes of what the action keeps in memory until it has run.
-
-        Returns:
-            False, and nothing is queued, if the writer is closed or the queue has no room for `nbytes`.
+        Returns False, and nothing is queued, if the writer is closed or the queue has no room for `nbytes`.
         """
         with self._lock:
             if self._closed or (nbytes and self._waiting_bytes + nbytes > self._queue_bytes):
@@ -266,10 +252,9 @@ class Writer:
             )
 
     def _wait(self, condition: Callable[[], bool], patience: float | None = None) -> bool:
-        """Wait until `condition` holds, or the writer makes no progress for `patience` seconds.
+        """Wait until `condition` holds, or nothing progresses for `patience` seconds. Returns whether it holds.
 
-        Returns whether it holds. Requests wait for `_PATIENCE_SECONDS`, and after a timeout not until the writer makes
-        progress again.
+        Requests wait for `_PATIENCE_SECONDS`, and after a timeout not until the writer makes progress again.
         """
         if os.getpid() != self._pid or self._is_here() or (self._stuck and patience is None):
             return condition()

@@ -20,7 +20,7 @@ from hf_tiered_cache.batching import lookups, requests, tiers
 from hf_tiered_cache.batching.lookups import LayerRotations
 from hf_tiered_cache.errors import EvictedError, RestoreError
 from hf_tiered_cache.patches.attach import attachment_of
-from hf_tiered_cache.store.engines.posix import PosixEngine
+from hf_tiered_cache.store.engines import PosixEngine
 
 OPTIONS = {"max_new_tokens": 8, "eos_token_id": -1}
 

@@ -24,7 +24,7 @@ import hf_tiered_cache
 from hf_tiered_cache import cli
 from hf_tiered_cache.cli.contents import unique_length
 from hf_tiered_cache.methods import METHODS
-from hf_tiered_cache.store.conversations import ConversationRecord, Conversations
+from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, Ownership
 from hf_tiered_cache.store.documents import DocumentRecord, Documents, passage_name
 from hf_tiered_cache.store.root import StoreRoot
 
@@ -414,7 +414,7 @@ def test_conversations_are_listed(run, chats):
     assert lines[1].startswith("bob") and lines[1].endswith("evicted: 64 of 128 tokens left")
     assert lines[2].startswith("alice�[31m 42  Qwen/Qwen2.5-0.5B-Instruct  exact       3     128  104.0 KiB")
     assert lines[-1] == "total: 2 conversations, 192 tokens"
-    owned = conversations.ownership("bob")
+    owned = Ownership("bob", conversations.files)
     owned.take(over=False)
     status, out, _ = run("conversations", root)
     assert f"in use by process {os.getpid()}, evicted: " in out.splitlines()[2]  # used last

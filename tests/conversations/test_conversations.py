@@ -25,7 +25,7 @@ from thorough import amount
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
 from hf_tiered_cache.methods import ContiguousKV, Exact, Impress, KVDrive, describe_method, make_method
 from hf_tiered_cache.store.codecs import coded_provenance
-from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, conversation_name
+from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, Ownership, conversation_name
 from hf_tiered_cache.store.kinds import CONVERSATION_LOCK
 from hf_tiered_cache.store.root import StoreRoot
 
@@ -501,7 +501,7 @@ def test_who_looks_does_not_keep_others_from_it(tmp_path):
         looker.start()
     try:
         for _ in range(200):
-            owned = conversations.ownership("alice-42")
+            owned = Ownership("alice-42", conversations.files)
             owned.take(over=False)
             owned.release()
     finally:

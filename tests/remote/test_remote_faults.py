@@ -13,7 +13,7 @@ from shared_prompts import IDS, PROMPTS, check, share
 from hf_tiered_cache import Exact, Geometry, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.remote import link, tier, write_back
-from hf_tiered_cache.remote.entries import sweep_entries
+from hf_tiered_cache.remote.link import sweep_entries
 
 # --- failing calls
 
@@ -103,7 +103,7 @@ def test_writes_are_tried_again_after_a_probe_that_sent_nothing(model, machine):
     store, remote = machine("a")
     remote.errors["put"] = OSError(5, "the network is down")
     share(model, store, *PROMPTS[:3])
-    writes = storage_of(store).remote._writes
+    writes = storage_of(store).remote.writes
     assert writes._breaker.is_open
     remote.errors.clear()
     writes._breaker._until = 0.0

@@ -139,7 +139,7 @@ def test_fields_lie_apart_and_aligned(codec, layout, geometry):
     for block_group in block_groups(layout, replace(geometry, codec=codec)):
         end = 0
         for part in block_group.parts:
-            assert part.offset >= end
+            assert part.fields[0].offset >= end
             for slot, field in zip(part.fields, CODECS[codec].fields(layout.dtype, part.dim), strict=True):
                 assert end <= slot.offset < end + slot.dtype.itemsize and slot.offset % slot.dtype.itemsize == 0
                 assert slot.nbytes == part.heads * geometry.chunk_tokens * field.dim * field.dtype.itemsize

@@ -106,7 +106,7 @@ def test_what_is_no_key_is_refused_without_being_shown(tmp_path, key):
 
 
 def test_without_the_package_it_is_said_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.kdf.hkdf", None)
     with pytest.raises(ConfigError, match=r"pip install 'hf-tiered-cache\[encryption\]'"):
         KVStore(tmp_path, key=KEY)
     KVStore(tmp_path).close()

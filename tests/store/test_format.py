@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, OtherFormatError
-from hf_tiered_cache.store.container import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
+from hf_tiered_cache.store.container import DIGEST_DTYPE, Guard, block_digests, lin64, xxh3
 from hf_tiered_cache.store.format import (
     FORMAT_VERSION,
     MAGIC,
@@ -171,7 +171,7 @@ def test_a_file_cut_short_is_seen(tmp_path, cut):
 def test_another_format_says_what_to_do(version, advice):
     header, chain, blocks = segment(hashes(2))
     page = bytearray(
-        encode_head(lay_out(header, 2), chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())[:4096]
+        encode_head(lay_out(header, 2), chain, np.concatenate([block_digests(b) for b in blocks]), Guard())[:4096]
     )
     struct.pack_into("<I", page, 8, version)
     with pytest.raises(OtherFormatError, match=advice):
@@ -184,7 +184,7 @@ def test_a_header_whose_offsets_do_not_fit_is_refused():
 
     laid = lay_out(header, 2)
     wrong = replace(laid, blocks=replace(laid.blocks, offset=laid.blocks.offset + ALIGNMENT))
-    page = encode_head(wrong, chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())[:4096]
+    page = encode_head(wrong, chain, np.concatenate([block_digests(b) for b in blocks]), Guard())[:4096]
     with pytest.raises(FormatError, match="offsets"):
         decode_header(page)
 
@@ -197,7 +197,7 @@ def test_a_model_of_126_different_layers_fits_the_header_page():
         "0" * 32, "f" * 32, SegmentShape(KVLayout(kinds, torch.bfloat16), Geometry(), 16), b"0" * 16, 0, 1.0
     )
     laid = lay_out(header, 1)
-    head = encode_head(laid, hashes(1), np.zeros(laid.shape.block_count, DIGEST_DTYPE), Checksums())
+    head = encode_head(laid, hashes(1), np.zeros(laid.shape.block_count, DIGEST_DTYPE), Guard())
     assert decode_header(head[:4096])[0].shape.layout.layers == kinds
 
 
@@ -227,7 +227,7 @@ def test_a_header_without_names_is_read_and_says_nothing_of_them(tmp_path):
 def test_names_too_long_for_the_page_are_cut(label, model):
     header, chain, blocks = segment(hashes(2), model=model, label=label)
     laid = lay_out(header, 2)
-    head = encode_head(laid, chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())
+    head = encode_head(laid, chain, np.concatenate([block_digests(b) for b in blocks]), Guard())
     found, _ = decode_header(head[:4096])
     readable = label.encode(errors="replace").decode()
     assert readable.startswith(found.label)

@@ -67,7 +67,7 @@ def test_block_groups_are_aligned_separate_windows_and_come_in_the_order_of_laye
         assert 0 <= block_group.block_bytes - block_group.payload_bytes < BLOCK_ALIGNMENT
         assert {layout.layers[i].window for i in block_group.layers} == {block_group.window}
         assert len(block_group.layers) <= geometry.layers_per_block
-        offsets = [(part.offset, part.end) for part in block_group.parts]
+        offsets = [(part.fields[0].offset, part.end) for part in block_group.parts]
         assert offsets[0][0] == 0
         assert all(a[1] == b[0] for a, b in itertools.pairwise(offsets))
         assert offsets[-1][1] == block_group.payload_bytes

@@ -624,11 +624,11 @@ def test_a_page_holds_the_pairs_of_126_layers(tmp_path):
     shape = SegmentShape(KVLayout((kind,) * 126, torch.bfloat16), cut, 16)
     tables = TokenTables.by_pairs([0] * 126, {}, shape.block_groups, 16)
     header = SegmentHeader("0" * 32, "f" * 32, replace(shape, tables=tables), bytes(16), 0, 1.0, MERGED)
-    from hf_tiered_cache.store.container import DIGEST_DTYPE, Checksums
+    from hf_tiered_cache.store.container import DIGEST_DTYPE, Guard
     from hf_tiered_cache.store.format import encode_head, lay_out
 
     laid = lay_out(header, 1)
-    head = encode_head(laid, hashes(1), np.zeros(laid.shape.block_count, DIGEST_DTYPE), Checksums())
+    head = encode_head(laid, hashes(1), np.zeros(laid.shape.block_count, DIGEST_DTYPE), Guard())
     assert decode_header(head[:HEADER_BYTES])[0].shape.geometry == cut
 
 

@@ -443,7 +443,7 @@ def test_a_reordering_that_fails_leaves_the_segment_as_it_is(model, tmp_path, mo
         def fail(*_):
             raise error
 
-        monkeypatch.setattr("hf_tiered_cache.store.folder.write_all", fail)
+        monkeypatch.setattr("hf_tiered_cache.store.root.write_all", fail)
         with caplog.at_level(logging.WARNING):
             for _ in range(8):
                 ask(model, store, question(ids), method)

@@ -317,7 +317,7 @@ def test_a_disk_that_fails_drops_them_and_leaves_what_was_there(store, monkeypat
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    name = {"allocate": "root.allocate", "write": "folder.write_all", "publish": "root.os.rename"}[step]
+    name = {"allocate": "root.allocate", "write": "root.write_all", "publish": "root.os.rename"}[step]
     with monkeypatch.context() as patch:
         patch.setattr(f"hf_tiered_cache.store.{name}", fail)
         assert not store.sidecars.keep(reader, "index", {"of": torch.ones(9)}, FACTS)

@@ -20,7 +20,8 @@ from segments import hashes, open_store, read_back, segment
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import IntegrityError, QuotaError, StoreBusyError, StoreError
-from hf_tiered_cache.store import database, disk, folder, index, maintain, process, quota, writer
+from hf_tiered_cache.store import database, disk, folder, index, maintain, quota, writer
+from hf_tiered_cache.store import segment as segment_module
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.store.writer import PendingSegment, Writer
@@ -127,13 +128,15 @@ def test_open_segments_are_bounded_by_process_and_descriptors(tmp_path, monkeypa
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = len(os.listdir("/proc/self/fd"))
     limit = 4 * held // 3 + 40  # a quarter fits beside what the process holds, and 30 are over
-    monkeypatch.setattr(process, "_MOST_OPEN_SEGMENTS", 40)  # fewer than there are, however many it holds
+    monkeypatch.setattr(
+        "hf_tiered_cache.store.segment._MOST_OPEN_SEGMENTS", 40
+    )  # fewer than there are, however many it holds
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         for _ in range(2):
             for store, names in zip(stores, made, strict=True):
                 assert all(store.reader(name) is not None for name in names)
-        assert sum(len(list(store.readers)) for store in stores) <= process.most_open_segments() < limit
+        assert sum(len(list(store.readers)) for store in stores) <= segment_module.most_open_segments() < limit
         publish(stores[0], seed="room is left to write")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -201,14 +204,14 @@ def test_stores_of_one_folder_share_a_connection_that_the_last_one_closes(tmp_pa
     (tmp_path / "store").mkdir()
     stores = [open_store(tmp_path / "store"), open_store(tmp_path / "link"), open_store(tmp_path / "store")]
     assert len({id(store.index.catalogue) for store in stores}) == 1
-    held = [path for path in process._process().databases if str(tmp_path) in str(path)]
+    held = [path for path in database._databases.get() if str(tmp_path) in str(path)]
     assert len(held) == 1
     for store in stores[:2]:
         store.close()
     assert stores[2].index.ask(Catalogue.ids, None) == set()
     assert stores[0].index.ask(Catalogue.ids, None) is None
     stores[2].close()
-    assert held[0] not in process._process().databases
+    assert held[0] not in database._databases.get()
 
 
 OTHER = """

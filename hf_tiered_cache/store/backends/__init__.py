@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from ...errors import ConfigError, with_type
 from ...plugins import Registry
 from ..backend import SegmentBackend
-from ..engines import Engine, open_engine
-from ..folder import FolderBackend
+from ..engines import Engine
+from ..folder import FolderBackend, open_engine
 from ..objects import ObjectBackend
 from ..settings import folder_of, scheme_of, without_secrets
 
@@ -98,11 +98,7 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
 
 
 def open_remote(address: str | ObjectBackend) -> ObjectBackend:
-    """Open the remote of a store: an address, or an open backend.
-
-    Raises:
-        ConfigError: the address has an unknown scheme or is not valid, or it is not the address of objects.
-    """
+    """Open the remote of a store: an address, or an open backend. Raises ConfigError if it is neither."""
     remote: object = address
     if isinstance(address, str):
         if not scheme_of(address):

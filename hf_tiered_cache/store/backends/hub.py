@@ -31,21 +31,15 @@ _ADDRESS = re.compile(
 )
 _THREADS = 16
 _SECONDS = 30.0
-"""Time limit of a request."""
 _LISTED_SECONDS = 60.0
-"""Seconds after which a new commit is looked for."""
 
 
 class HubBackend(ObjectBackend):
     """Read-only backend with the objects of a store as files of a repository.
 
-    All files are listed when the backend is first used, and again after a commit. So a look-up takes no request.
-
-    Args:
-        address: "hf://datasets/user/repository@revision/folder". Without a kind of repository, it is one of a model.
-
-    Raises:
-        ConfigError: the address is not valid.
+    All files are listed when the backend is first used, and again after a commit. So a look-up takes no request. An
+    address is "hf://datasets/user/repository@revision/folder"; without a kind of repository, it is one of a model.
+    Raises ConfigError if it is not valid.
     """
 
     def __init__(self, address: str) -> None:

@@ -37,13 +37,10 @@ class MooncakeBackend(ValueBackend):
     By default this process only uses the pool. Others provide its memory, such as `mooncake_client`, or this one does
     with MOONCAKE_GLOBAL_SEGMENT_SIZE: what it provides is lost when it ends. A lock holds within one process.
 
-    Args:
-        address: "mooncake://host:port/prefix" of the master. The port is 50051 and the prefix "hf_tiered_cache" if they
-            are omitted. The metadata server is "http://host:8080/metadata" unless MOONCAKE_TE_META_DATA_SERVER is set.
-            "?admin=port" names the port of the master's web pages, by which keys are listed: 9003 if it is omitted.
-
-    Raises:
-        ConfigError: The address is not valid, or the master does not answer.
+    An address is "mooncake://host:port/prefix" of the master. The port is 50051 and the prefix "hf_tiered_cache" if
+    they are omitted. The metadata server is "http://host:8080/metadata" unless MOONCAKE_TE_META_DATA_SERVER is set.
+    "?admin=port" names the port of the master's web pages, by which keys are listed: 9003 if it is omitted. Raises
+    ConfigError if the address is not valid, or the master does not answer.
     """
 
     # values are read as a whole, also for the beginning of a segment, and for each range of up to 1 MiB
@@ -95,9 +92,6 @@ class MooncakeBackend(ValueBackend):
     def set_part(self, key: str, content: bytes) -> None:
         self._check(self.client.put(key, content))
 
-    def keep(self, keys: Sequence[str]) -> None:
-        pass  # the pool drops what was not used for long, when it is full
-
     def set_value(self, key: str, content: bytes, replace: bool) -> bool:
         if replace:
             self._check(self.client.upsert(key, content))
@@ -137,7 +131,6 @@ class MooncakeBackend(ValueBackend):
 
 
 def _own_address(host: str, port: int, place: str) -> str:
-    """Return the address of this machine in the network of the master."""
     try:
         with socket.create_connection((host, port), timeout=2.0) as connection:
             return str(connection.getsockname()[0])

@@ -18,9 +18,9 @@ from urllib.parse import unquote, urlsplit
 import obstore
 
 from ...errors import ConfigError
-from ..hedged import HedgedReads
 from ..objects import ObjectBackend
 from ..settings import without_secrets
+from ..threads import HedgedReads
 from ..tree import Stored
 
 _REQUESTS = 32
@@ -36,14 +36,9 @@ _memories: dict[str, Any] = {}
 class ObjectStoreBackend(ObjectBackend):
     """Backend with one object for each segment, sidecar and record.
 
-    Processes that share a bucket see each other's segments. A lock holds within one process.
-
-    Args:
-        address: "s3://bucket/prefix", "gs://bucket/prefix", "az://account/container/prefix", "file:///folder", or
-            "memory://name" for objects in the memory of this process.
-
-    Raises:
-        ConfigError: the address or the environment is not valid.
+    Processes that share a bucket see each other's segments. A lock holds within one process. An address is
+    "s3://bucket/prefix", "gs://bucket/prefix", "az://account/container/prefix", "file:///folder", or "memory://name"
+    for objects in the memory of this process. Raises ConfigError if the address or the environment is not valid.
     """
 
     def __init__(self, address: str) -> None:

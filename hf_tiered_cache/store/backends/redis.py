@@ -26,17 +26,12 @@ _LISTED = 1000
 
 
 class RedisBackend(ValueBackend):
-    """Backend with the objects of a store as values of a Redis server.
+    """Backend with the objects of a store as values of a Redis server. A lock holds within one process.
 
-    A lock holds within one process.
-
-    Args:
-        address: "redis://host:port/database/prefix" or "rediss://..." for TLS. The prefix of the keys is
-            "hf_tiered_cache" if it is omitted. User and password are part of the address, as in other Redis clients,
-            or are taken from the variables REDIS_USERNAME and REDIS_PASSWORD. They are not shown.
-
-    Raises:
-        ConfigError: the address is not valid.
+    An address is "redis://host:port/database/prefix" or "rediss://..." for TLS. The prefix of the keys is
+    "hf_tiered_cache" if it is omitted. User and password are part of the address, as in other Redis clients, or are
+    taken from the variables REDIS_USERNAME and REDIS_PASSWORD. They are not shown. Raises ConfigError if it is not
+    valid.
     """
 
     def __init__(self, address: str) -> None:

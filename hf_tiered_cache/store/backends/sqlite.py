@@ -24,7 +24,6 @@ _ERRORS = {
     "readonly": errno.EROFS,
     "not a database": errno.EEXIST,
 }
-"""Error numbers by a part of SQLite's message."""
 
 
 class SQLiteBackend(ValueBackend):
@@ -34,11 +33,8 @@ class SQLiteBackend(ValueBackend):
     leaves nothing unfinished. Several processes of one machine can use the file; a lock holds within one process. A
     file on a network share is for one writer at a time, as SQLite's documentation explains.
 
-    Args:
-        address: "sqlite:///absolute/path" or "sqlite://relative/path" of the file.
-
-    Raises:
-        ConfigError: the address is not valid, or the file was not written by this library.
+    An address is "sqlite:///absolute/path" or "sqlite://relative/path". Raises ConfigError if it is not valid, or the
+    file was not written by this library.
     """
 
     first_bytes = 256 << 10
@@ -68,9 +64,6 @@ class SQLiteBackend(ValueBackend):
 
     def set_part(self, key: str, content: bytes) -> None:
         self.set_value(key, content, replace=True)
-
-    def keep(self, keys: Sequence[str]) -> None:
-        pass  # written in the transaction of their object
 
     def set_value(self, key: str, content: bytes, replace: bool) -> bool:
         with self._transaction(write=True) as connection:
@@ -112,17 +105,7 @@ class SQLiteBackend(ValueBackend):
 
     @contextmanager
     def _transaction(self, write: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Lock the connection and run a transaction, or join the one that this thread runs.
-
-        Args:
-            write: whether the transaction writes. The file is created if there is none.
-
-        Yields:
-            Connection, or None if there is no file and nothing is written.
-
-        Raises:
-            OSError: the file cannot be read or written, or is not of this library.
-        """
+        """Run a transaction, or join that of this thread. Yields None if there is no file to read. Raises OSError."""
         with self._using:
             try:
                 if self._connection is None and (write or self.path.exists()):

@@ -56,17 +56,11 @@ class Range(NamedTuple):
 
 
 class ValueBackend(ObjectBackend):
-    """Backend with the objects of a store as values of a server. Subclasses implement the abstract methods.
-
-    Args:
-        place: Address for messages, without a password.
-        prefix: Beginning of all keys.
-    """
+    """Backend with the objects of a store as values of a server, under keys that begin with `prefix`."""
 
     first_bytes: ClassVar[int] = 4 << 20
     """Bytes of the first part, which is in the value of the object's key."""
     part_bytes: ClassVar[int] = 4 << 20
-    """Bytes of the other parts."""
 
     def __init__(self, place: str, prefix: str) -> None:
         self.keys = f"{prefix or PREFIX}:"
@@ -76,18 +70,13 @@ class ValueBackend(ObjectBackend):
 
     @abstractmethod
     def read_values(self, ranges: Sequence[Range]) -> list[bytes]:
-        """Return bytes of values in one round trip; fewer bytes where a value ends, none of a missing one.
-
-        Raises:
-            OSError: It cannot be determined whether they exist.
-        """
+        """Return bytes of values in one round trip; fewer where a value ends, none of a missing one. Raises OSError."""
 
     @abstractmethod
     def set_part(self, key: str, content: bytes) -> None:
         """Write the value of a new key, which may be dropped until `keep` is called. Raises OSError."""
 
-    @abstractmethod
-    def keep(self, keys: Sequence[str]) -> None:
+    def keep(self, keys: Sequence[str]) -> None:  # most servers need nothing
         """Keep parts, since their object is complete. Raises OSError."""
 
     @abstractmethod
@@ -186,7 +175,6 @@ class ValueBackend(ObjectBackend):
         return ranges
 
     def _count(self, size: int) -> int:
-        """Return the number of parts of an object, at least one."""
         return 1 + max(0, -(-(size - self.first_bytes) // self.part_bytes))
 
     def _part(self, name: str, version: bytes, number: int) -> str:

@@ -35,7 +35,7 @@ from typing import Any, cast
 
 from ...errors import EngineUnavailableError
 from ..lazy import torch
-from .base import Engine, EngineFile, ReadOp, ReadReport, in_threads
+from . import Engine, EngineFile, ReadOp, ReadReport, in_threads
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -132,7 +132,6 @@ class KvikioEngine(Engine):
             return future.check_bytes_done()  # waits for this stream only
 
     def _number(self) -> int:
-        """Return the number of this thread in the pool."""
         if not hasattr(self._thread, "number"):
             self._thread.number = next(self._numbers)
         return self._thread.number
