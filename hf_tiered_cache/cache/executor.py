@@ -7,11 +7,12 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from .. import reasons
 from ..conversations.distances import AttentionDistances
@@ -28,13 +29,11 @@ from ..store.geometry import HASH_TOKENS
 from .calibrations import calibrated_ratio, quality_budget, warn_of_loss
 from .conversation import Conversation
 from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
-from .forward_pass import ForwardPass, RestoringForward
+from .forward_pass import ForwardPass, RefiningForward, RestoringForward
 from .fronts import ComputedFront
 from .observed import LEAST_PACE_TOKENS, Pace, observed_ratios, renew_costs, seconds_to_compute
-from .prefill import can_be_cut, in_pieces, store_piece
 from .recorder import Recorder
-from .refine import RefiningForward
-from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
+from .request import Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
 from .sequence import SequenceState, num_common
 from .spot_check import RestoredRun
 from .storage import Storage
@@ -44,6 +43,8 @@ logger = logging.getLogger("hf_tiered_cache")
 
 REPLANS = 4
 """Number of times a pass is planned again after a failed restore, around the failure; then all of it is computed."""
+PREFILL_TRIES = 2
+"""Number of times that prefill goes back because stored pieces have disappeared; then the rest is computed at once."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Executor:
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans, before = self._why_not_looked_for(request, sequence), REPLANS, self._work_so_far()
-        if not reason and isinstance(sequence.method, BudgetMethod) and can_be_cut(sequence, request):
+        if not reason and isinstance(sequence.method, BudgetMethod) and sequence.can_be_cut(request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
             plan = None if reason or not replans else self._plan(request, sequence)
@@ -170,37 +171,60 @@ class Executor:
     def _run_pieces(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> None:
-        """Compute and store all pieces of long prompts but the last ones, row by row, so that each has its own."""
+        """Compute and store all pieces of long prompts but the last ones, row by row, so that each has its own.
+
+        Each piece attends to all earlier ones, which are read from the store layer by layer (`StreamedPrefix`). Memory
+        holds one piece and two runs of one layer, and the disk bounds the prompt length (KVDRIVE, Section 7).
+        """
         rows_of: dict[bytes, list[int]] = {}
         for row, ids in enumerate(request.ids.cpu().numpy()):
             rows_of.setdefault(ids[request.pads[row] :].tobytes(), []).append(row)
         stored_in_pieces: dict[int, int] = {}
         for rows in rows_of.values():
             row_request = request.of_row(rows[0])
-            if not can_be_cut(sequence, row_request):
+            if not sequence.can_be_cut(row_request):
                 continue
-            check = DecodingCheck()
-            recorder = self.new_recorder(sequence.identity, sequence.regime, row_request.pads, check)
-            self.sequence = sequence.of_row(recorder, check)
+            recorder = self.new_recorder(sequence.identity, sequence.regime, row_request.pads)
+            self.sequence = replace(sequence, recorder=recorder, stored_in_pieces={})
             try:
-                plan = self._plan(row_request, self.sequence)
-                run = partial(self._run_piece, cache, self.sequence, forward)
-                stored = 0 if plan is None else plan.suffix or 0
-                in_pieces(row_request, self.sequence, run, stored, self.options.progress)
+                self._run_row_in_pieces(cache, row_request, self.sequence, forward)
                 stored_in_pieces |= dict.fromkeys(rows, self.sequence.stored_in_pieces.get(0, 0))
             finally:
                 self.sequence = sequence
         sequence.stored_in_pieces = stored_in_pieces
 
-    def _run_piece(
-        self, cache: LayeredCache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, stored: int
-    ) -> int:
-        """Compute, store and release a piece of a prompt.
+    def _run_row_in_pieces(
+        self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
+    ) -> None:
+        """Compute and store all pieces of a prompt, one row, but the last, which is left to the caller."""
+        method = sequence.method
+        assert isinstance(method, BudgetMethod)
+        step, end, tries = method.prefill_tokens, request.num_positions, PREFILL_TRIES
+        if end - (stored := _suffix(self._plan(request, sequence))) <= step:
+            return
+        shortest = max(request.must_compute, min(step // 2, method.observed))  # minimum length of the last piece
+        progress = self.options.progress
+        with tqdm(total=end, initial=stored, unit="token", desc="prefill", disable=not progress) as bar:
+            while end - stored > step and tries:
+                stop = min(stored + step, end - shortest) // HASH_TOKENS * HASH_TOKENS
+                before = self._run_piece(cache, request.beginning(stop), sequence, forward, stored)
+                if before <= stored - HASH_TOKENS:
+                    stored, tries = before, tries - 1
+                else:
+                    stored = stop
+                bar.update(stored - bar.n)
+            bar.update(end - bar.n)
 
-        See `run` in `in_pieces` for the arguments and the result.
+    def _run_piece(
+        self, cache: LayeredCache, piece: Request, sequence: SequenceState, forward: Callable[..., Any], stored: int
+    ) -> int:
+        """Compute the end of a piece, store the piece, and release it, unless fewer than `stored` positions are stored.
+
+        Returns:
+            The number of positions that were stored.
         """
         plan = self._plan(piece, sequence)
-        before = 0 if plan is None else plan.suffix or 0
+        before = _suffix(plan)
         if before <= stored - HASH_TOKENS:
             return before
         if plan is not None:
@@ -210,9 +234,8 @@ class Executor:
         except RestoreError as error:
             self.collector.add(recomputed=1)
             self.store.disk.report(error.segment, error.__cause__ or error)
-            plan = self._plan(piece, sequence)
-            return max(0, min(0 if plan is None else plan.suffix or 0, stored - HASH_TOKENS))
-        store_piece(sequence, piece, plan, self.collector)
+            return max(0, min(_suffix(self._plan(piece, sequence)), stored - HASH_TOKENS))
+        sequence.store_piece(piece, plan, self.collector)
         for source in cache.kv_sources:
             source.reset()
         return before
@@ -417,7 +440,7 @@ class Executor:
             return reasons.FILLED_ELSEWHERE
         if not num_positions:
             sequence = None  # rows, padding and model may differ from those before a crop or a failed pass
-        pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.check)
+        pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.recorder.check)
         request = parse_request(kwargs, num_positions, pads, self._placeholders, check)
         if isinstance(request, str):
             return request
@@ -438,7 +461,7 @@ class Executor:
 
     def _new_sequence(self, cache: LayeredCache, request: Request, identity: Identity, regime: str) -> SequenceState:
         """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
-        store, attachment, check = self.store, self.attachment, DecodingCheck()
+        store, attachment = self.store, self.attachment
         method, fingerprint = self.method, identity.fingerprint
         if isinstance(method, Passages):
             device, tokens = attachment.model.device, request.num_positions
@@ -453,7 +476,7 @@ class Executor:
                 partial(likely_recompute_ratio, store, fingerprint, attachment, codec, tokens)
             )
         self.method = method
-        recorder = self.new_recorder(identity, regime, request.pads, check)
+        recorder = self.new_recorder(identity, regime, request.pads)
         return SequenceState(
             store,
             method,
@@ -461,7 +484,6 @@ class Executor:
             identity,
             regime,
             recorder,
-            check,
             attachment.tables_of(fingerprint),
             self.options.segments,
             layers=len(cache.layers),
@@ -470,7 +492,7 @@ class Executor:
             reports_passages=isinstance(method, Passages),
         )
 
-    def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
+    def new_recorder(self, identity: Identity, regime: str, pads: list[int]) -> Recorder:
         """Create the recorder for a sequence with the given left padding."""
         method, store, provenance = self.method, self.store, self.method.provenance
         return Recorder(
@@ -484,7 +506,6 @@ class Executor:
             collector=self.collector,
             model=identity.facts,
             labels=self.options.label,
-            check=check,
             weights_held=identity.weights_held,
         )
 
@@ -654,3 +675,8 @@ class Executor:
         self.collector.explain(reason)
         if not reasons.is_expected(reason):
             self.store.disk.warn(reason, reason)
+
+
+def _suffix(plan: Plan | None) -> int:
+    """Return the first position that every layer computes by a plan of a suffix; 0 if nothing is restored."""
+    return 0 if plan is None else plan.suffix or 0

@@ -263,12 +263,12 @@ class Recorder:
         """Return the ids of the segments that hold a row's stored tokens, in order."""
         return self._ancestors[row]
 
-    def fork(self, collector: StatsCollector, check: DecodingCheck) -> Recorder:
+    def fork(self, collector: StatsCollector) -> Recorder:
         """Return a recorder that continues independently; what is captured so far is sealed or shared."""
         with self._lock:
             self.seal()
             twin = copy.copy(self)
-            twin.collector, twin.check = collector, check
+            twin.collector, twin.check = collector, DecodingCheck()
             twin._lock, twin._is_collected = threading.RLock(), False
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()

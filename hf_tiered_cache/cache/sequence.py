@@ -19,8 +19,7 @@ from ..passages.report import PassageReport
 from ..patches.rope import TableCache
 from ..remote.tier import Seconds
 from ..restore.hashes import History
-from ..restore.plan import BudgetPlan, Plan
-from ..restore.planner import make_plan
+from ..restore.plan import BudgetPlan, Plan, PlanContext, RowGroup, SegmentSlice
 from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.codecs import codec_in, coded_provenance
@@ -28,7 +27,7 @@ from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.shape import SegmentShape
 from .recorder import Recorder
-from .request import DecodingCheck, Request, left_padding
+from .request import Request, left_padding
 from .storage import Storage
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -56,7 +55,6 @@ class SequenceState:
         identity: Identity of the model at the first pass.
         regime: Regime of its RoPE frequencies.
         recorder: Recorder of computed KV, which holds the history of the tokens.
-        check: Check of masks and positions while decoding.
         tables: Rotary tables of the model at the first pass.
         segments: Tokens at which passages may begin, or None for any.
         layers: Number of layers of the model.
@@ -71,7 +69,6 @@ class SequenceState:
     identity: Identity
     regime: str
     recorder: Recorder
-    check: DecodingCheck
     tables: TableCache
     segments: tuple[int, ...] | None
     layers: int
@@ -107,28 +104,76 @@ class SequenceState:
         method = self.method
         with collector.timing("match_seconds"):
             self._new_ids = request.ids.to("cpu", torch.int64).numpy()
-            find, defer = (self._finder, method.deferred_choice) if isinstance(method, Passages) else (None, None)
-            plan, lookups = make_plan(
-                self.history,
-                self._new_ids,
-                request.must_compute,
-                method.positions_to_compute,
-                self.layers,
-                partial(
-                    self.store.match, usable=self._usable_hashes, asking=self.recorder, seconds=self.seconds_to_compute
-                ),
-                find,
-                defer,
-            )
-        for rows in lookups:
-            for row in rows.rows:
-                self.recorder.note_stored(row, rows.held, rows.num_hashes, rows.segments)
+            groups, restorable = self._look_up(self._new_ids)
+            plan = self._plan_restore(request, groups, restorable) if any(group.pieces for group in groups) else None
         if plan is None or not self.selects or not isinstance(method, BudgetMethod):
             return plan
         plan = self._within_budget(plan, method)
         if isinstance(plan, BudgetPlan) and method.reorder:
             self.store.lay_out_after(plan.groups)
         return plan
+
+    def _look_up(self, ids: np.ndarray) -> tuple[tuple[RowGroup, ...], int]:
+        """Find the longest stored prefix of each row, and the passages after it.
+
+        Args:
+            ids: int64 `[rows, positions]`, tokens that the pass adds.
+
+        Returns:
+            Groups of equal rows, and the first position of the pass that some row cannot restore.
+        """
+        history, base = self.history, self.history.num_positions
+        whole_rows = np.concatenate([history.ids(), ids], axis=1)
+        alike: dict[tuple[int, bytes], list[int]] = {}
+        for row, pad in enumerate(history.pads):
+            alike.setdefault((pad, whole_rows[row][pad:].tobytes()), []).append(row)
+        match = partial(
+            self.store.match, usable=self._usable_hashes, asking=self.recorder, seconds=self.seconds_to_compute
+        )
+        groups, restorable = [], ids.shape[1]
+        for (pad, _), rows in alike.items():
+            tokens, cached_hashes = whole_rows[rows[0]][pad:], max(0, base - pad) // HASH_TOKENS
+            matched = match(history.prefix_hashes_of(rows[0], tokens), cached_hashes)
+            pieces = [
+                SegmentSlice(reader, 0, run.num_hashes * HASH_TOKENS, run.start * HASH_TOKENS)
+                for run, reader in matched
+            ]
+            num_hashes = matched[-1][0].stop if matched else cached_hashes
+            for row in rows:
+                self.recorder.note_stored(row, cached_hashes, num_hashes, tuple(reader.id for _, reader in matched))
+            found, cached = num_hashes * HASH_TOKENS, base - pad
+            if isinstance(self.method, Passages):  # a part of a passage may begin among cached tokens
+                pieces += self._finder(tokens, found if found > cached else max(0, cached - (HASH_TOKENS - 1)))
+            groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
+            restorable = min(restorable, max(0, found - cached))
+        return tuple(groups), restorable
+
+    def _plan_restore(self, request: Request, groups: tuple[RowGroup, ...], restorable: int) -> Plan | None:
+        """Let the method decide what to compute. Return None if that is everything."""
+        method, base, num_positions = self.method, self.num_positions, request.num_positions
+        context = PlanContext(base, num_positions, restorable, request.must_compute, self.layers, groups)
+        plan = Plan(base, num_positions, method.positions_to_compute(context), groups)
+        if isinstance(method, Passages) and not plan.exact:
+            choice = method.deferred_choice(context)
+            plan = plan if choice is None else plan.with_choice(choice)
+        restores_nothing = not plan.restored_tokens and plan.computed[-1].shape[-1] == num_positions
+        return None if restores_nothing else plan
+
+    def can_be_cut(self, request: Request) -> bool:
+        """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
+        method = self.method
+        if not isinstance(method, BudgetMethod):
+            return False
+        step = method.prefill_tokens
+        return (
+            0 < step < request.num_positions - min(request.pads)
+            and method.selects
+            and self.num_positions == 0
+            and self.recorder.enabled
+            and request.text == request.num_positions
+            and request.must_compute <= step // 2
+            and rope_regime(self.config, step) == self.regime
+        )
 
     def _within_budget(self, plan: Plan, method: BudgetMethod) -> Plan:
         """Return a plan with the budget of its method, unless it restores no more tokens than that."""
@@ -316,15 +361,18 @@ class SequenceState:
             return ""
         return "" if any(self._finder(row, 0) for row in rows) else reasons.NO_PASSAGES
 
-    def of_row(self, recorder: Recorder, check: DecodingCheck) -> SequenceState:
-        """Return the state of an empty cache with the same settings, for a row alone."""
-        return replace(self, recorder=recorder, check=check, stored_in_pieces={})
+    def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
+        """Store a computed piece of a longer prompt, a single row, and remove it from the history."""
+        computed = piece.num_positions - (0 if plan is None else plan.restored_tokens)
+        collector.add(tokens_computed=computed)
+        self.stored_in_pieces[0] = self.stored_in_pieces.get(0, 0) + computed
+        self.recorder.end(piece.ids, piece.num_positions if plan is None else len(plan.computed[0]))
+        self.recorder.seal()
+        self.recorder.crop(piece.num_positions)
 
     def fork(self, collector: StatsCollector) -> SequenceState:
         """Return a copy that continues independently, with its own statistics."""
-        check = DecodingCheck()
-        recorder = self.recorder.fork(collector, check)
-        return replace(self, recorder=recorder, check=check, _report=self._report.fork())
+        return replace(self, recorder=self.recorder.fork(collector), _report=self._report.fork())
 
 
 def num_common(history: History, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:

@@ -21,9 +21,8 @@ from ..errors import ConfigError, StoreClosedError, StoreError
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
 from ..remote.tier import RemoteTier, Seconds
-from ..restore.hashes import PassageHasher, PrefixHasher
+from ..restore.hashes import MatchedRun, PassageHasher, PrefixHasher, longest_prefix
 from ..restore.plan import RowGroup
-from ..restore.planner import MatchedRun, longest_prefix
 from ..store.catalogue import SegmentRow
 from ..store.cipher import Hidden
 from ..store.conversations import Conversations

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, DynamicCache
 from ..cache.calibrations import keep_records, records_of
 from ..cache.executor import CacheOptions, Executor
 from ..cache.recorder import Recorder
-from ..cache.request import DecodingCheck, Request
+from ..cache.request import Request
 from ..cache.sequence import SequenceState
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache, prepare
@@ -193,12 +193,12 @@ class PassageExecutor(Executor):
         sequence.reports_passages = False  # a passage is not searched for other passages
         return sequence
 
-    def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
+    def new_recorder(self, identity: Identity, regime: str, pads: list[int]) -> Recorder:
         method, store = self.method, self.store
         hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
         arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
         if self._ranking_lead is not None:
-            return _InMemoryRecorder(self.lead.shape[1], self.computed, History(hasher, pads), *arguments, check=check)
+            return _InMemoryRecorder(self.lead.shape[1], self.computed, History(hasher, pads), *arguments)
         alone = bool(method.ranked_by) and not method.ranks_in_context  # no second computation
         return Recorder(
             History(hasher, [pad + self.lead.shape[1] for pad in pads]),  # the lead is left out like padding
@@ -207,7 +207,6 @@ class PassageExecutor(Executor):
             collector=self.collector,
             model=identity.facts,
             labels=self._labels or self.options.label,
-            check=check,
             weights_held=identity.weights_held,
         )
 
