@@ -82,8 +82,8 @@ def costs_of_codec(
 ) -> PrefixCosts | None:
     """Return the costs for `tokens` tokens of exact KV in a codec, or None if nothing was measured.
 
-    They are the calibrated costs times the factors that returning conversations have shown.
-    Without a measurement with this codec, the disk's costs are those of raw KV, scaled by the bytes.
+    They are the calibrated costs times the factors that returning conversations have shown. Without a measurement with
+    this codec, the disk's costs are those of raw KV, scaled by the bytes.
     """
     model = attachment.model
     of_codec = partial(prefix_costs, storage, fingerprint, model.device, tokens=tokens)
@@ -119,14 +119,14 @@ def fastest_plan(
     Blocks in a tier that was not measured count as free, so that they are restored.
 
     Args:
-        plan: plan that restores whole tokens and computes only the suffix. Tokens of a recomputed prefix that are not
-            stored are computed.
-        recompute: share of the prefix to compute while the rest is loaded, or "auto" for the fastest share.
-        decline: whether the whole prompt may be computed.
-        costs: costs per token for a prefix of this length; None if nothing was measured.
-        residency: memory tiers, which know the locations of blocks.
-        device_of: function that returns the device of a layer.
-        flat: whether all layers recompute the same number of tokens, instead of fewer with depth.
+        plan: Plan that restores whole tokens and computes only the suffix.
+        recompute: Share of the prefix to compute while the rest is loaded, or "auto" for the fastest share. Tokens that
+            are not stored are computed in any case.
+        decline: Whether the whole prompt may be computed.
+        costs: Costs per token for a prefix of this length; None if nothing was measured.
+        residency: Memory tiers, which know the locations of blocks.
+        device_of: Returns the device of a layer.
+        flat: Whether all layers recompute the same number of tokens, instead of fewer with depth.
     """
     ratio, required = 0.0 if recompute == "auto" else recompute, required_recompute(plan)
     minimum = with_required_recompute(plan)
@@ -155,12 +155,9 @@ def with_required_recompute(plan: Plan) -> Plan:
 
 
 def required_recompute(plan: Plan) -> np.ndarray:
-    """Return the length of the prefix that each layer must compute because it is not stored.
+    """Return the length of the prefix that each layer must compute because it is not stored: int64 `[layers]`.
 
-    A sliding-window layer needs only the tokens in the window before the suffix.
-
-    Returns:
-        int64 `[layers]`, not increasing with depth.
+    It does not increase with depth. A sliding-window layer needs only the tokens in the window before the suffix.
     """
     required = np.zeros(len(plan.computed), np.int64)
     for group in plan.groups:
@@ -215,11 +212,11 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     It is the fastest share if computing takes `_MARGIN` times as long as the costs say.
 
     Args:
-        tokens: number of tokens of the conversation.
-        layers: number of layers of the model.
-        costs: costs per token for a prefix of this length.
-        stored: bytes of the conversation's KV, as a share of the bytes that the costs refer to.
-        step: number of tokens that the length of a recomputed prefix is a multiple of.
+        tokens: Number of tokens of the conversation.
+        layers: Number of layers of the model.
+        costs: Costs per token for a prefix of this length.
+        stored: Bytes of the conversation's KV, as a share of the bytes that the costs refer to.
+        step: Number of tokens that the length of a recomputed prefix is a multiple of.
     """
     disk = TIERS[-1]
     ends = np.minimum(np.arange(step, tokens + step, step), tokens)
@@ -236,12 +233,7 @@ def likely_recompute_ratio(
 ) -> float:
     """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured.
 
-    Args:
-        storage: storage with the calibrations.
-        fingerprint: fingerprint of the model.
-        attachment: attachment of the model.
-        codec: codec of the stored KV.
-        tokens: number of tokens so far. Prefixes of fewer than `_LIKELY_TOKENS` are expected to grow.
+    Prefixes of fewer than `_LIKELY_TOKENS` tokens are expected to grow.
     """
     tokens = max(tokens, _LIKELY_TOKENS)
     costs = costs_of_codec(storage, fingerprint, attachment, codec, tokens)
@@ -260,13 +252,7 @@ def plan_recompute_lengths(plan: Plan, ratio: float | np.ndarray, flat: bool = F
 
 
 def streams_of(plan: Plan, costs: PrefixCosts, units: UnitTiers) -> Streams:
-    """Return the work of the compute and load streams for a plan with its minimum recomputed prefixes.
-
-    Args:
-        plan: plan that computes only the suffix and the tokens that are not stored.
-        costs: costs per token for a prefix of this length.
-        units: see `unit_tiers_of`.
-    """
+    """Return the work of the compute and load streams for a plan that computes only what it has to."""
     layers, tokens = len(plan.computed), plan.restored_until
     rows = sum(len(group.rows) for group in plan.groups)
     once = plan.restored_tokens * len(plan.groups) / rows  # tokens; identical rows are restored once

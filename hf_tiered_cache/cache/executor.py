@@ -372,15 +372,7 @@ class Executor:
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
 
     def replans_after(self, error: RestoreError, replans: int) -> int:
-        """Note a failed restore, so that the next plan avoids its block.
-
-        Args:
-            error: The failure.
-            replans: Number of times that the prompt may be planned again.
-
-        Returns:
-            This number after the failure.
-        """
+        """Note a failed restore, so that the next plan avoids its block. Return how many of the `replans` remain."""
         if isinstance(error.__cause__, EvictedError):
             self.store.fronts.forget([error.segment])
             return replans
@@ -411,8 +403,7 @@ class Executor:
     def identify(self, closely: bool) -> Identity | str:
         """Return the current identity of the model, or the reason why its KV can be neither stored nor restored.
 
-        Args:
-            closely: Whether to read a part of the weights again, as at the beginning of a prompt.
+        With `closely`, a part of the weights is read again, as at the beginning of a prompt.
         """
         attachment = self.attachment
         if attachment.model.training:
@@ -545,9 +536,7 @@ class Executor:
         return self.sequence.recorder.segments(0)
 
     def num_dropped(self, cache: LayeredCache, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """Return how many of the cached positions a prompt does not share.
-
-        If that is not known, return at least the number of all cached positions.
+        """Return how many cached positions a prompt does not share, or at least the number of all if that is not known.
 
         Args:
             cache: The cache.

@@ -95,8 +95,7 @@ class Fronts:
     def to_compute(self, plan: Plan) -> ComputedFront | None:
         """Return an object that captures the tokens that segments lack and a pass computes.
 
-        Returns:
-            None if there are no such tokens, or they do not fit in memory besides their segments.
+        Return None if there are no such tokens, or they do not fit in memory besides their segments.
         """
         if not isinstance(plan, RecomputePlan):
             return None

@@ -101,10 +101,7 @@ class Recorder:
     # --- during a pass
 
     def begin(self, first: int) -> None:
-        """Start capturing a pass that computes all positions from `first` on.
-
-        If these do not follow what was captured before, that is sealed first.
-        """
+        """Start capturing a pass that computes all positions from `first` on, and seal first what ends elsewhere."""
         if not self.enabled:
             return
         with self._lock:
@@ -178,14 +175,7 @@ class Recorder:
             self._ancestors = [self._ancestors[row] for row in order]
 
     def note_stored(self, row: int, cached_hashes: int, num_hashes: int, segments: tuple[str, ...]) -> None:
-        """Note which segments store a row's prefix hashes after those that the cache holds.
-
-        Args:
-            row: Index of the row.
-            cached_hashes: Number of prefix hashes of the row that the cache holds.
-            num_hashes: Number of prefix hashes that are stored.
-            segments: Ids of the segments that store them.
-        """
+        """Note which segments store a row's prefix hashes up to `num_hashes`, after those that the cache holds."""
         self._stored[row] = num_hashes if num_hashes > cached_hashes else min(self._stored[row], cached_hashes)
         before = [segment for segment in self._ancestors[row] if segment not in segments] if cached_hashes else []
         self._ancestors[row] = (*before, *segments)
@@ -204,8 +194,7 @@ class Recorder:
     def seal(self, wait: bool = True) -> None:
         """Submit all captured tokens that are not stored, in multiples of 16; does nothing during a pass.
 
-        Args:
-            wait: Whether to wait while the writer's queue is full.
+        With `wait`, this waits while the writer's queue is full.
         """
         with self._lock, self._step:
             pending_segments = self._take_unsealed()

@@ -207,10 +207,7 @@ class SequenceState:
         return usable
 
     def why_nothing(self, request: Request) -> str:
-        """Return the reason why a prompt without a plan is not restored.
-
-        The reason is an empty string if the prompt continues from what the cache holds.
-        """
+        """Return why a prompt without a plan is not restored, or "" if it continues from what the cache holds."""
         if self.num_positions or not self.store.usable:
             return ""
         if self._unusable_reason:
@@ -278,8 +275,7 @@ class SequenceState:
     def commit(self, request: Request, plan: Plan | None, collector: StatsCollector) -> str:
         """Record a completed pass: count and append its tokens, and store them if there are enough.
 
-        Returns:
-            The reason why later passes run without the store, or an empty string.
+        Return the reason why later passes run without the store, or an empty string.
         """
         self.miss_reason = ""
         rows, num_positions = request.ids.shape
@@ -320,8 +316,7 @@ class SequenceState:
     def _count_restored(self, plan: Plan, tokens: int, collector: StatsCollector) -> int:
         """Count the tokens of a pass that followed a plan, in all rows and without padding.
 
-        Returns:
-            The number of positions at the end that every layer computed.
+        Return the number of positions at the end that every layer computed.
         """
         if isinstance(plan, BudgetPlan) and not plan.streams_all:
             assert isinstance(self.method, BudgetMethod)
@@ -355,7 +350,7 @@ class SequenceState:
     def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray]) -> str:
         """Return the reason why only a prefix of the prompt is restored although passages are stored.
 
-        The reason is an empty string if all is restored, or if the prefix contains passages.
+        Return "" if all is restored, or if the prefix contains passages.
         """
         if plan.num_positions - plan.restored_until < HASH_TOKENS or not self._has_passages():
             return ""
@@ -378,13 +373,8 @@ class SequenceState:
 def num_common(history: History, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:
     """Return the number of leading positions that a cache with this history shares with a prompt.
 
-    At least the last position of the prompt is not counted, since it has to be computed. A prompt with other padding,
-    or one that shares only the padding of a row, shares nothing.
-
-    Args:
-        history: Tokens of the cache.
-        prompt: int `[rows, positions]`.
-        mask: Its attention mask, `[rows, positions]`, or None if it is not known.
+    The last position of the prompt, int `[rows, positions]`, is not counted, since it has to be computed. A prompt with
+    other left padding in its mask (None if unknown), or one that shares only the padding of a row, shares nothing.
     """
     if mask is not None and mask.shape == prompt.shape and left_padding(mask, prompt, 0) != history.pads:
         return 0

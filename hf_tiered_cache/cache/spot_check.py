@@ -64,12 +64,9 @@ class SpotChecks:
         return random.random()
 
     def is_due(self, tokens: int, seconds: float, restoring_seconds: float) -> bool:
-        """Note a request, and return whether to check some of its tokens.
+        """Note a request that restored `tokens` tokens in `seconds`, and return whether to check some of them.
 
-        Args:
-            tokens: Number of tokens that it restored.
-            seconds: Duration of the request.
-            restoring_seconds: Duration of the pass that restored them, the expected cost of the first check.
+        The pass that restored them took `restoring_seconds`, the expected cost of the first check.
         """
         if not self.share or not tokens:
             return False
@@ -90,9 +87,7 @@ class SpotChecks:
     def choose(self, run: RestoredRun, held_from: int) -> tuple[int, SegmentSlice] | None:
         """Return the first token to check, a multiple of 16, and the segment that holds it; None if there is none.
 
-        Args:
-            run: Segments that were restored.
-            held_from: First token that at least one layer still holds.
+        `held_from` is the first token that at least one layer still holds.
         """
         choices = []
         for piece in run.pieces:

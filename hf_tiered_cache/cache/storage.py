@@ -241,10 +241,7 @@ class Storage:
         self.writer.submit(pending, wait)
 
     def blocks_of(self, reader: SegmentReader, block_group: int) -> torch.Tensor:
-        """Return all blocks of a KV cache group of a segment, from host memory if they are there, else from disk.
-
-        Returns:
-            uint8 `[chunks, block_bytes]`, a copy.
+        """Return a copy of all blocks of a KV cache group, uint8 `[chunks, block_bytes]`, from host memory or disk.
 
         Raises:
             IntegrityError, OSError: A block cannot be read.

@@ -187,11 +187,10 @@ def _why_left(executor: Executor, sequence: SequenceState) -> str:
 
 
 class CacheReplay:
-    """Replay of the last tokens of one sequence.
+    """Replay of the last `count` tokens of one sequence.
 
     Args:
-        run: Function that runs the model on token ids, int `[1, n]`, and a cache, and returns logits
-            `[1, n, vocabulary]`.
+        run: Runs the model on token ids, int `[1, n]`, and a cache, and returns logits `[1, n, vocabulary]`.
         layers: Cache layers of all layers of the model, which hold the whole sequence or a window of it.
         ids: Tokens of the sequence, int `[1, tokens]`.
         count: Number of tokens to replay.
@@ -224,11 +223,7 @@ class CacheReplay:
         return fixed.fixed_keys, fixed.fixed_values
 
     def loss(self, changed: Mapping[int, LayerTensors]) -> float:
-        """Return the mean KL divergence from the unchanged KV's predictions, in nats; NaN if any is not finite.
-
-        Args:
-            changed: Keys and values of changed layers, in the form of `kv`.
-        """
+        """See `conversations.sharing.Replay`; NaN if a prediction is not finite."""
         if self._expected is None:
             self._expected = self._log_probs({})
         log_probs = self._log_probs(changed)
@@ -249,8 +244,7 @@ class _FixedLayer(CacheLayerMixin):
     """Cache layer whose KV never grows: a pass sees it, followed by the pass's own KV.
 
     Args:
-        keys: Rotated keys, `[1, heads, n, dim]`.
-        values: Values, likewise.
+        keys, values: Rotated keys and values, `[1, heads, n, dim]`, from position `first` on.
         first: Position of the first of them.
         is_sliding: Whether the layer has sliding window attention.
     """

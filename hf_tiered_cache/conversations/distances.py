@@ -183,11 +183,8 @@ def _attention(
 ) -> torch.Tensor:
     """Return attention weights, float32 `[layers, kv_heads * group, n, keys]`; 0 for rows at padding positions.
 
-    Args:
-        queries: Scaled queries of each layer, `[kv_heads, group, n, dim]`.
-        keys: Keys of each layer, `[kv_heads, dim, keys]`.
-        positions: Position of each query, int64 `[n]`, ascending. It sees the keys up to its own, without padding.
-        pad: Number of left-padding positions.
+    Each layer has scaled queries, `[kv_heads, group, n, dim]`, and keys, `[kv_heads, dim, keys]`. A query sees the keys
+    up to its own position, ascending int64 `[n]`, without the `pad` first ones.
     """
     device, num_keys = keys[0].device, int(positions[-1]) + 1
     kv_heads, group, count, _ = queries[0].shape
@@ -302,7 +299,7 @@ class AttentionDistances:
 
 
 class SampledPass:
-    """Observer of one pass that keeps the queries of sampled positions.
+    """Observer of one pass that keeps the queries of sampled positions. See `AttentionDistances.begin`.
 
     Args:
         owner: `AttentionDistances` that counts the pass.

@@ -112,12 +112,8 @@ class KVBuffer:
     def _without(self, first: Sequence[int], counts: Sequence[int], fewest: int) -> dict[str, Any]:
         """Return the state of this buffer with fewer entries. Those that stay in a row are its last ones.
 
-        The removed entries still count as positions of the sequence.
-
-        Args:
-            first: Index of the first entry to remove, for each row.
-            counts: Number of entries to remove, for each row.
-            fewest: Number of entries by which all rows get shorter. A row with fewer to remove loses its first ones.
+        The removed entries, `counts` from `first` on in each row, still count as positions. All rows get shorter by
+        `fewest` entries. A row with fewer to remove loses its first ones.
         """
         keys, values = (_moved(tensor[:, :, fewest:], tensor, self.held - fewest, 0) for tensor in self._views())
         for target, source in zip((keys, values), self._views(), strict=True):

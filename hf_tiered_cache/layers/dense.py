@@ -305,13 +305,9 @@ class SlidingSource(DenseSource):
 
 
 def _put(target: torch.Tensor, columns: torch.Tensor, computed: torch.Tensor) -> None:
-    """Write computed keys or values to some positions of `target`.
+    """Write computed keys or values, `[batch, heads, n, dim]`, to some positions of `target`.
 
-    Args:
-        target: `[batch, heads, columns, dim]`, modified in place.
-        columns: Positions, int64 `[n]`, or `[batch, n]` for different ones per row. A repeated position gets the same
-            values each time.
-        computed: `[batch, heads, n, dim]`.
+    Rows have the same positions, int64 `[n]`, or their own, `[batch, n]`. A repeated position gets the same values.
     """
     if columns.ndim == 1:
         target.index_copy_(2, columns, computed)

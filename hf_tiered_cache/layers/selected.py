@@ -112,12 +112,7 @@ class SelectedSource(DenseSource):
         return attended if output is None else _merged(attended, output, plan)
 
     def _hold(self, plan: BudgetPlan, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the entries of a prompt, of which only the computed ones are filled.
-
-        Args:
-            plan: Plan of the pass.
-            keys: `[batch, kv_heads, computed, dim]`, computed keys. They become the last entries.
-            values: Like `keys`.
+        """Add the entries of a prompt, of which only the computed ones, the last, are filled.
 
         Returns:
             Keys and values of all entries, `[batch, kv_heads, entries, dim]` each.

@@ -18,18 +18,14 @@ BATCH_TOKENS = 4096
 def enter_documents(storage: Storage, records: Sequence[DocumentRecord]) -> int:
     """Save the records of labels, and delete replaced passages unless other labels name them.
 
-    At any time, a label names either its old or its new passages, even if a process is killed. In that case, `gc` or
-    the next save of the label deletes the replaced passages.
-
-    Args:
-        storage: storage to save the records in.
-        records: records of labels with their new passages, which must be durable.
+    The new passages must be durable. At any time, a label names either its old or its new passages, even if a process
+    is killed. In that case, `gc` or the next save of the label deletes the replaced passages.
 
     Returns:
         Number of segments deleted.
 
     Raises:
-        StoreError, OSError: not all labels were saved.
+        StoreError, OSError: Not all labels were saved.
     """
     if not records:
         return 0
@@ -78,10 +74,6 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
 
 def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
     """Delete replaced passages that a killed process did not delete, and records without stored passages.
-
-    Args:
-        storage: storage to clean up.
-        dry_run: whether to delete nothing.
 
     Returns:
         Files of the records that were deleted, or with `dry_run` would be.

@@ -56,17 +56,10 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first: int, tokens: int) -> torch.Tensor:
-    """Return the lead text that this store keeps for a model, int64 `[n]`.
+    """Return the lead text that this store keeps for a model, at most `tokens` tokens after `first`: int64 `[n]`.
 
     The first call tokenizes the end of `TEXT` with the tokenizer in the model's folder or local cache. Without a
     tokenizer, or if it does not know the language, the model generates a text.
-
-    Args:
-        storage: storage to keep the text in.
-        attachment: attachment of the model.
-        fingerprint: fingerprint of the model.
-        first: token that the text follows.
-        tokens: maximum number of tokens of the text.
     """
     name = f"{fingerprint} lead {first} {tokens}"
     for record in records_of(storage, name):
@@ -95,13 +88,7 @@ def _tokenized(attachment: Attachment) -> list[int]:
 
 @torch.no_grad()
 def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
-    """Generate a text by sampling from the model, with a fixed seed and without special tokens.
-
-    Args:
-        attachment: attachment of the model.
-        first: token that the text follows.
-        tokens: number of tokens of the text.
-    """
+    """Generate `tokens` tokens after `first` by sampling from the model, with a fixed seed, without special tokens."""
     model, generator = attachment.model, torch.Generator().manual_seed(0)
     cache, text = DynamicCache(config=attachment.config), [first]
     special = _special_tokens(attachment)

@@ -71,16 +71,10 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
 def rank_one(
     storage: Storage, method: Passages, reader: SegmentReader | None, kv_in_context: Iterable[KV] | None = None
 ) -> bool:
-    """Rank the tokens of a stored passage, and keep the scores in its sidecar.
+    """Rank the tokens of a stored passage, and keep the scores in its sidecar. Return whether they are stored now.
 
-    Args:
-        storage: Store of the passage.
-        method: Method that defines the ranking.
-        reader: Segment of the passage, or None if it cannot be read.
-        kv_in_context: Keys and values of the passage after another lead, for rankings that compare with these.
-
-    Returns:
-        Whether the scores are stored now.
+    `reader` is None if the segment cannot be read. `kv_in_context` are the keys and values of the passage after another
+    lead, for rankings that compare with these.
     """
     if reader is None or not reader.shape.whole:
         return False
@@ -155,15 +149,10 @@ class _Passage:
 
 
 class _Call:
-    """Distinct passages of a call, and their labels.
-
-    Args:
-        like: cache for the model, which defines how passages are computed.
-        input_ids: see `KVStore.precompute`.
-        labels: label of each passage; None for no labels.
+    """Distinct passages of a call of `KVStore.precompute`, and their labels.
 
     Raises:
-        ConfigError: the number of labels differs from that of the passages, or a label or `input_ids` is invalid.
+        ConfigError: The number of labels differs from that of the passages, or a label or `input_ids` is invalid.
     """
 
     def __init__(self, like: PassageCache, input_ids: Any, labels: Sequence[str] | None) -> None:
@@ -311,10 +300,7 @@ def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> boo
 def _batches(passages: Iterable[_Passage], lead: int, max_tokens: int) -> Iterator[list[_Passage]]:
     """Yield batches of passages of equal length, longest first, so that none needs padding.
 
-    Args:
-        passages: passages to compute.
-        lead: number of tokens that are computed before each of them.
-        max_tokens: maximum number of tokens per batch, unless a single passage has more.
+    Each has at most `max_tokens` tokens with the `lead` of each passage, unless a single passage has more.
     """
     by_length: dict[int, list[_Passage]] = {}
     for passage in passages:

@@ -99,9 +99,7 @@ class Gather:
     def copy(self, part: Part, target: torch.Tensor) -> None:
         """Copy one part (one tensor of one layer, or some of its heads) to its positions.
 
-        Args:
-            part: Part of the KV cache group.
-            target: `[heads, positions, dim]`, all heads of the layer or its first ones, filled in place.
+        `target`, `[heads, positions, dim]`, has all heads of the layer or its first ones, and is filled in place.
 
         Raises:
             LookupError: The added blocks lack a token.

@@ -79,11 +79,7 @@ class PassageHasher(PrefixHasher):
         return [blake2b(root + data[at : at + step], digest_size=HASH_BYTES, key=key).digest() for at in starts]
 
     def scan(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the scan hash of the `HASH_TOKENS` tokens from each token on: uint32 `[n - 15]`, or empty.
-
-        Args:
-            tokens: int `[n]`.
-        """
+        """Return the scan hash of `HASH_TOKENS` tokens from each token, int `[n]`, on: uint32 `[n - 15]` or empty."""
         power, *key = (int(word) for word in self._scan_key)
         if len(tokens) < HASH_TOKENS:
             return np.empty(0, np.uint32)
@@ -229,15 +225,11 @@ class MatchedRun:
 
 
 def longest_prefix(prefix_hashes: Sequence[bytes], rows: Iterable[SegmentRow], start: int = 0) -> list[MatchedRun]:
-    """Return the fewest segment runs that cover the longest stored run of prefix hashes from `start` on.
+    """Return the fewest segment runs that cover the longest stored run of prefix hashes from index `start` on.
 
     A segment is a node, found by its first prefix hash. Usually the next node begins where the last one ends or where
-    the prompt diverges from it. After a race of writers nodes overlap; then the one that reaches furthest is taken.
-
-    Args:
-        prefix_hashes: Prefix hashes of the prompt.
-        rows: Segments whose first prefix hash is in `prefix_hashes`.
-        start: Index of the first prefix hash that the cache does not hold yet; the first run may begin before it.
+    the prompt diverges from it. After a race of writers nodes overlap; then the one that reaches furthest is taken. The
+    first run may begin before `start`, up to which the cache holds the prompt.
     """
     nodes: dict[bytes, list[SegmentRow]] = {}
     for row in rows:

@@ -300,15 +300,10 @@ class Plan:
     def tokens_to_restore(
         self, block_group: BlockGroup, group: RowGroup, piece: SegmentSlice, layer: int | None = None
     ) -> np.ndarray:
-        """Return the tokens of `piece`, counted in its segment, that a layer needs and does not compute.
+        """Return the tokens of `piece`, counted in its segment, that a layer of a KV cache group needs and lacks.
 
         Tokens that are needed only if they are selected do not count, nor tokens that the KV cache group does not hold.
-
-        Args:
-            block_group: KV cache group to read from.
-            group: Rows that the slice is restored for.
-            piece: Slice of a segment.
-            layer: Layer of that KV cache group, or None for any.
+        Without a `layer`, those that any layer of the group needs.
         """
         if block_group.identifies or not self.restores_all(block_group.window):
             return np.empty(0, np.int64)

@@ -68,19 +68,11 @@ class Prefetch:
         self._furthest = -1  # first layer of the last unit that was started
 
     def start(self) -> None:
-        """Start to fetch.
-
-        Raises:
-            RestoreError: A fetch could not be started.
-        """
+        """Start to fetch. Raises RestoreError if that fails."""
         self._issue()
 
     def units(self, layer: int) -> list[PlanUnit]:
-        """Wait for the units of `layer`, and return them.
-
-        Raises:
-            RestoreError: A block could not be fetched or failed its checksum.
-        """
+        """Wait for the units of `layer`, and return them. Raises RestoreError if a block is missing or damaged."""
         self._layer = layer
         self._issue()
         units = self._by_layer.get(layer, [])
@@ -90,12 +82,7 @@ class Prefetch:
     def gathers(self, layer: int, first_position: int) -> Iterator[tuple[int, BlockGroup, Gather]]:
         """Return the copies of a layer's restored tokens: row, KV cache group, and gather of its tokens in the row.
 
-        Args:
-            layer: Layer index.
-            first_position: Position, counted as in the plan, of the layer's first entry.
-
-        Raises:
-            RestoreError: See `units`.
+        The layer's first entry has position `first_position`, counted as in the plan. Raises RestoreError, see `units`.
         """
         gathers: dict[tuple[int, int], tuple[int, BlockGroup, Gather]] = {}
         for unit in self.units(layer):

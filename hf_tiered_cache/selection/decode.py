@@ -35,12 +35,11 @@ _ROUNDS = 3
 
 
 class MicroBatches:
-    """Size of micro-batches (KVDRIVE, Section 6.1), tuned on this machine.
+    """Size of micro-batches (KVDRIVE, Section 6.1), tuned on this machine. The selection does not depend on it.
 
-    Smaller micro-batches overlap ranking with more reads, but cost more processor time per row. Which effect is larger
-    depends on the machine and on the tier of the blocks. So all rows, halves, quarters and so on down to single rows
-    are measured in turn, after an unmeasured first pass that finds no blocks in place, and the fastest size is kept.
-    The selection does not depend on the size.
+    Smaller micro-batches overlap ranking with more reads, but cost more processor time per row. So all rows, halves,
+    quarters and so on down to single rows are measured in turn, after an unmeasured first pass that finds no blocks in
+    place, and the fastest size is kept.
     """
 
     def __init__(self) -> None:
@@ -138,13 +137,13 @@ class DecodeSelector(ABC):
 
 @dataclass(frozen=True, eq=False)
 class _Update:
-    """Update of one row at one layer.
+    """Update of one row at one layer: planned moves, and the chunks to fetch from the tiers, by head and chunk.
 
     Args:
         row: Index of the row in the batch.
         state: Chunks that the row holds.
         moves: Planned moves.
-        restored: Chunks to fetch from the tiers, by head and chunk.
+        restored: Chunks to fetch.
         place: Index of each of these chunks among those of its head, int64 `[n]`.
         tokens: Tokens of these chunks.
         requests: Blocks to fetch.
@@ -160,12 +159,7 @@ class _Update:
 
 
 class DecodeSelection:
-    """Decode selections of one pass.
-
-    Args:
-        decode_selector: Decode selector of the cache.
-        collector: Statistics of the pass.
-    """
+    """Decode selections of one pass of the cache that owns the decode selector."""
 
     def __init__(self, decode_selector: DecodeSelector, collector: StatsCollector) -> None:
         self._decode_selector, self._collector = decode_selector, collector
@@ -191,8 +185,7 @@ class DecodeSelection:
 
         Args:
             layer: Index of a layer with full attention.
-            rows: State of each row, as returned by `DecodeSelector.row`, updated in place; None for a row that never
-                reselects or restores nothing.
+            rows: State of each row, updated in place; None for a row that never reselects (see `DecodeSelector.row`).
             query: `[batch, heads, n, dim]`, rotated.
             keys: `[batch, kv_heads, columns, dim]`, all keys that the layer holds, restored ones first.
             values: Like `keys`.
@@ -331,8 +324,7 @@ def _chunk_rows(columns: torch.Tensor, first: int, chunks: int, size: int) -> tu
         size: Tokens per chunk.
 
     Returns:
-        View `[rows, size * dim]` that begins with the first head's chunks, and the number of rows from one head to the
-        next.
+        View `[rows, size * dim]` from the first head's chunks on, and the number of rows from one head to the next.
     """
     length = size * columns.shape[2]
     head_stride, remainder = divmod(columns.stride(0), length)

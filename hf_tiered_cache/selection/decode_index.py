@@ -147,11 +147,7 @@ _MULTIPLIES_BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX51
 def logits(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, roughly: bool = False) -> torch.Tensor:
     """Return the logits of queries, `[heads, n, dim]`, with several concatenated keys, `[kv_heads, k, dim]` each.
 
-    Args:
-        query: `[heads, n, dim]`.
-        keys: `[kv_heads, k, dim]` each.
-        scaling: Scale of the logits.
-        roughly: Round the logits to the dtype of the keys on the CPU, too, which takes a quarter of the time.
+    With `roughly`, logits are rounded to the dtype of the keys on the CPU, too, which takes a quarter of the time.
 
     Returns:
         float32 `[kv_heads, group, n, k of all]`, contiguous.
@@ -177,16 +173,10 @@ def log_attention(
     absent: torch.Tensor | None = None,
     roughly: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention that representatives get, as if they were the only keys.
+    """Return the attention that representatives, `[kv_heads, k, dim]` each, get, as if they were the only keys.
 
-    Results are logarithms, so that representatives with tiny weights keep their order.
-
-    Args:
-        query: `[heads, n, dim]`.
-        keys: Representatives, `[kv_heads, k, dim]` each.
-        scaling: Scale of the logits.
-        absent: bool `[kv_heads, k of all]`, True for representatives that get no attention; None for none.
-        roughly: See `logits`.
+    Results are logarithms, so that representatives with tiny weights keep their order. Those in `absent`, bool
+    `[kv_heads, k of all]`, get no attention. See `logits` for the other arguments.
 
     Returns:
         Logarithm of softmax weights, summed over query heads and queries, float32 `[kv_heads, k of all]`; and logarithm
@@ -243,13 +233,7 @@ def best_named(scores: torch.Tensor, names: torch.Tensor, count: int) -> torch.T
 
 
 def _largest_on_device(bits: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
-    """See `best_named`.
-
-    Args:
-        bits: Bits of the scores, int32 `[rows, columns]`.
-        names: See `best_named`.
-        count: Number of scores per row.
-    """
+    """See `best_named`; `bits` are those of the scores, int32 `[rows, columns]`."""
     ascending = bits ^ (bits >> 31 & _MAGNITUDE)  # as integers in the order of the scores
     return _LAST - ((ascending.long() << 32 | _LAST - names).topk(count, dim=1).values & _LAST)
 

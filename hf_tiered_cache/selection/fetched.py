@@ -138,13 +138,7 @@ class UnitTable:
         return requests
 
     def want_keys(self, tokens: RowTokens, layer: int, heads: int | None) -> list[Request]:
-        """Return the units that hold keys of a layer, with as little other data as possible, and the chunks to bring.
-
-        Args:
-            tokens: Tokens of one set.
-            layer: Layer index.
-            heads: Number of leading kv heads needed; None for all.
-        """
+        """Return units that hold keys of a layer (see `key_groups`), and their chunks with tokens of one set."""
         requests = []
         for piece in tokens.row.pieces:
             _, inside = _inside(piece, tokens.tokens[0])
@@ -202,17 +196,11 @@ class UnitTable:
     def copy_chunks(
         self, tokens: RowTokens, layer: int, size: int, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray] | None:
-        """Copy chunks that are whole blocks of one head each, and note that attention uses them.
-
-        Args:
-            tokens: Tokens of whole chunks.
-            layer: Layer index.
-            size: Tokens per chunk.
-            heads: Number of kv heads.
+        """Copy whole chunks of `size` tokens that are blocks of one head each, and note that attention uses them.
 
         Returns:
             Keys and values, `[n, size, dim]` each, and the number of each chunk, counted over all sets, int64 `[n]`.
-                None if a chunk is no block, or if all heads share one set.
+                None if a chunk is no block, or if all `heads` KV heads share one set.
         """
         if len(tokens.sets) < heads:
             return None
@@ -316,15 +304,10 @@ def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[Block
 
 
 def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[BlockGroup]:
-    """Return KV cache groups that hold a layer's keys, with as little other data as possible.
+    """Return KV cache groups that hold the keys of a layer's first `heads` KV heads, or of all for None.
 
-    Args:
-        shape: Shape of the segment.
-        layer: Layer index.
-        heads: Number of leading kv heads needed; None for all.
-
-    Returns:
-        One index group if one holds all of these heads, else the ordinary groups that hold the keys.
+    They hold as little other data as possible: one index group if one holds all of these heads, else the ordinary
+    groups that hold the keys.
     """
     kind = shape.layout.layer(layer)
     num_heads = kind.key_heads if heads is None else min(heads, kind.key_heads)

@@ -220,13 +220,10 @@ class Window:
         return Moves(self._step, brought, set_aside, fetched, evicted)
 
     def commit(self, moves: Moves) -> None:
-        """Apply moves after the memory was updated.
-
-        Args:
-            moves: the moves that `plan` returned for the current step.
+        """Apply the moves of `plan` after the memory was updated.
 
         Raises:
-            ValueError: the moves were planned for another step.
+            ValueError: The moves were planned for another step.
         """
         if moves.step != self._step:
             raise ValueError(f"the moves belong to step {moves.step}, but the window is at step {self._step}")
@@ -249,11 +246,7 @@ class Window:
         return np.where(self._entries == EMPTY, EMPTY, self._entries & _CHUNK)
 
     def _check(self, selected_chunks: np.ndarray, pool: np.ndarray | None) -> np.ndarray | None:
-        """Validate the arguments of `plan`.
-
-        Returns:
-            The pool after its first B candidates, or None if the policy does not use it.
-        """
+        """Validate the arguments of `plan`. Return the pool after its first B candidates, or None if it is not used."""
         shape = self.num_heads, self.num_columns
         if selected_chunks.shape != shape or selected_chunks.dtype != np.int64:
             dtype = selected_chunks.dtype
@@ -360,7 +353,7 @@ def append_offloaded(
         previous: KV offloaded before; None if this is the first.
         first: Number of the first offloaded chunk; used if `previous` is None.
         keys: `[kv_heads, tokens, dim]`, rotated.
-        values: `[kv_heads, tokens, dim]`.
+        values: Like `keys`.
         chunk_tokens: Tokens per chunk; divides `tokens`.
         kind: Index class.
     """

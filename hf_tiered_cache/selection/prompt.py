@@ -164,13 +164,9 @@ class SelectiveRestore:
             self.index_fits = self._indexes.fit
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return, for each group of rows, an empty tensor for the keys to index, or None.
+        """Return, for each group of rows, an empty tensor `[kv_heads, tokens, dim]` for the keys to index, or None.
 
-        The tensors, `[kv_heads, tokens, dim]`, are for streamed rows that lack an index.
-
-        Args:
-            layer: Layer index.
-            like: `[batch, kv_heads, n, dim]`, keys of the layer.
+        Streamed rows that lack an index get one. `like` are keys of the layer, `[batch, kv_heads, n, dim]`.
         """
         return [
             like.new_empty(like.shape[1], row.tokens, like.shape[3])
@@ -265,12 +261,7 @@ class SelectiveRestore:
             self._fetch_keys(number + 1, ahead=True)
 
     def _bring(self, number: int, layers: Sequence[int]) -> None:
-        """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need.
-
-        Args:
-            number: Number of the period.
-            layers: Layers of the period, ascending.
-        """
+        """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need."""
         table = self._tables[number]
         batches: dict[tuple[int, ...], list[Request]] = {}  # a layer waits only for its own batch
         for selected in self._selected[number]:

@@ -31,11 +31,11 @@ class ChunkMap:
 
     @classmethod
     def by_slot(cls, slots: np.ndarray, chunk_tokens: int) -> ChunkMap:
-        """Create the map of chunks that consist of consecutive slots.
+        """Create the map of chunks that consist of `chunk_tokens` consecutive slots, some of which may hold no token.
 
         Args:
             slots: Slot of each token, int64 `[sets, tokens]`, distinct within a set.
-            chunk_tokens: Slots per chunk. Some slots may hold no token of the row.
+            chunk_tokens: Slots per chunk.
         """
         order = np.argsort(slots, axis=1, kind="stable")  # [sets, tokens]: tokens by slot
         number = np.take_along_axis(slots, order, 1) // chunk_tokens
@@ -57,10 +57,9 @@ class ChunkMap:
         return self.sums(np.ones(self.chunk.shape)).astype(np.int64)
 
     def sums(self, mass: np.ndarray) -> np.ndarray:
-        """Return the mass of each chunk: float64 `[rows, chunks]`.
+        """Return the mass of each chunk, float64 `[rows, chunks]`, given that of each token, float `[rows, tokens]`.
 
-        Args:
-            mass: Mass of each token, float `[rows, tokens]`: one row per set, or several rows if there is a single set.
+        There is one row per set, or several rows if there is a single set.
         """
         rows, chunks = len(mass), self._chunks
         bins = self.chunk + chunks * np.arange(rows)[:, None]  # [rows, tokens]
@@ -87,8 +86,7 @@ def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
     ties. The last selected chunk is truncated, so that all heads have the same number of tokens.
 
     Args:
-        mass: float32 `[rows, tokens]`, non-negative: one row per set of chunks, or several rows if there is a single
-            set.
+        mass: float32 `[rows, tokens]`, non-negative, see `ChunkMap.sums`.
         chunks: Chunks that hold the tokens.
         count: Number of tokens to select, at most the number of tokens.
 
@@ -149,11 +147,7 @@ class Selection:
 def check_mass(selector: object, choice: Selection, request: SelectionInput, method: str) -> None:
     """Check the attention that a selector returned for a prompt: one finite number for each token.
 
-    Args:
-        selector: The selector, for messages.
-        choice: Its result, on the host, so that the check never waits for a GPU.
-        request: Selection request.
-        method: Name of the method, for messages.
+    The result is on the host, so that the check never waits for a GPU.
 
     Raises:
         ConfigError: The result is not a `Selection`, or its mass has another shape, NaN or infinity.
@@ -174,11 +168,6 @@ def check_mass(selector: object, choice: Selection, request: SelectionInput, met
 
 def check_selection(selector: object, tokens: np.ndarray, request: SelectionInput) -> None:
     """Check the tokens that a selector returned, so that a faulty selector cannot change what attention sees silently.
-
-    Args:
-        selector: The selector, for the message.
-        tokens: Its result, see `Selection.tokens`.
-        request: Selection request.
 
     Raises:
         ConfigError: The tokens are too many, too few, not ascending, duplicate, or not restored tokens.
@@ -231,10 +220,10 @@ class Selector(ABC):
         """Select `request.count` tokens to attend to."""
 
     def reselect(self, request: SelectionInput, last_tokens: np.ndarray) -> np.ndarray:
-        """Reselect for a decoded token.
+        """Reselect for a decoded token, as many tokens as in the last selection.
 
         Args:
-            request: Selection request for as many tokens as `last_tokens`.
+            request: Selection request.
             last_tokens: Tokens of the last selection, int64 `[sets, tokens]`, in any order.
 
         Returns:

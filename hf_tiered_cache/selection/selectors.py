@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import cast
 
@@ -36,10 +37,8 @@ def head_mass(
 
     Args:
         query: `[heads, queries, dim]`, rotated: queries of the last tokens, in order.
-        keys: `[kv_heads, tokens, dim]`, rotated: keys of the restored tokens; each KV head serves heads / kv_heads
-            query heads.
-        own_keys: `[kv_heads, own, dim]`, rotated: keys of the computed tokens after them; the last ones belong to the
-            queries.
+        keys: `[kv_heads, tokens, dim]`, rotated: keys of the restored tokens.
+        own_keys: `[kv_heads, own, dim]`, rotated: keys of the computed tokens; the last ones belong to the queries.
         scaling: Scale of the logits; None for dim ** -0.5.
 
     Returns:
@@ -84,7 +83,7 @@ class ProbeHeads(Selector):
     Args:
         heads: Number of probe KV heads, each with the query heads it serves.
         alpha: Exponent of the required similarity: the mean Jaccard index of two probes' selections must be at least
-            `j ** alpha`, where j is that of two random sets of their size.
+            that of two random sets of their size, raised to this exponent.
     """
 
     heads: int = 3
@@ -124,10 +123,7 @@ def mean_jaccard(sets: np.ndarray) -> float:
 
 
 def jaccard_threshold(count: int, tokens: int, alpha: float) -> float:
-    """Return j ** alpha, where j is the Jaccard index of two random sets of `count` out of `tokens`.
-
-    j = r / (2 - r) with r = count / tokens.
-    """
+    """Return (r / (2 - r)) ** alpha, r = count / tokens: the Jaccard index of two random sets, raised to alpha."""
     ratio = count / tokens
     return (ratio / (2 - ratio)) ** alpha
 
@@ -174,12 +170,11 @@ class TopChunks(Selector):
 class TokenDecodeSelector(DecodeSelector):
     """Decode selector of single tokens by their attention, for all layers of a period.
 
-    The rotated keys that the selection scores stay in memory.
-
     Args:
         selector: Selects one set of tokens for all heads, or one for each.
         keys: For each period and prefix, the rotated keys of the restored tokens at the period's first layer,
-            `[kv_heads, tokens, dim]`, for as many heads as the selector needs; empty if it uses an index.
+            `[kv_heads, tokens, dim]`, for as many heads as the selector needs. They stay in memory. Empty if it uses
+            an index.
         indexes: Indexes of these keys, for a selector that uses them.
     """
 
@@ -201,26 +196,22 @@ class TokenDecodeSelector(DecodeSelector):
         """See `DecodeSelector`."""
         choices: dict[int, Choice] = {}
         for row, state in rows.items():
-            own_keys = keys[row, :, state.first + state.window.num_columns :]
-            request = self._request(layer, state, query[row], own_keys, scaling)
+            request = SelectionInput(
+                query[row],
+                keys[row, :, state.first + state.window.num_columns :],
+                partial(self._keys_of, layer, state.prefix),
+                scaling,
+                self.prefixes[state.prefix].chunks(layer, self.selector.per_head),
+                state.window.num_columns,
+                tuple if self.indexes is None else partial(self.indexes.held, layer, state.prefix),
+            )
             tokens = self.selector.reselect(request, state.window.columns)  # a chunk is a token
             check_selection(self.selector, tokens, request)
             choices[row] = tokens, None
         return choices
 
-    def _request(
-        self, layer: int, state: HeldChunks, query: torch.Tensor, own_keys: torch.Tensor, scaling: float | None
-    ) -> SelectionInput:
-        prefix, indexes = state.prefix, self.indexes
-        return SelectionInput(
-            query,
-            own_keys,
-            lambda heads: self.keys[self.number_of[layer], prefix],
-            scaling,
-            self.prefixes[prefix].chunks(layer, self.selector.per_head),
-            state.window.num_columns,
-            lambda: () if indexes is None else indexes.held(layer, prefix),
-        )
+    def _keys_of(self, layer: int, prefix: int, heads: int | None) -> torch.Tensor:
+        return self.keys[self.number_of[layer], prefix]
 
 
 def _all_keys(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:

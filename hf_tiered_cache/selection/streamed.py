@@ -154,11 +154,7 @@ class StreamedPrefix:
         self._tables: dict[tuple[int, int], UnitTable] = {}  # by layer and number of the run
 
     def start(self) -> None:
-        """Start to fetch the first run.
-
-        Raises:
-            RestoreError: A fetch could not be started.
-        """
+        """Start to fetch the first run. Raises RestoreError if that fails."""
         self._bring(self._layers[0], 0)
 
     def attend(

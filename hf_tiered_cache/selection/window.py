@@ -49,11 +49,7 @@ class Span:
         return range(self.first // self.chunk_tokens, (self.tokens - self.last) // self.chunk_tokens)
 
     def tokens_of(self, chunks: np.ndarray) -> np.ndarray:
-        """Return the leading tokens, those of `chunks`, and the trailing ones: int64 `[heads, tokens]`.
-
-        Args:
-            chunks: Selected chunks, int64 `[heads, chunks]`.
-        """
+        """Return leading tokens, those of `chunks`, int64 `[heads, n]`, and trailing ones: int64 `[heads, tokens]`."""
         heads = len(chunks)
         inside = (chunks[..., None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(heads, -1)
         ends = np.arange(self.first), np.arange(self.tokens - self.last, self.tokens)
@@ -184,13 +180,9 @@ class WindowDecodeSelector(DecodeSelector):
         return choices
 
     def num_to_offload(self, row: HeldChunks | None, computed: int) -> int:
-        """Return the number of a row's oldest computed tokens to offload now, which are selected from afterwards.
+        """Return how many of the `computed` tokens that a layer holds of a row to offload now, the oldest first.
 
-        The last `selector.local` tokens stay; all stay if the row does not select.
-
-        Args:
-            row: State of the row in a layer; None if it does not select.
-            computed: Number of computed tokens that the layer holds of the row.
+        The last `selector.local` tokens stay; all stay if the row does not select (None).
         """
         excess = max(0, computed - max(1, self.selector.local)) if row is not None else 0
         return excess // INDEXED_TOKENS * INDEXED_TOKENS

@@ -73,11 +73,7 @@ class LateCheck:
         return self._intact is True
 
     def confirm(self) -> None:
-        """Wait in this thread for the result.
-
-        Raises:
-            IntegrityError: a block does not match its digest; the error names the first such block.
-        """
+        """Wait in this thread for the result. Raises IntegrityError, which names the first damaged block, if any."""
         if not self.is_intact():
             at = int(np.flatnonzero(self._mismatches.numpy())[0])
             for reader, block_group, first, count in self._runs:
@@ -91,13 +87,7 @@ Needs = Counter[tuple[Tier, int]]
 
 
 class SlabMaker:
-    """Allocator that fills the slab stocks of a residency's tiers.
-
-    Args:
-        lock: guards the tiers; it is not held during allocation.
-        step: repair guard of the residency.
-        host: the host tier.
-    """
+    """Allocator that fills the slab stocks of the tiers, outside the `lock` that guards them."""
 
     def __init__(self, lock: threading.Lock, step: Step, host: Tier) -> None:
         self._lock, self._step, self._host = lock, step, host
@@ -178,10 +168,7 @@ class Pin:
     """Actions to run when `check` succeeds. They make the blocks visible to other requests."""
 
     def keep_checked(self) -> None:
-        """Run the actions in `on_verified` if `check` succeeded, and clear them in any case.
-
-        Blocks of a damaged batch are dropped with the block handle.
-        """
+        """Run the actions in `on_verified` if `check` succeeded, and drop them in any case."""
         actions, self.on_verified = self.on_verified, []
         for action in actions if self.check is not None and self.check.is_intact() else ():
             action()
@@ -306,11 +293,7 @@ class BlockHandle:
         return self.pin.check is None or self.pin.check.is_confirmed
 
     def confirm(self) -> None:
-        """Wait until the device has verified its blocks. May be called after `release`.
-
-        Raises:
-            IntegrityError: a block is damaged.
-        """
+        """Wait until the device has verified its blocks, also after `release`. Raises IntegrityError if damaged."""
         if self.is_confirmed:
             return
         try:
@@ -352,9 +335,7 @@ class PendingFetch:
     def needs(self, host: Tier, direct: bool) -> Needs:
         """Return how many buffer slots the fetch may take from each tier, after blocks in memory are pinned.
 
-        Args:
-            host: the tier on the host.
-            direct: whether the engine reads from disk directly to device memory.
+        With `direct`, the engine reads from disk directly to device memory.
         """
         needs: Needs = Counter()
         if self.fetched.request.reader.gone:  # no tier keeps blocks of a deleted segment

@@ -58,12 +58,7 @@ class IndexCache:
             return self._in_use.get(name)
 
     def admit(self, key: IndexKey, index: CachedIndex, replaced: Collection[IndexKey] = ()) -> Any:
-        """Insert an index if it is new, evicting others as necessary.
-
-        Args:
-            key: what the index covers.
-            index: the index.
-            replaced: keys of indexes that the index makes redundant. They are no longer kept.
+        """Insert an index if it is new, evicting others as necessary, and drop the ones that it makes redundant.
 
         Returns:
             The index to use: `index`, or an equal one that other caches share.

@@ -127,8 +127,7 @@ class Tier:
         """Pin the slots that hold blocks of these chunks, and record their use.
 
         Returns:
-            Pool, pinned slots, and whether the tier holds each chunk, bool `[len(chunks)]`. None if the tier holds no
-                block of the owner.
+            Pool, pinned slots, and whether the tier holds each chunk, bool `[len(chunks)]`; None if it holds no block.
         """
         if (table := self._table(owner)) is None:
             return None

@@ -145,10 +145,9 @@ class Residency:
     def _begin(
         self, handle: BlockHandle, fetches: Sequence[PendingFetch], collector: StatsCollector
     ) -> Callable[[], None] | None:
-        """Reserve slots for the blocks that are not in memory.
+        """Reserve slots for the blocks that are not in memory, and return a function that starts to read these blocks.
 
-        Returns:
-            A function that starts to read these blocks, or None if all blocks are in memory and have arrived.
+        Return None if all blocks are in memory and have arrived.
         """
         pin = handle.pin
         for fetch in fetches:
@@ -256,12 +255,7 @@ class Residency:
             return sum(int((tier.lookup(owner, chunks) >= 0).sum()) for tier in self.tiers)
 
     def find(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, np.ndarray]:
-        """Return where the chunks of a KV cache group are.
-
-        Args:
-            owner: the segment and KV cache group.
-            chunks: int64, ascending.
-            device: the device where attention runs.
+        """Return where the chunks of a KV cache group, int64 ascending, are.
 
         Returns:
             The chunks in each tier that serves `device`, by the name of the tier, and the others under "disk".
@@ -347,15 +341,9 @@ class Residency:
     def _reserve(
         self, tier: Tier, block_bytes: int, chunks: np.ndarray, pin: Pin, fetch: PendingFetch | None = None
     ) -> Blocks:
-        """Reserve slots for the first of `chunks`, as many as `tier` has room for.
+        """Reserve slots for the first of `chunks`, int64 ascending, as many as `tier` has room for, for a pin.
 
-        Args:
-            tier: the tier to reserve in.
-            block_bytes: bytes per block.
-            chunks: int64, ascending.
-            pin: the pin that gets the slots.
-            fetch: pending fetch that inserts the chunks into the tier on arrival; only chunks that the policy keeps get
-                slots. None to reserve without the policy.
+        With a `fetch`, which inserts the chunks into the tier on arrival, only chunks that the policy keeps get slots.
         """
         if not len(chunks) or not tier.budget:
             return NO_BLOCKS
