@@ -365,7 +365,6 @@ class RefiningForward(RestoringForward):
         self._compares, self._attention = False, None
 
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
-        """See `layers.dense.RefiningPass`."""
         self._kv_deviation = self.method.kv_deviation(stored, computed)
         if self._previewed_layer != layer:
             self._narrow(layer, first=layer + 1)

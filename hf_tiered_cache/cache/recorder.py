@@ -288,12 +288,7 @@ class Recorder:
         return True
 
     def _pending_segment(
-        self,
-        row: int,
-        first: int,
-        prefix_hashes: list[bytes],
-        on_device: KeptOnDevice | None,
-        table: SegmentTable,
+        self, row: int, first: int, prefix_hashes: list[bytes], on_device: KeptOnDevice | None, table: SegmentTable
     ) -> PendingSegment:
         new_hashes = prefix_hashes[first:]
         parent = prefix_hashes[first - 1] if first else self.history.hasher.root

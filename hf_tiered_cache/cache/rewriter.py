@@ -231,13 +231,7 @@ class SegmentRewriter:
         except Exception:  # a background job must report its failure; no data is lost
             logger.exception("segment %s could not be rewritten", segment_id)
 
-    def _replace(
-        self,
-        old: str,
-        geometry: Geometry,
-        tables: TokenTables | None,
-        hand_over: bool = False,
-    ) -> bool:
+    def _replace(self, old: str, geometry: Geometry, tables: TokenTables | None, hand_over: bool = False) -> bool:
         """Replace the segment `old` by one with another geometry or token tables (None keeps all tokens in order).
 
         The new segment is complete on disk, and found by lookups, before the old one is removed. Sidecars are copied,

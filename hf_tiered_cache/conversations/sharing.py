@@ -50,11 +50,7 @@ I_R_SHARE = 0.75
 
 
 def nearest_pairs(
-    layers: Sequence[int],
-    distances: np.ndarray,
-    most_pairs: int,
-    shared: Pairs = (),
-    most_distance: float = np.inf,
+    layers: Sequence[int], distances: np.ndarray, most_pairs: int, shared: Pairs = (), most_distance: float = np.inf
 ) -> Pairs:
     """Pair the nearest layers, then the next ones. No layer is in two pairs.
 

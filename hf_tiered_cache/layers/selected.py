@@ -55,7 +55,6 @@ class SelectedSource(DenseSource):
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DenseSource`."""
         self._appended, restoring = (pre_rope, keys), self._pass
         if restoring is None or not isinstance(restoring.plan, BudgetPlan):
             return super().append(kind, pre_rope, keys, values)
@@ -65,7 +64,6 @@ class SelectedSource(DenseSource):
         return keys, values
 
     def begin_pass(self, restoring: RestoringPass) -> None:
-        """See `DenseSource`."""
         plan = restoring.plan
         if not isinstance(plan, BudgetPlan):
             return super().begin_pass(restoring)
@@ -74,7 +72,6 @@ class SelectedSource(DenseSource):
         return None
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
-        """See `DenseSource`."""
         restoring, (query, keys, values, _, scaling) = self._pass, call
         appended, self._appended = self._appended, None
         if restoring is None:
@@ -176,7 +173,6 @@ class SelectedSource(DenseSource):
         self.__dict__.update(state, _rows=rows, _own=own_entries, _empty=left, unused=left if any(left) else ())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """See `DenseSource`."""
         super().batch_select_indices(indices)
         rows = indices.tolist()
         self._own = [self._own[row] for row in rows] if self._own else []
@@ -194,7 +190,6 @@ class SelectedSource(DenseSource):
         super()._take_back(columns)
 
     def fork(self) -> DenseSource:
-        """See `DenseSource`."""
         twin = super().fork()
         assert isinstance(twin, SelectedSource)
         twin._rows = _forked(self._rows)

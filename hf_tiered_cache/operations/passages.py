@@ -246,13 +246,7 @@ def precompute_passages(
 
 
 def _compute(
-    storage: Storage,
-    model: nn.Module,
-    method: Passages,
-    batch: Sequence[_Passage],
-    *,
-    label: str,
-    tag: str,
+    storage: Storage, model: nn.Module, method: Passages, batch: Sequence[_Passage], *, label: str, tag: str
 ) -> int:
     """Compute passages of one length, and queue them for storing. Return the number of tokens stored."""
     labels = [next(iter(passage.labels), label) for passage in batch]

@@ -399,7 +399,6 @@ class BudgetPlan(Plan):
 
     @cached_property
     def exact(self) -> bool:
-        """See `Plan`."""
         return not self.inexact_rows
 
     @cached_property
@@ -414,7 +413,6 @@ class BudgetPlan(Plan):
         )
 
     def restores_all(self, window: int) -> bool:
-        """See `Plan`."""
         return bool(window)
 
     @cached_property
@@ -445,7 +443,6 @@ class BudgetPlan(Plan):
 
     @property
     def attended_tokens(self) -> int:
-        """See `Plan`."""
         of_groups = zip(self.groups, self.prefixes, self.budgets, self.streamed, strict=True)
         return sum(len(group.rows) * (tokens if streamed else budget) for group, tokens, budget, streamed in of_groups)
 
@@ -465,27 +462,22 @@ class RecomputePlan(Plan):
 
     @cached_property
     def suffix(self) -> int | None:
-        """See `Plan`."""
         return None
 
     @cached_property
     def restored_until(self) -> int:
-        """See `Plan`."""
         return self.num_positions - (len(self.computed[-1]) - self.recompute_lengths[-1])
 
     def restored_span(self, layer: int, window: int) -> tuple[int, int]:
-        """See `Plan`."""
         until, length = self.restored_until, self.recompute_lengths[layer]
         return (max(length, until - (window - 1)) if window else length), until
 
     @cached_property
     def restored_tokens(self) -> int:
-        """See `Plan`."""
         return self._tokens_but(np.arange(self.restored_until, self.num_positions))
 
     @property
     def recomputed_tokens(self) -> float:
-        """See `Plan`."""
         return sum(len(group.rows) for group in self.groups) * sum(self.recompute_lengths) / len(self.computed)
 
 
@@ -502,11 +494,9 @@ class PassagesPlan(Plan):
 
     @cached_property
     def suffix(self) -> int | None:
-        """See `Plan`."""
         return None
 
     def first_position(self, window: int) -> int:
-        """See `Plan`."""
         return max(-self.base, int(self.choice.context.inexact.min()) - (window - 1)) if window else -self.base
 
     def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:

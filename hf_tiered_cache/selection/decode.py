@@ -251,10 +251,7 @@ class DecodeSelection:
         state, (_, brought, set_aside, fetched, _) = update.state, update.moves
         slots, size, device = state.window.num_slots, state.size, keys.device
         if state.aside is None and slots:
-            state.aside = (
-                keys.new_empty(slots, size, keys.shape[2]),
-                values.new_empty(slots, size, values.shape[2]),
-            )
+            state.aside = (keys.new_empty(slots, size, keys.shape[2]), values.new_empty(slots, size, values.shape[2]))
         targets = [_chunk_rows(tensor, state.first, state.window.num_columns, size) for tensor in (keys, values)]
         stride = targets[0][1]  # rows from one head to the next, in keys and values
         is_computed = fetched.chunks >= (state.window.num_chunks if state.offloaded is None else state.offloaded.first)

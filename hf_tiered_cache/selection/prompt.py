@@ -219,12 +219,7 @@ class SelectiveRestore:
         self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stall_seconds)
 
     def _choose(
-        self,
-        number: int,
-        query: torch.Tensor,
-        own_keys: torch.Tensor,
-        rotate_: Rotate,
-        scaling: float | None,
+        self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
     ) -> None:
         """Select for a period, start to fetch its tokens, and prefetch for the next period."""
         layer, indexes = self._periods[number][0], self._indexes

@@ -185,7 +185,6 @@ class TokenDecodeSelector(DecodeSelector):
     may_stay = True
 
     def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
-        """See `DecodeSelector`."""
         if tokens.shape[1] == self.prefixes[prefix].tokens:
             return None
         return HeldChunks(prefix, Window.filled(tokens, self.prefixes[prefix].tokens), first, 1)
@@ -193,7 +192,6 @@ class TokenDecodeSelector(DecodeSelector):
     def select(
         self, layer: int, rows: Mapping[int, HeldChunks], query: torch.Tensor, keys: torch.Tensor, scaling: float | None
     ) -> dict[int, Choice]:
-        """See `DecodeSelector`."""
         choices: dict[int, Choice] = {}
         for row, state in rows.items():
             request = SelectionInput(

@@ -158,11 +158,7 @@ class StreamedPrefix:
         self._bring(self._layers[0], 0)
 
     def attend(
-        self,
-        layer: int,
-        call: AttentionCall,
-        rotate_: Rotate,
-        collect: Sequence[torch.Tensor | None] = (),
+        self, layer: int, call: AttentionCall, rotate_: Rotate, collect: Sequence[torch.Tensor | None] = ()
     ) -> torch.Tensor:
         """Return the output of a layer's attention, `[batch, heads, n, dim]`.
 

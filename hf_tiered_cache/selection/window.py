@@ -151,7 +151,6 @@ class WindowDecodeSelector(DecodeSelector):
     may_stay = False
 
     def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
-        """See `DecodeSelector`."""
         if (span := self.selector.span(self.prefixes[prefix].tokens, self.budgets[prefix])) is None:
             return None
         inside = tokens[:, span.first : tokens.shape[1] - span.last : span.chunk_tokens]

@@ -255,10 +255,7 @@ class BlockHandle:
     """
 
     def __init__(
-        self,
-        requests: Sequence[BlockRequest],
-        confirm: Callable[[Pin], None],
-        retire: Callable[[BlockHandle], None],
+        self, requests: Sequence[BlockRequest], confirm: Callable[[Pin], None], retire: Callable[[BlockHandle], None]
     ) -> None:
         self._confirm, self._retire = confirm, retire
         self.pin = Pin(None, weakref.ref(self))
