@@ -144,16 +144,10 @@ class CapturedKV:
     def packer(
         self, shape: SegmentShape, row: int, start: int, groups: Sequence[BlockGroup] | None = None
     ) -> Callable[[], Iterator[Group]]:
-        """Return a function that packs a segment's KV cache groups one by one, after the work noted so far.
+        """Return a function that packs a segment's KV cache groups (None: all) one by one, after the work noted so far.
 
-        Each group is packed on its first layer's device, on the side stream, and copied to the host at once. A yielded
-        group is valid until the next one is requested.
-
-        Args:
-            shape: Shape of the segment.
-            row: Row of the batch.
-            start: Captured position of the segment's first token.
-            groups: KV cache groups to pack; None for all groups of the segment.
+        The segment's first token is the captured position `start`. Each group is packed on its first layer's device, on
+        the side stream, and copied to the host at once. A yielded group is valid until the next one is requested.
         """
         captured = self.fork()
 

@@ -52,10 +52,9 @@ class ForwardPass(Scope):
     """Forward pass that computes all tokens it is given.
 
     Args:
-        cache, attachment, collector: those of the executor.
-        tables: rotary tables shared by the passes of the model in its current state, or None.
-        recorder: recorder of the computed KV, or None.
-        first: first position of the sequence that is computed.
+        tables: Rotary tables shared by the passes of the model in its current state, or None.
+        recorder: Recorder of the computed KV, or None.
+        first: First position of the sequence that is computed.
     """
 
     observer: SampledPass | None

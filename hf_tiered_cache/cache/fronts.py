@@ -22,12 +22,7 @@ from .captured import CapturedKV
 
 
 class ComputedFront:
-    """First tokens that segments lack, as a pass computes them.
-
-    Args:
-        plan: Plan of the pass.
-        shapes: Shape of the tokens that a segment lacks, by segment.
-    """
+    """First tokens that segments lack, as a pass computes them; `shapes` are those of these tokens, by segment."""
 
     def __init__(self, plan: RecomputePlan, shapes: Mapping[str, SegmentShape]) -> None:
         self._plan, self._shapes = plan, shapes

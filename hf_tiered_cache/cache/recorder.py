@@ -50,11 +50,8 @@ class Recorder:
 
     Args:
         history: History of the tokens in the cache.
-        fingerprint: Fingerprint of the model.
-        geometry: Geometry of the segments.
         submit: Takes the segments to be written.
         ttl: Lifetime of a segment in seconds, or None.
-        provenance: How the KV is computed.
         enabled: Whether anything is recorded; if not, only the history is kept.
         collector: Counts the stored tokens.
         model: Readable facts of the model (see `Identity.facts`), for the segment headers.
@@ -121,12 +118,9 @@ class Recorder:
             self._capturing = self.captured.add(layer, kind, keys, values)
 
     def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> None:
-        """Finish a pass, and append its tokens to the history.
+        """Finish a pass that added `ids`, int `[rows, positions]`, and append them to the history.
 
-        Args:
-            ids: Tokens that the pass added to the cache, int `[rows, positions]`.
-            computed: Number of positions at the end that the pass computed.
-            revocable: Number of positions at the end that the next crop may remove.
+        The pass computed the last `computed` positions. The next crop may remove the last `revocable` ones.
         """
         with self._lock, self._step:
             self.history.append(ids)

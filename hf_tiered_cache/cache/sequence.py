@@ -49,15 +49,13 @@ class SequenceState:
     """State of the tokens of a cache, in all rows, from the first supported pass on.
 
     Args:
-        store: Store from which KV is restored, and to which it is written.
-        method: Method that restores it, with calibrated settings filled in.
+        method: Method that restores KV, with calibrated settings filled in.
         config: Config of the model's text part.
         identity: Identity of the model at the first pass.
         regime: Regime of its RoPE frequencies.
         recorder: Recorder of computed KV, which holds the history of the tokens.
         tables: Rotary tables of the model at the first pass.
         segments: Tokens at which passages may begin, or None for any.
-        layers: Number of layers of the model.
         selects: Whether a cache layer can attend to a part of what is restored.
         seconds_to_compute: Returns the seconds to compute a number of tokens, or None if they are not known.
         reports_passages: Whether the passages of a prompt are reported.
@@ -114,13 +112,9 @@ class SequenceState:
         return plan
 
     def _look_up(self, ids: np.ndarray) -> tuple[tuple[RowGroup, ...], int]:
-        """Find the longest stored prefix of each row, and the passages after it.
+        """Find the longest stored prefix of each row, and the passages after it, for new tokens.
 
-        Args:
-            ids: int64 `[rows, positions]`, tokens that the pass adds.
-
-        Returns:
-            Groups of equal rows, and the first position of the pass that some row cannot restore.
+        Return groups of equal rows, and the first position of the pass that some row cannot restore.
         """
         history, base = self.history, self.history.num_positions
         whole_rows = np.concatenate([history.ids(), ids], axis=1)

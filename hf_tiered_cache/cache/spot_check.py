@@ -98,12 +98,9 @@ class SpotChecks:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """Segments that a pass restored for its first row.
+    """Slices of segments with exact KV that a pass restored for its first row.
 
-    Args:
-        pieces: Slices of segments with exact KV.
-        began: Start of the pass, by `time.perf_counter`.
-        seconds: Duration of the pass.
+    The pass began at `began`, by `time.perf_counter`, and took `seconds`.
     """
 
     pieces: tuple[SegmentSlice, ...]

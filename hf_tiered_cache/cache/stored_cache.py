@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 
 
 class StoredCache(Cache, ServedCache):
-    """Cache with KV from a store. See `TieredCache`.
-
-    Args:
-        attachment, layers: As returned by `prepare`.
-        storage, method, options: See `TieredCache`.
-    """
+    """Cache with KV from a store. See `TieredCache`, and `prepare` for the attachment and the layers."""
 
     def __init__(
         self, attachment: Attachment, layers: list[Any], storage: Storage, method: Method, options: CacheOptions

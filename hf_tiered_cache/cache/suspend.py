@@ -243,10 +243,7 @@ class CacheReplay:
 class _FixedLayer(CacheLayerMixin):
     """Cache layer whose KV never grows: a pass sees it, followed by the pass's own KV.
 
-    Args:
-        keys, values: Rotated keys and values, `[1, heads, n, dim]`, from position `first` on.
-        first: Position of the first of them.
-        is_sliding: Whether the layer has sliding window attention.
+    Rotated keys and values, `[1, heads, n, dim]`, begin at position `first`.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, first: int, is_sliding: bool) -> None:

@@ -105,13 +105,9 @@ def joined(samples: Sequence[SampledQueries], row: int) -> SampledQueries:
 def layer_distances(
     layers: Sequence[int], sample: SampledQueries, keys: Sequence[torch.Tensor], positions: int
 ) -> LayerDistances:
-    """Compute the distances from sampled queries of one sequence.
+    """Compute the distances from sampled queries of one sequence of `positions` positions, with its left padding.
 
-    Args:
-        layers: Layer numbers.
-        sample: Queries of the sequence.
-        keys: Keys of each layer, `[1, kv_heads, positions, dim]`, rotated, from padded position 0 on.
-        positions: Length of the sequence, with its left padding.
+    The keys of each layer, `[1, kv_heads, positions, dim]`, are rotated, from padded position 0 on.
     """
     (pad,) = sample.pads
     count = int(sample.weights[sample.positions >= pad].sum())
@@ -131,10 +127,8 @@ def layer_distances(
 def attention_sums(sample: SampledQueries, keys: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """Compute sums over the attention rows of one sequence, each row as often as its weight says.
 
-    Args:
-        sample: See `layer_distances`.
-        keys: See `layer_distances`. Keys on other devices are copied to that of the first layer, a few KV heads at a
-            time.
+    See `layer_distances` for the arguments. Keys on other devices are copied to that of the first layer, a few KV heads
+    at a time.
 
     Returns:
         float64 `[heads, layers, layers]`: products of the weights of two layers, summed over keys and rows; and float64
@@ -237,11 +231,7 @@ class AttentionDistances:
     def begin(self, sources: Sequence[KeysOfLayer], first: int, stop: int, pads: Sequence[int]) -> SampledPass | None:
         """Begin a pass. Return its observer, or None to observe nothing of it, at no cost to the pass.
 
-        Args:
-            sources: Keys of the cache's layers.
-            first: First of the last positions that every layer computes.
-            stop: End of these positions, exclusive.
-            pads: Number of left padding positions of each batch row.
+        Every layer computes the positions from `first` to `stop`, exclusive. `pads` are the rows' left paddings.
         """
         count = stop - first
         stride = self.interval if count <= self.interval else max(self.prompt_interval, -(-count // self.prompt_rows))
@@ -302,9 +292,7 @@ class SampledPass:
     """Observer of one pass that keeps the queries of sampled positions. See `AttentionDistances.begin`.
 
     Args:
-        owner: `AttentionDistances` that counts the pass.
         sources: Keys of the compared layers.
-        first, stop, pads: See `AttentionDistances.begin`.
         positions: int64 `[n]`, sampled positions.
         weight: Number of positions that each sample represents.
     """

@@ -82,13 +82,9 @@ def target_pairs(num_layers: int, layers_shared: float) -> int:
 
 
 def share_layers(distances: LayerDistances, gamma: float, layers_shared: float = 0.5, shared: Pairs = ()) -> Pairs:
-    """Pair the layers with the most similar attention (Algorithm 1).
+    """Pair the share `layers_shared` of the layers with the most similar attention (Algorithm 1), and keep `shared`.
 
-    Args:
-        distances: Distances of the conversation's layers.
-        gamma: Minimum share of attention at the two ends for a layer to be I-R; see `calibrated_gamma`.
-        layers_shared: Share of `distances.layers` to pair.
-        shared: Existing pairs, which are kept.
+    `gamma` is the minimum share of attention at the two ends for a layer to be I-R (see `calibrated_gamma`).
     """
     candidates = np.flatnonzero(distances.initial_recent >= gamma)
     layers = [distances.layers[place] for place in candidates]
@@ -99,12 +95,7 @@ def share_layers(distances: LayerDistances, gamma: float, layers_shared: float =
 def calibrated_gamma(shares: Iterable[np.ndarray], target: float = I_R_SHARE) -> float:
     """Return the γ at which the share `target` of a model's layers is I-R, over conversations (Section 4.2, Table 3).
 
-    Args:
-        shares: `LayerDistances.initial_recent` of each conversation.
-        target: Share of layers that are I-R, over all conversations.
-
-    Raises:
-        ValueError: `shares` is empty.
+    `shares` are the `LayerDistances.initial_recent` of each conversation. Raises ValueError if there are none.
     """
     sorted_shares = np.sort(np.concatenate(list(shares) or [np.empty(0)]))
     if not len(sorted_shares):

@@ -57,12 +57,8 @@ class KVBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `columns` positions to the sequence; the first `first` of them are not held.
 
-        Args:
-            like_keys: `[batch, heads, _, dim]`, gives the shape, dtype and device of the key buffer.
-            like_values: Like `like_keys`, for the value buffer.
-            columns: Number of new positions of the sequence.
-            first: Number of leading new positions that are not held. Above 0 only if no
-                later query sees the entries held so far, which are then released.
+        `first` is above 0 only if no later query sees the entries held so far, which are then released. Buffers get
+        shape, dtype and device of `like_keys` and `like_values`, `[batch, heads, _, dim]`.
 
         Returns:
             Uninitialised views of the new positions, `[batch, heads, columns - first, dim]` each.

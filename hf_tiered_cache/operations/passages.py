@@ -38,20 +38,9 @@ def passages_method(method: Method | str | None) -> Passages:
 
 
 def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, progress: bool) -> int:
-    """Rank the tokens of stored passages from their KV alone.
+    """See `KVStore.rank`.
 
-    Args:
-        storage: Store of the passages.
-        method: Method that defines the ranking.
-        ids: Ids of the segments; None for all passages.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        Number of passages that were ranked. Passages that cannot be read, or scores that cannot be kept, are skipped
-        and counted in the store's statistics.
-
-    Raises:
-        ConfigError: The method has no ranking, or one that needs more than the stored KV.
+    Passages that cannot be read, or scores that cannot be kept, are skipped and counted in the store's statistics.
     """
     if not method.ranked_by:
         raise ConfigError(f"{type(method).__name__} does not use a ranking of tokens; CacheTune does")

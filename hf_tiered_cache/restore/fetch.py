@@ -90,8 +90,6 @@ class Fetcher:
     """Block fetcher of one pass.
 
     Args:
-        residency: Memory tiers.
-        collector: Statistics of the pass.
         device_of: Returns the device of a layer.
         ahead_bytes: Maximum number of prefetched bytes not waited for yet; None for no limit but the memory budgets.
     """

@@ -192,8 +192,7 @@ def gather_chunks(
         requests: Blocks, requested chunks of their segment, int64 `[n]`, and the caller's number of each, int64 `[n]`.
 
     Returns:
-        Keys and values of all chunks, `[n, chunk_tokens, dim]` each, in memory order, and the number of each chunk,
-        int64 `[n]`.
+        Keys and values of all chunks, `[n, chunk_tokens, dim]` each, in memory order, and their numbers, int64 `[n]`.
 
     Raises:
         LookupError: Blocks lack a requested chunk.

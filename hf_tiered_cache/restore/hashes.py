@@ -24,11 +24,8 @@ class PrefixHasher:
     """Hasher of token ids, `HASH_TOKENS` at a time, with all tokens before them (vLLM: block hashes).
 
     Two sequences share a prefix hash only if they share every token up to it, the model that computed their KV, and how
-    it was computed. With a salt, prefix hashes are keyed: tokens cannot be guessed from them without the salt.
-
-    Args:
-        root: Strings common to all sequences: fingerprint, provenance, RoPE regime.
-        salt: A secret, or None.
+    it was computed: the strings `root` (fingerprint, provenance, RoPE regime). With a secret `salt`, prefix hashes are
+    keyed: tokens cannot be guessed from them without it.
     """
 
     def __init__(self, root: Sequence[str], salt: str | bytes | None = None) -> None:

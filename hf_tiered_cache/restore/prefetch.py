@@ -40,13 +40,10 @@ class PlanUnit(FetchUnit):
 class Prefetch:
     """Prefetch of the units of a plan.
 
-    Args:
-        plan: What to restore.
-        fetcher: Fetches the blocks.
-        ahead_bytes: Maximum number of bytes fetched ahead of the layers, but at least one unit. 0 fetches blocks when a
-            layer needs them. Blocks that a merged pair of layers shares stay until the second layer has used them, and
-            do not count from the first one on. A plan with recomputed prefixes has no bound: its early layers compute
-            long and load little, and meanwhile the disk reads what the later ones load.
+    At most `ahead_bytes` bytes are fetched ahead of the layers, but at least one unit. 0 fetches blocks when a layer
+    needs them. Blocks that a merged pair of layers shares stay until the second layer has used them, and do not count
+    from the first one on. A plan with recomputed prefixes has no bound: its early layers compute long and load little,
+    and meanwhile the disk reads what the later ones load.
     """
 
     def __init__(self, plan: Plan, fetcher: Fetcher, ahead_bytes: int) -> None:

@@ -59,10 +59,9 @@ def recompute_lengths(
 
 @dataclass(frozen=True)
 class Load:
-    """Blocks that some layers load together.
+    """Blocks that some layers, ascending, load together. The first layer waits for them.
 
     Args:
-        layers: Layer indexes, ascending. The first layer waits for the blocks.
         ends: int64 `[blocks]`, ascending: position after the last token of each block.
         seconds: float `[blocks]`, load time of each block.
     """
@@ -110,14 +109,9 @@ class Streams:
 
 
 def best_ratio(seconds: np.ndarray, may_compute_all: bool = True) -> float:
-    """Return the ratio, one of `RATIOS`, with the shortest expected time of a prompt.
+    """Return the ratio, one of `RATIOS`, with the shortest expected time of a prompt, given float `[ratios]` seconds.
 
-    Args:
-        seconds: float `[ratios]`, time with each ratio.
-        may_compute_all: Whether restoring nothing is allowed.
-
-    Returns:
-        The ratio; 0 or 1 if a ratio between saves too little.
+    It is 0 or, if restoring nothing is allowed, 1 if a ratio between saves too little.
     """
     alone = 1 if may_compute_all and seconds[-1] < seconds[0] else 0
     best = int(seconds[:-1].argmin())

@@ -90,8 +90,6 @@ class DecodeSelector(ABC):
     """Decode selector of a cache, kept for the lifetime of the cache.
 
     Args:
-        residency: Memory tiers.
-        device_of: Returns the device of a layer.
         periods: Groups of layers that share a selection.
         prefixes: Restored tokens of each row group.
         budgets: Number of restored tokens that each layer holds of each prefix.
@@ -116,11 +114,7 @@ class DecodeSelector(ABC):
     def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
         """Return the state of a layer's row, or None if the row never reselects, because it holds all tokens.
 
-        Args:
-            layer: Layer index.
-            prefix: Number of the row's prefix.
-            tokens: int64 `[sets, n]`, restored tokens that the layer holds, in order.
-            first: Position of the first of them in the layer.
+        The layer holds the restored `tokens` of a prefix, int64 `[sets, n]`, in order, from position `first` on.
         """
 
     @abstractmethod
@@ -140,13 +134,9 @@ class _Update:
     """Update of one row at one layer: planned moves, and the chunks to fetch from the tiers, by head and chunk.
 
     Args:
-        row: Index of the row in the batch.
-        state: Chunks that the row holds.
-        moves: Planned moves.
         restored: Chunks to fetch.
         place: Index of each of these chunks among those of its head, int64 `[n]`.
         tokens: Tokens of these chunks.
-        requests: Blocks to fetch.
     """
 
     row: int
@@ -312,16 +302,10 @@ class DecodeSelection:
 
 
 def _chunk_rows(columns: torch.Tensor, first: int, chunks: int, size: int) -> tuple[torch.Tensor, int]:
-    """Return chunks of `[kv_heads, columns, dim]`, one row each, to move chunks of all heads at once.
-
-    Args:
-        columns: Keys or values of a row.
-        first: Position of the first chunk.
-        chunks: Number of chunks.
-        size: Tokens per chunk.
+    """Return `chunks` chunks of `size` tokens from position `first` on, for all heads at once.
 
     Returns:
-        View `[rows, size * dim]` from the first head's chunks on, and the number of rows from one head to the next.
+        View `[rows, size * dim]` that begins with the first head's chunks, and the rows from one head to the next.
     """
     length = size * columns.shape[2]
     head_stride, remainder = divmod(columns.stride(0), length)

@@ -112,11 +112,9 @@ class RowTokens:
 
 @dataclass(eq=False)
 class UnitTable:
-    """Fetched units of layers that share a selection: one unit for each segment and KV cache group.
+    """Fetched units of layers that share a selection, ascending: one unit for each segment and KV cache group.
 
-    Args:
-        fetcher: Fetcher of the pass. Its `cancel` releases all blocks, wherever the pass has stopped.
-        layers: Layers that the units are fetched for, ascending.
+    The `cancel` of the fetcher releases all blocks, wherever the pass has stopped.
     """
 
     fetcher: Fetcher
@@ -174,14 +172,9 @@ class UnitTable:
         self.note_use(tokens, units, layer)
 
     def copy(self, tokens: RowTokens, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
-        """Copy tokens to contiguous positions of `target`.
+        """Copy the keys or values (`name`) of a layer's tokens, from units that have arrived, to contiguous positions.
 
-        Args:
-            tokens: Tokens to copy.
-            units: Units that hold them and have arrived.
-            layer: Layer index.
-            name: "key" or "value".
-            target: `[kv_heads, tokens, dim]`, filled in place; for some leading heads only, if it has fewer.
+        `target`, `[kv_heads, tokens, dim]`, is filled in place; for some leading heads only, if it has fewer.
         """
         gathers, units_by_key = self._gathers.setdefault(tokens, {}), dict[Hashable, list[FetchUnit]]()
         for unit in units:
@@ -333,13 +326,10 @@ def attention_of(
     layers: Collection[int],
     scanned_groups: Collection[tuple[SegmentReader, int]],
 ) -> list[Attention]:
-    """Return the attention to each selected chunk of a row.
+    """Return the attention to each selected chunk of a row, for layers that share the selection.
 
-    Args:
-        selected: Selected tokens.
-        mass: float32 `[heads or 1, tokens]`, attention to each restored token of the row.
-        layers: Layers that share the selection.
-        scanned_groups: KV cache groups, by index, that the selection has read as a whole.
+    `mass`, float32 `[heads or 1, tokens]`, is the attention to each restored token of the row. The selection has read
+    `scanned_groups`, KV cache groups by index, as a whole.
     """
     attention: list[Attention] = []
     for piece in selected.row.pieces:

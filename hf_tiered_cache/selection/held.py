@@ -265,10 +265,7 @@ class Window:
     def _evict(self, free: np.ndarray, vacated: np.ndarray, lower_ranked: np.ndarray | None) -> np.ndarray:
         """Return the places of the entries to evict for lack of room, ordered by head.
 
-        Args:
-            free: places without a chosen entry, including empty places.
-            vacated: the columns among `free` that hold an entry.
-            lower_ranked: see `_check`.
+        Places in `free` have no chosen entry, or are empty; `vacated` are the columns among them that hold an entry.
         """
         entries = self._entries.copy()
         entries[vacated] += (self._step - 1) << _CHUNK_BITS
@@ -349,13 +346,8 @@ def append_offloaded(
 ) -> OffloadedChunks:
     """Append newly offloaded keys and values to the KV offloaded before, and return both with their indexes.
 
-    Args:
-        previous: KV offloaded before; None if this is the first.
-        first: Number of the first offloaded chunk; used if `previous` is None.
-        keys: `[kv_heads, tokens, dim]`, rotated.
-        values: Like `keys`.
-        chunk_tokens: Tokens per chunk; divides `tokens`.
-        kind: Index class.
+    Rotated keys and values are `[kv_heads, tokens, dim]`, and `chunk_tokens` divides tokens. Without a `previous`, the
+    first offloaded chunk has the number `first`.
     """
     index = kind.build(keys, chunk_tokens)
     blocks = [tensor.unflatten(1, (-1, chunk_tokens)).cpu() for tensor in (keys, values)]
@@ -375,7 +367,6 @@ class HeldChunks:
         first: Position of the first chunk that may be replaced.
         size: Tokens per chunk.
         aside: Keys and values of the chunks set aside, `[slots, chunk_tokens, dim]` each; None before there are any.
-        offloaded: Offloaded generated KV that is selected from, too, if any.
     """
 
     prefix: int

@@ -41,12 +41,8 @@ class SelectiveRestore:
     """Restore of one pass that attends to a part of the restored tokens.
 
     Args:
-        plan: Plan of the pass.
         layers: Layers with full attention, ascending.
-        selector: Selects the tokens.
-        fetcher: Fetcher of the pass.
         sidecars: Stored indexes, for a selector that uses indexes.
-        prefetches: Kinds of blocks to prefetch.
         importance: Records the attention of each token, if not None.
         reselect: Whether each generated token reselects.
         observed: Number of last queries to select for, of rows that attend to all restored tokens (`plan.streamed`).
@@ -103,12 +99,7 @@ class SelectiveRestore:
     ) -> None:
         """Select what `layer` attends to, if its period has not selected yet, and start to fetch it.
 
-        Args:
-            layer: Index of a layer with full attention.
-            query: `[batch, heads, computed, dim]`, rotated.
-            own_keys: `[batch, kv_heads, computed, dim]`, rotated.
-            rotate_: Rotates stored keys.
-            scaling: Scale of the logits; None for dim ** -0.5.
+        Queries are `[batch, heads, computed, dim]`, keys `[batch, kv_heads, computed, dim]`, rotated.
 
         Raises:
             RestoreError: A block did not arrive.
@@ -121,14 +112,9 @@ class SelectiveRestore:
         self._selected.pop(number - 1, None)
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
-        """Wait for the selected tokens of a layer, and copy them.
+        """Wait for the selected tokens of a layer, and copy them to its entries, `[batch, kv_heads, entries, dim]`.
 
-        Args:
-            layer: Index of a layer with full attention.
-            keys: `[batch, kv_heads, entries, dim]`, all entries of the layer. The computed ones are at the end; those
-                before them are filled in place, and unused ones are set to zero.
-            values: Like `keys`.
-            rotate_: Rotates stored keys.
+        The computed entries are at the end; those before them are filled in place, and unused ones are set to zero.
 
         Raises:
             RestoreError: A block did not arrive.
@@ -187,10 +173,7 @@ class SelectiveRestore:
     ) -> tuple[DecodeSelector, list[HeldChunks | None]] | None:
         """Return the decode selector, and what a filled layer holds of each row; None if nothing reselects.
 
-        Args:
-            layer: Layer index.
-            batch: Number of rows.
-            entries: Number of entries that the layer holds, of the row with most.
+        `entries` is the number of entries that the layer holds of the row with most.
         """
         if not self._reselects:
             return None

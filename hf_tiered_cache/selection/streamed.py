@@ -133,14 +133,9 @@ _RUN_TOKENS = 8192
 
 
 class StreamedPrefix:
-    """Restored tokens of a pass, for layers with full attention that attend to all of them.
+    """Restored tokens of a pass, for `layers` with full attention, ascending, that attend to all of them.
 
     While a layer attends to one run of tokens, the next is fetched, so two runs of one layer are in memory.
-
-    Args:
-        plan: Plan of the pass.
-        layers: Layers with full attention, ascending.
-        fetcher: Fetcher of the pass.
     """
 
     def __init__(self, plan: BudgetPlan, layers: Sequence[int], fetcher: Fetcher) -> None:

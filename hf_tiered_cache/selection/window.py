@@ -139,10 +139,6 @@ class WindowDecodeSelector(DecodeSelector):
     """Decode selector of chunks that an index ranks first, for each kv head, with a window of recently selected ones.
 
     The first and last tokens of the prefix are fixed, and so are the generated ones, until they are offloaded.
-
-    Args:
-        selector: Ranks chunks.
-        indexes: Indexes of the chunks.
     """
 
     selector: ByIndex

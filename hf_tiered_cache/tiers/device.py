@@ -173,8 +173,6 @@ class DeviceMemory:
     the GPU even if its tier keeps none, and GPUDirect Storage reads into memory that is registered once.
 
     Args:
-        device: The GPU.
-        stream: Stream for copies to and from the GPU.
         budget: Bytes for blocks that the tier keeps.
         staging: Bytes of the staging area.
         policy, scores, on_evict, added: See `Tier`.

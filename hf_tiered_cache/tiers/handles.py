@@ -32,11 +32,7 @@ class LateCheck:
     """Comparison of a batch of blocks with their digests on the side stream.
 
     No thread waits for the result before `confirm`. A pass may use the blocks before that, but its results may not
-    outlive the pass until `confirm` succeeds.
-
-    Args:
-        stream: the side stream of the device.
-        batches: segments that verify their blocks, with runs of blocks that were read into device memory.
+    outlive the pass until `confirm` succeeds. `batches` are segments that verify their blocks, with runs of blocks.
     """
 
     def __init__(self, stream: CopyStream, batches: Sequence[Asked]) -> None:
@@ -248,10 +244,7 @@ class FetchedBlocks:
 class BlockHandle:
     """Block handle: a batch of blocks that is fetched to a device, and the pin on their slots until `release`.
 
-    Args:
-        requests: the blocks to fetch.
-        confirm: function of the tiers that waits until the blocks of a pin are verified.
-        retire: function of the tiers that releases the pin of a handle.
+    `confirm` waits until the blocks of a pin are verified, and `retire` releases the pin of a handle.
     """
 
     def __init__(

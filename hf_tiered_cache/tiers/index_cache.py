@@ -30,12 +30,9 @@ class CachedIndex(Protocol):
 class IndexCache:
     """Index cache by segment slices and layer.
 
-    It keeps indexes for later requests, within a byte budget, with LRU eviction. It also finds indexes that caches
-    still use although the budget has no room for them, so that all caches share one index. These take memory in
-    addition to the budget: `unbudgeted`.
-
-    Args:
-        budget: bytes on all devices together.
+    It keeps indexes for later requests, within a budget of bytes on all devices together, with LRU eviction. It also
+    finds indexes that caches still use although the budget has no room for them, so that all caches share one index.
+    These take memory in addition to the budget: `unbudgeted`.
     """
 
     def __init__(self, budget: int) -> None:

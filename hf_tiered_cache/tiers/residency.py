@@ -34,14 +34,14 @@ class Residency:
     """The tiers of one store.
 
     Args:
-        host_budget: bytes of host memory for blocks.
-        device_budget: bytes for blocks on each device.
-        policy: name of the eviction policy of the tiers.
-        device_types: types of device with their own tier; for others the host tier is the device tier.
-        direct: whether the engine reads from disk directly to device memory (GPUDirect Storage).
-        index_budget: bytes for indexes of keys that stay in memory for selection.
-        staging_budget: bytes of the staging area on each device, in addition to `device_budget`.
-        register: called with each new slab of device memory, before the engine reads into it.
+        host_budget: Bytes of host memory for blocks.
+        device_budget: Bytes for blocks on each device.
+        policy: Name of the eviction policy of the tiers.
+        device_types: Types of device with their own tier; for others the host tier is the device tier.
+        direct: Whether the engine reads from disk directly to device memory (GPUDirect Storage).
+        index_budget: Bytes for indexes of keys that stay in memory for selection.
+        staging_budget: Bytes of the staging area on each device, in addition to `device_budget`.
+        register: Called with each new slab of device memory, before the engine reads into it.
     """
 
     def __init__(
@@ -85,17 +85,9 @@ class Residency:
     def fetch(
         self, requests: Sequence[BlockRequest], device: torch.device, collector: StatsCollector, ahead: bool = False
     ) -> BlockHandle:
-        """Start to fetch blocks to `device`, with one submission for all disk reads.
+        """Start to fetch blocks to `device`, with one submission for all disk reads. Does not wait for the blocks.
 
-        Args:
-            requests: the blocks to fetch, from segments of one store.
-            device: the device where attention runs.
-            collector: counts look-ups, bytes and time.
-            ahead: whether this is a prefetch. A prefetch drops blocks that exceed the budgets; otherwise memory is
-                allocated for them.
-
-        Returns:
-            A block handle. The call does not wait for the blocks.
+        A prefetch (`ahead`) drops blocks that exceed the budgets; otherwise memory is allocated for them.
         """
         self.prepare(device)
         handle = BlockHandle(requests, self.confirm, self.retire)
