@@ -5,8 +5,8 @@ deselected chunk may be set aside in device memory (see `Window`). Chunks that a
 are fetched from the tiers. Attention does not depend on the order, since every key carries its position, nor on where a
 chunk came from.
 
-Two subclasses of `DecodeSelector` select: `TokenDecodeSelector` (`selectors.py`) tokens by attention, once per period
-of layers, and `WindowDecodeSelector` (`window.py`) chunks by an index. `DecodeSelection` moves what they select. The
+Two subclasses of `DecodeSelector` select: `TokenDecodeSelector` tokens by attention, once per period of layers, and
+`WindowDecodeSelector` (`window.py`) chunks by an index. `DecodeSelection` moves what they select. The
 papers of ContiguousKV and IMPRESS select only once per prompt.
 """
 
@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
@@ -29,6 +29,8 @@ from ..store.memory import to_device
 from ..tiers.residency import Residency
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
 from .held import Fetches, HeldChunks, Moves, Window
+from .indexes import RowIndexes
+from .selectors import SelectionInput, Selector, check_selection
 
 _ROUNDS = 3
 """Number of passes measured per size; the median counts."""
@@ -127,6 +129,52 @@ class DecodeSelector(ABC):
         """Begin the decode selections of a pass."""
         self.micro_batches.begin()
         return DecodeSelection(self, collector)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDecodeSelector(DecodeSelector):
+    """Decode selector of single tokens by their attention, for all layers of a period.
+
+    Args:
+        selector: Selects one set of tokens for all heads, or one for each.
+        keys: For each period and prefix, the rotated keys of the restored tokens at the period's first layer,
+            `[kv_heads, tokens, dim]`, for as many heads as the selector needs. They stay in memory. Empty if it uses
+            an index.
+        indexes: Indexes of these keys, for a selector that uses them.
+    """
+
+    selector: Selector
+    keys: Mapping[tuple[int, int], torch.Tensor]
+    indexes: RowIndexes | None
+
+    may_stay = True
+
+    def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
+        if tokens.shape[1] == self.prefixes[prefix].tokens:
+            return None
+        return HeldChunks(prefix, Window.filled(tokens, self.prefixes[prefix].tokens), first, 1)
+
+    def select(
+        self, layer: int, rows: Mapping[int, HeldChunks], query: torch.Tensor, keys: torch.Tensor, scaling: float | None
+    ) -> dict[int, Choice]:
+        choices: dict[int, Choice] = {}
+        for row, state in rows.items():
+            request = SelectionInput(
+                query[row],
+                keys[row, :, state.first + state.window.num_columns :],
+                partial(self._keys_of, layer, state.prefix),
+                scaling,
+                self.prefixes[state.prefix].chunks(layer, self.selector.per_head),
+                state.window.num_columns,
+                tuple if self.indexes is None else partial(self.indexes.held, layer, state.prefix),
+            )
+            tokens = self.selector.reselect(request, state.window.columns)  # a chunk is a token
+            check_selection(self.selector, tokens, request)
+            choices[row] = tokens, None
+        return choices
+
+    def _keys_of(self, layer: int, prefix: int, heads: int | None) -> torch.Tensor:
+        return self.keys[self.number_of[layer], prefix]
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..tiers.scores import Attention
-from .selector import ChunkMap
+from .selectors import ChunkMap
 
 Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
 """Function that rotates `[heads, n, dim]` in place to positions, int64 `[sets, n]`: one set for all heads, or one for

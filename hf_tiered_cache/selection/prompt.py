@@ -21,12 +21,11 @@ from ..restore.prefetch import share_row
 from ..store.geometry import in_groups
 from ..store.segment import SegmentReader
 from ..tiers.scores import TokenImportance
-from .decode import DecodeSelector
+from .decode import DecodeSelector, TokenDecodeSelector
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, attention_of
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes
-from .selector import SelectionInput, Selector, check_mass, check_selection
-from .selectors import TokenDecodeSelector
+from .selectors import SelectionInput, Selector, check_mass, check_selection
 from .window import ByIndex, WindowDecodeSelector
 
 Prefetched = Literal["period", "keys"]

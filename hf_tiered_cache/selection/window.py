@@ -17,7 +17,7 @@ from .decode import Choice, DecodeSelector
 from .decode_index import DecodeIndex, rank
 from .held import INDEXED_TOKENS, HeldChunks, Window, append_offloaded
 from .indexes import RowIndexes
-from .selector import Selection, SelectionInput, Selector
+from .selectors import Selection, SelectionInput, Selector
 
 _CANDIDATES = 1.25
 """Number of candidates that are ranked per selected chunk. The window's eviction uses their order."""
