@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .. import reasons
-from ..methods import PrefixMethod
+from ..methods import BudgetMethod, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
@@ -22,7 +22,15 @@ from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import FrontReader, SegmentReader
 from ..tiers.residency import Residency
-from .calibrations import CostFactors, PrefixCosts, cost_factors, prefix_costs
+from .calibrations import (
+    CostFactors,
+    PrefixCosts,
+    calibrated_ratio,
+    cost_factors,
+    prefix_costs,
+    quality_budget,
+    warn_of_loss,
+)
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
@@ -44,8 +52,7 @@ than the optimum; without the margin, 15 to 54 %.
 def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tuple[Plan | None, str]:
     """Choose whether to load a plan's prefix, recompute parts of it meanwhile, or compute all of it.
 
-    Returns:
-        Plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
+    Return the plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
     """
     method, store = sequence.method, sequence.store
     recompute: float | Literal["auto"] = 0.0
@@ -209,14 +216,9 @@ def _read_until(plan: Plan, units: UnitTiers) -> np.ndarray:
 def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: float, step: int) -> float:
     """Return the share of a conversation to recompute so that it returns from disk soonest.
 
-    It is the fastest share if computing takes `_MARGIN` times as long as the costs say.
-
-    Args:
-        tokens: Number of tokens of the conversation.
-        layers: Number of layers of the model.
-        costs: Costs per token for a prefix of this length.
-        stored: Bytes of the conversation's KV, as a share of the bytes that the costs refer to.
-        step: Number of tokens that the length of a recomputed prefix is a multiple of.
+    It is the fastest share if computing takes `_MARGIN` times as long as the costs for a prefix of this length say.
+    `stored` are the bytes of the conversation's KV, as a share of the bytes that the costs refer to, and `step` is the
+    granularity in tokens.
     """
     disk = TIERS[-1]
     ends = np.minimum(np.arange(step, tokens + step, step), tokens)
@@ -228,14 +230,26 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     return best_ratio(streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step)), may_compute_all=False)
 
 
-def likely_recompute_ratio(
-    storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int
-) -> float:
-    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured.
+def with_measured_settings(
+    method: Method, storage: Storage, fingerprint: str, attachment: Attachment, tokens: int
+) -> Method:
+    """Return a method with what was measured for prompts of `tokens` tokens, and warn if it loses much."""
+    if isinstance(method, Passages):
+        ratio = partial(calibrated_ratio, storage, fingerprint, attachment.model.device, tokens)
+        method = method.with_calibrated_ratio(ratio)
+    if isinstance(method, BudgetMethod):
+        method = method.with_measured_budget(partial(quality_budget, storage, fingerprint))
+        if method.selects:
+            warn_of_loss(storage, fingerprint, method)
+    if isinstance(method, PrefixMethod) and can_recompute_prefix(attachment):
+        method = method.with_likely_front(
+            partial(_likely_ratio, storage, fingerprint, attachment, method.geometry.codec, max(tokens, _LIKELY_TOKENS))
+        )
+    return method
 
-    Prefixes of fewer than `_LIKELY_TOKENS` tokens are expected to grow.
-    """
-    tokens = max(tokens, _LIKELY_TOKENS)
+
+def _likely_ratio(storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int) -> float:
+    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured."""
     costs = costs_of_codec(storage, fingerprint, attachment, codec, tokens)
     if costs is None or TIERS[-1] not in costs.restore:
         return 0.0

@@ -26,18 +26,17 @@ from ..restore.hashes import History, PrefixHasher
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
-from .calibrations import calibrated_ratio, quality_budget, warn_of_loss
 from .conversation import Conversation
-from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
+from .cost_model import choose_strategy, costs_of, with_measured_settings, with_required_recompute
 from .forward_pass import ForwardPass, RefiningForward, RestoringForward
 from .fronts import ComputedFront
-from .observed import LEAST_PACE_TOKENS, Pace, observed_ratios, renew_costs, seconds_to_compute
+from .observed import Pace, Work, observed_ratios, renew_costs, seconds_to_compute
 from .recorder import Recorder
 from .request import Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
 from .sequence import SequenceState, num_common
 from .spot_check import RestoredRun
 from .storage import Storage
-from .suitability import can_recompute_prefix, cannot_observe
+from .suitability import cannot_observe
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -135,7 +134,7 @@ class Executor:
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
-        reason, replans, before = self._why_not_looked_for(request, sequence), REPLANS, self._work_so_far()
+        reason, replans, before = self._why_not_looked_for(request, sequence), REPLANS, Work.of(self.collector.stats)
         if not reason and isinstance(sequence.method, BudgetMethod) and sequence.can_be_cut(request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
@@ -159,7 +158,10 @@ class Executor:
         self._commit(cache, request, sequence, plan)
         if plan is not None:
             # rows of a batch restore their own prefixes; `restored_until` is what all of them restore, maybe nothing
-            self._estimate_savings(sequence, request.base + plan.restored_until or request.num_positions, before)
+            stop, work = request.base + plan.restored_until or request.num_positions, self._work_since(before)
+            if work.restored > 0:  # not a piece of a long prompt that was computed before
+                saved = work.saved(stop, sequence.seconds_to_compute(stop), self.attachment.model.device)
+                self.collector.add(seconds_saved=saved)
         if sequence.reports_passages:
             for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
                 self.explain_once(why)
@@ -218,10 +220,9 @@ class Executor:
     def _run_piece(
         self, cache: LayeredCache, piece: Request, sequence: SequenceState, forward: Callable[..., Any], stored: int
     ) -> int:
-        """Compute the end of a piece, store the piece, and release it, unless fewer than `stored` positions are stored.
+        """Compute and store the end of a piece, and release it, unless fewer than `stored` positions are stored.
 
-        Returns:
-            The number of positions that were stored.
+        Return the number of positions that were stored.
         """
         plan = self._plan(piece, sequence)
         before = _suffix(plan)
@@ -250,28 +251,25 @@ class Executor:
     ) -> tuple[Any, Plan | None]:
         """Run the model on what the plan computes. Returns its output, and the plan as it was followed."""
         forward_pass = self._forward_pass(cache, request, sequence, plan)
-        stats, began = self.collector.stats, time.perf_counter()
+        before = Work.of(self.collector.stats)
         if plan is None or not isinstance(forward_pass, RestoringForward):
             end = self._pace.begin(self.attachment.model.device)
             output = self._run(cache, forward_pass, forward, request.kwargs)
             end(sequence.identity.fingerprint, request.ids.numel())
-            self._observe_costs(request, sequence, None, time.perf_counter() - began)
+            self._observe_costs(request, sequence, None, self._work_since(before))
             return output, None
-        before = stats.stall_seconds, stats.details.io_seconds, stats.bytes_read
-        kwargs = request.only(plan.computed[0], plan.suffix is not None)
-        output = self._run(cache, forward_pass, forward, kwargs)
-        after = stats.stall_seconds, stats.details.io_seconds, stats.bytes_read
-        counted = (now - then for now, then in zip(after, before, strict=True))
-        self._observe_costs(request, sequence, plan, time.perf_counter() - began, *counted)
-        self.restored = RestoredRun.of(forward_pass.plan, began)
+        output = self._run(cache, forward_pass, forward, request.only(plan.computed[0], plan.suffix is not None))
+        self._observe_costs(request, sequence, plan, self._work_since(before))
+        self.restored = RestoredRun.of(forward_pass.plan, before.seconds)
         self._front = forward_pass.front
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
             self.explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
 
-    def _observe_costs(
-        self, request: Request, sequence: SequenceState, plan: Plan | None, seconds: float, *counted: float
-    ) -> None:
+    def _work_since(self, before: Work) -> Work:
+        return Work.of(self.collector.stats).since(before)
+
+    def _observe_costs(self, request: Request, sequence: SequenceState, plan: Plan | None, work: Work) -> None:
         """Correct the calibrated costs by the times of a prompt. A GPU's times are not known here."""
         learns = self.conversation is not None or (isinstance(self.method, PrefixMethod) and self.method.calibrates)
         device = self.attachment.model.device
@@ -279,7 +277,7 @@ class Executor:
             return
         tokens = request.num_positions if plan is None else plan.restored_until
         if (costs := costs_of(sequence, self.attachment, tokens)) is not None:
-            ratios = observed_ratios(plan, tokens, costs, seconds, *counted)
+            ratios = observed_ratios(plan, tokens, costs, work)
             self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, ratios))
 
     def _forward_pass(
@@ -452,20 +450,8 @@ class Executor:
 
     def _new_sequence(self, cache: LayeredCache, request: Request, identity: Identity, regime: str) -> SequenceState:
         """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
-        store, attachment = self.store, self.attachment
-        method, fingerprint = self.method, identity.fingerprint
-        if isinstance(method, Passages):
-            device, tokens = attachment.model.device, request.num_positions
-            method = method.with_calibrated_ratio(partial(calibrated_ratio, store, fingerprint, device, tokens))
-        if isinstance(method, BudgetMethod):
-            method = method.with_measured_budget(partial(quality_budget, store, fingerprint))
-            if method.selects:
-                warn_of_loss(store, fingerprint, method)
-        if isinstance(method, PrefixMethod) and can_recompute_prefix(attachment):
-            codec, tokens = method.geometry.codec, request.num_positions
-            method = method.with_likely_front(
-                partial(likely_recompute_ratio, store, fingerprint, attachment, codec, tokens)
-            )
+        store, attachment, fingerprint = self.store, self.attachment, identity.fingerprint
+        method = with_measured_settings(self.method, store, fingerprint, attachment, request.num_positions)
         self.method = method
         recorder = self.new_recorder(identity, regime, request.pads)
         return SequenceState(
@@ -536,15 +522,9 @@ class Executor:
         return self.sequence.recorder.segments(0)
 
     def num_dropped(self, cache: LayeredCache, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """Return how many cached positions a prompt does not share, or at least the number of all if that is not known.
+        """Return how many cached positions a prompt, int `[rows, positions]`, lacks; at least all if that is not known.
 
-        Args:
-            cache: The cache.
-            prompt: int `[rows, positions]`.
-            mask: Its attention mask, `[rows, positions]`, or None if it is not known.
-
-        Raises:
-            CacheMismatchError: The cache is strict, and holds such positions.
+        Raises CacheMismatchError if there are such positions, and the cache is strict.
         """
         self.unreported = True
         sequence, num_positions = self.sequence, cache.get_seq_length()
@@ -628,31 +608,6 @@ class Executor:
             1e3 * stats.stall_seconds,
             reason and f"; {reason}",
         )
-
-    def _work_so_far(self) -> tuple[int, int, float, float]:
-        """Return the tokens restored and not computed, those computed, the seconds of restoring, and the time."""
-        stats, details = self.collector.stats, self.collector.stats.details
-        return (
-            stats.tokens_restored - stats.tokens_recomputed,
-            stats.tokens_computed + stats.tokens_recomputed,
-            details.match_seconds + details.assemble_seconds,
-            time.perf_counter(),
-        )
-
-    def _estimate_savings(self, sequence: SequenceState, stop: int, before: tuple[int, int, float, float]) -> None:
-        """Estimate `seconds_saved` of a prompt that was restored to position `stop`, from the work since `before`."""
-        restored, computed, restoring, took = (
-            now - then for now, then in zip(self._work_so_far(), before, strict=True)
-        )
-        if restored <= 0:  # a piece of a long prompt that was computed before
-            return
-        if (seconds := sequence.seconds_to_compute(stop)) is not None:
-            per_token = seconds / stop
-        elif computed >= LEAST_PACE_TOKENS and self.attachment.model.device.type == "cpu":
-            per_token = (took - restoring) / computed
-        else:
-            return
-        self.collector.add(seconds_saved=restored * per_token - restoring)
 
     def explain_once(self, reason: str) -> None:
         """Report a reason, unless it is empty or was reported for this cache before."""
