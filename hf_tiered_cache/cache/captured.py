@@ -43,12 +43,10 @@ class CapturedKV:
         self._computed: dict[CopyStream, Event] = {}  # events after all work on the tensors of a GPU
 
     def add(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Append a layer's keys and values, `[batch, heads, n, dim]` each.
+        """Append a layer's keys and values, `[batch, heads, n, dim]` each, and copy slices of larger storages.
 
-        A slice that keeps a larger storage alive (as of fused projections) is copied.
-
-        Returns:
-            False if they are not captured, because the layer's layout has changed: a segment has one layout per layer.
+        Return False if the layer's layout has changed, so that they are not captured: a segment has one layout per
+        layer.
         """
         if (captured := self.layers.get(layer)) is None:
             captured = self.layers[layer] = LayerCapture(kind)

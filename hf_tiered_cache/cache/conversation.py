@@ -41,8 +41,7 @@ class Conversation:
     def claim(self) -> None:
         """Acquire the conversation's lock and reload its record, unless this cache holds the lock already.
 
-        Raises:
-            ConversationInUseError: another cache or process uses the conversation.
+        Raises ConversationInUseError if another cache or process uses the conversation.
         """
         if not self._ownership.held and self._storage.usable:
             self._take(over=False)
@@ -50,10 +49,7 @@ class Conversation:
     def begin_pass(self, is_prompt: bool, is_empty: bool, ids: torch.Tensor | None) -> None:
         """Claim the conversation for a pass, unless the pass continues an answer, which is finished in any case.
 
-        Args:
-            is_prompt: Whether a prompt begins.
-            is_empty: Whether the cache holds nothing yet.
-            ids: Token ids of the pass, int `[rows, positions]`, or None.
+        `is_empty` tells whether the cache holds nothing yet, and `ids`, int `[rows, positions]` or None, the tokens.
 
         Raises:
             ConfigError: The rows of the first pass differ, so that they are several conversations.

@@ -158,8 +158,7 @@ class Fronts:
 def blocks_in_memory(residency: Residency, reader: SegmentReader, block_group: int) -> tuple[torch.Tensor, np.ndarray]:
     """Return room for all blocks of a KV cache group, filled from host memory, and the chunks that are not there.
 
-    Returns:
-        uint8 `[chunks, block_bytes]`, and int64, ascending.
+    They are uint8 `[chunks, block_bytes]`, and int64, ascending.
     """
     blocks = reader.room_for(block_group)
     missing, cpu = np.arange(len(blocks)), torch.device("cpu")

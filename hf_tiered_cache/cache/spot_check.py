@@ -120,14 +120,8 @@ class RestoredRun:
 def deviation(stored: Sequence[Any], computed: Sequence[Any], pad: int, first: int) -> float | None:
     """Return how far restored keys and values are from computed ones, in the layer where that is farthest.
 
-    Args:
-        stored: Layers of the cache that was restored; its first row is compared.
-        computed: Layers of a cache that computed this row up to and including the compared tokens.
-        pad: Left padding of the row in the first cache.
-        first: Index of the first compared token in the row.
-
-    Returns:
-        The median over the tokens of the distance relative to the computed values; None if no layer holds the tokens.
+    It is the median over the 16 tokens from `first` on, after the `pad` of the first row, of the distance relative to
+    the computed values; None if no layer holds the tokens. The last tokens of `computed` are compared.
     """
     largest = None
     for layer, again_layer in zip(stored, computed, strict=True):

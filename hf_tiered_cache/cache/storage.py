@@ -155,7 +155,7 @@ class Storage:
         asking: Recorder | None = None,
         seconds: Seconds | None = None,
     ) -> list[tuple[MatchedRun, SegmentReader]]:
-        """Return the longest stored prefix of a sequence: runs of segments, and the open segments.
+        """Return the longest stored prefix of a sequence from one of its hashes on: runs, and the open segments.
 
         KV that other caches of this process have computed but not stored is stored first, if it can be part of the
         prefix.
@@ -163,11 +163,9 @@ class Storage:
         Args:
             prefix_hashes: Prefix hashes of the sequence.
             start: Index of the first prefix hash to match; the cache holds what precedes it.
-            usable: Returns how many prefix hashes of a segment can be used; by default those that are stored
-                completely.
+            usable: Returns how many prefix hashes of a segment can be used; by default all that are stored completely.
             asking: Recorder of the cache that does the lookup; its KV is not stored first.
-            seconds: Returns the time to compute a prompt, which bounds how long the remote is waited for. None: the
-                remote is not asked.
+            seconds: Returns the time to compute a prompt, which bounds how long the remote is waited for, or None.
         """
         self.check_open()
         if start >= len(prefix_hashes):
@@ -243,8 +241,7 @@ class Storage:
     def blocks_of(self, reader: SegmentReader, block_group: int) -> torch.Tensor:
         """Return a copy of all blocks of a KV cache group, uint8 `[chunks, block_bytes]`, from host memory or disk.
 
-        Raises:
-            IntegrityError, OSError: A block cannot be read.
+        Raises IntegrityError or OSError if a block cannot be read.
         """
         blocks, missing = blocks_in_memory(self.residency, reader, block_group)
         if len(missing):
@@ -258,11 +255,9 @@ class Storage:
             self._recorders.add(recorder)
 
     def seal(self, beginning: bytes | None = None, but: Recorder | None = None) -> None:
-        """Queue what live caches have computed and not stored, between their passes.
+        """Queue what live caches have computed and not stored, between their passes, except of the recorder `but`.
 
-        Args:
-            beginning: First prefix hash: only caches that hold a sequence with it are sealed; None for all caches.
-            but: Recorder to leave out.
+        With a `beginning`, a first prefix hash, only caches that hold a sequence with it.
         """
         with self._lock:
             recorders = list(self._recorders)

@@ -58,8 +58,7 @@ class Suspended:
 def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
-    Raises:
-        StoreClosedError: the store was closed.
+    Raises StoreClosedError if the store was closed.
     """
     started, storage, conversation = time.perf_counter(), executor.store, executor.conversation
     num_positions, decision = cache.get_seq_length(), MergeDecision()
@@ -187,16 +186,10 @@ def _why_left(executor: Executor, sequence: SequenceState) -> str:
 
 
 class CacheReplay:
-    """Replay of the last `count` tokens of one sequence.
+    """Replay of the last `count` tokens of one sequence, int `[1, tokens]`.
 
-    Args:
-        run: Runs the model on token ids, int `[1, n]`, and a cache, and returns logits `[1, n, vocabulary]`.
-        layers: Cache layers of all layers of the model, which hold the whole sequence or a window of it.
-        ids: Tokens of the sequence, int `[1, tokens]`.
-        count: Number of tokens to replay.
-
-    Raises:
-        ValueError: A layer does not hold the KV before the replayed tokens.
+    `run` runs the model on token ids, int `[1, n]`, and a cache, and returns logits `[1, n, vocabulary]`. The cache
+    layers hold the whole sequence or a window of it. Raises ValueError if one lacks the KV before the replayed tokens.
     """
 
     def __init__(

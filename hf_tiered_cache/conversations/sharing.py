@@ -114,13 +114,13 @@ def merge_changes(kv: Sequence[LayerTensors], kinds: Sequence[Hashable], toward:
 
     Args:
         kv: Keys and values of each layer, `[1, heads, tokens, dim]`.
-        kinds: Kind of each layer. Layers of different kinds cannot be merged.
+        kinds: Kind of each layer. Layers of different kinds cannot be merged; their distance is infinite.
         toward: Direction of merged vectors, from that of the first layer (0) to that of the second (1).
         retained: Share of the tokens that stay unmerged: those with the largest angle.
 
     Returns:
         float `[layers, layers]`: root of the mean of both layers' relative squared distances, for the layer of the row
-        and a later one of the column. Infinite for layers of different kinds.
+        and a later one of the column.
     """
     changes = np.full((len(kv), len(kv)), np.inf)
     for kind in dict.fromkeys(kinds):
@@ -205,17 +205,11 @@ def accepted_pairs(
     most: float,
     most_change: float,
 ) -> AcceptedPairs:
-    """Return the pairs with a replay loss of at most `most`: all, else the half whose KV changes least, and so on.
+    """Return the pairs with a replay loss of at most `most` nats: all, else the half that changes least, and so on.
 
-    Pairs whose KV changes by more than `most_change` are not replayed. The others take one replay without pairs, and at
-    most 1 + log2(pairs) with pairs.
-
-    Args:
-        replay: Replay of the conversation.
-        pairs: Proposed pairs of layers.
-        merge: Function that returns the merged keys and values of two layers.
-        most: Maximum mean KL divergence, in nats.
-        most_change: Maximum relative distance between a pair's merged and unmerged KV.
+    Pairs whose KV changes by a relative distance of more than `most_change` are not replayed. The others take one
+    replay without pairs, and at most 1 + log2(pairs) with pairs. `merge` returns the merged keys and values of two
+    layers.
     """
     merged, changes = dict[int, LayerTensors](), dict[tuple[int, int], float]()
     for pair in pairs:

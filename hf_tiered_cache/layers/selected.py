@@ -111,8 +111,7 @@ class SelectedSource(DenseSource):
     def _hold(self, plan: BudgetPlan, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the entries of a prompt, of which only the computed ones, the last, are filled.
 
-        Returns:
-            Keys and values of all entries, `[batch, kv_heads, entries, dim]` each.
+        Return keys and values of all entries, `[batch, kv_heads, entries, dim]` each.
         """
         most, skipped, pads = max(plan.entries), plan.num_skipped, [group.pad for group in plan.groups]
         empty = [most - count for count in plan.entries]

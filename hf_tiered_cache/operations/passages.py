@@ -78,8 +78,7 @@ def rank_one(
 def _stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
     """Yield the unrotated keys and the values of a whole segment, layer by layer: `[heads, tokens, dim]` each.
 
-    Raises:
-        IntegrityError, OSError: A block cannot be read.
+    Raises IntegrityError or OSError if a block cannot be read.
     """
     shape, blocks = reader.shape, dict[int, torch.Tensor]()
     for layer, kind in enumerate(shape.layout.layers):
@@ -138,11 +137,7 @@ class _Passage:
 
 
 class _Call:
-    """Distinct passages of a call of `KVStore.precompute`, and their labels.
-
-    Raises:
-        ConfigError: The number of labels differs from that of the passages, or a label or `input_ids` is invalid.
-    """
+    """Distinct passages of a call of `KVStore.precompute`, and their labels. Raises ConfigError if invalid."""
 
     def __init__(self, like: PassageCache, input_ids: Any, labels: Sequence[str] | None) -> None:
         self.like = like.passage

@@ -46,12 +46,8 @@ class PrecomputeReport:
 def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
     """Return one or several prompts, on any device, as a list of int64 `[tokens]` tensors on the CPU.
 
-    Args:
-        input_ids: tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
-        empty: whether to keep prompts without tokens in the list.
-
-    Raises:
-        ConfigError: `input_ids` are not token ids.
+    They are a tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids; otherwise this raises ConfigError. With
+    `empty`, prompts without tokens stay in the list.
     """
     if isinstance(input_ids, torch.Tensor) and input_ids.ndim in (1, 2):
         rows: Iterable[Any] = input_ids if input_ids.ndim == 2 else [input_ids]

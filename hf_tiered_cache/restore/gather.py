@@ -62,18 +62,10 @@ class Gather:
         head: int = -1,
         block_group: BlockGroup | None = None,
     ) -> None:
-        """Add tokens to copy.
+        """Add tokens of a segment, int64 `[n]`, ascending, to copy to positions, int64 `[n]`, ascending.
 
-        Args:
-            shape: Shape of the tokens' segment.
-            blocks: Blocks that hold the tokens.
-            tokens: int64 `[n]`, ascending, counted in the segment.
-            positions: int64 `[n]`, ascending, target positions.
-            head: Head of the layer that the tokens are copied for; -1 for all heads of the KV cache group.
-            block_group: KV cache group of `blocks`, if it is another one, for a single head.
-
-        Raises:
-            LookupError: `blocks` lacks a token.
+        They are for one head of the layer, or for all heads (-1). The `block_group` of the blocks may be another one,
+        for a single head. Raises LookupError if `blocks` lacks a token.
         """
         if not len(tokens):
             return
@@ -100,9 +92,7 @@ class Gather:
         """Copy one part (one tensor of one layer, or some of its heads) to its positions.
 
         `target`, `[heads, positions, dim]`, has all heads of the layer or its first ones, and is filled in place.
-
-        Raises:
-            LookupError: The added blocks lack a token.
+        Raises LookupError if the added blocks lack a token.
         """
         heads = target[part.first_head : part.first_head + part.heads]
         for run in self._runs:

@@ -34,11 +34,9 @@ class PrefixHasher:
         self.root = self._hash("\0".join(root).encode())
 
     def hashes(self, tokens: np.ndarray, parent: bytes | None = None) -> list[bytes]:
-        """Return the prefix hashes of all full groups of `HASH_TOKENS` tokens, in order; a remainder has none.
+        """Return the prefix hashes of all full groups of `HASH_TOKENS` of int `[n]` tokens; a remainder has none.
 
-        Args:
-            tokens: int `[n]`.
-            parent: Prefix hash before the first token, or None at the start of a sequence.
+        `parent` is the prefix hash before the first token, or None at the start of a sequence.
         """
         prefix_hash = self.root if parent is None else parent
         data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()

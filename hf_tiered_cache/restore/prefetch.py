@@ -142,8 +142,7 @@ class Prefetch:
 def units_of(plan: Plan) -> list[PlanUnit]:
     """Return the units that a plan restores, in the order in which layers need them.
 
-    Raises:
-        ValueError: A segment lacks tokens that the plan restores.
+    Raises ValueError if a segment lacks tokens that the plan restores.
     """
     units: dict[tuple[SegmentReader, int], PlanUnit] = {}
     for group in plan.groups:
@@ -219,11 +218,7 @@ def share_row(tensor: torch.Tensor, rows: Sequence[int], begin: int, end: int) -
 
 
 def check_fit(plan: Plan, layer: int, kind: LayerKV, dtype: torch.dtype) -> None:
-    """Check that stored layer and dtype match the model, in case its code changed under the same fingerprint.
-
-    Raises:
-        RestoreError: They differ.
-    """
+    """Raise RestoreError unless stored layer and dtype match those of a model with the same fingerprint."""
     for reader in plan.readers:
         layout = reader.shape.layout
         stored = layout.layers[layer] if layer < len(layout.layers) else None

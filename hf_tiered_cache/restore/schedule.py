@@ -38,9 +38,8 @@ def recompute_lengths(
         tokens: Number of tokens of the prefix.
         ratio: Share of it to compute, between 0 and 1; or several, `[ratios]`.
         layers: Number of layers of the model.
-        groups: Layers that load their KV together, each group ascending. They recompute the same tokens, because what
-            one of them loads comes for all. Groups may interleave; a layer may then recompute more than the formula
-            says.
+        groups: Layers that load their KV together, ascending. They recompute the same tokens, because what one of them
+            loads comes for all. Groups may interleave; a layer may then recompute more than the formula says.
         step: Results are a multiple of this, or the whole prefix.
         flat: Whether all layers recompute the same number of tokens instead.
 

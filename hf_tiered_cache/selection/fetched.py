@@ -79,7 +79,6 @@ class RowTokens:
     """Tokens of one row to fetch: one set for all kv heads, or one set for each.
 
     Args:
-        row: Restored tokens of the row.
         tokens: int64 `[sets, tokens]`, each set ascending.
         counts: int64 `[sets]`, number of leading tokens used of each set; None for all.
     """
@@ -150,11 +149,7 @@ class UnitTable:
         return self._units.setdefault((reader, block_group.index), FetchUnit(reader, block_group))
 
     def wait(self, layer: int) -> list[FetchUnit]:
-        """Wait for the units of a layer, and return them.
-
-        Raises:
-            RestoreError: A block did not arrive.
-        """
+        """Wait for the units of a layer, and return them. Raises RestoreError if a block did not arrive."""
         units = self.units(layer)
         self.fetcher.wait_for(units)
         return units
@@ -275,11 +270,7 @@ def _gather_of(tokens: RowTokens, units: Sequence[FetchUnit]) -> Gather:
 
 
 def _inside(piece: SegmentSlice, tokens: np.ndarray) -> tuple[int, np.ndarray]:
-    """Find the tokens of a row, int64 ascending, that `piece` holds.
-
-    Returns:
-        Index into `tokens` of the first token held, and the held tokens counted in the segment.
-    """
+    """Return the index of the first of a row's tokens that `piece` holds, and the held ones counted in the segment."""
     low, high = np.searchsorted(tokens, (piece.at, piece.at + piece.count))
     return int(low), tokens[low:high] - piece.at + piece.first
 

@@ -154,12 +154,7 @@ class Window:
         return twin
 
     def grow(self, num_chunks: int) -> None:
-        """Raise the exclusive upper bound of chunk numbers to `num_chunks`.
-
-        Raises:
-            ValueError: the bound is lower than before.
-            ConfigError: the bound is too large.
-        """
+        """Raise the exclusive bound of chunk numbers. Raises ValueError if it falls, ConfigError if it is too large."""
         if num_chunks < self.num_chunks:
             raise ValueError(f"a window of {self.num_chunks} chunks cannot shrink to {num_chunks}")
         if num_chunks > _CHUNK:
@@ -220,11 +215,7 @@ class Window:
         return Moves(self._step, brought, set_aside, fetched, evicted)
 
     def commit(self, moves: Moves) -> None:
-        """Apply the moves of `plan` after the memory was updated.
-
-        Raises:
-            ValueError: The moves were planned for another step.
-        """
+        """Apply the moves of `plan` after memory was updated. Raises ValueError if they belong to another step."""
         if moves.step != self._step:
             raise ValueError(f"the moves belong to step {moves.step}, but the window is at step {self._step}")
         _, brought, set_aside, fetched, evicted = moves

@@ -140,8 +140,7 @@ class RowIndexes:
     def of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
         """Return the indexes of a row at a layer, in token order. Missing ones are built from the row's keys.
 
-        Raises:
-            RestoreError: A block did not arrive.
+        Raises RestoreError if a block did not arrive.
         """
         self.fetch(layer)
         if (keys_to_index := self._keys[layer, place]) is not None:

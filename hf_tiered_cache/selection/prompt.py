@@ -98,10 +98,8 @@ class SelectiveRestore:
     ) -> None:
         """Select what `layer` attends to, if its period has not selected yet, and start to fetch it.
 
-        Queries are `[batch, heads, computed, dim]`, keys `[batch, kv_heads, computed, dim]`, rotated.
-
-        Raises:
-            RestoreError: A block did not arrive.
+        Queries are `[batch, heads, computed, dim]`, keys `[batch, kv_heads, computed, dim]`, rotated. Raises
+        RestoreError if a block did not arrive.
         """
         number = self._period_of[layer]
         if number not in self._selected:
@@ -114,9 +112,7 @@ class SelectiveRestore:
         """Wait for the selected tokens of a layer, and copy them to its entries, `[batch, kv_heads, entries, dim]`.
 
         The computed entries are at the end; those before them are filled in place, and unused ones are set to zero.
-
-        Raises:
-            RestoreError: A block did not arrive.
+        Raises RestoreError if a block did not arrive.
         """
         number = self._period_of[layer]
         table = self._tables[number]

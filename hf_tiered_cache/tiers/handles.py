@@ -267,10 +267,7 @@ class BlockHandle:
     def wait(self) -> None:
         """Wait until the blocks have arrived. Some may not be verified yet: see `confirm`.
 
-        Raises:
-            IntegrityError: a block is damaged.
-            OSError: a read failed.
-            Exception: any other error of the fetch, such as one raised by CUDA.
+        Raises IntegrityError if one is damaged, OSError if a read failed, or any other error of the fetch, as of CUDA.
         """
         if not self.latch.is_open or self.latch.error is not None:
             self.latch.wait()

@@ -55,10 +55,9 @@ class IndexCache:
             return self._in_use.get(name)
 
     def admit(self, key: IndexKey, index: CachedIndex, replaced: Collection[IndexKey] = ()) -> Any:
-        """Insert an index if it is new, evicting others as necessary, and drop the ones that it makes redundant.
+        """Insert an index if it is new, evicting others as necessary, and drop the `replaced` ones.
 
-        Returns:
-            The index to use: `index`, or an equal one that other caches share.
+        Return the index to use: `index`, or an equal one that other caches share.
         """
         name = key, index.device
         with self._lock:

@@ -124,8 +124,7 @@ class Tier:
     def pin(self, owner: Owner, chunks: np.ndarray) -> tuple[SlotPool, np.ndarray, np.ndarray] | None:
         """Pin the slots that hold blocks of these chunks, and record their use.
 
-        Returns:
-            Pool, pinned slots, and whether the tier holds each chunk, bool `[len(chunks)]`; None if it holds no block.
+        Return pool, slots, and whether the tier holds each chunk, bool `[len(chunks)]`; None if it holds no block.
         """
         if (table := self._table(owner)) is None:
             return None

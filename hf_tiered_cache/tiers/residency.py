@@ -247,11 +247,7 @@ class Residency:
             return sum(int((tier.lookup(owner, chunks) >= 0).sum()) for tier in self.tiers)
 
     def find(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, np.ndarray]:
-        """Return where the chunks of a KV cache group, int64 ascending, are.
-
-        Returns:
-            The chunks in each tier that serves `device`, by the name of the tier, and the others under "disk".
-        """
+        """Return chunks of a KV cache group, int64 ascending, by the tier for `device` that holds them, or "disk"."""
         with self._lock, self._step:
             chunks_by_tier = {}
             gpu = self._gpus.get(numbered(device))

@@ -51,11 +51,8 @@ class EvictionPolicy(ABC):
     def learn(self, importance: np.ndarray, accesses: np.ndarray, mass: np.ndarray, share: np.ndarray) -> np.ndarray:
         """Return the new importance of chunks that a selector chose. The default is the sum of the attention.
 
-        Args:
-            importance: Importance of each chunk so far.
-            accesses: How often each chunk was chosen before.
-            mass: Attention to each chunk in this selection.
-            share: Fraction of each chunk's tokens that was chosen.
+        Each chunk had an importance and a number of accesses before; in this selection it got attention (`mass`), and a
+        `share` of its tokens was chosen.
         """
         return importance + mass
 
