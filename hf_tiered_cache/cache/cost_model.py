@@ -49,12 +49,12 @@ than the optimum; without the margin, 15 to 54 %.
 """
 
 
-def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tuple[Plan | None, str]:
+def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, str]:
     """Choose whether to load a plan's prefix, recompute parts of it meanwhile, or compute all of it.
 
     Return the plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
     """
-    method, store = sequence.method, sequence.store
+    method, store, devices = sequence.method, sequence.store, sequence.attachment.devices
     recompute: float | Literal["auto"] = 0.0
     decline = flat = False
     if isinstance(method, PrefixMethod):
@@ -64,24 +64,24 @@ def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment)
     is_incomplete = bool(required_recompute(plan).any())
     if not (decline or recompute or is_incomplete):
         return plan, ""
-    costs = costs_of(sequence, attachment, plan.base + plan.suffix)
+    costs = costs_of(sequence, plan.base + plan.suffix)
     if recompute == "auto" and costs is None:
         recompute = 0.0
         if not is_incomplete:
             return plan, ""
-    may_recompute = _may_recompute_prefix(plan, sequence, attachment)
+    may_recompute = _may_recompute_prefix(plan, sequence)
     if is_incomplete and not may_recompute:
         return None, reasons.NO_FRONT
     if not may_recompute:
         recompute = 0.0
-    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, attachment.devices.__getitem__, flat)
+    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, devices.__getitem__, flat)
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 
-def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> PrefixCosts | None:
+def costs_of(sequence: SequenceState, tokens: int) -> PrefixCosts | None:
     """Return the costs for `tokens` tokens of exact KV in the method's codec, or None if nothing was measured."""
-    codec = sequence.method.geometry.codec
-    return costs_of_codec(sequence.store, sequence.identity.fingerprint, attachment, codec, tokens)
+    fingerprint, codec = sequence.identity.fingerprint, sequence.method.geometry.codec
+    return costs_of_codec(sequence.store, fingerprint, sequence.attachment, codec, tokens)
 
 
 def costs_of_codec(
@@ -103,13 +103,13 @@ def costs_of_codec(
     return costs.scaled(cost_factors(storage, fingerprint, model.device))
 
 
-def _may_recompute_prefix(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
+def _may_recompute_prefix(plan: Plan, sequence: SequenceState) -> bool:
     """Return whether layers may recompute a part of what a plan restores, and the model supports it."""
     restores_all = plan.exact and not isinstance(plan, BudgetPlan)
     plain = plan.base == 0 and not any(sequence.history.pads)
     lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
     lossless = lossless or sequence.method.records_approximations
-    return restores_all and plain and lossless and can_recompute_prefix(attachment)
+    return restores_all and plain and lossless and can_recompute_prefix(sequence.attachment)
 
 
 def fastest_plan(

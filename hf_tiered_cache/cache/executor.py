@@ -140,7 +140,7 @@ class Executor:
         while True:
             plan = None if reason or not replans else self._plan(request, sequence)
             if plan is not None:
-                plan, reason = choose_strategy(plan, sequence, self.attachment)
+                plan, reason = choose_strategy(plan, sequence)
             try:
                 output, plan = self._run_planned(cache, request, sequence, plan, forward)
                 break
@@ -276,7 +276,7 @@ class Executor:
         if not learns or request.base or device.type != "cpu":
             return
         tokens = request.num_positions if plan is None else plan.restored_until
-        if (costs := costs_of(sequence, self.attachment, tokens)) is not None:
+        if (costs := costs_of(sequence, tokens)) is not None:
             ratios = observed_ratios(plan, tokens, costs, work)
             self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, ratios))
 
@@ -364,7 +364,7 @@ class Executor:
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self._plan(request, sequence)
         if plan is not None:
-            chosen_plan, reason = choose_strategy(plan, sequence, self.attachment)
+            chosen_plan, reason = choose_strategy(plan, sequence)
             plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
@@ -457,7 +457,7 @@ class Executor:
         return SequenceState(
             store,
             method,
-            attachment.config,
+            attachment,
             identity,
             regime,
             recorder,

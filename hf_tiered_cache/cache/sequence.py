@@ -8,7 +8,6 @@ from functools import cached_property, partial
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from .. import reasons
 from ..errors import StoreClosedError
@@ -16,6 +15,7 @@ from ..identity import Identity, differing_facts, rope_regime
 from ..methods import BudgetMethod, Method, Passages
 from ..passages.finder import PassageFinder, find_passages
 from ..passages.report import PassageReport
+from ..patches.attach import Attachment
 from ..patches.rope import TableCache
 from ..remote.tier import Seconds
 from ..restore.hashes import History
@@ -50,7 +50,6 @@ class SequenceState:
 
     Args:
         method: Method that restores KV, with calibrated settings filled in.
-        config: Config of the model's text part.
         identity: Identity of the model at the first pass.
         regime: Regime of its RoPE frequencies.
         recorder: Recorder of computed KV, which holds the history of the tokens.
@@ -63,7 +62,7 @@ class SequenceState:
 
     store: Storage
     method: Method
-    config: PreTrainedConfig
+    attachment: Attachment
     identity: Identity
     regime: str
     recorder: Recorder
@@ -166,7 +165,7 @@ class SequenceState:
             and self.recorder.enabled
             and request.text == request.num_positions
             and request.must_compute <= step // 2
-            and rope_regime(self.config, step) == self.regime
+            and rope_regime(self.attachment.config, step) == self.regime
         )
 
     def _within_budget(self, plan: Plan, method: BudgetMethod) -> Plan:
@@ -187,8 +186,8 @@ class SequenceState:
         """Finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
         method, store = self.method, self.store
         assert isinstance(method, Passages)
-        sink, ranked_by = method.sink_token(self.config), method.ranked_by
-        regimes = dict.fromkeys((self.regime, rope_regime(self.config, 1) or ""))
+        sink, ranked_by = method.sink_token(self.attachment.config), method.ranked_by
+        regimes = dict.fromkeys((self.regime, rope_regime(self.attachment.config, 1) or ""))
         hashers = (store.passage_hasher(self.identity.fingerprint, method.passages, sink, name) for name in regimes)
         lookups = store.find_parts, store.found_passage, self.segments, store.rankings.of
         return PassageFinder(tuple(hashers), sink, *lookups, ranked_by)
@@ -230,7 +229,7 @@ class SequenceState:
         if not isinstance(method, Passages):
             return ""
         for provenance in filter(is_passage, provenances):
-            sink, codec = method.sink_token(self.config), codec_in(provenance)
+            sink, codec = method.sink_token(self.attachment.config), codec_in(provenance)
             hasher = self.store.passage_hasher(fingerprint, provenance, sink, self.regime)
             if provenance != method.passages and find_passages(tokens, hasher, self.store.find_parts):
                 return reasons.OTHER_LEAD if codec == codec_in(method.passages) else reasons.other_codec(codec)

@@ -137,7 +137,7 @@ def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentRead
 
     def front(stored: float) -> float:
         share = method.recompute if isinstance(method, PrefixMethod) else 0.0
-        costs = costs_of(sequence, executor.attachment, tokens)
+        costs = costs_of(sequence, tokens)
         if not can_recompute_prefix(executor.attachment) or (share == "auto" and costs is None):
             return 0.0
         if share != "auto":

@@ -129,7 +129,7 @@ def test_costs_of_a_sequence_have_the_factors(root):
         cache = TieredCache(model, store)
         model(input_ids=prompt(40), past_key_values=cache)
         executor = cache._executor
-        before = costs_of(executor.sequence, executor.attachment, 320)
+        before = costs_of(executor.sequence, 320)
         renew_costs(storage, identity, CPU, {"compute": 1.44})
-        after = costs_of(executor.sequence, executor.attachment, 320)
+        after = costs_of(executor.sequence, 320)
         assert after.compute == pytest.approx(1.2 * before.compute) and after.load == before.load
