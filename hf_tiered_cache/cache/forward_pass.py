@@ -161,7 +161,7 @@ class RestoringForward(ForwardPass):
         self._deferred_layer: int | None = None  # its computed KV is appended, and its queries will select the rest
         self._devices = self.attachment.devices
         self.fetcher = Fetcher(store.residency, self.collector, self._devices.__getitem__, method.ahead_bytes)
-        self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
+        self.prefetch = Prefetch(plan, self.fetcher)
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
         selecting = [source.index for source in self.kv_sources if source.selects]

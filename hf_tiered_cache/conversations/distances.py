@@ -192,22 +192,19 @@ def _attention(
 
 
 class KeysOfLayer(Protocol):
-    """Keys of one layer, as held by its cache layer."""
+    """Rotated keys of a layer, `[batch, kv_heads, held, dim]`, for the last `held` of `columns` positions, or None."""
 
     index: int
     window: int
 
     @property
-    def keys(self) -> torch.Tensor | None:
-        """Rotated keys, `[batch, kv_heads, held, dim]`; None if the layer holds none."""
+    def keys(self) -> torch.Tensor | None: ...
 
     @property
-    def columns(self) -> int:
-        """Number of positions of the sequence so far, held or not."""
+    def columns(self) -> int: ...
 
     @property
-    def held(self) -> int:
-        """Number of positions that are held."""
+    def held(self) -> int: ...
 
 
 class AttentionDistances:

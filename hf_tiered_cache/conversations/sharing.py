@@ -174,11 +174,7 @@ class Replay(Protocol):
         """Return the rotated keys and values of a layer before the replayed tokens, `[1, heads, n, dim]`."""
 
     def loss(self, changed: Mapping[int, LayerTensors]) -> float:
-        """Return the mean KL divergence from the predictions over the unchanged KV, in nats.
-
-        Args:
-            changed: Keys and values of changed layers, in the form of `kv`.
-        """
+        """Return the mean KL divergence from the predictions over unchanged KV, in nats. `changed` is as by `kv`."""
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,13 @@ class PlanUnit(FetchUnit):
 class Prefetch:
     """Prefetch of the units of a plan.
 
-    At most `ahead_bytes` bytes are fetched ahead of the layers, but at least one unit. 0 fetches blocks when a layer
-    needs them. Blocks that a merged pair of layers shares stay until the second layer has used them, and do not count
-    from the first one on. A plan with recomputed prefixes has no bound: its early layers compute long and load little,
-    and meanwhile the disk reads what the later ones load.
+    At most `ahead_bytes` bytes of the fetcher are fetched ahead of the layers, but at least one unit. 0 fetches blocks
+    when a layer needs them. Blocks that a merged pair of layers shares stay until the second layer has used them, and
+    do not count from the first one on. A plan with recomputed prefixes has no bound: its early layers compute long and
+    load little, and meanwhile the disk reads what the later ones load.
     """
 
-    def __init__(self, plan: Plan, fetcher: Fetcher, ahead_bytes: int) -> None:
+    def __init__(self, plan: Plan, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
         self.plan = plan
         """Plan that tells which fetched tokens count as used. A deferred plan replaces it: positions that a comparison
@@ -58,8 +58,10 @@ class Prefetch:
             for layer in unit.block_group.layers:
                 self._by_layer.setdefault(layer, []).append(unit)
         self._waiting = order[::-1]
-        unpaused = isinstance(plan, RecomputePlan) and ahead_bytes > 0
-        self._ahead_bytes = sum(unit.nbytes for unit in order) if unpaused else ahead_bytes
+        most = fetcher.ahead_bytes
+        if most is None or (isinstance(plan, RecomputePlan) and most > 0):
+            most = sum(unit.nbytes for unit in order)
+        self._ahead_bytes = most
         self._in_flight_bytes = 0
         self._layer = -1  # layer with blocks in use
         self._furthest = -1  # first layer of the last unit that was started
