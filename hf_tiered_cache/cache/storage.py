@@ -54,17 +54,14 @@ class Storage:
     KV that is not written yet is written when this object is garbage collected, or when the interpreter exits.
 
     Args:
-        disk: Segments and their backend; closed with this object.
-        residency: Memory tiers.
+        disk: Segments and their backend; closed with this object, as is the remote.
         secret: Key of the token hashes, if there is one.
-        policy: Eviction policy of the memory tiers.
         codec: Codec for methods that name none.
         ttl: Lifetime of a new segment in seconds, or None.
         queue_bytes: Maximum bytes of KV that wait to be written.
         queue_device_bytes: Maximum GPU memory that this KV keeps allocated.
         spot_checks: Fraction of what is restored that is computed again and compared.
-        remote: Place that several machines share, or None; closed with this object.
-        remote_write: Which segments are sent to it (see `WriteBack`).
+        remote_write: Which segments are sent to the remote (see `WriteBack`).
 
     Raises:
         ConfigError: The stored segments are encrypted with another key.

@@ -286,12 +286,9 @@ class AttentionDistances:
 
 
 class SampledPass:
-    """Observer of one pass that keeps the queries of sampled positions. See `AttentionDistances.begin`.
+    """Observer of one pass that keeps the queries of sampled positions, int64 `[n]`. See `AttentionDistances.begin`.
 
-    Args:
-        sources: Keys of the compared layers.
-        positions: int64 `[n]`, sampled positions.
-        weight: Number of positions that each sample represents.
+    Each sample represents `weight` positions. `sources` are the keys of the compared layers.
     """
 
     def __init__(

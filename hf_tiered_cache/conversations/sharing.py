@@ -57,12 +57,9 @@ def nearest_pairs(
     Args:
         layers: Layers that may be paired, ascending.
         distances: float `[layers, layers]`, distance of the layer of the row from the later layer of the column.
-        most_pairs: Maximum number of pairs.
+        most_pairs: Maximum number of pairs, which begin with the existing ones.
         shared: Existing pairs, which are kept.
         most_distance: Maximum distance of a new pair.
-
-    Returns:
-        Pairs of layers, the lower one first: existing ones, then new ones with the smallest distance first.
     """
     low, high = np.triu_indices(len(layers), 1)
     pairs, paired_layers = list(shared), {layer for pair in shared for layer in pair}

@@ -174,16 +174,10 @@ def restore_layer(
 ) -> None:
     """Fill and rotate the restored positions of one layer; the caller fills the computed positions.
 
-    Args:
-        prefetch: Provides the blocks.
-        plan: Plan of the pass.
-        layer: Layer index.
-        kind: Layout of the tensors that the model passes to the cache for this layer.
-        dtype: Dtype of these tensors before rotation (autocast may rotate into another dtype).
-        keys: `[batch, key_heads, positions - first_position, key_dim]`, filled in place.
-        values: Like `keys`.
-        first_position: Position, counted as in the plan, of the first entry of `keys` and `values`.
-        rotate_: Rotates `[rows, heads, n, dim]` in place; its second argument is the index of the first token.
+    Keys and values are `[batch, heads, positions - first_position, dim]`, filled in place; their first entry has the
+    position `first_position`, counted as in the plan. The model passes tensors of the layout `kind` to the cache, with
+    this dtype before rotation (autocast may rotate into another dtype). `rotate_` rotates `[rows, heads, n, dim]` in
+    place; its second argument is the index of the first token.
 
     Raises:
         RestoreError: A block did not arrive, or its layout does not match.

@@ -39,11 +39,9 @@ class ChunkMap:
 
     @classmethod
     def by_slot(cls, slots: np.ndarray, chunk_tokens: int) -> ChunkMap:
-        """Create the map of chunks that consist of `chunk_tokens` consecutive slots, some of which may hold no token.
+        """Create the map of chunks of `chunk_tokens` consecutive slots, some of which may hold no token.
 
-        Args:
-            slots: Slot of each token, int64 `[sets, tokens]`, distinct within a set.
-            chunk_tokens: Slots per chunk.
+        Tokens have slots, int64 `[sets, tokens]`, distinct within a set.
         """
         order = np.argsort(slots, axis=1, kind="stable")  # [sets, tokens]: tokens by slot
         number = np.take_along_axis(slots, order, 1) // chunk_tokens
@@ -153,12 +151,9 @@ class Selection:
 
 
 def check_mass(selector: object, choice: Selection, request: SelectionInput, method: str) -> None:
-    """Check the attention that a selector returned for a prompt: one finite number for each token.
+    """Check the attention that a selector returned for a prompt: one finite number for each token, on the host.
 
-    The result is on the host, so that the check never waits for a GPU.
-
-    Raises:
-        ConfigError: The result is not a `Selection`, or its mass has another shape, NaN or infinity.
+    Raises ConfigError if the result is not a `Selection`, or its mass has another shape, NaN or infinity.
     """
     name = type(selector).__name__
     if not isinstance(choice, Selection):
@@ -177,8 +172,7 @@ def check_mass(selector: object, choice: Selection, request: SelectionInput, met
 def check_selection(selector: object, tokens: np.ndarray, request: SelectionInput) -> None:
     """Check the tokens that a selector returned, so that a faulty selector cannot change what attention sees silently.
 
-    Raises:
-        ConfigError: The tokens are too many, too few, not ascending, duplicate, or not restored tokens.
+    Raises ConfigError if they are too many, too few, not ascending, duplicate, or not restored tokens.
     """
     name, sets = type(selector).__name__, (1, request.own_keys.shape[0])
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 2 or tokens.dtype != np.int64 or len(tokens) not in sets:
