@@ -138,7 +138,7 @@ class Executor:
         if not reason and isinstance(sequence.method, BudgetMethod) and sequence.can_be_cut(request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
-            plan = None if reason or not replans else self._plan(request, sequence)
+            plan = None if reason or not replans else sequence.plan(request, self.collector)
             if plan is not None:
                 plan, reason = choose_strategy(plan, sequence)
             try:
@@ -202,7 +202,7 @@ class Executor:
         method = sequence.method
         assert isinstance(method, BudgetMethod)
         step, end, tries = method.prefill_tokens, request.num_positions, PREFILL_TRIES
-        if end - (stored := _suffix(self._plan(request, sequence))) <= step:
+        if end - (stored := _suffix(sequence.plan(request, self.collector))) <= step:
             return
         shortest = max(request.must_compute, min(step // 2, method.observed))  # minimum length of the last piece
         progress = self.options.progress
@@ -224,7 +224,7 @@ class Executor:
 
         Return the number of positions that were stored.
         """
-        plan = self._plan(piece, sequence)
+        plan = sequence.plan(piece, self.collector)
         before = _suffix(plan)
         if before <= stored - HASH_TOKENS:
             return before
@@ -235,7 +235,7 @@ class Executor:
         except RestoreError as error:
             self.collector.add(recomputed=1)
             self.store.disk.report(error.segment, error.__cause__ or error)
-            return max(0, min(_suffix(self._plan(piece, sequence)), stored - HASH_TOKENS))
+            return max(0, min(_suffix(sequence.plan(piece, self.collector)), stored - HASH_TOKENS))
         sequence.store_piece(piece, plan, self.collector)
         for source in cache.kv_sources:
             source.reset()
@@ -352,17 +352,10 @@ class Executor:
         if reason:
             self._run_plain(reason, request.ids[:, request.text :])
 
-    def _plan(self, request: Request, sequence: SequenceState) -> Plan | None:
-        """Return the plan of a pass, or None if it restores nothing."""
-        plan, fronts = sequence.plan(request, self.collector), self.store.fronts
-        if plan is None or not fronts.segments or isinstance(plan, BudgetPlan):
-            return plan
-        return fronts.added_to(plan, self.attachment.devices)
-
     def look_up_admitted(self, request: Request, sequence: SequenceState) -> tuple[Plan | None, str]:
         """Return the plan that would restore an admitted prompt and "", or None and the reason."""
         reason = self._why_not_looked_for(request, sequence)
-        plan = None if reason else self._plan(request, sequence)
+        plan = None if reason else sequence.plan(request, self.collector)
         if plan is not None:
             chosen_plan, reason = choose_strategy(plan, sequence)
             plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))

@@ -110,7 +110,7 @@ class SegmentRewriter:
     def relayout(self, segment_id: str, geometry: Geometry) -> bool:
         """Rewrite a segment in another geometry; its codec stays. Return whether it was rewritten.
 
-        A segment that needs no change, cannot be read (which is counted), or holds only a part of its tokens is left.
+        A segment that needs no change, cannot be read (which is counted), or holds only a part of its tokens stays.
         """
         reader = self._disk.reader(segment_id)
         if reader is None or not reader.shape.whole:

@@ -103,12 +103,16 @@ class SequenceState:
             self._new_ids = request.ids.to("cpu", torch.int64).numpy()
             groups, restorable = self._look_up(self._new_ids)
             plan = self._plan_restore(request, groups, restorable) if any(group.pieces for group in groups) else None
-        if plan is None or not self.selects or not isinstance(method, BudgetMethod):
-            return plan
-        plan = self._within_budget(plan, method)
-        if isinstance(plan, BudgetPlan) and method.reorder:
-            self.store.lay_out_after(plan.groups)
-        return plan
+        if plan is None:
+            return None
+        if self.selects and isinstance(method, BudgetMethod):
+            plan = self._within_budget(plan, method)
+            if isinstance(plan, BudgetPlan):
+                if method.reorder:
+                    self.store.lay_out_after(plan.groups)
+                return plan
+        fronts = self.store.fronts
+        return fronts.added_to(plan, self.attachment.devices) if fronts.segments else plan
 
     def _look_up(self, ids: np.ndarray) -> tuple[tuple[RowGroup, ...], int]:
         """Find the longest stored prefix of each row, and the passages after it, for new tokens.
