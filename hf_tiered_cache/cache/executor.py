@@ -106,8 +106,10 @@ class Executor:
             admitted = self.admit(cache, kwargs)
             if admitted is None:
                 output = self._run_without_store(cache, forward, kwargs)
-            elif admitted[0].num_positions == 1 and not is_prompt:
-                output = self._decode(cache, *admitted, forward)
+            elif admitted[0].num_positions == 1 and not is_prompt:  # a decoded token looks up nothing
+                forward_pass = self._forward_pass(cache, *admitted, None)
+                output = self._run(cache, forward_pass, forward, admitted[0].kwargs)
+                self._commit(cache, *admitted, None)
             else:
                 output = self._prefill(cache, *admitted, forward)
         if conversation is not None:
@@ -122,20 +124,12 @@ class Executor:
             self._report_prompt(self.bypass)
         return output
 
-    def _decode(
-        self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
-    ) -> Any:
-        """Run a pass of one token, which looks up nothing."""
-        output = self._run(cache, self._forward_pass(cache, request, sequence, None), forward, request.kwargs)
-        self._commit(cache, request, sequence, None)
-        return output
-
     def _prefill(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
         reason, replans, before = self._why_not_looked_for(request, sequence), REPLANS, Work.of(self.collector.stats)
-        if not reason and isinstance(sequence.method, BudgetMethod) and sequence.can_be_cut(request):
+        if not reason and sequence.can_be_cut(request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
             plan = None if reason or not replans else sequence.plan(request, self.collector)

@@ -19,7 +19,7 @@ from ..patches.attach import Attachment
 from ..patches.rope import TableCache
 from ..remote.tier import Seconds
 from ..restore.hashes import History
-from ..restore.plan import BudgetPlan, Plan, PlanContext, RowGroup, SegmentSlice
+from ..restore.plan import BudgetPlan, PassagesPlan, Plan, PlanContext, RowGroup, SegmentSlice
 from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.codecs import codec_in, coded_provenance
@@ -150,9 +150,8 @@ class SequenceState:
         method, base, num_positions = self.method, self.num_positions, request.num_positions
         context = PlanContext(base, num_positions, restorable, request.must_compute, self.layers, groups)
         plan = Plan(base, num_positions, method.positions_to_compute(context), groups)
-        if isinstance(method, Passages) and not plan.exact:
-            choice = method.deferred_choice(context)
-            plan = plan if choice is None else plan.with_choice(choice)
+        if isinstance(method, Passages) and not plan.exact and (choice := method.deferred_choice(context)) is not None:
+            plan = PassagesPlan(base, num_positions, plan.computed, groups, choice)
         restores_nothing = not plan.restored_tokens and plan.computed[-1].shape[-1] == num_positions
         return None if restores_nothing else plan
 

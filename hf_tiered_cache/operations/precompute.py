@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..identity import varying_rope
 from ..methods import BudgetMethod, Exact, Method, PrefixMethod, make_method
 from ..patches.attach import attach
-from ..restore.plan import BudgetPlan
+from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
 from ..stats import TIERS, RequestStats, StatsCollector
 from ..tiers.handles import BlockRequest
@@ -206,7 +206,7 @@ class _Prompt:
         if plan is not None:
             self._restored = plan.restored_tokens
             if isinstance(plan, BudgetPlan):  # any block may be requested
-                plan = plan.without_budget()
+                plan = Plan(plan.base, plan.num_positions, plan.computed, plan.groups)
             self.units = units_of(plan)
 
     def device_of(self, unit: PlanUnit) -> torch.device:

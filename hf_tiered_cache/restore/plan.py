@@ -253,10 +253,6 @@ class Plan:
         by_layer = tuple(computed[length] for length in lengths)
         return RecomputePlan(self.base, self.num_positions, by_layer, self.groups, tuple(lengths))
 
-    def with_choice(self, choice: DeferredChoice) -> PassagesPlan:
-        """Return this plan with a choice of computed positions that is made during the pass."""
-        return PassagesPlan(self.base, self.num_positions, self.computed, self.groups, choice)
-
     @cached_property
     def exact(self) -> bool:
         """True if the results of this plan equal those of computing everything."""
@@ -392,10 +388,6 @@ class BudgetPlan(Plan):
 
     budgets: tuple[int, ...]
     streamed: tuple[bool, ...]
-
-    def without_budget(self) -> Plan:
-        """Return the plan that restores all of these tokens."""
-        return Plan(self.base, self.num_positions, self.computed, self.groups)
 
     @cached_property
     def exact(self) -> bool:
