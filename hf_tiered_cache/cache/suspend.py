@@ -55,12 +55,12 @@ class Suspended:
     merging: str = ""
 
 
-def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
+def put_away(executor: Executor, cache: LayeredCache, started: float) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
-    Raises StoreClosedError if the store was closed.
+    The suspension began at `started`, by `time.perf_counter`. Raises StoreClosedError if the store was closed.
     """
-    started, storage, conversation = time.perf_counter(), executor.store, executor.conversation
+    storage, conversation = executor.store, executor.conversation
     num_positions, decision = cache.get_seq_length(), MergeDecision()
     storage.check_open()
     sequence = executor.sequence or executor.ended
