@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -149,8 +149,7 @@ class TieredCache(StoredCache):
             stack.callback(self._start_over, executor.collector)
             started = time.perf_counter()
             self._compute_exactly()
-            suspended = put_away(executor, self)
-            return replace(suspended, seconds=time.perf_counter() - started)
+            return put_away(executor, self, started)
 
     def _compute_exactly(self) -> None:
         """Store the exact KV of tokens that were computed after a selection; `put_away` reports what is not stored."""

@@ -32,7 +32,7 @@ from hf_tiered_cache.plugins import Registry
 from hf_tiered_cache.selection import register_index
 from hf_tiered_cache.selection.decode_index import DecodeIndex
 from hf_tiered_cache.selection.prompt import PREFETCHED
-from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector
+from hf_tiered_cache.selection.selectors import Selection, SelectionInput, Selector
 from hf_tiered_cache.store.codecs import CODECS, Field, make_codec, register_codec
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.cache.request import DecodingCheck
 from hf_tiered_cache.identity import Identity, rope_regime
 from hf_tiered_cache.methods import Exact, Method
 from hf_tiered_cache.store.geometry import HASH_TOKENS, LayerKV
@@ -119,7 +118,7 @@ class Contexts:
             identity = executor.identify(closely=True)
             assert isinstance(identity, Identity), identity
             regime = rope_regime(self.model.config, self.tokens) or ""
-            recorder = executor.new_recorder(identity, regime, [0], DecodingCheck())
+            recorder = executor.new_recorder(identity, regime, [0])
             layers = [
                 (rotate(keys, cos, sin, inverse=True)[None], values[None]) for keys, values in self._layers_of(row)
             ]

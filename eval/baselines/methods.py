@@ -12,8 +12,14 @@ from hf_tiered_cache.errors import ConfigError, unknown_name
 from hf_tiered_cache.methods import BudgetMethod, Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.methods.krul import mergeable_layers
 from hf_tiered_cache.restore.plan import PlanContext
-from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector, budgeted_tokens
-from hf_tiered_cache.selection.selectors import head_mass, top_of_each
+from hf_tiered_cache.selection.selectors import (
+    Selection,
+    SelectionInput,
+    Selector,
+    budgeted_tokens,
+    head_mass,
+    top_of_each,
+)
 from hf_tiered_cache.store.codecs import RAW
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.memory import to_host

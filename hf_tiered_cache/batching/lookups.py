@@ -161,7 +161,7 @@ class Lookups:
         collector = request.executor.collector
         fetcher = Fetcher(self._storage.residency, collector, devices.__getitem__, self._ahead_bytes)
         try:
-            prefetch = Prefetch(plan, fetcher, self._ahead_bytes)
+            prefetch = Prefetch(plan, fetcher)
             prefetch.start()
             with torch.no_grad():
                 for layer, (kind, like) in rotations.layers.items():

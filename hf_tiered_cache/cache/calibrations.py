@@ -165,8 +165,7 @@ def _are_numbers(*values: object) -> bool:
 def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> float | None:
     """Return the lowest measured budget at which a method keeps its quality target on this model; 1 if none does.
 
-    Returns:
-        Budget, or None with a one-time warning if nothing was measured.
+    Return None, with a one-time warning, if nothing was measured.
     """
     name, quality = describe_method(method, method.loss_ignores), method.quality
     assert quality is not None

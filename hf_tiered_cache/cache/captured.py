@@ -43,12 +43,10 @@ class CapturedKV:
         self._computed: dict[CopyStream, Event] = {}  # events after all work on the tensors of a GPU
 
     def add(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Append a layer's keys and values, `[batch, heads, n, dim]` each.
+        """Append a layer's keys and values, `[batch, heads, n, dim]` each, and copy slices of larger storages.
 
-        A slice that keeps a larger storage alive (as of fused projections) is copied.
-
-        Returns:
-            False if they are not captured, because the layer's layout has changed: a segment has one layout per layer.
+        Return False if the layer's layout has changed, so that they are not captured: a segment has one layout per
+        layer.
         """
         if (captured := self.layers.get(layer)) is None:
             captured = self.layers[layer] = LayerCapture(kind)
@@ -144,16 +142,10 @@ class CapturedKV:
     def packer(
         self, shape: SegmentShape, row: int, start: int, groups: Sequence[BlockGroup] | None = None
     ) -> Callable[[], Iterator[Group]]:
-        """Return a function that packs a segment's KV cache groups one by one, after the work noted so far.
+        """Return a function that packs a segment's KV cache groups (None: all) one by one, after the work noted so far.
 
-        Each group is packed on its first layer's device, on the side stream, and copied to the host at once. A yielded
-        group is valid until the next one is requested.
-
-        Args:
-            shape: Shape of the segment.
-            row: Row of the batch.
-            start: Captured position of the segment's first token.
-            groups: KV cache groups to pack; None for all groups of the segment.
+        The segment's first token is the captured position `start`. Each group is packed on its first layer's device, on
+        the side stream, and copied to the host at once. A yielded group is valid until the next one is requested.
         """
         captured = self.fork()
 

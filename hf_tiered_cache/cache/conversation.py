@@ -41,25 +41,19 @@ class Conversation:
     def claim(self) -> None:
         """Acquire the conversation's lock and reload its record, unless this cache holds the lock already.
 
-        Raises:
-            ConversationInUseError: another cache or process uses the conversation.
+        Raises ConversationInUseError if another cache or process uses the conversation.
         """
         if not self._ownership.held and self._storage.usable:
             self._take(over=False)
 
     def begin_pass(self, is_prompt: bool, is_empty: bool, ids: torch.Tensor | None) -> None:
-        """Claim the conversation for a pass, unless the pass continues an answer.
+        """Claim the conversation for a pass, unless the pass continues an answer, which is finished in any case.
 
-        An answer in progress is finished even if another cache took over.
-
-        Args:
-            is_prompt: whether a prompt begins.
-            is_empty: whether the cache holds nothing yet.
-            ids: token ids of the pass, int `[rows, positions]`, or None.
+        `is_empty` tells whether the cache holds nothing yet, and `ids`, int `[rows, positions]` or None, the tokens.
 
         Raises:
-            ConfigError: the rows of the first pass differ, so that they are several conversations.
-            ConversationInUseError: see `claim`.
+            ConfigError: The rows of the first pass differ, so that they are several conversations.
+            ConversationInUseError: See `claim`.
         """
         if is_prompt or is_empty:
             self.claim()
@@ -95,10 +89,9 @@ class Conversation:
     def keep(
         self, sequence: SequenceState, rows: list[SegmentRow], tokens: int, merging: str = "", refused_tokens: int = 0
     ) -> str:
-        """Save the conversation's record. Without stored tokens or new prompts, the record is left unchanged.
+        """Save the conversation's record. Return the reason why it was not saved, or "".
 
-        Returns:
-            Reason why the record was not saved, or "".
+        Without stored tokens or new prompts, the record is left unchanged.
         """
         from ..methods import describe_method  # a store alone needs no torch
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .. import reasons
-from ..methods import PrefixMethod
+from ..methods import BudgetMethod, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
@@ -22,7 +22,15 @@ from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import FrontReader, SegmentReader
 from ..tiers.residency import Residency
-from .calibrations import CostFactors, PrefixCosts, cost_factors, prefix_costs
+from .calibrations import (
+    CostFactors,
+    PrefixCosts,
+    calibrated_ratio,
+    cost_factors,
+    prefix_costs,
+    quality_budget,
+    warn_of_loss,
+)
 from .sequence import SequenceState
 from .storage import Storage
 from .suitability import can_recompute_prefix
@@ -41,13 +49,12 @@ than the optimum; without the margin, 15 to 54 %.
 """
 
 
-def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tuple[Plan | None, str]:
+def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, str]:
     """Choose whether to load a plan's prefix, recompute parts of it meanwhile, or compute all of it.
 
-    Returns:
-        Plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
+    Return the plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
     """
-    method, store = sequence.method, sequence.store
+    method, store, devices = sequence.method, sequence.store, sequence.attachment.devices
     recompute: float | Literal["auto"] = 0.0
     decline = flat = False
     if isinstance(method, PrefixMethod):
@@ -57,24 +64,24 @@ def choose_strategy(plan: Plan, sequence: SequenceState, attachment: Attachment)
     is_incomplete = bool(required_recompute(plan).any())
     if not (decline or recompute or is_incomplete):
         return plan, ""
-    costs = costs_of(sequence, attachment, plan.base + plan.suffix)
+    costs = costs_of(sequence, plan.base + plan.suffix)
     if recompute == "auto" and costs is None:
         recompute = 0.0
         if not is_incomplete:
             return plan, ""
-    may_recompute = _may_recompute_prefix(plan, sequence, attachment)
+    may_recompute = _may_recompute_prefix(plan, sequence)
     if is_incomplete and not may_recompute:
         return None, reasons.NO_FRONT
     if not may_recompute:
         recompute = 0.0
-    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, attachment.devices.__getitem__, flat)
+    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, devices.__getitem__, flat)
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 
-def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> PrefixCosts | None:
+def costs_of(sequence: SequenceState, tokens: int) -> PrefixCosts | None:
     """Return the costs for `tokens` tokens of exact KV in the method's codec, or None if nothing was measured."""
-    codec = sequence.method.geometry.codec
-    return costs_of_codec(sequence.store, sequence.identity.fingerprint, attachment, codec, tokens)
+    fingerprint, codec = sequence.identity.fingerprint, sequence.method.geometry.codec
+    return costs_of_codec(sequence.store, fingerprint, sequence.attachment, codec, tokens)
 
 
 def costs_of_codec(
@@ -82,8 +89,8 @@ def costs_of_codec(
 ) -> PrefixCosts | None:
     """Return the costs for `tokens` tokens of exact KV in a codec, or None if nothing was measured.
 
-    They are the calibrated costs times the factors that returning conversations have shown.
-    Without a measurement with this codec, the disk's costs are those of raw KV, scaled by the bytes.
+    They are the calibrated costs times the factors that returning conversations have shown. Without a measurement with
+    this codec, the disk's costs are those of raw KV, scaled by the bytes.
     """
     model = attachment.model
     of_codec = partial(prefix_costs, storage, fingerprint, model.device, tokens=tokens)
@@ -96,13 +103,13 @@ def costs_of_codec(
     return costs.scaled(cost_factors(storage, fingerprint, model.device))
 
 
-def _may_recompute_prefix(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
+def _may_recompute_prefix(plan: Plan, sequence: SequenceState) -> bool:
     """Return whether layers may recompute a part of what a plan restores, and the model supports it."""
     restores_all = plan.exact and not isinstance(plan, BudgetPlan)
     plain = plan.base == 0 and not any(sequence.history.pads)
     lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
     lossless = lossless or sequence.method.records_approximations
-    return restores_all and plain and lossless and can_recompute_prefix(attachment)
+    return restores_all and plain and lossless and can_recompute_prefix(sequence.attachment)
 
 
 def fastest_plan(
@@ -119,14 +126,14 @@ def fastest_plan(
     Blocks in a tier that was not measured count as free, so that they are restored.
 
     Args:
-        plan: plan that restores whole tokens and computes only the suffix. Tokens of a recomputed prefix that are not
-            stored are computed.
-        recompute: share of the prefix to compute while the rest is loaded, or "auto" for the fastest share.
-        decline: whether the whole prompt may be computed.
-        costs: costs per token for a prefix of this length; None if nothing was measured.
-        residency: memory tiers, which know the locations of blocks.
-        device_of: function that returns the device of a layer.
-        flat: whether all layers recompute the same number of tokens, instead of fewer with depth.
+        plan: Plan that restores whole tokens and computes only the suffix.
+        recompute: Share of the prefix to compute while the rest is loaded, or "auto" for the fastest share. Tokens that
+            are not stored are computed in any case.
+        decline: Whether the whole prompt may be computed.
+        costs: Costs per token for a prefix of this length; None if nothing was measured.
+        residency: Memory tiers, which know the locations of blocks.
+        device_of: Returns the device of a layer.
+        flat: Whether all layers recompute the same number of tokens, instead of fewer with depth.
     """
     ratio, required = 0.0 if recompute == "auto" else recompute, required_recompute(plan)
     minimum = with_required_recompute(plan)
@@ -155,12 +162,9 @@ def with_required_recompute(plan: Plan) -> Plan:
 
 
 def required_recompute(plan: Plan) -> np.ndarray:
-    """Return the length of the prefix that each layer must compute because it is not stored.
+    """Return the length of the prefix that each layer must compute because it is not stored: int64 `[layers]`.
 
-    A sliding-window layer needs only the tokens in the window before the suffix.
-
-    Returns:
-        int64 `[layers]`, not increasing with depth.
+    It does not increase with depth. A sliding-window layer needs only the tokens in the window before the suffix.
     """
     required = np.zeros(len(plan.computed), np.int64)
     for group in plan.groups:
@@ -212,14 +216,9 @@ def _read_until(plan: Plan, units: UnitTiers) -> np.ndarray:
 def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: float, step: int) -> float:
     """Return the share of a conversation to recompute so that it returns from disk soonest.
 
-    It is the fastest share if computing takes `_MARGIN` times as long as the costs say.
-
-    Args:
-        tokens: number of tokens of the conversation.
-        layers: number of layers of the model.
-        costs: costs per token for a prefix of this length.
-        stored: bytes of the conversation's KV, as a share of the bytes that the costs refer to.
-        step: number of tokens that the length of a recomputed prefix is a multiple of.
+    It is the fastest share if computing takes `_MARGIN` times as long as the costs for a prefix of this length say.
+    `stored` are the bytes of the conversation's KV, as a share of the bytes that the costs refer to, and `step` is the
+    granularity in tokens.
     """
     disk = TIERS[-1]
     ends = np.minimum(np.arange(step, tokens + step, step), tokens)
@@ -231,19 +230,26 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     return best_ratio(streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step)), may_compute_all=False)
 
 
-def likely_recompute_ratio(
-    storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int
-) -> float:
-    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured.
+def with_measured_settings(
+    method: Method, storage: Storage, fingerprint: str, attachment: Attachment, tokens: int
+) -> Method:
+    """Return a method with what was measured for prompts of `tokens` tokens, and warn if it loses much."""
+    if isinstance(method, Passages):
+        ratio = partial(calibrated_ratio, storage, fingerprint, attachment.model.device, tokens)
+        method = method.with_calibrated_ratio(ratio)
+    if isinstance(method, BudgetMethod):
+        method = method.with_measured_budget(partial(quality_budget, storage, fingerprint))
+        if method.selects:
+            warn_of_loss(storage, fingerprint, method)
+    if isinstance(method, PrefixMethod) and can_recompute_prefix(attachment):
+        method = method.with_likely_front(
+            partial(_likely_ratio, storage, fingerprint, attachment, method.geometry.codec, max(tokens, _LIKELY_TOKENS))
+        )
+    return method
 
-    Args:
-        storage: storage with the calibrations.
-        fingerprint: fingerprint of the model.
-        attachment: attachment of the model.
-        codec: codec of the stored KV.
-        tokens: number of tokens so far. Prefixes of fewer than `_LIKELY_TOKENS` are expected to grow.
-    """
-    tokens = max(tokens, _LIKELY_TOKENS)
+
+def _likely_ratio(storage: Storage, fingerprint: str, attachment: Attachment, codec: str, tokens: int) -> float:
+    """Return the fastest share of a prefix to recompute while the rest comes from disk; 0 if unmeasured."""
     costs = costs_of_codec(storage, fingerprint, attachment, codec, tokens)
     if costs is None or TIERS[-1] not in costs.restore:
         return 0.0
@@ -260,13 +266,7 @@ def plan_recompute_lengths(plan: Plan, ratio: float | np.ndarray, flat: bool = F
 
 
 def streams_of(plan: Plan, costs: PrefixCosts, units: UnitTiers) -> Streams:
-    """Return the work of the compute and load streams for a plan with its minimum recomputed prefixes.
-
-    Args:
-        plan: plan that computes only the suffix and the tokens that are not stored.
-        costs: costs per token for a prefix of this length.
-        units: see `unit_tiers_of`.
-    """
+    """Return the work of the compute and load streams for a plan that computes only what it has to."""
     layers, tokens = len(plan.computed), plan.restored_until
     rows = sum(len(group.rows) for group in plan.groups)
     once = plan.restored_tokens * len(plan.groups) / rows  # tokens; identical rows are restored once

@@ -7,11 +7,12 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from .. import reasons
 from ..conversations.distances import AttentionDistances
@@ -25,25 +26,24 @@ from ..restore.hashes import History, PrefixHasher
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
-from .calibrations import calibrated_ratio, quality_budget, warn_of_loss
 from .conversation import Conversation
-from .cost_model import choose_strategy, costs_of, likely_recompute_ratio, with_required_recompute
-from .forward_pass import ForwardPass, RestoringForward
+from .cost_model import choose_strategy, costs_of, with_measured_settings, with_required_recompute
+from .forward_pass import ForwardPass, RefiningForward, RestoringForward
 from .fronts import ComputedFront
-from .observed import LEAST_PACE_TOKENS, Pace, observed_ratios, renew_costs, seconds_to_compute
-from .prefill import can_be_cut, in_pieces, store_piece
+from .observed import Pace, Work, observed_ratios, renew_costs, seconds_to_compute
 from .recorder import Recorder
-from .refine import RefiningForward
-from .request import DecodingCheck, Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
+from .request import Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
 from .sequence import SequenceState, num_common
 from .spot_check import RestoredRun
 from .storage import Storage
-from .suitability import can_recompute_prefix, cannot_observe
+from .suitability import cannot_observe
 
 logger = logging.getLogger("hf_tiered_cache")
 
 REPLANS = 4
 """Number of times a pass is planned again after a failed restore, around the failure; then all of it is computed."""
+PREFILL_TRIES = 2
+"""Number of times that prefill goes back because stored pieces have disappeared; then the rest is computed at once."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,10 @@ class Executor:
             admitted = self.admit(cache, kwargs)
             if admitted is None:
                 output = self._run_without_store(cache, forward, kwargs)
-            elif admitted[0].num_positions == 1 and not is_prompt:
-                output = self._decode(cache, *admitted, forward)
+            elif admitted[0].num_positions == 1 and not is_prompt:  # a decoded token looks up nothing
+                forward_pass = self._forward_pass(cache, *admitted, None)
+                output = self._run(cache, forward_pass, forward, admitted[0].kwargs)
+                self._commit(cache, *admitted, None)
             else:
                 output = self._prefill(cache, *admitted, forward)
         if conversation is not None:
@@ -122,25 +124,17 @@ class Executor:
             self._report_prompt(self.bypass)
         return output
 
-    def _decode(
-        self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
-    ) -> Any:
-        """Run a pass of one token, which looks up nothing."""
-        output = self._run(cache, self._forward_pass(cache, request, sequence, None), forward, request.kwargs)
-        self._commit(cache, request, sequence, None)
-        return output
-
     def _prefill(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
-        reason, replans, before = self._why_not_looked_for(request, sequence), REPLANS, self._work_so_far()
-        if not reason and isinstance(sequence.method, BudgetMethod) and can_be_cut(sequence, request):
+        reason, replans, before = self._why_not_looked_for(request, sequence), REPLANS, Work.of(self.collector.stats)
+        if not reason and sequence.can_be_cut(request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
-            plan = None if reason or not replans else self._plan(request, sequence)
+            plan = None if reason or not replans else sequence.plan(request, self.collector)
             if plan is not None:
-                plan, reason = choose_strategy(plan, sequence, self.attachment)
+                plan, reason = choose_strategy(plan, sequence)
             try:
                 output, plan = self._run_planned(cache, request, sequence, plan, forward)
                 break
@@ -158,7 +152,10 @@ class Executor:
         self._commit(cache, request, sequence, plan)
         if plan is not None:
             # rows of a batch restore their own prefixes; `restored_until` is what all of them restore, maybe nothing
-            self._estimate_savings(sequence, request.base + plan.restored_until or request.num_positions, before)
+            stop, work = request.base + plan.restored_until or request.num_positions, self._work_since(before)
+            if work.restored > 0:  # not a piece of a long prompt that was computed before
+                saved = work.saved(stop, sequence.seconds_to_compute(stop), self.attachment.model.device)
+                self.collector.add(seconds_saved=saved)
         if sequence.reports_passages:
             for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
                 self.explain_once(why)
@@ -170,37 +167,59 @@ class Executor:
     def _run_pieces(
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> None:
-        """Compute and store all pieces of long prompts but the last ones, row by row, so that each has its own."""
+        """Compute and store all pieces of long prompts but the last ones, row by row, so that each has its own.
+
+        Each piece attends to all earlier ones, which are read from the store layer by layer (`StreamedPrefix`). Memory
+        holds one piece and two runs of one layer, and the disk bounds the prompt length (KVDRIVE, Section 7).
+        """
         rows_of: dict[bytes, list[int]] = {}
         for row, ids in enumerate(request.ids.cpu().numpy()):
             rows_of.setdefault(ids[request.pads[row] :].tobytes(), []).append(row)
         stored_in_pieces: dict[int, int] = {}
         for rows in rows_of.values():
             row_request = request.of_row(rows[0])
-            if not can_be_cut(sequence, row_request):
+            if not sequence.can_be_cut(row_request):
                 continue
-            check = DecodingCheck()
-            recorder = self.new_recorder(sequence.identity, sequence.regime, row_request.pads, check)
-            self.sequence = sequence.of_row(recorder, check)
+            recorder = self.new_recorder(sequence.identity, sequence.regime, row_request.pads)
+            self.sequence = replace(sequence, recorder=recorder, stored_in_pieces={})
             try:
-                plan = self._plan(row_request, self.sequence)
-                run = partial(self._run_piece, cache, self.sequence, forward)
-                stored = 0 if plan is None else plan.suffix or 0
-                in_pieces(row_request, self.sequence, run, stored, self.options.progress)
+                self._run_row_in_pieces(cache, row_request, self.sequence, forward)
                 stored_in_pieces |= dict.fromkeys(rows, self.sequence.stored_in_pieces.get(0, 0))
             finally:
                 self.sequence = sequence
         sequence.stored_in_pieces = stored_in_pieces
 
-    def _run_piece(
-        self, cache: LayeredCache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, stored: int
-    ) -> int:
-        """Compute, store and release a piece of a prompt.
+    def _run_row_in_pieces(
+        self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
+    ) -> None:
+        """Compute and store all pieces of a prompt, one row, but the last, which is left to the caller."""
+        method = sequence.method
+        assert isinstance(method, BudgetMethod)
+        step, end, tries = method.prefill_tokens, request.num_positions, PREFILL_TRIES
+        if end - (stored := _suffix(sequence.plan(request, self.collector))) <= step:
+            return
+        shortest = max(request.must_compute, min(step // 2, method.observed))  # minimum length of the last piece
+        progress = self.options.progress
+        with tqdm(total=end, initial=stored, unit="token", desc="prefill", disable=not progress) as bar:
+            while end - stored > step and tries:
+                stop = min(stored + step, end - shortest) // HASH_TOKENS * HASH_TOKENS
+                before = self._run_piece(cache, request.beginning(stop), sequence, forward, stored)
+                if before <= stored - HASH_TOKENS:
+                    stored, tries = before, tries - 1
+                else:
+                    stored = stop
+                bar.update(stored - bar.n)
+            bar.update(end - bar.n)
 
-        See `run` in `in_pieces` for the arguments and the result.
+    def _run_piece(
+        self, cache: LayeredCache, piece: Request, sequence: SequenceState, forward: Callable[..., Any], stored: int
+    ) -> int:
+        """Compute and store the end of a piece, and release it, unless fewer than `stored` positions are stored.
+
+        Return the number of positions that were stored.
         """
-        plan = self._plan(piece, sequence)
-        before = 0 if plan is None else plan.suffix or 0
+        plan = sequence.plan(piece, self.collector)
+        before = _suffix(plan)
         if before <= stored - HASH_TOKENS:
             return before
         if plan is not None:
@@ -210,9 +229,8 @@ class Executor:
         except RestoreError as error:
             self.collector.add(recomputed=1)
             self.store.disk.report(error.segment, error.__cause__ or error)
-            plan = self._plan(piece, sequence)
-            return max(0, min(0 if plan is None else plan.suffix or 0, stored - HASH_TOKENS))
-        store_piece(sequence, piece, plan, self.collector)
+            return max(0, min(_suffix(sequence.plan(piece, self.collector)), stored - HASH_TOKENS))
+        sequence.store_piece(piece, plan, self.collector)
         for source in cache.kv_sources:
             source.reset()
         return before
@@ -227,36 +245,33 @@ class Executor:
     ) -> tuple[Any, Plan | None]:
         """Run the model on what the plan computes. Returns its output, and the plan as it was followed."""
         forward_pass = self._forward_pass(cache, request, sequence, plan)
-        stats, began = self.collector.stats, time.perf_counter()
+        before = Work.of(self.collector.stats)
         if plan is None or not isinstance(forward_pass, RestoringForward):
             end = self._pace.begin(self.attachment.model.device)
             output = self._run(cache, forward_pass, forward, request.kwargs)
             end(sequence.identity.fingerprint, request.ids.numel())
-            self._observe_costs(request, sequence, None, time.perf_counter() - began)
+            self._observe_costs(request, sequence, None, self._work_since(before))
             return output, None
-        before = stats.stall_seconds, stats.details.io_seconds, stats.bytes_read
-        kwargs = request.only(plan.computed[0], plan.suffix is not None)
-        output = self._run(cache, forward_pass, forward, kwargs)
-        after = stats.stall_seconds, stats.details.io_seconds, stats.bytes_read
-        counted = (now - then for now, then in zip(after, before, strict=True))
-        self._observe_costs(request, sequence, plan, time.perf_counter() - began, *counted)
-        self.restored = RestoredRun.of(forward_pass.plan, began)
+        output = self._run(cache, forward_pass, forward, request.only(plan.computed[0], plan.suffix is not None))
+        self._observe_costs(request, sequence, plan, self._work_since(before))
+        self.restored = RestoredRun.of(forward_pass.plan, before.seconds)
         self._front = forward_pass.front
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
             self.explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
 
-    def _observe_costs(
-        self, request: Request, sequence: SequenceState, plan: Plan | None, seconds: float, *counted: float
-    ) -> None:
+    def _work_since(self, before: Work) -> Work:
+        return Work.of(self.collector.stats).since(before)
+
+    def _observe_costs(self, request: Request, sequence: SequenceState, plan: Plan | None, work: Work) -> None:
         """Correct the calibrated costs by the times of a prompt. A GPU's times are not known here."""
         learns = self.conversation is not None or (isinstance(self.method, PrefixMethod) and self.method.calibrates)
         device = self.attachment.model.device
         if not learns or request.base or device.type != "cpu":
             return
         tokens = request.num_positions if plan is None else plan.restored_until
-        if (costs := costs_of(sequence, self.attachment, tokens)) is not None:
-            ratios = observed_ratios(plan, tokens, costs, seconds, *counted)
+        if (costs := costs_of(sequence, tokens)) is not None:
+            ratios = observed_ratios(plan, tokens, costs, work)
             self.store.writer.later(partial(renew_costs, self.store, sequence.identity.fingerprint, device, ratios))
 
     def _forward_pass(
@@ -331,33 +346,18 @@ class Executor:
         if reason:
             self._run_plain(reason, request.ids[:, request.text :])
 
-    def _plan(self, request: Request, sequence: SequenceState) -> Plan | None:
-        """Return the plan of a pass, or None if it restores nothing."""
-        plan, fronts = sequence.plan(request, self.collector), self.store.fronts
-        if plan is None or not fronts.segments or isinstance(plan, BudgetPlan):
-            return plan
-        return fronts.added_to(plan, self.attachment.devices)
-
     def look_up_admitted(self, request: Request, sequence: SequenceState) -> tuple[Plan | None, str]:
         """Return the plan that would restore an admitted prompt and "", or None and the reason."""
         reason = self._why_not_looked_for(request, sequence)
-        plan = None if reason else self._plan(request, sequence)
+        plan = None if reason else sequence.plan(request, self.collector)
         if plan is not None:
-            chosen_plan, reason = choose_strategy(plan, sequence, self.attachment)
+            chosen_plan, reason = choose_strategy(plan, sequence)
             plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
 
     def replans_after(self, error: RestoreError, replans: int) -> int:
-        """Note a failed restore, so that the next plan avoids its block.
-
-        Args:
-            error: The failure.
-            replans: Number of times that the prompt may be planned again.
-
-        Returns:
-            This number after the failure.
-        """
+        """Note a failed restore, so that the next plan avoids its block. Return how many of the `replans` remain."""
         if isinstance(error.__cause__, EvictedError):
             self.store.fronts.forget([error.segment])
             return replans
@@ -388,8 +388,7 @@ class Executor:
     def identify(self, closely: bool) -> Identity | str:
         """Return the current identity of the model, or the reason why its KV can be neither stored nor restored.
 
-        Args:
-            closely: Whether to read a part of the weights again, as at the beginning of a prompt.
+        With `closely`, a part of the weights is read again, as at the beginning of a prompt.
         """
         attachment = self.attachment
         if attachment.model.training:
@@ -417,7 +416,7 @@ class Executor:
             return reasons.FILLED_ELSEWHERE
         if not num_positions:
             sequence = None  # rows, padding and model may differ from those before a crop or a failed pass
-        pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.check)
+        pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.recorder.check)
         request = parse_request(kwargs, num_positions, pads, self._placeholders, check)
         if isinstance(request, str):
             return request
@@ -438,30 +437,17 @@ class Executor:
 
     def _new_sequence(self, cache: LayeredCache, request: Request, identity: Identity, regime: str) -> SequenceState:
         """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
-        store, attachment, check = self.store, self.attachment, DecodingCheck()
-        method, fingerprint = self.method, identity.fingerprint
-        if isinstance(method, Passages):
-            device, tokens = attachment.model.device, request.num_positions
-            method = method.with_calibrated_ratio(partial(calibrated_ratio, store, fingerprint, device, tokens))
-        if isinstance(method, BudgetMethod):
-            method = method.with_measured_budget(partial(quality_budget, store, fingerprint))
-            if method.selects:
-                warn_of_loss(store, fingerprint, method)
-        if isinstance(method, PrefixMethod) and can_recompute_prefix(attachment):
-            codec, tokens = method.geometry.codec, request.num_positions
-            method = method.with_likely_front(
-                partial(likely_recompute_ratio, store, fingerprint, attachment, codec, tokens)
-            )
+        store, attachment, fingerprint = self.store, self.attachment, identity.fingerprint
+        method = with_measured_settings(self.method, store, fingerprint, attachment, request.num_positions)
         self.method = method
-        recorder = self.new_recorder(identity, regime, request.pads, check)
+        recorder = self.new_recorder(identity, regime, request.pads)
         return SequenceState(
             store,
             method,
-            attachment.config,
+            attachment,
             identity,
             regime,
             recorder,
-            check,
             attachment.tables_of(fingerprint),
             self.options.segments,
             layers=len(cache.layers),
@@ -470,7 +456,7 @@ class Executor:
             reports_passages=isinstance(method, Passages),
         )
 
-    def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
+    def new_recorder(self, identity: Identity, regime: str, pads: list[int]) -> Recorder:
         """Create the recorder for a sequence with the given left padding."""
         method, store, provenance = self.method, self.store, self.method.provenance
         return Recorder(
@@ -484,7 +470,6 @@ class Executor:
             collector=self.collector,
             model=identity.facts,
             labels=self.options.label,
-            check=check,
             weights_held=identity.weights_held,
         )
 
@@ -524,17 +509,9 @@ class Executor:
         return self.sequence.recorder.segments(0)
 
     def num_dropped(self, cache: LayeredCache, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """Return how many of the cached positions a prompt does not share.
+        """Return how many cached positions a prompt, int `[rows, positions]`, lacks; at least all if that is not known.
 
-        If that is not known, return at least the number of all cached positions.
-
-        Args:
-            cache: The cache.
-            prompt: int `[rows, positions]`.
-            mask: Its attention mask, `[rows, positions]`, or None if it is not known.
-
-        Raises:
-            CacheMismatchError: The cache is strict, and holds such positions.
+        Raises CacheMismatchError if there are such positions, and the cache is strict.
         """
         self.unreported = True
         sequence, num_positions = self.sequence, cache.get_seq_length()
@@ -619,31 +596,6 @@ class Executor:
             reason and f"; {reason}",
         )
 
-    def _work_so_far(self) -> tuple[int, int, float, float]:
-        """Return the tokens restored and not computed, those computed, the seconds of restoring, and the time."""
-        stats, details = self.collector.stats, self.collector.stats.details
-        return (
-            stats.tokens_restored - stats.tokens_recomputed,
-            stats.tokens_computed + stats.tokens_recomputed,
-            details.match_seconds + details.assemble_seconds,
-            time.perf_counter(),
-        )
-
-    def _estimate_savings(self, sequence: SequenceState, stop: int, before: tuple[int, int, float, float]) -> None:
-        """Estimate `seconds_saved` of a prompt that was restored to position `stop`, from the work since `before`."""
-        restored, computed, restoring, took = (
-            now - then for now, then in zip(self._work_so_far(), before, strict=True)
-        )
-        if restored <= 0:  # a piece of a long prompt that was computed before
-            return
-        if (seconds := sequence.seconds_to_compute(stop)) is not None:
-            per_token = seconds / stop
-        elif computed >= LEAST_PACE_TOKENS and self.attachment.model.device.type == "cpu":
-            per_token = (took - restoring) / computed
-        else:
-            return
-        self.collector.add(seconds_saved=restored * per_token - restoring)
-
     def explain_once(self, reason: str) -> None:
         """Report a reason, unless it is empty or was reported for this cache before."""
         if reason and reason not in self.collector.stats.reasons:
@@ -654,3 +606,8 @@ class Executor:
         self.collector.explain(reason)
         if not reasons.is_expected(reason):
             self.store.disk.warn(reason, reason)
+
+
+def _suffix(plan: Plan | None) -> int:
+    """Return the first position that every layer computes by a plan of a suffix; 0 if nothing is restored."""
+    return 0 if plan is None else plan.suffix or 0

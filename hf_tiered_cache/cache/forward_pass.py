@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,15 +14,16 @@ import torch
 
 from ..conversations.distances import AttentionDistances, SampledPass
 from ..errors import LayerOrderError, RestoreError, UnsupportedModelError
-from ..layers import LayeredCache
-from ..methods import BudgetMethod, Method
+from ..layers import LayeredCache, LayerTensors
+from ..methods import BudgetMethod, Method, Passages
+from ..passages.recompute import ProbeAttentionSum
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries, without_first
 from ..patches.layers import decoder_layers, dropping
 from ..patches.rope import PreRopeKV, RotaryTap, TableCache
 from ..patches.scope import Attended, AttentionCall, Scope, enter, leave_to
 from ..restore.fetch import Fetcher
-from ..restore.plan import BudgetPlan, Plan, RecomputePlan
+from ..restore.plan import BudgetPlan, PassagesPlan, Plan, RecomputePlan
 from ..restore.prefetch import Prefetch
 from ..selection.decode import DecodeSelection, DecodeSelector
 from ..selection.indexes import IndexSidecars
@@ -29,7 +31,7 @@ from ..selection.prompt import SelectiveRestore
 from ..selection.streamed import StreamedPrefix
 from ..stats import StatsCollector
 from ..store.geometry import LayerKV
-from ..store.memory import to_device
+from ..store.memory import to_device, to_host
 from .recorder import Recorder
 from .storage import Storage
 from .suitability import cannot_select, needs_attention
@@ -50,10 +52,9 @@ class ForwardPass(Scope):
     """Forward pass that computes all tokens it is given.
 
     Args:
-        cache, attachment, collector: those of the executor.
-        tables: rotary tables shared by the passes of the model in its current state, or None.
-        recorder: recorder of the computed KV, or None.
-        first: first position of the sequence that is computed.
+        tables: Rotary tables shared by the passes of the model in its current state, or None.
+        recorder: Recorder of the computed KV, or None.
+        first: First position of the sequence that is computed.
     """
 
     observer: SampledPass | None
@@ -160,7 +161,7 @@ class RestoringForward(ForwardPass):
         self._deferred_layer: int | None = None  # its computed KV is appended, and its queries will select the rest
         self._devices = self.attachment.devices
         self.fetcher = Fetcher(store.residency, self.collector, self._devices.__getitem__, method.ahead_bytes)
-        self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
+        self.prefetch = Prefetch(plan, self.fetcher)
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
         selecting = [source.index for source in self.kv_sources if source.selects]
@@ -298,3 +299,75 @@ class RestoringForward(ForwardPass):
 
     def cannot_select(self) -> UnsupportedModelError:
         return cannot_select(self.method, self.attachment.model)
+
+
+class RefiningForward(RestoringForward):
+    """Pass that follows a `PassagesPlan`, and narrows at one layer what the later ones compute.
+
+    The layer that compares runs twice: up to its attention (the preview), on the positions that the previous layer
+    computed, and then completely, on the positions selected by the comparison. The KV that it restores for the preview
+    is kept, so its blocks are read and rotated once. If the model does not allow a preview, the layer runs once, and
+    the next layer computes fewer tokens.
+
+    The attention of the query probe (the question) is summed over the layers up to the comparison.
+    """
+
+    method: Passages
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        plan = self.plan
+        assert isinstance(plan, PassagesPlan) and isinstance(self.method, Passages)
+        self._first_narrowed = 1
+        self._choice = plan.choice
+        self.selects = can_select(self.attachment.config) and shows_queries(self.attachment.model)  # `attend` runs
+        self._compares = True  # until the comparison
+        self._previewed_layer: int | None = None  # layer that runs up to its attention (preview)
+        self._kv_deviation: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
+        self._attention: ProbeAttentionSum | None = None
+        # positions of the sum include those in the cache, positions of a plan do not
+        if self.selects and not plan.base and self._choice.question_tokens:
+            self._attention = ProbeAttentionSum(self._choice.question_tokens)
+
+    def attend(self, layer: int, call: AttentionCall) -> Attended:
+        if self._attention is not None and not self.layers[layer].window:
+            with self.collector.timing("select_seconds"):
+                self._attention.note(call)
+        if self._previewed_layer == layer:
+            self._narrow(layer, first=layer)
+            raise _Previewed
+        return super().attend(layer, call)
+
+    def should_preview(self, layer: int) -> bool:
+        return self.selects and self._compares and layer == self._choice.compare_layer
+
+    def preview(self, layer: int, run: Callable[[], object]) -> None:
+        self._previewed_layer = layer
+        try:
+            with suppress(_Previewed):
+                run()
+        finally:
+            self._previewed_layer, self._last_layer = None, layer - 1
+
+    def _narrow(self, layer: int, first: int) -> None:
+        """Select the positions computed from layer `first` on, by the KV deviation measured at `layer`."""
+        plan = self.plan
+        assert self._kv_deviation is not None
+        with self.collector.timing("select_seconds"):
+            attention = None if self._attention is None else self._attention.result()
+            (kv_deviation,) = to_host(self._kv_deviation)
+            positions = self.method.narrow(self._choice, plan.computed[layer], kv_deviation, attention)
+        plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
+        self.plan = self.prefetch.plan = plan
+        self._columns.clear()  # keyed by arrays of the old plan
+        self._drop_with_depth(plan)
+        self._compares, self._attention = False, None
+
+    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        self._kv_deviation = self.method.kv_deviation(stored, computed)
+        if self._previewed_layer != layer:
+            self._narrow(layer, first=layer + 1)
+
+
+class _Previewed(Exception):
+    """Signal that a preview has reached the attention of its layer."""

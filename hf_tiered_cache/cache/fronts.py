@@ -22,12 +22,7 @@ from .captured import CapturedKV
 
 
 class ComputedFront:
-    """First tokens that segments lack, as a pass computes them.
-
-    Args:
-        plan: Plan of the pass.
-        shapes: Shape of the tokens that a segment lacks, by segment.
-    """
+    """First tokens that segments lack, as a pass computes them; `shapes` are those of these tokens, by segment."""
 
     def __init__(self, plan: RecomputePlan, shapes: Mapping[str, SegmentShape]) -> None:
         self._plan, self._shapes = plan, shapes
@@ -95,8 +90,7 @@ class Fronts:
     def to_compute(self, plan: Plan) -> ComputedFront | None:
         """Return an object that captures the tokens that segments lack and a pass computes.
 
-        Returns:
-            None if there are no such tokens, or they do not fit in memory besides their segments.
+        Return None if there are no such tokens, or they do not fit in memory besides their segments.
         """
         if not isinstance(plan, RecomputePlan):
             return None
@@ -164,8 +158,7 @@ class Fronts:
 def blocks_in_memory(residency: Residency, reader: SegmentReader, block_group: int) -> tuple[torch.Tensor, np.ndarray]:
     """Return room for all blocks of a KV cache group, filled from host memory, and the chunks that are not there.
 
-    Returns:
-        uint8 `[chunks, block_bytes]`, and int64, ascending.
+    They are uint8 `[chunks, block_bytes]`, and int64, ascending.
     """
     blocks = reader.room_for(block_group)
     missing, cpu = np.arange(len(blocks)), torch.device("cpu")

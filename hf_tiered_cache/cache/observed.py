@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import StoreError
 from ..restore.plan import Plan, RecomputePlan
-from ..stats import TIERS
+from ..stats import TIERS, RequestStats
 from ..store import EXACT
 from .calibrations import CostFactors, PrefixCosts, cost_factors, keep_cost_factors, prefix_costs
 from .storage import Storage
@@ -29,7 +30,7 @@ _MOST = 8.0
 """Maximum factor, and the inverse of the minimum."""
 _LEAST_READ = 1 << 20
 """Number of bytes read below which the latency of single reads may dominate."""
-_LEAST_TOKENS, LEAST_PACE_TOKENS = 128, 64
+_LEAST_TOKENS, _LEAST_PACE_TOKENS = 128, 64
 """Number of computed tokens below which the fixed costs of a pass may dominate, for corrections and for `Pace`."""
 
 
@@ -73,30 +74,47 @@ class Pace:
             return self._seconds.get(fingerprint)
 
     def _add(self, fingerprint: str, tokens: int, elapsed: Callable[[], float | None]) -> None:
-        if tokens >= LEAST_PACE_TOKENS:
+        if tokens >= _LEAST_PACE_TOKENS:
             with self._lock:
                 self._running = [*self._running[-15:], (fingerprint, tokens, elapsed)]
 
 
-def observed_ratios(
-    plan: Plan | None,
-    tokens: int,
-    costs: PrefixCosts,
-    seconds: float,
-    waiting: float = 0.0,
-    reading: float = 0.0,
-    nbytes: float = 0.0,
-) -> dict[str, float]:
-    """Compare the times of a pass with those that the costs predict.
+class Work(NamedTuple):
+    """Work of a cache until a moment, or between two moments. `seconds` is the moment, by `time.perf_counter`."""
 
-    Args:
-        plan: Plan that the pass followed; None if it computed the whole prompt.
-        tokens: Length of the restored prefix, or of the whole prompt.
-        costs: Costs for so many tokens.
-        seconds: Duration of the pass.
-        waiting: Seconds of it in which the model waited for KV.
-        reading: Seconds in which the disk was read.
-        nbytes: Number of bytes that were read.
+    restored: float  # tokens that were restored and not computed
+    computed: float
+    restoring: float  # seconds of look-ups and of assembling restored KV
+    waiting: float  # seconds in which the model waited for KV
+    reading: float  # seconds in which the disk was read
+    nbytes: float
+    seconds: float
+
+    @classmethod
+    def of(cls, stats: RequestStats) -> Work:
+        """Return the work until now."""
+        details, recomputed = stats.details, stats.tokens_recomputed
+        tokens = stats.tokens_restored - recomputed, stats.tokens_computed + recomputed
+        restoring = details.match_seconds + details.assemble_seconds
+        return cls(*tokens, restoring, stats.stall_seconds, details.io_seconds, stats.bytes_read, time.perf_counter())
+
+    def since(self, before: Work) -> Work:
+        """Return the work after `before`."""
+        return Work(*(now - then for now, then in zip(self, before, strict=True)))
+
+    def saved(self, tokens: int, seconds: float | None, device: torch.device) -> float:
+        """Estimate `seconds_saved` of a prompt of `tokens` tokens; `seconds` to compute it, None if not known."""
+        if seconds is not None:
+            per_token = seconds / tokens
+        elif self.computed >= _LEAST_PACE_TOKENS and device.type == "cpu":
+            per_token = (self.seconds - self.restoring) / self.computed
+        else:
+            return 0.0
+        return self.restored * per_token - self.restoring
+
+
+def observed_ratios(plan: Plan | None, tokens: int, costs: PrefixCosts, work: Work) -> dict[str, float]:
+    """Compare the work of a pass with the costs for `tokens` tokens: the restored prefix or, without a plan, all.
 
     Returns:
         Observed time relative to the predicted one, by field of `CostFactors`, as far as the pass shows it.
@@ -104,19 +122,20 @@ def observed_ratios(
     ratios: dict[str, float] = {}
     if plan is None:  # short prompts show only fixed costs
         predicted = float(costs.computing(tokens))  # 0 if the measurement was disturbed
-        return {"compute": seconds / predicted} if tokens >= _LEAST_TOKENS and predicted else ratios
+        return {"compute": work.seconds / predicted} if tokens >= _LEAST_TOKENS and predicted else ratios
     if isinstance(plan, RecomputePlan):
         lengths = np.array(plan.recompute_lengths)
         recomputing = float(costs.computing(lengths).mean())
         suffix = max(costs.overhead, float(costs.computing(plan.num_positions - tokens)))
         predicted = recomputing + suffix + costs.placing(TIERS[-1]) * (tokens - float(lengths.mean()))
         if recomputing > predicted / 2:
-            ratios["compute"] = (seconds - waiting) / predicted
+            ratios["compute"] = (work.seconds - work.waiting) / predicted
     shape = plan.readers[0].shape
     chunk_bytes = sum(group.block_bytes for group in shape.block_groups if not group.merged)
     token_bytes = chunk_bytes / shape.geometry.chunk_tokens
-    if nbytes >= _LEAST_READ and token_bytes and (predicted := nbytes / token_bytes * costs.loading(TIERS[-1])):
-        ratios["load"] = reading / predicted
+    predicted = work.nbytes / token_bytes * costs.loading(TIERS[-1]) if token_bytes else 0.0
+    if work.nbytes >= _LEAST_READ and predicted:
+        ratios["load"] = work.reading / predicted
     return ratios
 
 

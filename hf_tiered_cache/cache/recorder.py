@@ -50,11 +50,8 @@ class Recorder:
 
     Args:
         history: History of the tokens in the cache.
-        fingerprint: Fingerprint of the model.
-        geometry: Geometry of the segments.
         submit: Takes the segments to be written.
         ttl: Lifetime of a segment in seconds, or None.
-        provenance: How the KV is computed.
         enabled: Whether anything is recorded; if not, only the history is kept.
         collector: Counts the stored tokens.
         model: Readable facts of the model (see `Identity.facts`), for the segment headers.
@@ -101,10 +98,7 @@ class Recorder:
     # --- during a pass
 
     def begin(self, first: int) -> None:
-        """Start capturing a pass that computes all positions from `first` on.
-
-        If these do not follow what was captured before, that is sealed first.
-        """
+        """Start capturing a pass that computes all positions from `first` on, and seal first what ends elsewhere."""
         if not self.enabled:
             return
         with self._lock:
@@ -124,12 +118,9 @@ class Recorder:
             self._capturing = self.captured.add(layer, kind, keys, values)
 
     def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> None:
-        """Finish a pass, and append its tokens to the history.
+        """Finish a pass that added `ids`, int `[rows, positions]`, and append them to the history.
 
-        Args:
-            ids: Tokens that the pass added to the cache, int `[rows, positions]`.
-            computed: Number of positions at the end that the pass computed.
-            revocable: Number of positions at the end that the next crop may remove.
+        The pass computed the last `computed` positions. The next crop may remove the last `revocable` ones.
         """
         with self._lock, self._step:
             self.history.append(ids)
@@ -178,14 +169,7 @@ class Recorder:
             self._ancestors = [self._ancestors[row] for row in order]
 
     def note_stored(self, row: int, cached_hashes: int, num_hashes: int, segments: tuple[str, ...]) -> None:
-        """Note which segments store a row's prefix hashes after those that the cache holds.
-
-        Args:
-            row: Index of the row.
-            cached_hashes: Number of prefix hashes of the row that the cache holds.
-            num_hashes: Number of prefix hashes that are stored.
-            segments: Ids of the segments that store them.
-        """
+        """Note which segments store a row's prefix hashes up to `num_hashes`, after those that the cache holds."""
         self._stored[row] = num_hashes if num_hashes > cached_hashes else min(self._stored[row], cached_hashes)
         before = [segment for segment in self._ancestors[row] if segment not in segments] if cached_hashes else []
         self._ancestors[row] = (*before, *segments)
@@ -204,8 +188,7 @@ class Recorder:
     def seal(self, wait: bool = True) -> None:
         """Submit all captured tokens that are not stored, in multiples of 16; does nothing during a pass.
 
-        Args:
-            wait: Whether to wait while the writer's queue is full.
+        With `wait`, this waits while the writer's queue is full.
         """
         with self._lock, self._step:
             pending_segments = self._take_unsealed()
@@ -263,12 +246,12 @@ class Recorder:
         """Return the ids of the segments that hold a row's stored tokens, in order."""
         return self._ancestors[row]
 
-    def fork(self, collector: StatsCollector, check: DecodingCheck) -> Recorder:
+    def fork(self, collector: StatsCollector) -> Recorder:
         """Return a recorder that continues independently; what is captured so far is sealed or shared."""
         with self._lock:
             self.seal()
             twin = copy.copy(self)
-            twin.collector, twin.check = collector, check
+            twin.collector, twin.check = collector, DecodingCheck()
             twin._lock, twin._is_collected = threading.RLock(), False
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
@@ -299,12 +282,7 @@ class Recorder:
         return True
 
     def _pending_segment(
-        self,
-        row: int,
-        first: int,
-        prefix_hashes: list[bytes],
-        on_device: KeptOnDevice | None,
-        table: SegmentTable,
+        self, row: int, first: int, prefix_hashes: list[bytes], on_device: KeptOnDevice | None, table: SegmentTable
     ) -> PendingSegment:
         new_hashes = prefix_hashes[first:]
         parent = prefix_hashes[first - 1] if first else self.history.hasher.root

@@ -90,11 +90,9 @@ class Request:
         )
 
     def only(self, positions: np.ndarray, suffix: bool) -> dict[str, Any]:
-        """Return the arguments for computing only some of the positions.
+        """Return the arguments for computing only some of the positions (see `Positions`).
 
-        Args:
-            positions: Positions to compute, the same in every row or separate for each (see `Positions`).
-            suffix: Whether every layer computes exactly these positions, and they include all after the first.
+        `suffix` tells whether every layer computes exactly these positions, and they include all after the first.
         """
         kwargs = dict(self.kwargs)
         if not suffix:  # for a suffix, the model derives positions and length itself
@@ -123,15 +121,9 @@ class DecodingCheck:
     _expected: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = field(default_factory=dict)
 
     def add(self, kwargs: dict[str, Any], base: int, pads: list[int]) -> str:
-        """Check a single-token pass.
+        """Check a single-token pass with the arguments `kwargs`, given the number of cached positions and left padding.
 
-        Args:
-            kwargs: All arguments of `forward` by name.
-            base: Number of positions that the cache holds already.
-            pads: Left padding of each row.
-
-        Returns:
-            The reason if the pass is known to be unusual without reading tensors, or an empty string.
+        Return the reason if the pass is known to be unusual without reading tensors, or an empty string.
         """
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is None and any(pads):
@@ -177,7 +169,7 @@ def parse_request(
     placeholders: frozenset[int] = frozenset(),
     check: DecodingCheck | None = None,
 ) -> Request | str:
-    """Parse the arguments of a pass.
+    """Parse the arguments of a pass. Return the reason instead if its KV can neither be stored nor restored.
 
     Args:
         kwargs: All arguments of `forward` by name.
@@ -185,9 +177,6 @@ def parse_request(
         pads: Left padding of the rows, known from earlier passes; None for the first pass.
         placeholders: Tokens that represent images (see `placeholder_tokens`).
         check: Takes the masks and positions of single-token passes, to be read later; if None, they are read at once.
-
-    Returns:
-        The request, or the reason why its KV can neither be stored nor restored.
     """
     ids = kwargs.get("input_ids")
     if ids is None or ids.ndim != 2:

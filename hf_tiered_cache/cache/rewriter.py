@@ -60,13 +60,10 @@ class Handover:
         self._residency.index_cache.rename(self._old.id, lambda owner: (new.id, owner[1], content, owner[3]))
 
     def give_to(self, new: SegmentReader) -> None:
-        """Fetch as many chunks of `new` to the host as were cached of the old segment, within the host budget.
+        """Fetch as many chunks of `new` to the host as were cached of the old segment, which is already deleted.
 
-        The first chunks of each KV cache group are fetched, since they hold the most important tokens. The scores of a
-        chunk are the mean of its tokens' old scores. Read errors are logged and otherwise ignored.
-
-        Args:
-            new: the replacement, with the same tokens in the same geometry. The old segment is already deleted.
+        The first chunks of each KV cache group are fetched, with the most important tokens, within the host budget.
+        The scores of a chunk are the mean of its tokens' old scores. Read errors are logged and otherwise ignored.
         """
         shape, requests = new.shape, list[BlockRequest]()
         for group in shape.block_groups:
@@ -111,11 +108,9 @@ class SegmentRewriter:
         self._queued: set[Future[None]] = set()
 
     def relayout(self, segment_id: str, geometry: Geometry) -> bool:
-        """Rewrite a segment in another geometry; its codec stays.
+        """Rewrite a segment in another geometry; its codec stays. Return whether it was rewritten.
 
-        Returns:
-            Whether it was rewritten. A segment that needs no change, cannot be read (which is counted), or holds only a
-            part of its tokens is left as it is.
+        A segment that needs no change, cannot be read (which is counted), or holds only a part of its tokens stays.
         """
         reader = self._disk.reader(segment_id)
         if reader is None or not reader.shape.whole:
@@ -130,13 +125,10 @@ class SegmentRewriter:
         return differs and self._replace(segment_id, geometry, tables)
 
     def reorder(self, segment_id: str) -> bool:
-        """Order a segment's tokens by their importance, as far as that is known.
+        """Order a segment's tokens by their importance, as far as that is known. Return whether it was rewritten.
 
         The order of a prefix follows the attention that its tokens received; the order of a passage follows how far
         other text changes its KV.
-
-        Returns:
-            Whether it was rewritten.
         """
         reader = self._disk.reader(segment_id)
         if reader is None or not reader.shape.whole:
@@ -158,11 +150,7 @@ class SegmentRewriter:
         """Schedule the rewrites that are due after a prompt that reported its tokens' importance.
 
         A rewrite starts in the background as soon as no cache uses the segment. A segment that was in use ever since it
-        was last due is rewritten anyway.
-
-        Args:
-            segments: Ids of the segments that the prompt used.
-            interval: Number of prompts before the first rewrite (see `BudgetMethod.reorder_every`).
+        was last due is rewritten anyway. See `TokenImportance.prompt_done` for `interval`.
         """
         for segment_id in segments:
             if not self.importance.prompt_done(segment_id, interval):
@@ -243,26 +231,11 @@ class SegmentRewriter:
         except Exception:  # a background job must report its failure; no data is lost
             logger.exception("segment %s could not be rewritten", segment_id)
 
-    def _replace(
-        self,
-        old: str,
-        geometry: Geometry,
-        tables: TokenTables | None,
-        hand_over: bool = False,
-    ) -> bool:
-        """Replace a segment by one with another geometry or token tables.
+    def _replace(self, old: str, geometry: Geometry, tables: TokenTables | None, hand_over: bool = False) -> bool:
+        """Replace the segment `old` by one with another geometry or token tables (None keeps all tokens in order).
 
         The new segment is complete on disk, and found by lookups, before the old one is removed. Sidecars are copied,
-        since they describe the same tokens.
-
-        Args:
-            old: Id of the segment to replace.
-            geometry: Geometry of the new segment.
-            tables: Token tables of the new segment; None to keep all tokens in order.
-            hand_over: Whether the new segment takes over what memory holds of the old one (see `Handover`).
-
-        Returns:
-            Whether the segment was replaced.
+        since they describe the same tokens. With `hand_over`, it takes over what memory holds of the old one.
         """
         reader, pinned = self._disk.reader(old), old in self._disk.backend.pinned()
         if reader is None or not self._disk.backend.writable:

@@ -8,7 +8,6 @@ from functools import cached_property, partial
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from .. import reasons
 from ..errors import StoreClosedError
@@ -16,11 +15,11 @@ from ..identity import Identity, differing_facts, rope_regime
 from ..methods import BudgetMethod, Method, Passages
 from ..passages.finder import PassageFinder, find_passages
 from ..passages.report import PassageReport
+from ..patches.attach import Attachment
 from ..patches.rope import TableCache
 from ..remote.tier import Seconds
 from ..restore.hashes import History
-from ..restore.plan import BudgetPlan, Plan
-from ..restore.planner import make_plan
+from ..restore.plan import BudgetPlan, PassagesPlan, Plan, PlanContext, RowGroup, SegmentSlice
 from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.codecs import codec_in, coded_provenance
@@ -28,7 +27,7 @@ from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
 from ..store.shape import SegmentShape
 from .recorder import Recorder
-from .request import DecodingCheck, Request, left_padding
+from .request import Request, left_padding
 from .storage import Storage
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -50,16 +49,12 @@ class SequenceState:
     """State of the tokens of a cache, in all rows, from the first supported pass on.
 
     Args:
-        store: Store from which KV is restored, and to which it is written.
-        method: Method that restores it, with calibrated settings filled in.
-        config: Config of the model's text part.
+        method: Method that restores KV, with calibrated settings filled in.
         identity: Identity of the model at the first pass.
         regime: Regime of its RoPE frequencies.
         recorder: Recorder of computed KV, which holds the history of the tokens.
-        check: Check of masks and positions while decoding.
         tables: Rotary tables of the model at the first pass.
         segments: Tokens at which passages may begin, or None for any.
-        layers: Number of layers of the model.
         selects: Whether a cache layer can attend to a part of what is restored.
         seconds_to_compute: Returns the seconds to compute a number of tokens, or None if they are not known.
         reports_passages: Whether the passages of a prompt are reported.
@@ -67,11 +62,10 @@ class SequenceState:
 
     store: Storage
     method: Method
-    config: PreTrainedConfig
+    attachment: Attachment
     identity: Identity
     regime: str
     recorder: Recorder
-    check: DecodingCheck
     tables: TableCache
     segments: tuple[int, ...] | None
     layers: int
@@ -107,28 +101,75 @@ class SequenceState:
         method = self.method
         with collector.timing("match_seconds"):
             self._new_ids = request.ids.to("cpu", torch.int64).numpy()
-            find, defer = (self._finder, method.deferred_choice) if isinstance(method, Passages) else (None, None)
-            plan, lookups = make_plan(
-                self.history,
-                self._new_ids,
-                request.must_compute,
-                method.positions_to_compute,
-                self.layers,
-                partial(
-                    self.store.match, usable=self._usable_hashes, asking=self.recorder, seconds=self.seconds_to_compute
-                ),
-                find,
-                defer,
-            )
-        for rows in lookups:
-            for row in rows.rows:
-                self.recorder.note_stored(row, rows.held, rows.num_hashes, rows.segments)
-        if plan is None or not self.selects or not isinstance(method, BudgetMethod):
-            return plan
-        plan = self._within_budget(plan, method)
-        if isinstance(plan, BudgetPlan) and method.reorder:
-            self.store.lay_out_after(plan.groups)
-        return plan
+            groups, restorable = self._look_up(self._new_ids)
+            plan = self._plan_restore(request, groups, restorable) if any(group.pieces for group in groups) else None
+        if plan is None:
+            return None
+        if self.selects and isinstance(method, BudgetMethod):
+            plan = self._within_budget(plan, method)
+            if isinstance(plan, BudgetPlan):
+                if method.reorder:
+                    self.store.lay_out_after(plan.groups)
+                return plan
+        fronts = self.store.fronts
+        return fronts.added_to(plan, self.attachment.devices) if fronts.segments else plan
+
+    def _look_up(self, ids: np.ndarray) -> tuple[tuple[RowGroup, ...], int]:
+        """Find the longest stored prefix of each row, and the passages after it, for new tokens.
+
+        Return groups of equal rows, and the first position of the pass that some row cannot restore.
+        """
+        history, base = self.history, self.history.num_positions
+        whole_rows = np.concatenate([history.ids(), ids], axis=1)
+        alike: dict[tuple[int, bytes], list[int]] = {}
+        for row, pad in enumerate(history.pads):
+            alike.setdefault((pad, whole_rows[row][pad:].tobytes()), []).append(row)
+        match = partial(
+            self.store.match, usable=self._usable_hashes, asking=self.recorder, seconds=self.seconds_to_compute
+        )
+        groups, restorable = [], ids.shape[1]
+        for (pad, _), rows in alike.items():
+            tokens, cached_hashes = whole_rows[rows[0]][pad:], max(0, base - pad) // HASH_TOKENS
+            matched = match(history.prefix_hashes_of(rows[0], tokens), cached_hashes)
+            pieces = [
+                SegmentSlice(reader, 0, run.num_hashes * HASH_TOKENS, run.start * HASH_TOKENS)
+                for run, reader in matched
+            ]
+            num_hashes = matched[-1][0].stop if matched else cached_hashes
+            for row in rows:
+                self.recorder.note_stored(row, cached_hashes, num_hashes, tuple(reader.id for _, reader in matched))
+            found, cached = num_hashes * HASH_TOKENS, base - pad
+            if isinstance(self.method, Passages):  # a part of a passage may begin among cached tokens
+                pieces += self._finder(tokens, found if found > cached else max(0, cached - (HASH_TOKENS - 1)))
+            groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
+            restorable = min(restorable, max(0, found - cached))
+        return tuple(groups), restorable
+
+    def _plan_restore(self, request: Request, groups: tuple[RowGroup, ...], restorable: int) -> Plan | None:
+        """Let the method decide what to compute. Return None if that is everything."""
+        method, base, num_positions = self.method, self.num_positions, request.num_positions
+        context = PlanContext(base, num_positions, restorable, request.must_compute, self.layers, groups)
+        plan = Plan(base, num_positions, method.positions_to_compute(context), groups)
+        if isinstance(method, Passages) and not plan.exact and (choice := method.deferred_choice(context)) is not None:
+            plan = PassagesPlan(base, num_positions, plan.computed, groups, choice)
+        restores_nothing = not plan.restored_tokens and plan.computed[-1].shape[-1] == num_positions
+        return None if restores_nothing else plan
+
+    def can_be_cut(self, request: Request) -> bool:
+        """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
+        method = self.method
+        if not isinstance(method, BudgetMethod):
+            return False
+        step = method.prefill_tokens
+        return (
+            0 < step < request.num_positions - min(request.pads)
+            and method.selects
+            and self.num_positions == 0
+            and self.recorder.enabled
+            and request.text == request.num_positions
+            and request.must_compute <= step // 2
+            and rope_regime(self.attachment.config, step) == self.regime
+        )
 
     def _within_budget(self, plan: Plan, method: BudgetMethod) -> Plan:
         """Return a plan with the budget of its method, unless it restores no more tokens than that."""
@@ -148,8 +189,8 @@ class SequenceState:
         """Finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
         method, store = self.method, self.store
         assert isinstance(method, Passages)
-        sink, ranked_by = method.sink_token(self.config), method.ranked_by
-        regimes = dict.fromkeys((self.regime, rope_regime(self.config, 1) or ""))
+        sink, ranked_by = method.sink_token(self.attachment.config), method.ranked_by
+        regimes = dict.fromkeys((self.regime, rope_regime(self.attachment.config, 1) or ""))
         hashers = (store.passage_hasher(self.identity.fingerprint, method.passages, sink, name) for name in regimes)
         lookups = store.find_parts, store.found_passage, self.segments, store.rankings.of
         return PassageFinder(tuple(hashers), sink, *lookups, ranked_by)
@@ -162,10 +203,7 @@ class SequenceState:
         return usable
 
     def why_nothing(self, request: Request) -> str:
-        """Return the reason why a prompt without a plan is not restored.
-
-        The reason is an empty string if the prompt continues from what the cache holds.
-        """
+        """Return why a prompt without a plan is not restored, or "" if it continues from what the cache holds."""
         if self.num_positions or not self.store.usable:
             return ""
         if self._unusable_reason:
@@ -194,7 +232,7 @@ class SequenceState:
         if not isinstance(method, Passages):
             return ""
         for provenance in filter(is_passage, provenances):
-            sink, codec = method.sink_token(self.config), codec_in(provenance)
+            sink, codec = method.sink_token(self.attachment.config), codec_in(provenance)
             hasher = self.store.passage_hasher(fingerprint, provenance, sink, self.regime)
             if provenance != method.passages and find_passages(tokens, hasher, self.store.find_parts):
                 return reasons.OTHER_LEAD if codec == codec_in(method.passages) else reasons.other_codec(codec)
@@ -233,8 +271,7 @@ class SequenceState:
     def commit(self, request: Request, plan: Plan | None, collector: StatsCollector) -> str:
         """Record a completed pass: count and append its tokens, and store them if there are enough.
 
-        Returns:
-            The reason why later passes run without the store, or an empty string.
+        Return the reason why later passes run without the store, or an empty string.
         """
         self.miss_reason = ""
         rows, num_positions = request.ids.shape
@@ -275,8 +312,7 @@ class SequenceState:
     def _count_restored(self, plan: Plan, tokens: int, collector: StatsCollector) -> int:
         """Count the tokens of a pass that followed a plan, in all rows and without padding.
 
-        Returns:
-            The number of positions at the end that every layer computed.
+        Return the number of positions at the end that every layer computed.
         """
         if isinstance(plan, BudgetPlan) and not plan.streams_all:
             assert isinstance(self.method, BudgetMethod)
@@ -310,33 +346,31 @@ class SequenceState:
     def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray]) -> str:
         """Return the reason why only a prefix of the prompt is restored although passages are stored.
 
-        The reason is an empty string if all is restored, or if the prefix contains passages.
+        Return "" if all is restored, or if the prefix contains passages.
         """
         if plan.num_positions - plan.restored_until < HASH_TOKENS or not self._has_passages():
             return ""
         return "" if any(self._finder(row, 0) for row in rows) else reasons.NO_PASSAGES
 
-    def of_row(self, recorder: Recorder, check: DecodingCheck) -> SequenceState:
-        """Return the state of an empty cache with the same settings, for a row alone."""
-        return replace(self, recorder=recorder, check=check, stored_in_pieces={})
+    def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
+        """Store a computed piece of a longer prompt, a single row, and remove it from the history."""
+        computed = piece.num_positions - (0 if plan is None else plan.restored_tokens)
+        collector.add(tokens_computed=computed)
+        self.stored_in_pieces[0] = self.stored_in_pieces.get(0, 0) + computed
+        self.recorder.end(piece.ids, piece.num_positions if plan is None else len(plan.computed[0]))
+        self.recorder.seal()
+        self.recorder.crop(piece.num_positions)
 
     def fork(self, collector: StatsCollector) -> SequenceState:
         """Return a copy that continues independently, with its own statistics."""
-        check = DecodingCheck()
-        recorder = self.recorder.fork(collector, check)
-        return replace(self, recorder=recorder, check=check, _report=self._report.fork())
+        return replace(self, recorder=self.recorder.fork(collector), _report=self._report.fork())
 
 
 def num_common(history: History, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:
     """Return the number of leading positions that a cache with this history shares with a prompt.
 
-    At least the last position of the prompt is not counted, since it has to be computed. A prompt with other padding,
-    or one that shares only the padding of a row, shares nothing.
-
-    Args:
-        history: Tokens of the cache.
-        prompt: int `[rows, positions]`.
-        mask: Its attention mask, `[rows, positions]`, or None if it is not known.
+    The last position of the prompt, int `[rows, positions]`, is not counted, since it has to be computed. A prompt with
+    other left padding in its mask (None if unknown), or one that shares only the padding of a row, shares nothing.
     """
     if mask is not None and mask.shape == prompt.shape and left_padding(mask, prompt, 0) != history.pads:
         return 0

@@ -64,12 +64,9 @@ class SpotChecks:
         return random.random()
 
     def is_due(self, tokens: int, seconds: float, restoring_seconds: float) -> bool:
-        """Note a request, and return whether to check some of its tokens.
+        """Note a request that restored `tokens` tokens in `seconds`, and return whether to check some of them.
 
-        Args:
-            tokens: Number of tokens that it restored.
-            seconds: Duration of the request.
-            restoring_seconds: Duration of the pass that restored them, the expected cost of the first check.
+        The pass that restored them took `restoring_seconds`, the expected cost of the first check.
         """
         if not self.share or not tokens:
             return False
@@ -90,9 +87,7 @@ class SpotChecks:
     def choose(self, run: RestoredRun, held_from: int) -> tuple[int, SegmentSlice] | None:
         """Return the first token to check, a multiple of 16, and the segment that holds it; None if there is none.
 
-        Args:
-            run: Segments that were restored.
-            held_from: First token that at least one layer still holds.
+        `held_from` is the first token that at least one layer still holds.
         """
         choices = []
         for piece in run.pieces:
@@ -103,12 +98,9 @@ class SpotChecks:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """Segments that a pass restored for its first row.
+    """Slices of segments with exact KV that a pass restored for its first row.
 
-    Args:
-        pieces: Slices of segments with exact KV.
-        began: Start of the pass, by `time.perf_counter`.
-        seconds: Duration of the pass.
+    The pass began at `began`, by `time.perf_counter`, and took `seconds`.
     """
 
     pieces: tuple[SegmentSlice, ...]
@@ -128,14 +120,8 @@ class RestoredRun:
 def deviation(stored: Sequence[Any], computed: Sequence[Any], pad: int, first: int) -> float | None:
     """Return how far restored keys and values are from computed ones, in the layer where that is farthest.
 
-    Args:
-        stored: Layers of the cache that was restored; its first row is compared.
-        computed: Layers of a cache that computed this row up to and including the compared tokens.
-        pad: Left padding of the row in the first cache.
-        first: Index of the first compared token in the row.
-
-    Returns:
-        The median over the tokens of the distance relative to the computed values; None if no layer holds the tokens.
+    It is the median over the 16 tokens from `first` on, after the `pad` of the first row, of the distance relative to
+    the computed values; None if no layer holds the tokens. The last tokens of `computed` are compared.
     """
     largest = None
     for layer, again_layer in zip(stored, computed, strict=True):

@@ -21,9 +21,8 @@ from ..errors import ConfigError, StoreClosedError, StoreError
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
 from ..remote.tier import RemoteTier, Seconds
-from ..restore.hashes import PassageHasher, PrefixHasher
+from ..restore.hashes import MatchedRun, PassageHasher, PrefixHasher, longest_prefix
 from ..restore.plan import RowGroup
-from ..restore.planner import MatchedRun, longest_prefix
 from ..store.catalogue import SegmentRow
 from ..store.cipher import Hidden
 from ..store.conversations import Conversations
@@ -55,17 +54,14 @@ class Storage:
     KV that is not written yet is written when this object is garbage collected, or when the interpreter exits.
 
     Args:
-        disk: Segments and their backend; closed with this object.
-        residency: Memory tiers.
+        disk: Segments and their backend; closed with this object, as is the remote.
         secret: Key of the token hashes, if there is one.
-        policy: Eviction policy of the memory tiers.
         codec: Codec for methods that name none.
         ttl: Lifetime of a new segment in seconds, or None.
         queue_bytes: Maximum bytes of KV that wait to be written.
         queue_device_bytes: Maximum GPU memory that this KV keeps allocated.
         spot_checks: Fraction of what is restored that is computed again and compared.
-        remote: Place that several machines share, or None; closed with this object.
-        remote_write: Which segments are sent to it (see `WriteBack`).
+        remote_write: Which segments are sent to the remote (see `WriteBack`).
 
     Raises:
         ConfigError: The stored segments are encrypted with another key.
@@ -156,7 +152,7 @@ class Storage:
         asking: Recorder | None = None,
         seconds: Seconds | None = None,
     ) -> list[tuple[MatchedRun, SegmentReader]]:
-        """Return the longest stored prefix of a sequence: runs of segments, and the open segments.
+        """Return the longest stored prefix of a sequence from one of its hashes on: runs, and the open segments.
 
         KV that other caches of this process have computed but not stored is stored first, if it can be part of the
         prefix.
@@ -164,11 +160,9 @@ class Storage:
         Args:
             prefix_hashes: Prefix hashes of the sequence.
             start: Index of the first prefix hash to match; the cache holds what precedes it.
-            usable: Returns how many prefix hashes of a segment can be used; by default those that are stored
-                completely.
+            usable: Returns how many prefix hashes of a segment can be used; by default all that are stored completely.
             asking: Recorder of the cache that does the lookup; its KV is not stored first.
-            seconds: Returns the time to compute a prompt, which bounds how long the remote is waited for. None: the
-                remote is not asked.
+            seconds: Returns the time to compute a prompt, which bounds how long the remote is waited for, or None.
         """
         self.check_open()
         if start >= len(prefix_hashes):
@@ -242,13 +236,9 @@ class Storage:
         self.writer.submit(pending, wait)
 
     def blocks_of(self, reader: SegmentReader, block_group: int) -> torch.Tensor:
-        """Return all blocks of a KV cache group of a segment, from host memory if they are there, else from disk.
+        """Return a copy of all blocks of a KV cache group, uint8 `[chunks, block_bytes]`, from host memory or disk.
 
-        Returns:
-            uint8 `[chunks, block_bytes]`, a copy.
-
-        Raises:
-            IntegrityError, OSError: A block cannot be read.
+        Raises IntegrityError or OSError if a block cannot be read.
         """
         blocks, missing = blocks_in_memory(self.residency, reader, block_group)
         if len(missing):
@@ -262,11 +252,9 @@ class Storage:
             self._recorders.add(recorder)
 
     def seal(self, beginning: bytes | None = None, but: Recorder | None = None) -> None:
-        """Queue what live caches have computed and not stored, between their passes.
+        """Queue what live caches have computed and not stored, between their passes, except of the recorder `but`.
 
-        Args:
-            beginning: First prefix hash: only caches that hold a sequence with it are sealed; None for all caches.
-            but: Recorder to leave out.
+        With a `beginning`, a first prefix hash, only caches that hold a sequence with it.
         """
         with self._lock:
             recorders = list(self._recorders)

@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 
 
 class StoredCache(Cache, ServedCache):
-    """Cache with KV from a store. See `TieredCache`.
-
-    Args:
-        attachment, layers: As returned by `prepare`.
-        storage, method, options: See `TieredCache`.
-    """
+    """Cache with KV from a store. See `TieredCache`, and `prepare` for the attachment and the layers."""
 
     def __init__(
         self, attachment: Attachment, layers: list[Any], storage: Storage, method: Method, options: CacheOptions
@@ -153,12 +148,9 @@ class StoredCache(Cache, ServedCache):
             )
 
     def continue_with(self, input_ids: torch.Tensor, copies: int = 1, mask: torch.Tensor | None = None) -> None:
-        """Begin a `generate()`: keep what this cache holds of the prompt, and forget the rest.
+        """Begin a `generate()`: keep what this cache holds of the prompt, int `[batch, n]`, and forget the rest.
 
-        Args:
-            input_ids: int `[batch, n]`.
-            copies: Number of rows of the cache for each row of `input_ids` (beams, several sequences).
-            mask: Attention mask of the prompt, `[batch, n]`, or None if it is not known.
+        The cache has `copies` rows for each row of the prompt (beams, several sequences).
 
         Raises:
             CacheMismatchError: The cache is strict, and holds other tokens.

@@ -55,13 +55,12 @@ class Suspended:
     merging: str = ""
 
 
-def put_away(executor: Executor, cache: LayeredCache) -> Suspended:
+def put_away(executor: Executor, cache: LayeredCache, started: float) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
-    Raises:
-        StoreClosedError: the store was closed.
+    The suspension began at `started`, by `time.perf_counter`. Raises StoreClosedError if the store was closed.
     """
-    started, storage, conversation = time.perf_counter(), executor.store, executor.conversation
+    storage, conversation = executor.store, executor.conversation
     num_positions, decision = cache.get_seq_length(), MergeDecision()
     storage.check_open()
     sequence = executor.sequence or executor.ended
@@ -138,7 +137,7 @@ def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentRead
 
     def front(stored: float) -> float:
         share = method.recompute if isinstance(method, PrefixMethod) else 0.0
-        costs = costs_of(sequence, executor.attachment, tokens)
+        costs = costs_of(sequence, tokens)
         if not can_recompute_prefix(executor.attachment) or (share == "auto" and costs is None):
             return 0.0
         if share != "auto":
@@ -187,17 +186,10 @@ def _why_left(executor: Executor, sequence: SequenceState) -> str:
 
 
 class CacheReplay:
-    """Replay of the last tokens of one sequence.
+    """Replay of the last `count` tokens of one sequence, int `[1, tokens]`.
 
-    Args:
-        run: Function that runs the model on token ids, int `[1, n]`, and a cache, and returns logits
-            `[1, n, vocabulary]`.
-        layers: Cache layers of all layers of the model, which hold the whole sequence or a window of it.
-        ids: Tokens of the sequence, int `[1, tokens]`.
-        count: Number of tokens to replay.
-
-    Raises:
-        ValueError: A layer does not hold the KV before the replayed tokens.
+    `run` runs the model on token ids, int `[1, n]`, and a cache, and returns logits `[1, n, vocabulary]`. The cache
+    layers hold the whole sequence or a window of it. Raises ValueError if one lacks the KV before the replayed tokens.
     """
 
     def __init__(
@@ -224,11 +216,7 @@ class CacheReplay:
         return fixed.fixed_keys, fixed.fixed_values
 
     def loss(self, changed: Mapping[int, LayerTensors]) -> float:
-        """Return the mean KL divergence from the unchanged KV's predictions, in nats; NaN if any is not finite.
-
-        Args:
-            changed: Keys and values of changed layers, in the form of `kv`.
-        """
+        """See `conversations.sharing.Replay`; NaN if a prediction is not finite."""
         if self._expected is None:
             self._expected = self._log_probs({})
         log_probs = self._log_probs(changed)
@@ -248,11 +236,7 @@ class CacheReplay:
 class _FixedLayer(CacheLayerMixin):
     """Cache layer whose KV never grows: a pass sees it, followed by the pass's own KV.
 
-    Args:
-        keys: Rotated keys, `[1, heads, n, dim]`.
-        values: Values, likewise.
-        first: Position of the first of them.
-        is_sliding: Whether the layer has sliding window attention.
+    Rotated keys and values, `[1, heads, n, dim]`, begin at position `first`.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, first: int, is_sliding: bool) -> None:

@@ -105,13 +105,9 @@ def joined(samples: Sequence[SampledQueries], row: int) -> SampledQueries:
 def layer_distances(
     layers: Sequence[int], sample: SampledQueries, keys: Sequence[torch.Tensor], positions: int
 ) -> LayerDistances:
-    """Compute the distances from sampled queries of one sequence.
+    """Compute the distances from sampled queries of one sequence of `positions` positions, with its left padding.
 
-    Args:
-        layers: Layer numbers.
-        sample: Queries of the sequence.
-        keys: Keys of each layer, `[1, kv_heads, positions, dim]`, rotated, from padded position 0 on.
-        positions: Length of the sequence, with its left padding.
+    The keys of each layer, `[1, kv_heads, positions, dim]`, are rotated, from padded position 0 on.
     """
     (pad,) = sample.pads
     count = int(sample.weights[sample.positions >= pad].sum())
@@ -131,10 +127,8 @@ def layer_distances(
 def attention_sums(sample: SampledQueries, keys: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """Compute sums over the attention rows of one sequence, each row as often as its weight says.
 
-    Args:
-        sample: See `layer_distances`.
-        keys: See `layer_distances`. Keys on other devices are copied to that of the first layer, a few KV heads at a
-            time.
+    See `layer_distances` for the arguments. Keys on other devices are copied to that of the first layer, a few KV heads
+    at a time.
 
     Returns:
         float64 `[heads, layers, layers]`: products of the weights of two layers, summed over keys and rows; and float64
@@ -183,11 +177,8 @@ def _attention(
 ) -> torch.Tensor:
     """Return attention weights, float32 `[layers, kv_heads * group, n, keys]`; 0 for rows at padding positions.
 
-    Args:
-        queries: Scaled queries of each layer, `[kv_heads, group, n, dim]`.
-        keys: Keys of each layer, `[kv_heads, dim, keys]`.
-        positions: Position of each query, int64 `[n]`, ascending. It sees the keys up to its own, without padding.
-        pad: Number of left-padding positions.
+    Each layer has scaled queries, `[kv_heads, group, n, dim]`, and keys, `[kv_heads, dim, keys]`. A query sees the keys
+    up to its own position, ascending int64 `[n]`, without the `pad` first ones.
     """
     device, num_keys = keys[0].device, int(positions[-1]) + 1
     kv_heads, group, count, _ = queries[0].shape
@@ -201,22 +192,19 @@ def _attention(
 
 
 class KeysOfLayer(Protocol):
-    """Keys of one layer, as held by its cache layer."""
+    """Rotated keys of a layer, `[batch, kv_heads, held, dim]`, for the last `held` of `columns` positions, or None."""
 
     index: int
     window: int
 
     @property
-    def keys(self) -> torch.Tensor | None:
-        """Rotated keys, `[batch, kv_heads, held, dim]`; None if the layer holds none."""
+    def keys(self) -> torch.Tensor | None: ...
 
     @property
-    def columns(self) -> int:
-        """Number of positions of the sequence so far, held or not."""
+    def columns(self) -> int: ...
 
     @property
-    def held(self) -> int:
-        """Number of positions that are held."""
+    def held(self) -> int: ...
 
 
 class AttentionDistances:
@@ -240,11 +228,7 @@ class AttentionDistances:
     def begin(self, sources: Sequence[KeysOfLayer], first: int, stop: int, pads: Sequence[int]) -> SampledPass | None:
         """Begin a pass. Return its observer, or None to observe nothing of it, at no cost to the pass.
 
-        Args:
-            sources: Keys of the cache's layers.
-            first: First of the last positions that every layer computes.
-            stop: End of these positions, exclusive.
-            pads: Number of left padding positions of each batch row.
+        Every layer computes the positions from `first` to `stop`, exclusive. `pads` are the rows' left paddings.
         """
         count = stop - first
         stride = self.interval if count <= self.interval else max(self.prompt_interval, -(-count // self.prompt_rows))
@@ -302,14 +286,9 @@ class AttentionDistances:
 
 
 class SampledPass:
-    """Observer of one pass that keeps the queries of sampled positions.
+    """Observer of one pass that keeps the queries of sampled positions, int64 `[n]`. See `AttentionDistances.begin`.
 
-    Args:
-        owner: `AttentionDistances` that counts the pass.
-        sources: Keys of the compared layers.
-        first, stop, pads: See `AttentionDistances.begin`.
-        positions: int64 `[n]`, sampled positions.
-        weight: Number of positions that each sample represents.
+    Each sample represents `weight` positions. `sources` are the keys of the compared layers.
     """
 
     def __init__(

@@ -50,23 +50,16 @@ I_R_SHARE = 0.75
 
 
 def nearest_pairs(
-    layers: Sequence[int],
-    distances: np.ndarray,
-    most_pairs: int,
-    shared: Pairs = (),
-    most_distance: float = np.inf,
+    layers: Sequence[int], distances: np.ndarray, most_pairs: int, shared: Pairs = (), most_distance: float = np.inf
 ) -> Pairs:
     """Pair the nearest layers, then the next ones. No layer is in two pairs.
 
     Args:
         layers: Layers that may be paired, ascending.
         distances: float `[layers, layers]`, distance of the layer of the row from the later layer of the column.
-        most_pairs: Maximum number of pairs.
+        most_pairs: Maximum number of pairs, which begin with the existing ones.
         shared: Existing pairs, which are kept.
         most_distance: Maximum distance of a new pair.
-
-    Returns:
-        Pairs of layers, the lower one first: existing ones, then new ones with the smallest distance first.
     """
     low, high = np.triu_indices(len(layers), 1)
     pairs, paired_layers = list(shared), {layer for pair in shared for layer in pair}
@@ -86,13 +79,9 @@ def target_pairs(num_layers: int, layers_shared: float) -> int:
 
 
 def share_layers(distances: LayerDistances, gamma: float, layers_shared: float = 0.5, shared: Pairs = ()) -> Pairs:
-    """Pair the layers with the most similar attention (Algorithm 1).
+    """Pair the share `layers_shared` of the layers with the most similar attention (Algorithm 1), and keep `shared`.
 
-    Args:
-        distances: Distances of the conversation's layers.
-        gamma: Minimum share of attention at the two ends for a layer to be I-R; see `calibrated_gamma`.
-        layers_shared: Share of `distances.layers` to pair.
-        shared: Existing pairs, which are kept.
+    `gamma` is the minimum share of attention at the two ends for a layer to be I-R (see `calibrated_gamma`).
     """
     candidates = np.flatnonzero(distances.initial_recent >= gamma)
     layers = [distances.layers[place] for place in candidates]
@@ -103,12 +92,7 @@ def share_layers(distances: LayerDistances, gamma: float, layers_shared: float =
 def calibrated_gamma(shares: Iterable[np.ndarray], target: float = I_R_SHARE) -> float:
     """Return the γ at which the share `target` of a model's layers is I-R, over conversations (Section 4.2, Table 3).
 
-    Args:
-        shares: `LayerDistances.initial_recent` of each conversation.
-        target: Share of layers that are I-R, over all conversations.
-
-    Raises:
-        ValueError: `shares` is empty.
+    `shares` are the `LayerDistances.initial_recent` of each conversation. Raises ValueError if there are none.
     """
     sorted_shares = np.sort(np.concatenate(list(shares) or [np.empty(0)]))
     if not len(sorted_shares):
@@ -127,13 +111,13 @@ def merge_changes(kv: Sequence[LayerTensors], kinds: Sequence[Hashable], toward:
 
     Args:
         kv: Keys and values of each layer, `[1, heads, tokens, dim]`.
-        kinds: Kind of each layer. Layers of different kinds cannot be merged.
+        kinds: Kind of each layer. Layers of different kinds cannot be merged; their distance is infinite.
         toward: Direction of merged vectors, from that of the first layer (0) to that of the second (1).
         retained: Share of the tokens that stay unmerged: those with the largest angle.
 
     Returns:
         float `[layers, layers]`: root of the mean of both layers' relative squared distances, for the layer of the row
-        and a later one of the column. Infinite for layers of different kinds.
+        and a later one of the column.
     """
     changes = np.full((len(kv), len(kv)), np.inf)
     for kind in dict.fromkeys(kinds):
@@ -187,11 +171,7 @@ class Replay(Protocol):
         """Return the rotated keys and values of a layer before the replayed tokens, `[1, heads, n, dim]`."""
 
     def loss(self, changed: Mapping[int, LayerTensors]) -> float:
-        """Return the mean KL divergence from the predictions over the unchanged KV, in nats.
-
-        Args:
-            changed: Keys and values of changed layers, in the form of `kv`.
-        """
+        """Return the mean KL divergence from the predictions over unchanged KV, in nats. `changed` is as by `kv`."""
 
 
 @dataclass(frozen=True)
@@ -218,17 +198,11 @@ def accepted_pairs(
     most: float,
     most_change: float,
 ) -> AcceptedPairs:
-    """Return the pairs with a replay loss of at most `most`: all, else the half whose KV changes least, and so on.
+    """Return the pairs with a replay loss of at most `most` nats: all, else the half that changes least, and so on.
 
-    Pairs whose KV changes by more than `most_change` are not replayed. The others take one replay without pairs, and at
-    most 1 + log2(pairs) with pairs.
-
-    Args:
-        replay: Replay of the conversation.
-        pairs: Proposed pairs of layers.
-        merge: Function that returns the merged keys and values of two layers.
-        most: Maximum mean KL divergence, in nats.
-        most_change: Maximum relative distance between a pair's merged and unmerged KV.
+    Pairs whose KV changes by a relative distance of more than `most_change` are not replayed. The others take one
+    replay without pairs, and at most 1 + log2(pairs) with pairs. `merge` returns the merged keys and values of two
+    layers.
     """
     merged, changes = dict[int, LayerTensors](), dict[tuple[int, int], float]()
     for pair in pairs:

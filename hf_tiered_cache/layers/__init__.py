@@ -28,15 +28,8 @@ _DummyLayer = getattr(cache_utils, "DummyLayer", ())  # since transformers 5.19:
 def sources_for(model: PreTrainedModel, full: Callable[[int], DenseSource]) -> list[Any]:
     """Create a cache layer for each of the model's layers, of the kinds that a `DynamicCache` would use.
 
-    Args:
-        model: Decoder-only causal LM (see `check_causal`).
-        full: Creates the cache layer of a layer with full attention, given its index.
-
-    Returns:
-        One cache layer per model layer; transformers' own dummy layer where a layer shares another layer's KV.
-
-    Raises:
-        UnsupportedModelError: A layer keeps state other than KV of single tokens.
+    `full` creates that of a layer with full attention, given its index. Where a layer shares another layer's KV,
+    transformers' own dummy layer is used. Raises UnsupportedModelError if a layer keeps state other than KV of tokens.
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)

@@ -57,12 +57,8 @@ class KVBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `columns` positions to the sequence; the first `first` of them are not held.
 
-        Args:
-            like_keys: `[batch, heads, _, dim]`, gives the shape, dtype and device of the key buffer.
-            like_values: Like `like_keys`, for the value buffer.
-            columns: Number of new positions of the sequence.
-            first: Number of leading new positions that are not held. Above 0 only if no
-                later query sees the entries held so far, which are then released.
+        `first` is above 0 only if no later query sees the entries held so far, which are then released. Buffers get
+        shape, dtype and device of `like_keys` and `like_values`, `[batch, heads, _, dim]`.
 
         Returns:
             Uninitialised views of the new positions, `[batch, heads, columns - first, dim]` each.
@@ -112,12 +108,8 @@ class KVBuffer:
     def _without(self, first: Sequence[int], counts: Sequence[int], fewest: int) -> dict[str, Any]:
         """Return the state of this buffer with fewer entries. Those that stay in a row are its last ones.
 
-        The removed entries still count as positions of the sequence.
-
-        Args:
-            first: Index of the first entry to remove, for each row.
-            counts: Number of entries to remove, for each row.
-            fewest: Number of entries by which all rows get shorter. A row with fewer to remove loses its first ones.
+        The removed entries, `counts` from `first` on in each row, still count as positions. All rows get shorter by
+        `fewest` entries. A row with fewer to remove loses its first ones.
         """
         keys, values = (_moved(tensor[:, :, fewest:], tensor, self.held - fewest, 0) for tensor in self._views())
         for target, source in zip((keys, values), self._views(), strict=True):

@@ -120,13 +120,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the keys and values that the layer has computed.
+        """Append the rotated keys and the values that the layer has computed, `[batch, kv_heads, n, dim]` each.
 
-        Args:
-            kind: Layout of the tensors that the model passes to the cache for this layer.
-            pre_rope: Keys and values as stored, before rotation.
-            keys: `[batch, kv_heads, n, dim]`, rotated.
-            values: `[batch, kv_heads, n, dim]`.
+        The model passes tensors of the layout `kind`; `pre_rope` has them as stored, before rotation.
 
         Returns:
             Keys and values for the model's attention: all that the queries may see, unless `attend` replaces them.
@@ -243,12 +239,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
 
 class SlidingSource(DenseSource):
-    """Cache layer with sliding window attention: queries see the last `window` tokens, including their own.
-
-    Args:
-        index: Layer index.
-        window: Sliding window in tokens.
-    """
+    """Cache layer with sliding window attention: queries see the last `window` tokens, including their own."""
 
     is_sliding = True
 
@@ -305,13 +296,9 @@ class SlidingSource(DenseSource):
 
 
 def _put(target: torch.Tensor, columns: torch.Tensor, computed: torch.Tensor) -> None:
-    """Write computed keys or values to some positions of `target`.
+    """Write computed keys or values, `[batch, heads, n, dim]`, to some positions of `target`.
 
-    Args:
-        target: `[batch, heads, columns, dim]`, modified in place.
-        columns: Positions, int64 `[n]`, or `[batch, n]` for different ones per row. A repeated position gets the same
-            values each time.
-        computed: `[batch, heads, n, dim]`.
+    Rows have the same positions, int64 `[n]`, or their own, `[batch, n]`. A repeated position gets the same values.
     """
     if columns.ndim == 1:
         target.index_copy_(2, columns, computed)

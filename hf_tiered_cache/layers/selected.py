@@ -55,7 +55,6 @@ class SelectedSource(DenseSource):
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DenseSource`."""
         self._appended, restoring = (pre_rope, keys), self._pass
         if restoring is None or not isinstance(restoring.plan, BudgetPlan):
             return super().append(kind, pre_rope, keys, values)
@@ -65,7 +64,6 @@ class SelectedSource(DenseSource):
         return keys, values
 
     def begin_pass(self, restoring: RestoringPass) -> None:
-        """See `DenseSource`."""
         plan = restoring.plan
         if not isinstance(plan, BudgetPlan):
             return super().begin_pass(restoring)
@@ -74,7 +72,6 @@ class SelectedSource(DenseSource):
         return None
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
-        """See `DenseSource`."""
         restoring, (query, keys, values, _, scaling) = self._pass, call
         appended, self._appended = self._appended, None
         if restoring is None:
@@ -112,15 +109,9 @@ class SelectedSource(DenseSource):
         return attended if output is None else _merged(attended, output, plan)
 
     def _hold(self, plan: BudgetPlan, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the entries of a prompt, of which only the computed ones are filled.
+        """Add the entries of a prompt, of which only the computed ones, the last, are filled.
 
-        Args:
-            plan: Plan of the pass.
-            keys: `[batch, kv_heads, computed, dim]`, computed keys. They become the last entries.
-            values: Like `keys`.
-
-        Returns:
-            Keys and values of all entries, `[batch, kv_heads, entries, dim]` each.
+        Return keys and values of all entries, `[batch, kv_heads, entries, dim]` each.
         """
         most, skipped, pads = max(plan.entries), plan.num_skipped, [group.pad for group in plan.groups]
         empty = [most - count for count in plan.entries]
@@ -181,7 +172,6 @@ class SelectedSource(DenseSource):
         self.__dict__.update(state, _rows=rows, _own=own_entries, _empty=left, unused=left if any(left) else ())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """See `DenseSource`."""
         super().batch_select_indices(indices)
         rows = indices.tolist()
         self._own = [self._own[row] for row in rows] if self._own else []
@@ -199,7 +189,6 @@ class SelectedSource(DenseSource):
         super()._take_back(columns)
 
     def fork(self) -> DenseSource:
-        """See `DenseSource`."""
         twin = super().fork()
         assert isinstance(twin, SelectedSource)
         twin._rows = _forked(self._rows)

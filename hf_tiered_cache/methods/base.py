@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, with_type
 from ..restore.plan import PlanContext, Positions
 from ..selection.prompt import PREFETCHED
-from ..selection.selector import Selector
+from ..selection.selectors import Selector
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance
 from ..store.geometry import Geometry

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import ConfigError, unknown_name
-from ..selection.selector import Selector, budgeted_tokens
-from ..selection.selectors import ProbeHeads, TopChunks
+from ..selection.selectors import ProbeHeads, Selector, TopChunks, budgeted_tokens
 from ..store.geometry import Geometry, KeyIndex
 from .base import DEFAULT_BUDGET, BudgetMethod, is_count, is_number, require
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError, unknown_name
 from ..selection import DECODE_INDEXES
 from ..selection.held import WINDOW_POLICIES
-from ..selection.selector import Selector
+from ..selection.selectors import Selector
 from ..selection.window import ByIndex
 from ..store.geometry import HASH_TOKENS, Geometry
 from .base import BudgetMethod, is_count, is_number, require

@@ -185,14 +185,7 @@ def calibrate_prefix(
 
 
 def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, progress: bool = True) -> None:
-    """Measure the costs of prefixes for a method that needs them, unless the store has them or cannot be written.
-
-    Args:
-        storage: storage to measure, and to save the result in.
-        model: causal LM.
-        method: the method.
-        progress: whether to show a progress bar.
-    """
+    """Measure the costs of prefixes for a method that needs them, unless the store has them or cannot be written."""
     if not (isinstance(method, PrefixMethod) and method.calibrates) or not storage.disk.backend.writable:
         return
     inner = base_model(model)
@@ -261,13 +254,8 @@ def _both_ways(costs: PrefixCosts, tokens: int) -> float:
 def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> float:
     """Measure `PrefixCosts.growth`: how many seconds longer each token takes per token before it, divided by two.
 
-    It follows from passes of a few tokens without and with a long context. Computing the context would take long, so
-    its KV is that of these tokens, repeated.
-
-    Args:
-        model: causal LM.
-        ids: tokens, int64 `[1, tokens]`.
-        repeats: number of runs; fewer if they take long.
+    It follows from passes of a few tokens of `ids`, int64 `[1, tokens]`, without and with a long context. Computing the
+    context would take long, so its KV is that of these tokens, repeated.
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", _CHUNK + _CONTEXT)
     chunk = ids[:, : min(_CHUNK, limit // 2)]

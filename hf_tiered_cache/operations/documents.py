@@ -16,20 +16,11 @@ BATCH_TOKENS = 4096
 
 
 def enter_documents(storage: Storage, records: Sequence[DocumentRecord]) -> int:
-    """Save the records of labels, and delete replaced passages unless other labels name them.
+    """Save the records of labels, and delete replaced passages unless other labels name them; return their number.
 
-    At any time, a label names either its old or its new passages, even if a process is killed. In that case, `gc` or
-    the next save of the label deletes the replaced passages.
-
-    Args:
-        storage: storage to save the records in.
-        records: records of labels with their new passages, which must be durable.
-
-    Returns:
-        Number of segments deleted.
-
-    Raises:
-        StoreError, OSError: not all labels were saved.
+    The new passages must be durable. At any time, a label names either its old or its new passages, even if a process
+    is killed. In that case, `gc` or the next save of the label deletes the replaced passages. Raises StoreError or
+    OSError if not all labels were saved.
     """
     if not records:
         return 0
@@ -63,8 +54,7 @@ def segments_of_documents(storage: Storage, labels: Collection[str]) -> list[Seg
 def remove_documents(storage: Storage, labels: Collection[str]) -> int:
     """Delete documents and the segments that only they name. Return the number of segments deleted.
 
-    Raises:
-        ConfigError: a label does not exist; then nothing is deleted.
+    Raises ConfigError if a label does not exist; then nothing is deleted.
     """
     storage.disk.check_writable()
     storage.flush()
@@ -79,12 +69,7 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
 def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
     """Delete replaced passages that a killed process did not delete, and records without stored passages.
 
-    Args:
-        storage: storage to clean up.
-        dry_run: whether to delete nothing.
-
-    Returns:
-        Files of the records that were deleted, or with `dry_run` would be.
+    Return the files of the records that were deleted, or with `dry_run` would be.
     """
     if not dry_run:
         storage.disk.check_writable()

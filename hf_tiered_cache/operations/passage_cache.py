@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, DynamicCache
 from ..cache.calibrations import keep_records, records_of
 from ..cache.executor import CacheOptions, Executor
 from ..cache.recorder import Recorder
-from ..cache.request import DecodingCheck, Request
+from ..cache.request import Request
 from ..cache.sequence import SequenceState
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache, prepare
@@ -56,17 +56,10 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first: int, tokens: int) -> torch.Tensor:
-    """Return the lead text that this store keeps for a model, int64 `[n]`.
+    """Return the lead text that this store keeps for a model, at most `tokens` tokens after `first`: int64 `[n]`.
 
     The first call tokenizes the end of `TEXT` with the tokenizer in the model's folder or local cache. Without a
     tokenizer, or if it does not know the language, the model generates a text.
-
-    Args:
-        storage: storage to keep the text in.
-        attachment: attachment of the model.
-        fingerprint: fingerprint of the model.
-        first: token that the text follows.
-        tokens: maximum number of tokens of the text.
     """
     name = f"{fingerprint} lead {first} {tokens}"
     for record in records_of(storage, name):
@@ -95,13 +88,7 @@ def _tokenized(attachment: Attachment) -> list[int]:
 
 @torch.no_grad()
 def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
-    """Generate a text by sampling from the model, with a fixed seed and without special tokens.
-
-    Args:
-        attachment: attachment of the model.
-        first: token that the text follows.
-        tokens: number of tokens of the text.
-    """
+    """Generate `tokens` tokens after `first` by sampling from the model, with a fixed seed, without special tokens."""
     model, generator = attachment.model, torch.Generator().manual_seed(0)
     cache, text = DynamicCache(config=attachment.config), [first]
     special = _special_tokens(attachment)
@@ -193,12 +180,12 @@ class PassageExecutor(Executor):
         sequence.reports_passages = False  # a passage is not searched for other passages
         return sequence
 
-    def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
+    def new_recorder(self, identity: Identity, regime: str, pads: list[int]) -> Recorder:
         method, store = self.method, self.store
         hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
         arguments = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
         if self._ranking_lead is not None:
-            return _InMemoryRecorder(self.lead.shape[1], self.computed, History(hasher, pads), *arguments, check=check)
+            return _InMemoryRecorder(self.lead.shape[1], self.computed, History(hasher, pads), *arguments)
         alone = bool(method.ranked_by) and not method.ranks_in_context  # no second computation
         return Recorder(
             History(hasher, [pad + self.lead.shape[1] for pad in pads]),  # the lead is left out like padding
@@ -207,7 +194,6 @@ class PassageExecutor(Executor):
             collector=self.collector,
             model=identity.facts,
             labels=self._labels or self.options.label,
-            check=check,
             weights_held=identity.weights_held,
         )
 

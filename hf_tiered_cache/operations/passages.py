@@ -38,20 +38,9 @@ def passages_method(method: Method | str | None) -> Passages:
 
 
 def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, progress: bool) -> int:
-    """Rank the tokens of stored passages from their KV alone.
+    """See `KVStore.rank`.
 
-    Args:
-        storage: Store of the passages.
-        method: Method that defines the ranking.
-        ids: Ids of the segments; None for all passages.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        Number of passages that were ranked. Passages that cannot be read, or scores that cannot be kept, are skipped
-        and counted in the store's statistics.
-
-    Raises:
-        ConfigError: The method has no ranking, or one that needs more than the stored KV.
+    Passages that cannot be read, or scores that cannot be kept, are skipped and counted in the store's statistics.
     """
     if not method.ranked_by:
         raise ConfigError(f"{type(method).__name__} does not use a ranking of tokens; CacheTune does")
@@ -71,16 +60,10 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
 def rank_one(
     storage: Storage, method: Passages, reader: SegmentReader | None, kv_in_context: Iterable[KV] | None = None
 ) -> bool:
-    """Rank the tokens of a stored passage, and keep the scores in its sidecar.
+    """Rank the tokens of a stored passage, and keep the scores in its sidecar. Return whether they are stored now.
 
-    Args:
-        storage: Store of the passage.
-        method: Method that defines the ranking.
-        reader: Segment of the passage, or None if it cannot be read.
-        kv_in_context: Keys and values of the passage after another lead, for rankings that compare with these.
-
-    Returns:
-        Whether the scores are stored now.
+    `reader` is None if the segment cannot be read. `kv_in_context` are the keys and values of the passage after another
+    lead, for rankings that compare with these.
     """
     if reader is None or not reader.shape.whole:
         return False
@@ -95,8 +78,7 @@ def rank_one(
 def _stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
     """Yield the unrotated keys and the values of a whole segment, layer by layer: `[heads, tokens, dim]` each.
 
-    Raises:
-        IntegrityError, OSError: A block cannot be read.
+    Raises IntegrityError or OSError if a block cannot be read.
     """
     shape, blocks = reader.shape, dict[int, torch.Tensor]()
     for layer, kind in enumerate(shape.layout.layers):
@@ -155,16 +137,7 @@ class _Passage:
 
 
 class _Call:
-    """Distinct passages of a call, and their labels.
-
-    Args:
-        like: cache for the model, which defines how passages are computed.
-        input_ids: see `KVStore.precompute`.
-        labels: label of each passage; None for no labels.
-
-    Raises:
-        ConfigError: the number of labels differs from that of the passages, or a label or `input_ids` is invalid.
-    """
+    """Distinct passages of a call of `KVStore.precompute`, and their labels. Raises ConfigError if invalid."""
 
     def __init__(self, like: PassageCache, input_ids: Any, labels: Sequence[str] | None) -> None:
         self.like = like.passage
@@ -257,13 +230,7 @@ def precompute_passages(
 
 
 def _compute(
-    storage: Storage,
-    model: nn.Module,
-    method: Passages,
-    batch: Sequence[_Passage],
-    *,
-    label: str,
-    tag: str,
+    storage: Storage, model: nn.Module, method: Passages, batch: Sequence[_Passage], *, label: str, tag: str
 ) -> int:
     """Compute passages of one length, and queue them for storing. Return the number of tokens stored."""
     labels = [next(iter(passage.labels), label) for passage in batch]
@@ -311,10 +278,7 @@ def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> boo
 def _batches(passages: Iterable[_Passage], lead: int, max_tokens: int) -> Iterator[list[_Passage]]:
     """Yield batches of passages of equal length, longest first, so that none needs padding.
 
-    Args:
-        passages: passages to compute.
-        lead: number of tokens that are computed before each of them.
-        max_tokens: maximum number of tokens per batch, unless a single passage has more.
+    Each has at most `max_tokens` tokens with the `lead` of each passage, unless a single passage has more.
     """
     by_length: dict[int, list[_Passage]] = {}
     for passage in passages:

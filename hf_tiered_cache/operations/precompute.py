@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..identity import varying_rope
 from ..methods import BudgetMethod, Exact, Method, PrefixMethod, make_method
 from ..patches.attach import attach
-from ..restore.plan import BudgetPlan
+from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
 from ..stats import TIERS, RequestStats, StatsCollector
 from ..tiers.handles import BlockRequest
@@ -46,12 +46,8 @@ class PrecomputeReport:
 def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
     """Return one or several prompts, on any device, as a list of int64 `[tokens]` tensors on the CPU.
 
-    Args:
-        input_ids: tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
-        empty: whether to keep prompts without tokens in the list.
-
-    Raises:
-        ConfigError: `input_ids` are not token ids.
+    They are a tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids; otherwise this raises ConfigError. With
+    `empty`, prompts without tokens stay in the list.
     """
     if isinstance(input_ids, torch.Tensor) and input_ids.ndim in (1, 2):
         rows: Iterable[Any] = input_ids if input_ids.ndim == 2 else [input_ids]
@@ -210,7 +206,7 @@ class _Prompt:
         if plan is not None:
             self._restored = plan.restored_tokens
             if isinstance(plan, BudgetPlan):  # any block may be requested
-                plan = plan.without_budget()
+                plan = Plan(plan.base, plan.num_positions, plan.computed, plan.groups)
             self.units = units_of(plan)
 
     def device_of(self, unit: PlanUnit) -> torch.device:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from ..errors import FormatError, IntegrityError, NotOursError
-from ..restore.planner import MatchedRun, longest_prefix
+from ..restore.hashes import MatchedRun, longest_prefix
 from ..stats import RemoteStats
 from ..store import hashes_of
 from ..store.catalogue import SegmentRow

@@ -90,8 +90,6 @@ class Fetcher:
     """Block fetcher of one pass.
 
     Args:
-        residency: Memory tiers.
-        collector: Statistics of the pass.
         device_of: Returns the device of a layer.
         ahead_bytes: Maximum number of prefetched bytes not waited for yet; None for no limit but the memory budgets.
     """
@@ -107,15 +105,12 @@ class Fetcher:
     def bring(
         self, requests_by_unit: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False, attends: bool = True
     ) -> None:
-        """Start to fetch the chunks that units do not hold yet, in one batch per device.
+        """Start to fetch the chunks that units lack, in one batch per device. Raises RestoreError if that fails.
 
         Args:
             requests_by_unit: Units with their requested chunks, int64, ascending.
             ahead: Whether this is a prefetch, limited to the memory budgets and `ahead_bytes`.
             attends: Whether attention uses all of these chunks; False for selection inputs.
-
-        Raises:
-            RestoreError: A fetch could not be started.
         """
         chunks_of_unit: dict[FetchUnit, np.ndarray] = {}
         for unit, chunks in requests_by_unit:  # rows may request the same chunks
@@ -151,11 +146,7 @@ class Fetcher:
         return chunks
 
     def wait_for(self, units: Collection[FetchUnit]) -> None:
-        """Wait until the blocks of `units` have arrived.
-
-        Raises:
-            RestoreError: A block could not be fetched.
-        """
+        """Wait until the blocks of `units` have arrived. Raises RestoreError if one could not be fetched."""
         handles = dict.fromkeys(handle for unit in units for handle in unit.handles)  # a batch serves several units
         for handle in handles:
             try:
@@ -179,12 +170,9 @@ class Fetcher:
         return restore_error(self.collector, handle.failed or handle.fetched[0].request.reader, error)
 
     def confirm(self) -> None:
-        """Wait until all blocks waited for so far are verified.
+        """Wait until all blocks waited for so far are verified. Raises RestoreError if one is damaged.
 
         Call this before any result of these blocks outlives the pass, also after `finish` and `cancel`.
-
-        Raises:
-            RestoreError: A block is damaged.
         """
         while self._unconfirmed:
             handle, _ = self._unconfirmed.popitem()

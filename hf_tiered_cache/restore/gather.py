@@ -62,18 +62,10 @@ class Gather:
         head: int = -1,
         block_group: BlockGroup | None = None,
     ) -> None:
-        """Add tokens to copy.
+        """Add tokens of a segment, int64 `[n]`, ascending, to copy to positions, int64 `[n]`, ascending.
 
-        Args:
-            shape: Shape of the tokens' segment.
-            blocks: Blocks that hold the tokens.
-            tokens: int64 `[n]`, ascending, counted in the segment.
-            positions: int64 `[n]`, ascending, target positions.
-            head: Head of the layer that the tokens are copied for; -1 for all heads of the KV cache group.
-            block_group: KV cache group of `blocks`, if it is another one, for a single head.
-
-        Raises:
-            LookupError: `blocks` lacks a token.
+        They are for one head of the layer, or for all heads (-1). The `block_group` of the blocks may be another one,
+        for a single head. Raises LookupError if `blocks` lacks a token.
         """
         if not len(tokens):
             return
@@ -99,12 +91,8 @@ class Gather:
     def copy(self, part: Part, target: torch.Tensor) -> None:
         """Copy one part (one tensor of one layer, or some of its heads) to its positions.
 
-        Args:
-            part: Part of the KV cache group.
-            target: `[heads, positions, dim]`, all heads of the layer or its first ones, filled in place.
-
-        Raises:
-            LookupError: The added blocks lack a token.
+        `target`, `[heads, positions, dim]`, has all heads of the layer or its first ones, and is filled in place.
+        Raises LookupError if the added blocks lack a token.
         """
         heads = target[part.first_head : part.first_head + part.heads]
         for run in self._runs:
@@ -194,8 +182,7 @@ def gather_chunks(
         requests: Blocks, requested chunks of their segment, int64 `[n]`, and the caller's number of each, int64 `[n]`.
 
     Returns:
-        Keys and values of all chunks, `[n, chunk_tokens, dim]` each, in memory order, and the number of each chunk,
-        int64 `[n]`.
+        Keys and values of all chunks, `[n, chunk_tokens, dim]` each, in memory order, and their numbers, int64 `[n]`.
 
     Raises:
         LookupError: Blocks lack a requested chunk.

@@ -1,4 +1,4 @@
-"""Prefix hashes, each of `HASH_TOKENS` tokens and all tokens before them, and the token ids of a cache.
+"""Prefix hashes, each of `HASH_TOKENS` tokens and all tokens before them, and what is stored of a prompt by them.
 
 Hashes of passages cover their own tokens alone.
 """
@@ -9,11 +9,13 @@ import copy
 import hashlib
 import hmac
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..store import HASH_BYTES
+from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.lazy import torch
 
@@ -22,11 +24,8 @@ class PrefixHasher:
     """Hasher of token ids, `HASH_TOKENS` at a time, with all tokens before them (vLLM: block hashes).
 
     Two sequences share a prefix hash only if they share every token up to it, the model that computed their KV, and how
-    it was computed. With a salt, prefix hashes are keyed: tokens cannot be guessed from them without the salt.
-
-    Args:
-        root: Strings common to all sequences: fingerprint, provenance, RoPE regime.
-        salt: A secret, or None.
+    it was computed: the strings `root` (fingerprint, provenance, RoPE regime). With a secret `salt`, prefix hashes are
+    keyed: tokens cannot be guessed from them without it.
     """
 
     def __init__(self, root: Sequence[str], salt: str | bytes | None = None) -> None:
@@ -35,11 +34,9 @@ class PrefixHasher:
         self.root = self._hash("\0".join(root).encode())
 
     def hashes(self, tokens: np.ndarray, parent: bytes | None = None) -> list[bytes]:
-        """Return the prefix hashes of all full groups of `HASH_TOKENS` tokens, in order; a remainder has none.
+        """Return the prefix hashes of all full groups of `HASH_TOKENS` of int `[n]` tokens; a remainder has none.
 
-        Args:
-            tokens: int `[n]`.
-            parent: Prefix hash before the first token, or None at the start of a sequence.
+        `parent` is the prefix hash before the first token, or None at the start of a sequence.
         """
         prefix_hash = self.root if parent is None else parent
         data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
@@ -77,11 +74,7 @@ class PassageHasher(PrefixHasher):
         return [blake2b(root + data[at : at + step], digest_size=HASH_BYTES, key=key).digest() for at in starts]
 
     def scan(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the scan hash of the `HASH_TOKENS` tokens from each token on: uint32 `[n - 15]`, or empty.
-
-        Args:
-            tokens: int `[n]`.
-        """
+        """Return the scan hash of `HASH_TOKENS` tokens from each token, int `[n]`, on: uint32 `[n - 15]` or empty."""
         power, *key = (int(word) for word in self._scan_key)
         if len(tokens) < HASH_TOKENS:
             return np.empty(0, np.uint32)
@@ -211,3 +204,52 @@ class History:
         twin._prefix_hashes = [list(prefix_hashes) for prefix_hashes in self._prefix_hashes]
         twin.pads = list(self.pads)
         return twin
+
+
+@dataclass(frozen=True)
+class MatchedRun:
+    """Run of a segment's first `num_hashes` prefix hashes that equal those of the prompt from index `start` on."""
+
+    row: SegmentRow
+    start: int
+    num_hashes: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_hashes
+
+
+def longest_prefix(prefix_hashes: Sequence[bytes], rows: Iterable[SegmentRow], start: int = 0) -> list[MatchedRun]:
+    """Return the fewest segment runs that cover the longest stored run of prefix hashes from index `start` on.
+
+    A segment is a node, found by its first prefix hash. Usually the next node begins where the last one ends or where
+    the prompt diverges from it. After a race of writers nodes overlap; then the one that reaches furthest is taken. The
+    first run may begin before `start`, up to which the cache holds the prompt.
+    """
+    nodes: dict[bytes, list[SegmentRow]] = {}
+    for row in rows:
+        nodes.setdefault(row.first, []).append(row)
+    runs: list[MatchedRun] = []
+    covered, furthest = start, None
+    for at, prefix_hash in enumerate(prefix_hashes):
+        for row in nodes.get(prefix_hash, ()):
+            run = MatchedRun(row, at, _shared(row, prefix_hashes, at))
+            if furthest is None or run.stop > furthest.stop:
+                furthest = run
+        if at == covered:
+            if furthest is None or furthest.stop <= covered:
+                break
+            if runs:
+                runs[-1] = replace(runs[-1], num_hashes=furthest.start - runs[-1].start)
+            runs.append(furthest)
+            covered = furthest.stop
+    return runs
+
+
+def _shared(row: SegmentRow, prefix_hashes: Sequence[bytes], at: int) -> int:
+    """Return the number of leading prefix hashes of the segment that equal the prompt's from `at` on."""
+    most = min(row.valid_hashes, len(prefix_hashes) - at)
+    for i in range(most):
+        if row.chain[i * HASH_BYTES : (i + 1) * HASH_BYTES] != prefix_hashes[at + i]:
+            return i
+    return most

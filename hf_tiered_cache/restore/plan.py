@@ -253,10 +253,6 @@ class Plan:
         by_layer = tuple(computed[length] for length in lengths)
         return RecomputePlan(self.base, self.num_positions, by_layer, self.groups, tuple(lengths))
 
-    def with_choice(self, choice: DeferredChoice) -> PassagesPlan:
-        """Return this plan with a choice of computed positions that is made during the pass."""
-        return PassagesPlan(self.base, self.num_positions, self.computed, self.groups, choice)
-
     @cached_property
     def exact(self) -> bool:
         """True if the results of this plan equal those of computing everything."""
@@ -300,15 +296,10 @@ class Plan:
     def tokens_to_restore(
         self, block_group: BlockGroup, group: RowGroup, piece: SegmentSlice, layer: int | None = None
     ) -> np.ndarray:
-        """Return the tokens of `piece`, counted in its segment, that a layer needs and does not compute.
+        """Return the tokens of `piece`, counted in its segment, that a layer of a KV cache group needs and lacks.
 
         Tokens that are needed only if they are selected do not count, nor tokens that the KV cache group does not hold.
-
-        Args:
-            block_group: KV cache group to read from.
-            group: Rows that the slice is restored for.
-            piece: Slice of a segment.
-            layer: Layer of that KV cache group, or None for any.
+        Without a `layer`, those that any layer of the group needs.
         """
         if block_group.identifies or not self.restores_all(block_group.window):
             return np.empty(0, np.int64)
@@ -398,13 +389,8 @@ class BudgetPlan(Plan):
     budgets: tuple[int, ...]
     streamed: tuple[bool, ...]
 
-    def without_budget(self) -> Plan:
-        """Return the plan that restores all of these tokens."""
-        return Plan(self.base, self.num_positions, self.computed, self.groups)
-
     @cached_property
     def exact(self) -> bool:
-        """See `Plan`."""
         return not self.inexact_rows
 
     @cached_property
@@ -419,7 +405,6 @@ class BudgetPlan(Plan):
         )
 
     def restores_all(self, window: int) -> bool:
-        """See `Plan`."""
         return bool(window)
 
     @cached_property
@@ -450,7 +435,6 @@ class BudgetPlan(Plan):
 
     @property
     def attended_tokens(self) -> int:
-        """See `Plan`."""
         of_groups = zip(self.groups, self.prefixes, self.budgets, self.streamed, strict=True)
         return sum(len(group.rows) * (tokens if streamed else budget) for group, tokens, budget, streamed in of_groups)
 
@@ -470,27 +454,22 @@ class RecomputePlan(Plan):
 
     @cached_property
     def suffix(self) -> int | None:
-        """See `Plan`."""
         return None
 
     @cached_property
     def restored_until(self) -> int:
-        """See `Plan`."""
         return self.num_positions - (len(self.computed[-1]) - self.recompute_lengths[-1])
 
     def restored_span(self, layer: int, window: int) -> tuple[int, int]:
-        """See `Plan`."""
         until, length = self.restored_until, self.recompute_lengths[layer]
         return (max(length, until - (window - 1)) if window else length), until
 
     @cached_property
     def restored_tokens(self) -> int:
-        """See `Plan`."""
         return self._tokens_but(np.arange(self.restored_until, self.num_positions))
 
     @property
     def recomputed_tokens(self) -> float:
-        """See `Plan`."""
         return sum(len(group.rows) for group in self.groups) * sum(self.recompute_lengths) / len(self.computed)
 
 
@@ -507,11 +486,9 @@ class PassagesPlan(Plan):
 
     @cached_property
     def suffix(self) -> int | None:
-        """See `Plan`."""
         return None
 
     def first_position(self, window: int) -> int:
-        """See `Plan`."""
         return max(-self.base, int(self.choice.context.inexact.min()) - (window - 1)) if window else -self.base
 
     def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:

@@ -40,16 +40,13 @@ class PlanUnit(FetchUnit):
 class Prefetch:
     """Prefetch of the units of a plan.
 
-    Args:
-        plan: What to restore.
-        fetcher: Fetches the blocks.
-        ahead_bytes: Maximum number of bytes fetched ahead of the layers, but at least one unit. 0 fetches blocks when a
-            layer needs them. Blocks that a merged pair of layers shares stay until the second layer has used them, and
-            do not count from the first one on. A plan with recomputed prefixes has no bound: its early layers compute
-            long and load little, and meanwhile the disk reads what the later ones load.
+    At most `ahead_bytes` bytes of the fetcher are fetched ahead of the layers, but at least one unit. 0 fetches blocks
+    when a layer needs them. Blocks that a merged pair of layers shares stay until the second layer has used them, and
+    do not count from the first one on. A plan with recomputed prefixes has no bound: its early layers compute long and
+    load little, and meanwhile the disk reads what the later ones load.
     """
 
-    def __init__(self, plan: Plan, fetcher: Fetcher, ahead_bytes: int) -> None:
+    def __init__(self, plan: Plan, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
         self.plan = plan
         """Plan that tells which fetched tokens count as used. A deferred plan replaces it: positions that a comparison
@@ -61,26 +58,20 @@ class Prefetch:
             for layer in unit.block_group.layers:
                 self._by_layer.setdefault(layer, []).append(unit)
         self._waiting = order[::-1]
-        unpaused = isinstance(plan, RecomputePlan) and ahead_bytes > 0
-        self._ahead_bytes = sum(unit.nbytes for unit in order) if unpaused else ahead_bytes
+        most = fetcher.ahead_bytes
+        if most is None or (isinstance(plan, RecomputePlan) and most > 0):
+            most = sum(unit.nbytes for unit in order)
+        self._ahead_bytes = most
         self._in_flight_bytes = 0
         self._layer = -1  # layer with blocks in use
         self._furthest = -1  # first layer of the last unit that was started
 
     def start(self) -> None:
-        """Start to fetch.
-
-        Raises:
-            RestoreError: A fetch could not be started.
-        """
+        """Start to fetch. Raises RestoreError if that fails."""
         self._issue()
 
     def units(self, layer: int) -> list[PlanUnit]:
-        """Wait for the units of `layer`, and return them.
-
-        Raises:
-            RestoreError: A block could not be fetched or failed its checksum.
-        """
+        """Wait for the units of `layer`, and return them. Raises RestoreError if a block is missing or damaged."""
         self._layer = layer
         self._issue()
         units = self._by_layer.get(layer, [])
@@ -90,12 +81,7 @@ class Prefetch:
     def gathers(self, layer: int, first_position: int) -> Iterator[tuple[int, BlockGroup, Gather]]:
         """Return the copies of a layer's restored tokens: row, KV cache group, and gather of its tokens in the row.
 
-        Args:
-            layer: Layer index.
-            first_position: Position, counted as in the plan, of the layer's first entry.
-
-        Raises:
-            RestoreError: See `units`.
+        The layer's first entry has position `first_position`, counted as in the plan. Raises RestoreError, see `units`.
         """
         gathers: dict[tuple[int, int], tuple[int, BlockGroup, Gather]] = {}
         for unit in self.units(layer):
@@ -158,8 +144,7 @@ class Prefetch:
 def units_of(plan: Plan) -> list[PlanUnit]:
     """Return the units that a plan restores, in the order in which layers need them.
 
-    Raises:
-        ValueError: A segment lacks tokens that the plan restores.
+    Raises ValueError if a segment lacks tokens that the plan restores.
     """
     units: dict[tuple[SegmentReader, int], PlanUnit] = {}
     for group in plan.groups:
@@ -189,16 +174,10 @@ def restore_layer(
 ) -> None:
     """Fill and rotate the restored positions of one layer; the caller fills the computed positions.
 
-    Args:
-        prefetch: Provides the blocks.
-        plan: Plan of the pass.
-        layer: Layer index.
-        kind: Layout of the tensors that the model passes to the cache for this layer.
-        dtype: Dtype of these tensors before rotation (autocast may rotate into another dtype).
-        keys: `[batch, key_heads, positions - first_position, key_dim]`, filled in place.
-        values: Like `keys`.
-        first_position: Position, counted as in the plan, of the first entry of `keys` and `values`.
-        rotate_: Rotates `[rows, heads, n, dim]` in place; its second argument is the index of the first token.
+    Keys and values are `[batch, heads, positions - first_position, dim]`, filled in place; their first entry has the
+    position `first_position`, counted as in the plan. The model passes tensors of the layout `kind` to the cache, with
+    this dtype before rotation (autocast may rotate into another dtype). `rotate_` rotates `[rows, heads, n, dim]` in
+    place; its second argument is the index of the first token.
 
     Raises:
         RestoreError: A block did not arrive, or its layout does not match.
@@ -235,11 +214,7 @@ def share_row(tensor: torch.Tensor, rows: Sequence[int], begin: int, end: int) -
 
 
 def check_fit(plan: Plan, layer: int, kind: LayerKV, dtype: torch.dtype) -> None:
-    """Check that stored layer and dtype match the model, in case its code changed under the same fingerprint.
-
-    Raises:
-        RestoreError: They differ.
-    """
+    """Raise RestoreError unless stored layer and dtype match those of a model with the same fingerprint."""
     for reader in plan.readers:
         layout = reader.shape.layout
         stored = layout.layers[layer] if layer < len(layout.layers) else None

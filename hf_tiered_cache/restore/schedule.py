@@ -38,9 +38,8 @@ def recompute_lengths(
         tokens: Number of tokens of the prefix.
         ratio: Share of it to compute, between 0 and 1; or several, `[ratios]`.
         layers: Number of layers of the model.
-        groups: Layers that load their KV together, each group ascending. They recompute the same tokens, because what
-            one of them loads comes for all. Groups may interleave; a layer may then recompute more than the formula
-            says.
+        groups: Layers that load their KV together, ascending. They recompute the same tokens, because what one of them
+            loads comes for all. Groups may interleave; a layer may then recompute more than the formula says.
         step: Results are a multiple of this, or the whole prefix.
         flat: Whether all layers recompute the same number of tokens instead.
 
@@ -59,10 +58,9 @@ def recompute_lengths(
 
 @dataclass(frozen=True)
 class Load:
-    """Blocks that some layers load together.
+    """Blocks that some layers, ascending, load together. The first layer waits for them.
 
     Args:
-        layers: Layer indexes, ascending. The first layer waits for the blocks.
         ends: int64 `[blocks]`, ascending: position after the last token of each block.
         seconds: float `[blocks]`, load time of each block.
     """
@@ -110,14 +108,9 @@ class Streams:
 
 
 def best_ratio(seconds: np.ndarray, may_compute_all: bool = True) -> float:
-    """Return the ratio, one of `RATIOS`, with the shortest expected time of a prompt.
+    """Return the ratio, one of `RATIOS`, with the shortest expected time of a prompt, given float `[ratios]` seconds.
 
-    Args:
-        seconds: float `[ratios]`, time with each ratio.
-        may_compute_all: Whether restoring nothing is allowed.
-
-    Returns:
-        The ratio; 0 or 1 if a ratio between saves too little.
+    It is 0 or, if restoring nothing is allowed, 1 if a ratio between saves too little.
     """
     alone = 1 if may_compute_all and seconds[-1] < seconds[0] else 0
     best = int(seconds[:-1].argmin())

@@ -17,10 +17,7 @@ def _fault(name: str, part: object) -> str:
 
 
 DECODE_INDEXES: Registry[type[DecodeIndex]] = Registry(
-    "index",
-    "hf_tiered_cache.indexes",
-    {"clusters": ClusterIndex, "cluster_boxes": ClusterBoxIndex},
-    _fault,
+    "index", "hf_tiered_cache.indexes", {"clusters": ClusterIndex, "cluster_boxes": ClusterBoxIndex}, _fault
 )
 """Index types by name, those of plug-ins included."""
 

@@ -60,13 +60,9 @@ def num_clusters(tokens: int, chunk_tokens: int) -> int:
 def segmented_kmeans(
     points: torch.Tensor, clusters: int, segment: int = 8192, iterations: int = 9
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cluster `points` separately for each head.
+    """Cluster `points`, float32 `[heads, n, dim]`, separately for each head. Some clusters may remain empty.
 
-    Args:
-        points: float32 `[heads, n, dim]`.
-        clusters: Number of clusters, from 1 to n. Some may remain empty.
-        segment: Approximate number of points that are clustered together, except in the last step.
-        iterations: Number of iterations within a segment.
+    About `segment` points are clustered together, in each iteration but the last step.
 
     Returns:
         Centroids, float32 `[heads, clusters, dim]`, the mean of all points for empty clusters; and the cluster of each

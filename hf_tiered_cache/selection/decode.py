@@ -5,8 +5,8 @@ deselected chunk may be set aside in device memory (see `Window`). Chunks that a
 are fetched from the tiers. Attention does not depend on the order, since every key carries its position, nor on where a
 chunk came from.
 
-Two subclasses of `DecodeSelector` select: `TokenDecodeSelector` (`selectors.py`) tokens by attention, once per period
-of layers, and `WindowDecodeSelector` (`window.py`) chunks by an index. `DecodeSelection` moves what they select. The
+Two subclasses of `DecodeSelector` select: `TokenDecodeSelector` tokens by attention, once per period of layers, and
+`WindowDecodeSelector` (`window.py`) chunks by an index. `DecodeSelection` moves what they select. The
 papers of ContiguousKV and IMPRESS select only once per prompt.
 """
 
@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
@@ -29,18 +29,19 @@ from ..store.memory import to_device
 from ..tiers.residency import Residency
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable
 from .held import Fetches, HeldChunks, Moves, Window
+from .indexes import RowIndexes
+from .selectors import SelectionInput, Selector, check_selection
 
 _ROUNDS = 3
 """Number of passes measured per size; the median counts."""
 
 
 class MicroBatches:
-    """Size of micro-batches (KVDRIVE, Section 6.1), tuned on this machine.
+    """Size of micro-batches (KVDRIVE, Section 6.1), tuned on this machine. The selection does not depend on it.
 
-    Smaller micro-batches overlap ranking with more reads, but cost more processor time per row. Which effect is larger
-    depends on the machine and on the tier of the blocks. So all rows, halves, quarters and so on down to single rows
-    are measured in turn, after an unmeasured first pass that finds no blocks in place, and the fastest size is kept.
-    The selection does not depend on the size.
+    Smaller micro-batches overlap ranking with more reads, but cost more processor time per row. So all rows, halves,
+    quarters and so on down to single rows are measured in turn, after an unmeasured first pass that finds no blocks in
+    place, and the fastest size is kept.
     """
 
     def __init__(self) -> None:
@@ -91,8 +92,6 @@ class DecodeSelector(ABC):
     """Decode selector of a cache, kept for the lifetime of the cache.
 
     Args:
-        residency: Memory tiers.
-        device_of: Returns the device of a layer.
         periods: Groups of layers that share a selection.
         prefixes: Restored tokens of each row group.
         budgets: Number of restored tokens that each layer holds of each prefix.
@@ -117,11 +116,7 @@ class DecodeSelector(ABC):
     def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
         """Return the state of a layer's row, or None if the row never reselects, because it holds all tokens.
 
-        Args:
-            layer: Layer index.
-            prefix: Number of the row's prefix.
-            tokens: int64 `[sets, n]`, restored tokens that the layer holds, in order.
-            first: Position of the first of them in the layer.
+        The layer holds the restored `tokens` of a prefix, int64 `[sets, n]`, in order, from position `first` on.
         """
 
     @abstractmethod
@@ -137,17 +132,59 @@ class DecodeSelector(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class _Update:
-    """Update of one row at one layer.
+class TokenDecodeSelector(DecodeSelector):
+    """Decode selector of single tokens by their attention, for all layers of a period.
 
     Args:
-        row: Index of the row in the batch.
-        state: Chunks that the row holds.
-        moves: Planned moves.
-        restored: Chunks to fetch from the tiers, by head and chunk.
+        selector: Selects one set of tokens for all heads, or one for each.
+        keys: For each period and prefix, the rotated keys of the restored tokens at the period's first layer,
+            `[kv_heads, tokens, dim]`, for as many heads as the selector needs. They stay in memory. Empty if it uses
+            an index.
+        indexes: Indexes of these keys, for a selector that uses them.
+    """
+
+    selector: Selector
+    keys: Mapping[tuple[int, int], torch.Tensor]
+    indexes: RowIndexes | None
+
+    may_stay = True
+
+    def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
+        if tokens.shape[1] == self.prefixes[prefix].tokens:
+            return None
+        return HeldChunks(prefix, Window.filled(tokens, self.prefixes[prefix].tokens), first, 1)
+
+    def select(
+        self, layer: int, rows: Mapping[int, HeldChunks], query: torch.Tensor, keys: torch.Tensor, scaling: float | None
+    ) -> dict[int, Choice]:
+        choices: dict[int, Choice] = {}
+        for row, state in rows.items():
+            request = SelectionInput(
+                query[row],
+                keys[row, :, state.first + state.window.num_columns :],
+                partial(self._keys_of, layer, state.prefix),
+                scaling,
+                self.prefixes[state.prefix].chunks(layer, self.selector.per_head),
+                state.window.num_columns,
+                tuple if self.indexes is None else partial(self.indexes.held, layer, state.prefix),
+            )
+            tokens = self.selector.reselect(request, state.window.columns)  # a chunk is a token
+            check_selection(self.selector, tokens, request)
+            choices[row] = tokens, None
+        return choices
+
+    def _keys_of(self, layer: int, prefix: int, heads: int | None) -> torch.Tensor:
+        return self.keys[self.number_of[layer], prefix]
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """Update of one row at one layer: planned moves, and the chunks to fetch from the tiers, by head and chunk.
+
+    Args:
+        restored: Chunks to fetch.
         place: Index of each of these chunks among those of its head, int64 `[n]`.
         tokens: Tokens of these chunks.
-        requests: Blocks to fetch.
     """
 
     row: int
@@ -160,12 +197,7 @@ class _Update:
 
 
 class DecodeSelection:
-    """Decode selections of one pass.
-
-    Args:
-        decode_selector: Decode selector of the cache.
-        collector: Statistics of the pass.
-    """
+    """Decode selections of one pass of the cache that owns the decode selector."""
 
     def __init__(self, decode_selector: DecodeSelector, collector: StatsCollector) -> None:
         self._decode_selector, self._collector = decode_selector, collector
@@ -191,8 +223,7 @@ class DecodeSelection:
 
         Args:
             layer: Index of a layer with full attention.
-            rows: State of each row, as returned by `DecodeSelector.row`, updated in place; None for a row that never
-                reselects or restores nothing.
+            rows: State of each row, updated in place; None for a row that never reselects (see `DecodeSelector.row`).
             query: `[batch, heads, n, dim]`, rotated.
             keys: `[batch, kv_heads, columns, dim]`, all keys that the layer holds, restored ones first.
             values: Like `keys`.
@@ -258,10 +289,7 @@ class DecodeSelection:
         state, (_, brought, set_aside, fetched, _) = update.state, update.moves
         slots, size, device = state.window.num_slots, state.size, keys.device
         if state.aside is None and slots:
-            state.aside = (
-                keys.new_empty(slots, size, keys.shape[2]),
-                values.new_empty(slots, size, values.shape[2]),
-            )
+            state.aside = (keys.new_empty(slots, size, keys.shape[2]), values.new_empty(slots, size, values.shape[2]))
         targets = [_chunk_rows(tensor, state.first, state.window.num_columns, size) for tensor in (keys, values)]
         stride = targets[0][1]  # rows from one head to the next, in keys and values
         is_computed = fetched.chunks >= (state.window.num_chunks if state.offloaded is None else state.offloaded.first)
@@ -322,17 +350,10 @@ class DecodeSelection:
 
 
 def _chunk_rows(columns: torch.Tensor, first: int, chunks: int, size: int) -> tuple[torch.Tensor, int]:
-    """Return chunks of `[kv_heads, columns, dim]`, one row each, to move chunks of all heads at once.
-
-    Args:
-        columns: Keys or values of a row.
-        first: Position of the first chunk.
-        chunks: Number of chunks.
-        size: Tokens per chunk.
+    """Return `chunks` chunks of `size` tokens from position `first` on, for all heads at once.
 
     Returns:
-        View `[rows, size * dim]` that begins with the first head's chunks, and the number of rows from one head to the
-        next.
+        View `[rows, size * dim]` that begins with the first head's chunks, and the rows from one head to the next.
     """
     length = size * columns.shape[2]
     head_stride, remainder = divmod(columns.stride(0), length)

@@ -145,16 +145,10 @@ _MULTIPLIES_BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX51
 
 
 def logits(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, roughly: bool = False) -> torch.Tensor:
-    """Return the logits of queries, `[heads, n, dim]`, with several concatenated keys, `[kv_heads, k, dim]` each.
+    """Return logits, float32 `[kv_heads, group, n, k of all]`, contiguous, of queries, `[heads, n, dim]`.
 
-    Args:
-        query: `[heads, n, dim]`.
-        keys: `[kv_heads, k, dim]` each.
-        scaling: Scale of the logits.
-        roughly: Round the logits to the dtype of the keys on the CPU, too, which takes a quarter of the time.
-
-    Returns:
-        float32 `[kv_heads, group, n, k of all]`, contiguous.
+    The keys, `[kv_heads, k, dim]` each, are concatenated. With `roughly`, logits are rounded to their dtype on the CPU,
+    too, which takes a quarter of the time.
     """
     rows = (query * scaling).reshape(len(keys[0]), -1, query.shape[2])  # [kv_heads, group * n, dim]
     products = []
@@ -177,16 +171,10 @@ def log_attention(
     absent: torch.Tensor | None = None,
     roughly: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention that representatives get, as if they were the only keys.
+    """Return the attention that representatives, `[kv_heads, k, dim]` each, get, as if they were the only keys.
 
-    Results are logarithms, so that representatives with tiny weights keep their order.
-
-    Args:
-        query: `[heads, n, dim]`.
-        keys: Representatives, `[kv_heads, k, dim]` each.
-        scaling: Scale of the logits.
-        absent: bool `[kv_heads, k of all]`, True for representatives that get no attention; None for none.
-        roughly: See `logits`.
+    Results are logarithms, so that representatives with tiny weights keep their order. Those in `absent`, bool
+    `[kv_heads, k of all]`, get no attention. See `logits` for the other arguments.
 
     Returns:
         Logarithm of softmax weights, summed over query heads and queries, float32 `[kv_heads, k of all]`; and logarithm
@@ -224,18 +212,15 @@ def best_first(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def best_named(scores: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
-    """Return names of the `count` largest scores of each row. The smallest name wins ties.
+    """Return names of the `count` largest scores of each row: int64 `[rows, count]`, largest score first.
 
     Top-k functions define no order of ties, and a stable sort takes many times as long. So score and name are combined
-    into an integer that is unique in its row.
+    into an integer that is unique in its row. The smallest name wins ties.
 
     Args:
         scores: float32 `[rows, columns]`.
         names: int64 `[columns]`, ascending, or `[rows, columns]`, distinct in a row, from 0 to 2 ** 32 - 1.
         count: Number of scores per row.
-
-    Returns:
-        Names, int64 `[rows, count]`, largest score first.
     """
     scores = (scores.float() + 0.0).contiguous()  # turns -0.0 into 0.0
     select = _largest_on_cpu if scores.device.type == "cpu" else _largest_on_device
@@ -243,13 +228,7 @@ def best_named(scores: torch.Tensor, names: torch.Tensor, count: int) -> torch.T
 
 
 def _largest_on_device(bits: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
-    """See `best_named`.
-
-    Args:
-        bits: Bits of the scores, int32 `[rows, columns]`.
-        names: See `best_named`.
-        count: Number of scores per row.
-    """
+    """See `best_named`; `bits` are those of the scores, int32 `[rows, columns]`."""
     ascending = bits ^ (bits >> 31 & _MAGNITUDE)  # as integers in the order of the scores
     return _LAST - ((ascending.long() << 32 | _LAST - names).topk(count, dim=1).values & _LAST)
 

@@ -21,7 +21,7 @@ from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..tiers.scores import Attention
-from .selector import ChunkMap
+from .selectors import ChunkMap
 
 Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
 """Function that rotates `[heads, n, dim]` in place to positions, int64 `[sets, n]`: one set for all heads, or one for
@@ -79,7 +79,6 @@ class RowTokens:
     """Tokens of one row to fetch: one set for all kv heads, or one set for each.
 
     Args:
-        row: Restored tokens of the row.
         tokens: int64 `[sets, tokens]`, each set ascending.
         counts: int64 `[sets]`, number of leading tokens used of each set; None for all.
     """
@@ -112,11 +111,9 @@ class RowTokens:
 
 @dataclass(eq=False)
 class UnitTable:
-    """Fetched units of layers that share a selection: one unit for each segment and KV cache group.
+    """Fetched units of layers that share a selection, ascending: one unit for each segment and KV cache group.
 
-    Args:
-        fetcher: Fetcher of the pass. Its `cancel` releases all blocks, wherever the pass has stopped.
-        layers: Layers that the units are fetched for, ascending.
+    The `cancel` of the fetcher releases all blocks, wherever the pass has stopped.
     """
 
     fetcher: Fetcher
@@ -138,13 +135,7 @@ class UnitTable:
         return requests
 
     def want_keys(self, tokens: RowTokens, layer: int, heads: int | None) -> list[Request]:
-        """Return the units that hold keys of a layer, with as little other data as possible, and the chunks to bring.
-
-        Args:
-            tokens: Tokens of one set.
-            layer: Layer index.
-            heads: Number of leading kv heads needed; None for all.
-        """
+        """Return units that hold keys of a layer (see `key_groups`), and their chunks with tokens of one set."""
         requests = []
         for piece in tokens.row.pieces:
             _, inside = _inside(piece, tokens.tokens[0])
@@ -158,11 +149,7 @@ class UnitTable:
         return self._units.setdefault((reader, block_group.index), FetchUnit(reader, block_group))
 
     def wait(self, layer: int) -> list[FetchUnit]:
-        """Wait for the units of a layer, and return them.
-
-        Raises:
-            RestoreError: A block did not arrive.
-        """
+        """Wait for the units of a layer, and return them. Raises RestoreError if a block did not arrive."""
         units = self.units(layer)
         self.fetcher.wait_for(units)
         return units
@@ -180,14 +167,9 @@ class UnitTable:
         self.note_use(tokens, units, layer)
 
     def copy(self, tokens: RowTokens, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
-        """Copy tokens to contiguous positions of `target`.
+        """Copy the keys or values (`name`) of a layer's tokens, from units that have arrived, to contiguous positions.
 
-        Args:
-            tokens: Tokens to copy.
-            units: Units that hold them and have arrived.
-            layer: Layer index.
-            name: "key" or "value".
-            target: `[kv_heads, tokens, dim]`, filled in place; for some leading heads only, if it has fewer.
+        `target`, `[kv_heads, tokens, dim]`, is filled in place; for some leading heads only, if it has fewer.
         """
         gathers, units_by_key = self._gathers.setdefault(tokens, {}), dict[Hashable, list[FetchUnit]]()
         for unit in units:
@@ -202,17 +184,11 @@ class UnitTable:
     def copy_chunks(
         self, tokens: RowTokens, layer: int, size: int, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray] | None:
-        """Copy chunks that are whole blocks of one head each, and note that attention uses them.
-
-        Args:
-            tokens: Tokens of whole chunks.
-            layer: Layer index.
-            size: Tokens per chunk.
-            heads: Number of kv heads.
+        """Copy whole chunks of `size` tokens that are blocks of one head each, and note that attention uses them.
 
         Returns:
             Keys and values, `[n, size, dim]` each, and the number of each chunk, counted over all sets, int64 `[n]`.
-                None if a chunk is no block, or if all heads share one set.
+                None if a chunk is no block, or if all `heads` KV heads share one set.
         """
         if len(tokens.sets) < heads:
             return None
@@ -294,11 +270,7 @@ def _gather_of(tokens: RowTokens, units: Sequence[FetchUnit]) -> Gather:
 
 
 def _inside(piece: SegmentSlice, tokens: np.ndarray) -> tuple[int, np.ndarray]:
-    """Find the tokens of a row, int64 ascending, that `piece` holds.
-
-    Returns:
-        Index into `tokens` of the first token held, and the held tokens counted in the segment.
-    """
+    """Return the index of the first of a row's tokens that `piece` holds, and the held ones counted in the segment."""
     low, high = np.searchsorted(tokens, (piece.at, piece.at + piece.count))
     return int(low), tokens[low:high] - piece.at + piece.first
 
@@ -316,15 +288,10 @@ def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[Block
 
 
 def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[BlockGroup]:
-    """Return KV cache groups that hold a layer's keys, with as little other data as possible.
+    """Return KV cache groups that hold the keys of a layer's first `heads` KV heads, or of all for None.
 
-    Args:
-        shape: Shape of the segment.
-        layer: Layer index.
-        heads: Number of leading kv heads needed; None for all.
-
-    Returns:
-        One index group if one holds all of these heads, else the ordinary groups that hold the keys.
+    They hold as little other data as possible: one index group if one holds all of these heads, else the ordinary
+    groups that hold the keys.
     """
     kind = shape.layout.layer(layer)
     num_heads = kind.key_heads if heads is None else min(heads, kind.key_heads)
@@ -350,13 +317,10 @@ def attention_of(
     layers: Collection[int],
     scanned_groups: Collection[tuple[SegmentReader, int]],
 ) -> list[Attention]:
-    """Return the attention to each selected chunk of a row.
+    """Return the attention to each selected chunk of a row, for layers that share the selection.
 
-    Args:
-        selected: Selected tokens.
-        mass: float32 `[heads or 1, tokens]`, attention to each restored token of the row.
-        layers: Layers that share the selection.
-        scanned_groups: KV cache groups, by index, that the selection has read as a whole.
+    `mass`, float32 `[heads or 1, tokens]`, is the attention to each restored token of the row. The selection has read
+    `scanned_groups`, KV cache groups by index, as a whole.
     """
     attention: list[Attention] = []
     for piece in selected.row.pieces:

@@ -154,12 +154,7 @@ class Window:
         return twin
 
     def grow(self, num_chunks: int) -> None:
-        """Raise the exclusive upper bound of chunk numbers to `num_chunks`.
-
-        Raises:
-            ValueError: the bound is lower than before.
-            ConfigError: the bound is too large.
-        """
+        """Raise the exclusive bound of chunk numbers. Raises ValueError if it falls, ConfigError if it is too large."""
         if num_chunks < self.num_chunks:
             raise ValueError(f"a window of {self.num_chunks} chunks cannot shrink to {num_chunks}")
         if num_chunks > _CHUNK:
@@ -220,14 +215,7 @@ class Window:
         return Moves(self._step, brought, set_aside, fetched, evicted)
 
     def commit(self, moves: Moves) -> None:
-        """Apply moves after the memory was updated.
-
-        Args:
-            moves: the moves that `plan` returned for the current step.
-
-        Raises:
-            ValueError: the moves were planned for another step.
-        """
+        """Apply the moves of `plan` after memory was updated. Raises ValueError if they belong to another step."""
         if moves.step != self._step:
             raise ValueError(f"the moves belong to step {moves.step}, but the window is at step {self._step}")
         _, brought, set_aside, fetched, evicted = moves
@@ -249,11 +237,7 @@ class Window:
         return np.where(self._entries == EMPTY, EMPTY, self._entries & _CHUNK)
 
     def _check(self, selected_chunks: np.ndarray, pool: np.ndarray | None) -> np.ndarray | None:
-        """Validate the arguments of `plan`.
-
-        Returns:
-            The pool after its first B candidates, or None if the policy does not use it.
-        """
+        """Validate the arguments of `plan`. Return the pool after its first B candidates, or None if it is not used."""
         shape = self.num_heads, self.num_columns
         if selected_chunks.shape != shape or selected_chunks.dtype != np.int64:
             dtype = selected_chunks.dtype
@@ -272,10 +256,7 @@ class Window:
     def _evict(self, free: np.ndarray, vacated: np.ndarray, lower_ranked: np.ndarray | None) -> np.ndarray:
         """Return the places of the entries to evict for lack of room, ordered by head.
 
-        Args:
-            free: places without a chosen entry, including empty places.
-            vacated: the columns among `free` that hold an entry.
-            lower_ranked: see `_check`.
+        Places in `free` have no chosen entry, or are empty; `vacated` are the columns among them that hold an entry.
         """
         entries = self._entries.copy()
         entries[vacated] += (self._step - 1) << _CHUNK_BITS
@@ -356,13 +337,8 @@ def append_offloaded(
 ) -> OffloadedChunks:
     """Append newly offloaded keys and values to the KV offloaded before, and return both with their indexes.
 
-    Args:
-        previous: KV offloaded before; None if this is the first.
-        first: Number of the first offloaded chunk; used if `previous` is None.
-        keys: `[kv_heads, tokens, dim]`, rotated.
-        values: `[kv_heads, tokens, dim]`.
-        chunk_tokens: Tokens per chunk; divides `tokens`.
-        kind: Index class.
+    Rotated keys and values are `[kv_heads, tokens, dim]`, and `chunk_tokens` divides tokens. Without a `previous`, the
+    first offloaded chunk has the number `first`.
     """
     index = kind.build(keys, chunk_tokens)
     blocks = [tensor.unflatten(1, (-1, chunk_tokens)).cpu() for tensor in (keys, values)]
@@ -382,7 +358,6 @@ class HeldChunks:
         first: Position of the first chunk that may be replaced.
         size: Tokens per chunk.
         aside: Keys and values of the chunks set aside, `[slots, chunk_tokens, dim]` each; None before there are any.
-        offloaded: Offloaded generated KV that is selected from, too, if any.
     """
 
     prefix: int

@@ -24,12 +24,7 @@ _VERSION = 2
 
 @dataclass(frozen=True, eq=False)
 class IndexSidecars:
-    """Indexes in sidecars of their segments, all layers of a segment in one sidecar.
-
-    Args:
-        disk: Segment store.
-        defer: Runs a callable after the request.
-    """
+    """Indexes in sidecars, all layers of a segment in one. They are written by `defer`, after the request."""
 
     disk: SegmentStore
     defer: Callable[[Callable[[], object]], object]
@@ -77,12 +72,9 @@ class IndexSidecars:
 
 @dataclass(eq=False)
 class _Run:
-    """Consecutive slices of a row with one index.
+    """Consecutive slices of a row with one index, or None if it is missing.
 
-    Args:
-        pieces: The slices.
-        index: Index of their tokens; None if it is missing.
-        whole: Index of a whole segment that `index` is a part of and shares memory with, if any.
+    It may be a part of `whole`, the index of a whole segment, and share memory with it.
     """
 
     pieces: tuple[SegmentSlice, ...]
@@ -105,14 +97,8 @@ class _Run:
 class RowIndexes:
     """Indexes of the restored tokens of rows: for each layer, one per segment of a row, or one for several.
 
-    Indexes describe rotated keys, so each is valid only for its segment's position in the prefix.
-
-    Args:
-        kind: Index class.
-        chunk_tokens: Tokens per chunk.
-        fetcher: Fetcher of the restoring pass; fetches keys.
-        rows: Restored tokens of the row groups to select from, by number of the group.
-        sidecars: Stored indexes, including those of other processes.
+    Indexes describe rotated keys, so each is valid only for its segment's position in the prefix. `rows` are the
+    restored tokens of the row groups to select from, by number of the group.
     """
 
     def __init__(
@@ -154,8 +140,7 @@ class RowIndexes:
     def of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
         """Return the indexes of a row at a layer, in token order. Missing ones are built from the row's keys.
 
-        Raises:
-            RestoreError: A block did not arrive.
+        Raises RestoreError if a block did not arrive.
         """
         self.fetch(layer)
         if (keys_to_index := self._keys[layer, place]) is not None:

@@ -21,12 +21,11 @@ from ..restore.prefetch import share_row
 from ..store.geometry import in_groups
 from ..store.segment import SegmentReader
 from ..tiers.scores import TokenImportance
-from .decode import DecodeSelector
+from .decode import DecodeSelector, TokenDecodeSelector
 from .fetched import Request, Rotate, RowPrefix, RowTokens, UnitTable, attention_of
 from .held import HeldChunks
 from .indexes import IndexSidecars, RowIndexes
-from .selector import SelectionInput, Selector, check_mass, check_selection
-from .selectors import TokenDecodeSelector
+from .selectors import SelectionInput, Selector, check_mass, check_selection
 from .window import ByIndex, WindowDecodeSelector
 
 Prefetched = Literal["period", "keys"]
@@ -41,12 +40,8 @@ class SelectiveRestore:
     """Restore of one pass that attends to a part of the restored tokens.
 
     Args:
-        plan: Plan of the pass.
         layers: Layers with full attention, ascending.
-        selector: Selects the tokens.
-        fetcher: Fetcher of the pass.
         sidecars: Stored indexes, for a selector that uses indexes.
-        prefetches: Kinds of blocks to prefetch.
         importance: Records the attention of each token, if not None.
         reselect: Whether each generated token reselects.
         observed: Number of last queries to select for, of rows that attend to all restored tokens (`plan.streamed`).
@@ -103,15 +98,8 @@ class SelectiveRestore:
     ) -> None:
         """Select what `layer` attends to, if its period has not selected yet, and start to fetch it.
 
-        Args:
-            layer: Index of a layer with full attention.
-            query: `[batch, heads, computed, dim]`, rotated.
-            own_keys: `[batch, kv_heads, computed, dim]`, rotated.
-            rotate_: Rotates stored keys.
-            scaling: Scale of the logits; None for dim ** -0.5.
-
-        Raises:
-            RestoreError: A block did not arrive.
+        Queries are `[batch, heads, computed, dim]`, keys `[batch, kv_heads, computed, dim]`, rotated. Raises
+        RestoreError if a block did not arrive.
         """
         number = self._period_of[layer]
         if number not in self._selected:
@@ -121,17 +109,10 @@ class SelectiveRestore:
         self._selected.pop(number - 1, None)
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
-        """Wait for the selected tokens of a layer, and copy them.
+        """Wait for the selected tokens of a layer, and copy them to its entries, `[batch, kv_heads, entries, dim]`.
 
-        Args:
-            layer: Index of a layer with full attention.
-            keys: `[batch, kv_heads, entries, dim]`, all entries of the layer. The computed ones are at the end; those
-                before them are filled in place, and unused ones are set to zero.
-            values: Like `keys`.
-            rotate_: Rotates stored keys.
-
-        Raises:
-            RestoreError: A block did not arrive.
+        The computed entries are at the end; those before them are filled in place, and unused ones are set to zero.
+        Raises RestoreError if a block did not arrive.
         """
         number = self._period_of[layer]
         table = self._tables[number]
@@ -164,13 +145,9 @@ class SelectiveRestore:
             self.index_fits = self._indexes.fit
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return, for each group of rows, an empty tensor for the keys to index, or None.
+        """Return, for each group of rows, an empty tensor `[kv_heads, tokens, dim]` for the keys to index, or None.
 
-        The tensors, `[kv_heads, tokens, dim]`, are for streamed rows that lack an index.
-
-        Args:
-            layer: Layer index.
-            like: `[batch, kv_heads, n, dim]`, keys of the layer.
+        Streamed rows that lack an index get one. `like` are keys of the layer, `[batch, kv_heads, n, dim]`.
         """
         return [
             like.new_empty(like.shape[1], row.tokens, like.shape[3])
@@ -191,10 +168,7 @@ class SelectiveRestore:
     ) -> tuple[DecodeSelector, list[HeldChunks | None]] | None:
         """Return the decode selector, and what a filled layer holds of each row; None if nothing reselects.
 
-        Args:
-            layer: Layer index.
-            batch: Number of rows.
-            entries: Number of entries that the layer holds, of the row with most.
+        `entries` is the number of entries that the layer holds of the row with most.
         """
         if not self._reselects:
             return None
@@ -223,12 +197,7 @@ class SelectiveRestore:
         self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stall_seconds)
 
     def _choose(
-        self,
-        number: int,
-        query: torch.Tensor,
-        own_keys: torch.Tensor,
-        rotate_: Rotate,
-        scaling: float | None,
+        self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
     ) -> None:
         """Select for a period, start to fetch its tokens, and prefetch for the next period."""
         layer, indexes = self._periods[number][0], self._indexes
@@ -265,12 +234,7 @@ class SelectiveRestore:
             self._fetch_keys(number + 1, ahead=True)
 
     def _bring(self, number: int, layers: Sequence[int]) -> None:
-        """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need.
-
-        Args:
-            number: Number of the period.
-            layers: Layers of the period, ascending.
-        """
+        """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need."""
         table = self._tables[number]
         batches: dict[tuple[int, ...], list[Request]] = {}  # a layer waits only for its own batch
         for selected in self._selected[number]:

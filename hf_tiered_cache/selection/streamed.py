@@ -28,11 +28,9 @@ _LARGEST = 1 << 24
 
 @dataclass(eq=False)
 class Partial:
-    """Attention output of queries over the keys processed so far.
+    """Attention output, float32 `[batch, heads, n, dim]`, of queries over the keys processed so far.
 
-    Args:
-        output: float32 `[batch, heads, n, dim]`.
-        log_total: float32 `[batch, heads, n]`, log-sum-exp of the logits.
+    `log_total`, float32 `[batch, heads, n]`, is the log-sum-exp of the logits.
     """
 
     output: torch.Tensor
@@ -55,16 +53,11 @@ def attention(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> Partial:
-    """Compute the attention of queries over the given keys.
+    """Compute the attention of queries, `[batch, heads, n, dim]`, over keys and values, `[batch, kv_heads, k, dim]`.
 
-    Args:
-        query: `[batch, heads, n, dim]`.
-        keys: `[batch, kv_heads, k, dim]`; each kv head serves heads / kv_heads query heads.
-        values: Like `keys`.
-        scaling: Scale of the logits; None for dim ** -0.5.
-        mask: `[batch or 1, heads or 1, n, k]`, added to the logits, or bool, True for visible keys; None if all are
-            visible.
-        causal: Whether query i sees only the keys up to i. For use without a mask.
+    The mask, `[batch or 1, heads or 1, n, k]`, is added to the logits, or bool, True for visible keys; None if all are
+    visible. Without a mask, the attention may be `causal`: query i sees only the keys up to i. Logits are multiplied by
+    `scaling`; None for dim ** -0.5.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads, count = query.shape[1], keys.shape[1], query.shape[2]
@@ -133,14 +126,9 @@ _RUN_TOKENS = 8192
 
 
 class StreamedPrefix:
-    """Restored tokens of a pass, for layers with full attention that attend to all of them.
+    """Restored tokens of a pass, for `layers` with full attention, ascending, that attend to all of them.
 
     While a layer attends to one run of tokens, the next is fetched, so two runs of one layer are in memory.
-
-    Args:
-        plan: Plan of the pass.
-        layers: Layers with full attention, ascending.
-        fetcher: Fetcher of the pass.
     """
 
     def __init__(self, plan: BudgetPlan, layers: Sequence[int], fetcher: Fetcher) -> None:
@@ -154,21 +142,13 @@ class StreamedPrefix:
         self._tables: dict[tuple[int, int], UnitTable] = {}  # by layer and number of the run
 
     def start(self) -> None:
-        """Start to fetch the first run.
-
-        Raises:
-            RestoreError: A fetch could not be started.
-        """
+        """Start to fetch the first run. Raises RestoreError if that fails."""
         self._bring(self._layers[0], 0)
 
     def attend(
-        self,
-        layer: int,
-        call: AttentionCall,
-        rotate_: Rotate,
-        collect: Sequence[torch.Tensor | None] = (),
+        self, layer: int, call: AttentionCall, rotate_: Rotate, collect: Sequence[torch.Tensor | None] = ()
     ) -> torch.Tensor:
-        """Return the output of a layer's attention, `[batch, heads, n, dim]`.
+        """Return the output of a layer's attention, `[batch, heads, n, dim]`. Raises RestoreError if a block is gone.
 
         Rows that are not streamed attend to computed tokens only.
 
@@ -177,9 +157,6 @@ class StreamedPrefix:
             call: Attention among the computed tokens, with a mask `[batch, 1, n, n]`, or None for a causal one.
             rotate_: Rotates stored keys.
             collect: For each group of rows, `[kv_heads, tokens, dim]` to copy the rotated keys to, or None.
-
-        Raises:
-            RestoreError: A block did not arrive.
         """
         query, keys, values, mask, scaling = call
         merged = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)

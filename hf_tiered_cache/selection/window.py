@@ -17,7 +17,7 @@ from .decode import Choice, DecodeSelector
 from .decode_index import DecodeIndex, rank
 from .held import INDEXED_TOKENS, HeldChunks, Window, append_offloaded
 from .indexes import RowIndexes
-from .selector import Selection, SelectionInput, Selector
+from .selectors import Selection, SelectionInput, Selector
 
 _CANDIDATES = 1.25
 """Number of candidates that are ranked per selected chunk. The window's eviction uses their order."""
@@ -49,11 +49,7 @@ class Span:
         return range(self.first // self.chunk_tokens, (self.tokens - self.last) // self.chunk_tokens)
 
     def tokens_of(self, chunks: np.ndarray) -> np.ndarray:
-        """Return the leading tokens, those of `chunks`, and the trailing ones: int64 `[heads, tokens]`.
-
-        Args:
-            chunks: Selected chunks, int64 `[heads, chunks]`.
-        """
+        """Return leading tokens, those of `chunks`, int64 `[heads, n]`, and trailing ones: int64 `[heads, tokens]`."""
         heads = len(chunks)
         inside = (chunks[..., None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(heads, -1)
         ends = np.arange(self.first), np.arange(self.tokens - self.last, self.tokens)
@@ -143,10 +139,6 @@ class WindowDecodeSelector(DecodeSelector):
     """Decode selector of chunks that an index ranks first, for each kv head, with a window of recently selected ones.
 
     The first and last tokens of the prefix are fixed, and so are the generated ones, until they are offloaded.
-
-    Args:
-        selector: Ranks chunks.
-        indexes: Indexes of the chunks.
     """
 
     selector: ByIndex
@@ -155,7 +147,6 @@ class WindowDecodeSelector(DecodeSelector):
     may_stay = False
 
     def row(self, layer: int, prefix: int, tokens: np.ndarray, first: int) -> HeldChunks | None:
-        """See `DecodeSelector`."""
         if (span := self.selector.span(self.prefixes[prefix].tokens, self.budgets[prefix])) is None:
             return None
         inside = tokens[:, span.first : tokens.shape[1] - span.last : span.chunk_tokens]
@@ -184,13 +175,9 @@ class WindowDecodeSelector(DecodeSelector):
         return choices
 
     def num_to_offload(self, row: HeldChunks | None, computed: int) -> int:
-        """Return the number of a row's oldest computed tokens to offload now, which are selected from afterwards.
+        """Return how many of the `computed` tokens that a layer holds of a row to offload now, the oldest first.
 
-        The last `selector.local` tokens stay; all stay if the row does not select.
-
-        Args:
-            row: State of the row in a layer; None if it does not select.
-            computed: Number of computed tokens that the layer holds of the row.
+        The last `selector.local` tokens stay; all stay if the row does not select (None).
         """
         excess = max(0, computed - max(1, self.selector.local)) if row is not None else 0
         return excess // INDEXED_TOKENS * INDEXED_TOKENS

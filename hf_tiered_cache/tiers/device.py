@@ -173,15 +173,10 @@ class DeviceMemory:
     the GPU even if its tier keeps none, and GPUDirect Storage reads into memory that is registered once.
 
     Args:
-        device: the GPU.
-        stream: stream for copies to and from the GPU.
-        budget: bytes for blocks that the tier keeps.
-        staging: bytes of the staging area.
-        policy: eviction policy of the tier.
-        scores: scores of chunks that selectors reported.
-        on_evict: see `Tier`.
-        added: called with each new slab.
-        direct: whether the engine reads from disk directly to the memory.
+        budget: Bytes for blocks that the tier keeps.
+        staging: Bytes of the staging area.
+        policy, scores, on_evict, added: See `Tier`.
+        direct: Whether the engine reads from disk directly to the memory.
     """
 
     def __init__(

@@ -32,11 +32,7 @@ class LateCheck:
     """Comparison of a batch of blocks with their digests on the side stream.
 
     No thread waits for the result before `confirm`. A pass may use the blocks before that, but its results may not
-    outlive the pass until `confirm` succeeds.
-
-    Args:
-        stream: the side stream of the device.
-        batches: segments that verify their blocks, with runs of blocks that were read into device memory.
+    outlive the pass until `confirm` succeeds. `batches` are segments that verify their blocks, with runs of blocks.
     """
 
     def __init__(self, stream: CopyStream, batches: Sequence[Asked]) -> None:
@@ -73,11 +69,7 @@ class LateCheck:
         return self._intact is True
 
     def confirm(self) -> None:
-        """Wait in this thread for the result.
-
-        Raises:
-            IntegrityError: a block does not match its digest; the error names the first such block.
-        """
+        """Wait in this thread for the result. Raises IntegrityError, which names the first damaged block, if any."""
         if not self.is_intact():
             at = int(np.flatnonzero(self._mismatches.numpy())[0])
             for reader, block_group, first, count in self._runs:
@@ -91,13 +83,7 @@ Needs = Counter[tuple[Tier, int]]
 
 
 class SlabMaker:
-    """Allocator that fills the slab stocks of a residency's tiers.
-
-    Args:
-        lock: guards the tiers; it is not held during allocation.
-        step: repair guard of the residency.
-        host: the host tier.
-    """
+    """Allocator that fills the slab stocks of the tiers, outside the `lock` that guards them."""
 
     def __init__(self, lock: threading.Lock, step: Step, host: Tier) -> None:
         self._lock, self._step, self._host = lock, step, host
@@ -178,10 +164,7 @@ class Pin:
     """Actions to run when `check` succeeds. They make the blocks visible to other requests."""
 
     def keep_checked(self) -> None:
-        """Run the actions in `on_verified` if `check` succeeded, and clear them in any case.
-
-        Blocks of a damaged batch are dropped with the block handle.
-        """
+        """Run the actions in `on_verified` if `check` succeeded, and drop them in any case."""
         actions, self.on_verified = self.on_verified, []
         for action in actions if self.check is not None and self.check.is_intact() else ():
             action()
@@ -261,17 +244,11 @@ class FetchedBlocks:
 class BlockHandle:
     """Block handle: a batch of blocks that is fetched to a device, and the pin on their slots until `release`.
 
-    Args:
-        requests: the blocks to fetch.
-        confirm: function of the tiers that waits until the blocks of a pin are verified.
-        retire: function of the tiers that releases the pin of a handle.
+    `confirm` waits until the blocks of a pin are verified, and `retire` releases the pin of a handle.
     """
 
     def __init__(
-        self,
-        requests: Sequence[BlockRequest],
-        confirm: Callable[[Pin], None],
-        retire: Callable[[BlockHandle], None],
+        self, requests: Sequence[BlockRequest], confirm: Callable[[Pin], None], retire: Callable[[BlockHandle], None]
     ) -> None:
         self._confirm, self._retire = confirm, retire
         self.pin = Pin(None, weakref.ref(self))
@@ -290,10 +267,7 @@ class BlockHandle:
     def wait(self) -> None:
         """Wait until the blocks have arrived. Some may not be verified yet: see `confirm`.
 
-        Raises:
-            IntegrityError: a block is damaged.
-            OSError: a read failed.
-            Exception: any other error of the fetch, such as one raised by CUDA.
+        Raises IntegrityError if one is damaged, OSError if a read failed, or any other error of the fetch, as of CUDA.
         """
         if not self.latch.is_open or self.latch.error is not None:
             self.latch.wait()
@@ -306,11 +280,7 @@ class BlockHandle:
         return self.pin.check is None or self.pin.check.is_confirmed
 
     def confirm(self) -> None:
-        """Wait until the device has verified its blocks. May be called after `release`.
-
-        Raises:
-            IntegrityError: a block is damaged.
-        """
+        """Wait until the device has verified its blocks, also after `release`. Raises IntegrityError if damaged."""
         if self.is_confirmed:
             return
         try:
@@ -352,9 +322,7 @@ class PendingFetch:
     def needs(self, host: Tier, direct: bool) -> Needs:
         """Return how many buffer slots the fetch may take from each tier, after blocks in memory are pinned.
 
-        Args:
-            host: the tier on the host.
-            direct: whether the engine reads from disk directly to device memory.
+        With `direct`, the engine reads from disk directly to device memory.
         """
         needs: Needs = Counter()
         if self.fetched.request.reader.gone:  # no tier keeps blocks of a deleted segment

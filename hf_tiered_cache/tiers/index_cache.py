@@ -30,12 +30,9 @@ class CachedIndex(Protocol):
 class IndexCache:
     """Index cache by segment slices and layer.
 
-    It keeps indexes for later requests, within a byte budget, with LRU eviction. It also finds indexes that caches
-    still use although the budget has no room for them, so that all caches share one index. These take memory in
-    addition to the budget: `unbudgeted`.
-
-    Args:
-        budget: bytes on all devices together.
+    It keeps indexes for later requests, within a budget of bytes on all devices together, with LRU eviction. It also
+    finds indexes that caches still use although the budget has no room for them, so that all caches share one index.
+    These take memory in addition to the budget: `unbudgeted`.
     """
 
     def __init__(self, budget: int) -> None:
@@ -58,15 +55,9 @@ class IndexCache:
             return self._in_use.get(name)
 
     def admit(self, key: IndexKey, index: CachedIndex, replaced: Collection[IndexKey] = ()) -> Any:
-        """Insert an index if it is new, evicting others as necessary.
+        """Insert an index if it is new, evicting others as necessary, and drop the `replaced` ones.
 
-        Args:
-            key: what the index covers.
-            index: the index.
-            replaced: keys of indexes that the index makes redundant. They are no longer kept.
-
-        Returns:
-            The index to use: `index`, or an equal one that other caches share.
+        Return the index to use: `index`, or an equal one that other caches share.
         """
         name = key, index.device
         with self._lock:

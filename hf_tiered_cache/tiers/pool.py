@@ -60,16 +60,14 @@ class Tier:
     Not thread-safe: `Residency` holds the lock.
 
     Args:
-        name: name of the tier in the stats: "host", "device" or "staging".
-        budget: bytes of memory the tier may allocate, slab alignment included.
-        policy: eviction policy.
-        allocate: allocates memory for slabs on the device of the tier.
-        on_evict: called before blocks are evicted, with their owner, the number of chunks of the KV cache group, the
+        name: Name of the tier in the stats: "host", "device" or "staging".
+        budget: Bytes of memory the tier may allocate, slab alignment included.
+        on_evict: Called before blocks are evicted, with their owner, the number of chunks of the KV cache group, the
             blocks and their usage.
-        scores: scores of chunks that selectors reported.
-        allocate_own: allocates memory outside the tier for a single request; `allocate` by default.
-        added: called with each new slab, uint8 `[slots, block_bytes]`.
-        least_slab: minimum slab size in bytes, where the budget allows it.
+        scores: Scores of chunks that selectors reported.
+        allocate_own: Allocates memory outside the tier for a single request; `allocate` by default.
+        added: Called with each new slab, uint8 `[slots, block_bytes]`.
+        least_slab: Minimum slab size in bytes, where the budget allows it.
     """
 
     def __init__(
@@ -126,9 +124,7 @@ class Tier:
     def pin(self, owner: Owner, chunks: np.ndarray) -> tuple[SlotPool, np.ndarray, np.ndarray] | None:
         """Pin the slots that hold blocks of these chunks, and record their use.
 
-        Returns:
-            Pool, pinned slots, and whether the tier holds each chunk, bool `[len(chunks)]`. None if the tier holds no
-                block of the owner.
+        Return pool, slots, and whether the tier holds each chunk, bool `[len(chunks)]`; None if it holds no block.
         """
         if (table := self._table(owner)) is None:
             return None

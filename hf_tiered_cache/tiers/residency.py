@@ -34,14 +34,14 @@ class Residency:
     """The tiers of one store.
 
     Args:
-        host_budget: bytes of host memory for blocks.
-        device_budget: bytes for blocks on each device.
-        policy: name of the eviction policy of the tiers.
-        device_types: types of device with their own tier; for others the host tier is the device tier.
-        direct: whether the engine reads from disk directly to device memory (GPUDirect Storage).
-        index_budget: bytes for indexes of keys that stay in memory for selection.
-        staging_budget: bytes of the staging area on each device, in addition to `device_budget`.
-        register: called with each new slab of device memory, before the engine reads into it.
+        host_budget: Bytes of host memory for blocks.
+        device_budget: Bytes for blocks on each device.
+        policy: Name of the eviction policy of the tiers.
+        device_types: Types of device with their own tier; for others the host tier is the device tier.
+        direct: Whether the engine reads from disk directly to device memory (GPUDirect Storage).
+        index_budget: Bytes for indexes of keys that stay in memory for selection.
+        staging_budget: Bytes of the staging area on each device, in addition to `device_budget`.
+        register: Called with each new slab of device memory, before the engine reads into it.
     """
 
     def __init__(
@@ -85,17 +85,9 @@ class Residency:
     def fetch(
         self, requests: Sequence[BlockRequest], device: torch.device, collector: StatsCollector, ahead: bool = False
     ) -> BlockHandle:
-        """Start to fetch blocks to `device`, with one submission for all disk reads.
+        """Start to fetch blocks to `device`, with one submission for all disk reads. Does not wait for the blocks.
 
-        Args:
-            requests: the blocks to fetch, from segments of one store.
-            device: the device where attention runs.
-            collector: counts look-ups, bytes and time.
-            ahead: whether this is a prefetch. A prefetch drops blocks that exceed the budgets; otherwise memory is
-                allocated for them.
-
-        Returns:
-            A block handle. The call does not wait for the blocks.
+        A prefetch (`ahead`) drops blocks that exceed the budgets; otherwise memory is allocated for them.
         """
         self.prepare(device)
         handle = BlockHandle(requests, self.confirm, self.retire)
@@ -145,10 +137,9 @@ class Residency:
     def _begin(
         self, handle: BlockHandle, fetches: Sequence[PendingFetch], collector: StatsCollector
     ) -> Callable[[], None] | None:
-        """Reserve slots for the blocks that are not in memory.
+        """Reserve slots for the blocks that are not in memory, and return a function that starts to read these blocks.
 
-        Returns:
-            A function that starts to read these blocks, or None if all blocks are in memory and have arrived.
+        Return None if all blocks are in memory and have arrived.
         """
         pin = handle.pin
         for fetch in fetches:
@@ -256,16 +247,7 @@ class Residency:
             return sum(int((tier.lookup(owner, chunks) >= 0).sum()) for tier in self.tiers)
 
     def find(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, np.ndarray]:
-        """Return where the chunks of a KV cache group are.
-
-        Args:
-            owner: the segment and KV cache group.
-            chunks: int64, ascending.
-            device: the device where attention runs.
-
-        Returns:
-            The chunks in each tier that serves `device`, by the name of the tier, and the others under "disk".
-        """
+        """Return chunks of a KV cache group, int64 ascending, by the tier for `device` that holds them, or "disk"."""
         with self._lock, self._step:
             chunks_by_tier = {}
             gpu = self._gpus.get(numbered(device))
@@ -347,15 +329,9 @@ class Residency:
     def _reserve(
         self, tier: Tier, block_bytes: int, chunks: np.ndarray, pin: Pin, fetch: PendingFetch | None = None
     ) -> Blocks:
-        """Reserve slots for the first of `chunks`, as many as `tier` has room for.
+        """Reserve slots for the first of `chunks`, int64 ascending, as many as `tier` has room for, for a pin.
 
-        Args:
-            tier: the tier to reserve in.
-            block_bytes: bytes per block.
-            chunks: int64, ascending.
-            pin: the pin that gets the slots.
-            fetch: pending fetch that inserts the chunks into the tier on arrival; only chunks that the policy keeps get
-                slots. None to reserve without the policy.
+        With a `fetch`, which inserts the chunks into the tier on arrival, only chunks that the policy keeps get slots.
         """
         if not len(chunks) or not tier.budget:
             return NO_BLOCKS

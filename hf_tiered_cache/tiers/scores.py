@@ -51,11 +51,8 @@ class EvictionPolicy(ABC):
     def learn(self, importance: np.ndarray, accesses: np.ndarray, mass: np.ndarray, share: np.ndarray) -> np.ndarray:
         """Return the new importance of chunks that a selector chose. The default is the sum of the attention.
 
-        Args:
-            importance: importance of each chunk so far.
-            accesses: how often each chunk was chosen before.
-            mass: attention to each chunk in this selection.
-            share: fraction of each chunk's tokens that was chosen.
+        Each chunk had an importance and a number of accesses before; in this selection it got attention (`mass`), and a
+        `share` of its tokens was chosen.
         """
         return importance + mass
 
@@ -71,12 +68,9 @@ class EvictionPolicy(ABC):
         return np.argpartition(score, count)[:count] if count else np.empty(0, np.intp)
 
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
-        """Return a bool mask of the arriving blocks that the tier keeps.
+        """Return a bool mask of the arriving blocks that the tier keeps, by the usage of the blocks.
 
-        Args:
-            arriving: usage of blocks that arrive from disk, or are evicted from a faster tier.
-            resident: usage of the evictable blocks in the tier.
-            free: number of free slots.
+        They arrive from disk or a faster tier. `resident` are the evictable blocks in the tier; `free` slots are free.
         """
         return np.ones(len(arriving.last_used), bool)
 
@@ -209,14 +203,9 @@ class TokenImportance:
         self._lock = threading.Lock()
 
     def note(self, segment: str, shape: SegmentShape, layer: int, tokens: slice, mass: np.ndarray) -> None:
-        """Add the attention that queries paid to tokens of a segment at one layer.
+        """Add the attention that queries paid to n tokens of a segment, given as a slice, at one layer.
 
-        Args:
-            segment: id of the segment.
-            shape: shape of the segment.
-            layer: number of the layer.
-            tokens: slice of n tokens of the segment.
-            mass: attention, float32 `[rows, n]`: one row for all KV heads, or one row per head.
+        `mass` is float32 `[rows, n]`: one row for all KV heads, or one row per head.
         """
         with self._lock:
             if segment not in self._mass:
@@ -238,10 +227,8 @@ class TokenImportance:
     def prompt_done(self, segment: str, interval: int) -> bool:
         """Count a completed prompt that used the segment, and return whether the segment is due for reordering.
 
-        Args:
-            segment: id of the segment.
-            interval: number of prompts after which the segment is due for the first time. It is due again at 2, 4, 8,
-                ... times that number, so that a stable order is rarely rewritten.
+        It is due after `interval` prompts, and again after 2, 4, 8, ... times as many, so that a stable order is rarely
+        rewritten.
         """
         with self._lock:
             count = self._prompts[segment] = self._prompts.get(segment, 0) + 1

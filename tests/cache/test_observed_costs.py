@@ -13,7 +13,7 @@ from families import build, prompt
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.calibrations import CostFactors, PrefixCosts, cost_factors, keep_prefix_costs, keep_records
 from hf_tiered_cache.cache.cost_model import costs_of, idle_recompute_ratio
-from hf_tiered_cache.cache.observed import observed_ratios, renew_costs
+from hf_tiered_cache.cache.observed import Work, observed_ratios, renew_costs
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Krul
@@ -49,7 +49,7 @@ def test_factors_move_by_bounded_steps_to_the_observed_times(root):
 
 
 def test_a_disturbed_measurement_of_no_costs_predicts_nothing():
-    assert observed_ratios(None, 320, costs(compute=0.0), 0.5) == {}
+    assert observed_ratios(None, 320, costs(compute=0.0), Work(*[0.0] * 6, 0.5)) == {}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_costs_of_a_sequence_have_the_factors(root):
         cache = TieredCache(model, store)
         model(input_ids=prompt(40), past_key_values=cache)
         executor = cache._executor
-        before = costs_of(executor.sequence, executor.attachment, 320)
+        before = costs_of(executor.sequence, 320)
         renew_costs(storage, identity, CPU, {"compute": 1.44})
-        after = costs_of(executor.sequence, executor.attachment, 320)
+        after = costs_of(executor.sequence, 320)
         assert after.compute == pytest.approx(1.2 * before.compute) and after.load == before.load

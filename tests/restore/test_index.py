@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.restore.hashes import History, PrefixHasher
-from hf_tiered_cache.restore.planner import longest_prefix
+from hf_tiered_cache.restore.hashes import History, PrefixHasher, longest_prefix
 from hf_tiered_cache.store.catalogue import SegmentRow
 from hf_tiered_cache.store.geometry import HASH_TOKENS
 

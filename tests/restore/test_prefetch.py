@@ -83,7 +83,7 @@ def plan(segments=(320,), suffix=10, windows=(0,) * LAYERS, geometry=None):
 
 def prefetch(made, ahead, residency=None):
     residency = residency or Residency()
-    fetch = Prefetch(made, Fetcher(residency, StatsCollector(), lambda layer: CPU), ahead)
+    fetch = Prefetch(made, Fetcher(residency, StatsCollector(), lambda layer: CPU, ahead))
     fetch.start()
     return fetch, residency
 
@@ -119,7 +119,7 @@ def test_the_next_block_groups_are_under_way_before_the_first_layer_has_its_own(
 def test_nothing_is_fetched_before_the_start():
     """The caller ensures the cancellation before it starts the prefetch."""
     residency = Residency()
-    fetch = Prefetch(plan(), Fetcher(residency, StatsCollector(), lambda layer: CPU), 1 << 30)
+    fetch = Prefetch(plan(), Fetcher(residency, StatsCollector(), lambda layer: CPU, 1 << 30))
     assert residency.fetched == []
     fetch.start()
     assert len(residency.fetched) == 3
@@ -203,7 +203,7 @@ def test_a_failing_block_names_its_segment(error):
 @pytest.mark.parametrize("ahead", [0, 1, 1 << 30])
 def test_a_fetch_that_cannot_begin_names_its_segment_and_leaves_nothing_held(ahead):
     residency = Residency(1, RuntimeError("planted"), at_once=True)
-    fetch = Prefetch(plan((160, 160)), Fetcher(residency, StatsCollector(), lambda layer: CPU), ahead)
+    fetch = Prefetch(plan((160, 160)), Fetcher(residency, StatsCollector(), lambda layer: CPU, ahead))
     with pytest.raises(RestoreError, match="planted") as caught:
         fetch.start()
         for layer in range(LAYERS):

@@ -19,8 +19,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.layers import SelectedSource
 from hf_tiered_cache.methods import ContiguousKV
-from hf_tiered_cache.selection.selector import Selection
-from hf_tiered_cache.selection.selectors import TopChunks
+from hf_tiered_cache.selection.selectors import Selection, TopChunks
 from hf_tiered_cache.store.geometry import in_groups
 
 PREFIX, NEW = 200, 8

@@ -8,12 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.selection.selector import ChunkMap, SelectionInput, budgeted_tokens, top_chunks
 from hf_tiered_cache.selection.selectors import (
+    ChunkMap,
     ProbeHeads,
+    SelectionInput,
+    budgeted_tokens,
     head_mass,
     jaccard_threshold,
     mean_jaccard,
+    top_chunks,
     top_of_each,
 )
 

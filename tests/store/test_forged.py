@@ -22,7 +22,7 @@ from segments import hashes, open_store, read_back, read_file, segment, without_
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, OtherFormatError
 from hf_tiered_cache.passages.finder import PassageIndex
-from hf_tiered_cache.restore.planner import longest_prefix
+from hf_tiered_cache.restore.hashes import longest_prefix
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.container import xxh3
 from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, PREFIX, decode_header, lay_out

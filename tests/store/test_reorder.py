@@ -29,8 +29,7 @@ from hf_tiered_cache.cache.forward_pass import RestoringForward
 from hf_tiered_cache.errors import FormatError
 from hf_tiered_cache.methods import METHODS, ContiguousKV, Impress
 from hf_tiered_cache.restore.fetch import FetchUnit
-from hf_tiered_cache.selection.selector import Selection
-from hf_tiered_cache.selection.selectors import TopChunks
+from hf_tiered_cache.selection.selectors import Selection, TopChunks
 from hf_tiered_cache.store.format import segment_id
 from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.store.relayout import join_segments
