@@ -649,27 +649,42 @@ def test_a_restore_pays_from_one_length_on():
     assert roofline.break_even(model, roofline.Machine(disk=1e8), "disk", 64) is None
 
 
-def on_gpu(out, *options):
-    """Run the whole script on the CPU."""
-    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = ["sh", str(BENCH / "on_gpu.sh"), str(out), "--shape", "tiny", "--turns", "1", *options]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+ON_GPU = """
+import runpy, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "hf_tiered_cache"]:
+    del sys.modules[name]  # so that it is imported without the hidden packages
+script, hidden, *sys.argv[1:] = sys.argv[1:]
+sys.modules.update(dict.fromkeys(filter(None, hidden.split(","))))  # importing them fails
+sys.argv[0] = script
+runpy.run_path(script, run_name="__main__")
+"""
 
 
-def without(tmp_path, monkeypatch, *packages):
-    """Hide packages from the processes that are started."""
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    for name in packages:
-        (hidden / f"{name}.py").write_text(f"raise ModuleNotFoundError('gone', name={name!r})")
-    monkeypatch.setenv("PYTHONPATH", str(hidden))
+def on_gpu(folder, *options, hidden=""):
+    """Start the script on the CPU, in a process that lacks the hidden packages; return it and the file it prints to."""
+    path = os.pathsep.join([str(BENCH), str(BENCH.parent)])
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = ["run", folder / "out", "--folder", folder, "--shape", "tiny", "--turns", "1", *options]
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        command = [sys.executable, "-c", ON_GPU, BENCH / "on_gpu.py", hidden, *arguments]
+        return processes.Popen(command, env=environment, stdout=file, stderr=file), output
 
 
-def test_on_gpu_whole_on_the_cpu_without_what_only_prints(tmp_path, monkeypatch):
+def test_on_gpu_is_started_by_its_script(tmp_path):
+    """A run takes longer than a test of what the script sets."""
+    command = ["sh", str(BENCH / "on_gpu.sh"), str(tmp_path), "--stages", "dance"]
+    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert (done.returncode, "unknown stage dance" in done.stderr) == (2, True), done.stderr
+
+
+def test_on_gpu_whole_on_the_cpu_without_what_only_prints(tmp_path):
     from lib import gpu_run
 
-    without(tmp_path, monkeypatch, "pydantic", "typer", "rich", "humanize", "kvikio")
-    output, _ = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--seconds", "250").communicate()
+    hidden = "pydantic,typer,rich,humanize,kvikio"
+    running, printed = on_gpu(tmp_path, "--seconds", "250", hidden=hidden)
+    running.wait()
+    output = printed.read_text()
     assert "Traceback" not in output, output
     rows = gpu_run.read_rows(tmp_path / "out")
     assert (rows[0]["stage"], rows[0]["what"]) == ("run", "asked")
@@ -698,12 +713,12 @@ def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
     from lib import gpu_run
     from lib.gpu_report import report
 
-    running = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--stages", "probe,prefix,passages")
+    running, printed = on_gpu(tmp_path, "--stages", "probe,prefix,passages")
     path, until = tmp_path / "out" / gpu_run.ROWS, time.monotonic() + 120
     while not (path.exists() and '"host"' in path.read_text()):
-        assert running.poll() is None and time.monotonic() < until, running.communicate()
+        assert running.poll() is None and time.monotonic() < until, printed.read_text()
         time.sleep(0.02)
-    running.send_signal(signal.SIGKILL)  # sh has become python
+    running.kill()
     running.wait()
     (work,) = tmp_path.glob("on-gpu-*")
     time.sleep(0.5)
@@ -718,13 +733,11 @@ def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
     assert not work.exists()  # the next run removes what this one left
 
 
-def test_on_gpu_without_a_dependency_probes_the_machine(tmp_path, monkeypatch):
+def test_on_gpu_without_a_dependency_probes_the_machine(tmp_path):
     from lib import gpu_run
 
-    without(tmp_path, monkeypatch, "xxhash")
-    running = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--prefixes", "64", "--stages", "probe,prefix,decode")
-    output, _ = running.communicate()
-    assert running.returncode == 0 and "Traceback" not in output, output
+    running, printed = on_gpu(tmp_path, "--prefixes", "64", "--stages", "probe,prefix,decode", hidden="xxhash")
+    assert running.wait() == 0 and "Traceback" not in printed.read_text(), printed.read_text()
     rows = gpu_run.read_rows(tmp_path / "out")
     assert {row["stage"] for row in rows if row["what"] == "done"} == {"probe"}
     skipped = {row["stage"]: row["skipped"] for row in rows if row["what"] == "the rest"}
