@@ -915,7 +915,7 @@ def test_quality(tmp_path, monkeypatch):
     write_sst2(tmp_path)
     (tmp_path / "text.txt").write_text("".join(f"The sentence of number {number} is long. " for number in range(30)))
     options = ["--model", str(BENCH.parent / "eval" / "reference" / "xs"), "--tasks", "sst2", "--methods", "h2o"]
-    options += ["--data", str(tmp_path), "--tokens", "200", "--limit", "2", "--text", str(tmp_path / "text.txt")]
+    options += ["--data", str(tmp_path), "--tokens", "300", "--limit", "2", "--text", str(tmp_path / "text.txt")]
     monkeypatch.setattr(sys, "argv", ["quality.py", *options, "--out", str(tmp_path)])
     quality.main()
     found = json.loads((tmp_path / "quality-xs.json").read_text())
