@@ -122,15 +122,16 @@ def test_a_store_closed_under_a_request_does_not_fail_it(model, tmp_path):
 def test_what_was_computed_is_stored_when_the_interpreter_ends(tmp_path):
     """The script does not flush, close or delete anything."""
     code = f"""
-import sys
+import ctypes, sys
 sys.path.insert(0, {LIB!r})
 from families import *
 from hf_tiered_cache import KVStore, TieredCache
 model, store = build("llama"), KVStore({str(tmp_path)!r})
 cache = TieredCache(model, store)
 model.generate(prompt(40), past_key_values=cache, do_sample=False, max_new_tokens=30)
+ctypes.pythonapi.Py_Exit(0)  # a forked process does not end its interpreter
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    processes.run([sys.executable, "-c", code], check=True, timeout=120)
     with KVStore(tmp_path) as store:
         assert sum(row.tokens for row in store.segments()) == 64
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
-import processes
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from eval import report, suite
 from eval import run as evaluation
-from eval import suite
 from eval.errors import EvalError
 from eval.runner import find_variants
 from eval.tasks import find_tasks
@@ -42,6 +42,17 @@ def test_an_unknown_name_says_which_there_are():
     assert result.exit_code and "no group or run" in str(result.exception or result.output)
 
 
+def run_here(command):
+    """Run `python -m eval.run` or `python -m eval.report` in this process."""
+    _, option, name, *arguments = command
+    assert option == "-m"
+    app = evaluation.app
+    if name == "eval.report":
+        app = typer.Typer()
+        app.command()(report.main)
+    return SimpleNamespace(returncode=CliRunner().invoke(app, arguments).exit_code)
+
+
 def test_a_group_runs_and_reports_and_skips_what_needs_data(tmp_path, monkeypatch):
     small = json.loads(json.dumps(SUITES))
     small["groups"] = {"both": ["tiny", "texts"]}
@@ -57,7 +68,7 @@ def test_a_group_runs_and_reports_and_skips_what_needs_data(tmp_path, monkeypatc
     }
     small["runs"]["tiny"]["tasks"] = ["reference_shot"]
     monkeypatch.setattr(suite, "read_suites", lambda: small)
-    monkeypatch.setattr(suite, "subprocess", processes)
+    monkeypatch.setattr(suite, "subprocess", SimpleNamespace(run=run_here))
     result = CliRunner().invoke(suite.app, ["both", "--results", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "texts: skipped, it needs --data" in result.output

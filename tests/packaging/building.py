@@ -10,7 +10,14 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+import processes
+
 ROOT = Path(__file__).parents[2]
+_WITHOUT_THE_PACKAGE = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "hf_tiered_cache"]:
+    del sys.modules[name]
+"""
 _NOT_OURS = (
     ".git",
     ".venv",
@@ -27,11 +34,10 @@ _NOT_OURS = (
 
 def run(*command, cwd, **environment):
     """Run a program that must succeed and sees nothing of this checkout; return what it printed."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "COVERAGE"))}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
+        env=_environment() | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -41,6 +47,19 @@ def run(*command, cwd, **environment):
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def run_forked(code, *, cwd):
+    """Run code that must succeed and imports the package again, but not PyTorch; return what it printed."""
+    command = [sys.executable, "-c", _WITHOUT_THE_PACKAGE + code]
+    done = processes.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _environment():
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "COVERAGE"))}
+    return inherited | {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,10 @@ class Built:
     def bin(self) -> Path:
         return self.environment / "bin"
 
+    @property
+    def site(self) -> Path:
+        return next(self.environment.glob("lib/python*/site-packages"))
+
     def make(self) -> None:
         tree = self.folder / "tree"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*_NOT_OURS))
@@ -76,6 +99,5 @@ class Built:
         venv.create(self.environment, with_pip=False, symlinks=True)
         pip = (sys.executable, "-m", "pip", "--python", self.bin / "python")
         run(*pip, "install", "--quiet", "--no-deps", "--no-index", self.wheel, cwd=self.folder)
-        (site,) = self.environment.glob("lib/python*/site-packages")
         dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-        (site / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
+        (self.site / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
