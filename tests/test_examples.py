@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import re
+import shutil
 import sys
 import weakref
 from pathlib import Path
@@ -31,13 +32,16 @@ def load(path):
 
 
 def test_the_demo_asks_in_processes_of_their_own(tmp_path, monkeypatch, capfd):
-    """The test uses a small model from a folder; `make demo` uses the demo's own model."""
+    """The test uses a small model from a folder and a short text; `make demo` uses the demo's own."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = build("qwen2", vocab_size=300, max_position_embeddings=8192, **sizes)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
-    demo = load(ROOT / "examples" / "demo.py")
+    shutil.copy(ROOT / "examples" / "demo.py", tmp_path)
+    demo = load(tmp_path / "demo.py")
+    demo.TEXT.parent.mkdir()
+    demo.TEXT.write_text((ROOT / "examples" / "data" / demo.TEXT.name).read_text()[:2000])
     monkeypatch.setattr(demo, "subprocess", processes)
     monkeypatch.setattr(
         sys, "argv", ["demo.py", "--model", str(tmp_path / "model"), "--store", str(tmp_path / "store")]

@@ -129,7 +129,7 @@ from hf_tiered_cache import KVStore, TieredCache
 model, store = build("llama"), KVStore({str(tmp_path)!r})
 cache = TieredCache(model, store)
 model.generate(prompt(40), past_key_values=cache, do_sample=False, max_new_tokens=30)
-ctypes.pythonapi.Py_Exit(0)  # a forked process does not end its interpreter
+ctypes.pythonapi.Py_Exit(0)  # end the interpreter, as after a script
 """
     processes.run([sys.executable, "-c", code], check=True, timeout=120)
     with KVStore(tmp_path) as store:

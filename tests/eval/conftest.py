@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 
+import datasets
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -116,3 +117,17 @@ def saved(tmp_path_factory, tokenizer):
     LlamaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def loaded_once(monkeypatch):
+    """Let lm_eval load each data set once for all models."""
+    results = {}
+
+    def load(*arguments, real=datasets.load_dataset, **options):
+        key = repr((arguments, sorted(options.items())))
+        if key not in results:
+            results[key] = real(*arguments, **options)
+        return results[key]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)

@@ -38,13 +38,15 @@ metric_list: [{metric: exact_match}]"""
 
 
 @pytest.mark.parametrize(("kind", "how"), [("choice", CHOICE), ("generate", GENERATE)])
-def test_scores_equal_those_of_hf(saved, folder, tmp_path, kind, how):
+def test_scores_equal_those_of_hf(saved, folder, tmp_path, loaded_once, kind, how):
     (tmp_path / "task.yaml").write_text(TASK.format(kind=kind, folder=folder, how=how))
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     arguments = {"pretrained": str(saved), "dtype": "float32", "device": "cpu", "batch_size": 1}
     results = []
     for model in (HFLM(**arguments), HFTieredLM(**arguments, method="exact", store=str(tmp_path / "kv"))):
-        found = lm_eval.simple_evaluate(model=model, tasks=[f"local_{kind}"], task_manager=manager, bootstrap_iters=0)
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=[f"local_{kind}"], task_manager=manager, limit=6, bootstrap_iters=0
+        )
         results.append((found["results"], [s["filtered_resps"] for s in found["samples"][f"local_{kind}"]]))
     (plain, said), (ours, also) = results
     scores = [{k: v for k, v in r[f"local_{kind}"].items() if "," in k} for r in (plain, ours)]
@@ -77,7 +79,7 @@ def run(monkeypatch, capfd):
     return run
 
 
-def test_the_command_scores_what_hf_does(run, saved, folder, tmp_path):
+def test_the_command_scores_what_hf_does(run, saved, folder, tmp_path, loaded_once):
     (tmp_path / "task.yaml").write_text(TASK.format(kind="choice", folder=folder, how=CHOICE))
     common = ("--include_path", tmp_path, "--tasks", "local_choice", "--device", "cpu", "--batch_size", 1, "--limit", 8)
     said = []

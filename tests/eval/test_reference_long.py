@@ -145,10 +145,13 @@ def test_rates_fall_within_a_stage_and_to_nothing_in_the_last(tokenizer, languag
     assert used == pytest.approx([rate * size.rate(0, 150) for rate in (size.matrix_rate, size.other_rate)])
 
 
-def test_a_run_that_goes_on_is_asked_for_with_the_model_that_it_goes_on_from(tmp_path):
+def test_a_run_that_goes_on_is_asked_for_with_the_model_that_it_goes_on_from(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("word " * 2000)
     command, needs = [*("--text", str(text)), *("--out", str(tmp_path / "run"))], ("--continue-from", str(XS))
+    size = train.SIZES["long"]
+    stages = (replace(size.stages[0], length=96, questions=8), *size.stages[1:])
+    monkeypatch.setitem(train.SIZES, "long", replace(size, stages=stages, tokens_per_step=192))
     app = train.typer.Typer()
     app.command()(train.main)
     for arguments in (("--size", "long"), ("--size", "xs", *needs), ("--size", "longest")):
@@ -306,13 +309,12 @@ def test_the_shipped_model_answers_at_2048_tokens():
     language, model = Language(PreTrainedTokenizerFast.from_pretrained(LONG), language_of(LONG).text), load(LONG)
     assert model.config.num_key_value_heads >= 4
     kinds, right = ("fact", "alias", "hop", "shot"), []
-    for seed in range(3):
-        context = language.context(np.random.default_rng([9, seed]), 2048, 40, dict.fromkeys(kinds, 1.0), (0.3, 0.5))
-        asked = ContextSession(model, context)
-        for kind in kinds:
-            right += [asked.is_right(question) for question in context.questions if question.kind == kind][:3]
-    assert len(right) == 36
-    assert sum(right) >= 34
+    context = language.context(np.random.default_rng([9, 0]), 2048, 40, dict.fromkeys(kinds, 1.0), (0.3, 0.5))
+    asked = ContextSession(model, context)
+    for kind in kinds:
+        right += [asked.is_right(question) for question in context.questions if question.kind == kind][:3]
+    assert len(right) == 12
+    assert sum(right) >= 11
 
 
 @needs_model

@@ -46,7 +46,7 @@ def run(*arguments):
 def finished(saved, folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "results"
     common = ("--model", saved, "--data", folder, "--limit", 2, "--out", out, "--prefix-tokens", 500, "--device", "cpu")
-    common += ("--max-new-tokens", amount(8, 24))  # answers of a model that never ends have up to 512 tokens
+    common += ("--max-new-tokens", amount(4, 24))  # answers of a model that never ends have up to 512 tokens
     result = run("--tasks", TASKS_RUN, *common)
     assert result.exit_code == 0, result.output
     return out, common
@@ -285,14 +285,14 @@ def test_all_budgets_of_a_method_store_a_prefix_once(saved, tmp_path, monkeypatc
 
 
 def test_running_text_is_followed_token_by_token(saved, folder, tmp_path):
-    common = ("--model", saved, "--data", folder, "--limit", 2, "--tasks", "text", "--device", "cpu")
+    common = ("--model", saved, "--data", folder, "--limit", 1, "--tasks", "text", "--device", "cpu")
     methods = "exact,contiguous_kv:budget=0.2:gain=0,contiguous_kv:budget=0.2:reselect=False"
     result = run(*common, "--methods", methods, "--out", tmp_path, "--prefix-tokens", 300)
     assert result.exit_code == 0, result.output
     found = {path.parent.name: lines(path) for path in tmp_path.glob("text/*/predictions.jsonl")}
     names = ("full", "exact", "contiguous_kv-budget=0.2-gain=0", "contiguous_kv-budget=0.2-reselect=False")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
-    (_, examples), *_ = draw_examples([TASKS["text"]], Draw(Data(folder), 2, 42, 300, tokenizer)).items()
+    (_, examples), *_ = draw_examples([TASKS["text"]], Draw(Data(folder), 1, 42, 300, tokenizer)).items()
     for example, full, exact, each, once in zip(examples, *(found[name] for name in names), strict=True):
         prompt = encode(example, TASKS["text"], tokenizer, model.config.max_position_embeddings)
         with torch.no_grad():
@@ -308,6 +308,7 @@ def test_running_text_is_followed_token_by_token(saved, folder, tmp_path):
 
 def test_passages_are_stored_apart_and_found(saved, folder, tmp_path):
     common = ("--model", saved, "--data", folder, "--limit", 2, "--tasks", "musique,reference_fact", "--device", "cpu")
+    common += ("--max-new-tokens", 8)
     methods = "cache_tune:recompute=0,cache_tune:recompute=1,cache_blend:recompute=0.5"
     result = run(*common, "--methods", methods, "--out", tmp_path, "--prefix-tokens", 400)
     assert result.exit_code == 0, result.output
@@ -323,6 +324,7 @@ def test_prompts_of_the_benchmark_may_be_given(saved, folder, tmp_path):
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps({"qasper": "Here: {context} And now {input} is asked:"}))
     common = ("--model", saved, "--data", folder, "--limit", 1, "--tasks", "longbench_qasper", "--device", "cpu")
+    common += ("--max-new-tokens", 2)
     assert run(*common, "--prompts", path, "--out", tmp_path / "a").exit_code == 0
     assert run(*common, "--out", tmp_path / "b").exit_code == 0
     path.write_text(json.dumps({"qasper": "no place for it"}))

@@ -190,15 +190,15 @@ def test_the_example_of_a_client_asks_at_once_and_shows_what_was_cached(model, t
     text = tmp_path / "text.txt"
     text.write_text(SYSTEM)
     questions = [option for question in QUESTIONS for option in ("--question", question)]
-    for restored in (False, True):
-        with serving(model, tmp_path / "store", *map(str, PAGES)) as (client, _):
-            argv = ["x", "--url", str(client.base_url), "--text", str(text), "--new-tokens", "4", *questions]
-            monkeypatch.setattr(sys, "argv", argv)
+    with serving(model, tmp_path / "store", *map(str, PAGES)) as (client, _):
+        argv = ["x", "--url", str(client.base_url), "--text", str(text), "--new-tokens", "4", *questions]
+        monkeypatch.setattr(sys, "argv", argv)
+        for again in (False, True):
             assert example.main() == 0
-        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith("?")]
-        assert len(rows) == 3
-        assert all(0 <= int(cached) < int(tokens) for tokens, cached, *_ in rows)
-        assert all(int(cached) > 100 for _, cached, *_ in rows) or not restored
+            rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith("?")]
+            assert len(rows) == 3
+            assert all(0 <= int(cached) < int(tokens) for tokens, cached, *_ in rows)
+            assert all(int(cached) > 100 for _, cached, *_ in rows) or not again
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(SystemExit, match="pip install openai"):
         example.main()

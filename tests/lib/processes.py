@@ -2,7 +2,7 @@
 
 Importing torch and transformers takes seconds. For tests of what processes share, a fork of a process that has only
 imported them is as good as a new one. Use `subprocess` for tests of imports, of the hash seed, of variables that
-libraries read when they are loaded, and of the interpreter's end.
+libraries read when they are loaded, and of the interpreter's end, unless the code calls `Py_Exit` itself.
 """
 
 from __future__ import annotations
