@@ -75,13 +75,16 @@ class DaemonPool:
 
     def close(self, seconds: float) -> None:
         """Drop the calls that have not begun, and wait up to `seconds` for the others."""
+        dropped = []
         with self._lock:
             self._closed = True
             with suppress(queue.Empty):
                 while (item := self._queue.get_nowait()) is not None:
-                    item[0].cancel()
+                    dropped.append(item[0])
             for _ in self._threads:
                 self._queue.put(None)
+        for future in dropped:  # without the lock, since their callbacks may use the pool
+            future.cancel()
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             if thread is not threading.current_thread():

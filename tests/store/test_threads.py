@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from hf_tiered_cache.errors import StoreClosedError
+from hf_tiered_cache.store.engines import in_threads
 from hf_tiered_cache.store.threads import DaemonPool
 
 
@@ -45,6 +47,30 @@ def test_closing_drops_what_has_not_begun_and_waits_for_nothing_that_hangs():
     assert waiting.cancelled()
     assert not hanging.done()
     gate.set()
+
+
+@pytest.mark.parametrize("began", [0, 1])
+def test_a_batch_of_reads_is_resolved_if_the_threads_are_closed(began):
+    """Reads of which no thread began end with an error; one thread that began reads all."""
+    threads, gate, started = DaemonPool(2, "test"), threading.Event(), threading.Event()
+
+    def read(size):
+        started.set()
+        gate.wait(30)
+        return size
+
+    hanging = [threads.submit(gate.wait, 30) for _ in range(2 - began)]
+    while not all(one.running() for one in hanging):
+        time.sleep(0.001)
+    batch = in_threads(threads, 2, [1, 2, 3], read)
+    assert started.wait(30 * began) == bool(began)
+    threads.close(0.01)
+    gate.set()
+    if began:
+        assert batch.result(30).nbytes == 6
+    else:
+        with pytest.raises(StoreClosedError):
+            batch.result(30)
 
 
 def test_a_call_that_hangs_keeps_no_process_alive():

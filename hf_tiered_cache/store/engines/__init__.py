@@ -125,13 +125,16 @@ def coalesce(ops: Sequence[ReadOp]) -> list[Call]:
     return calls
 
 
+_CLOSED = "the store was closed during this operation; open it again"
+
+
 class Batch:
     """Future of a batch that several workers share. It resolves when the last worker is done."""
 
     def __init__(self, workers: int) -> None:
         self.future: Future[ReadReport] = Future()
         self.future.set_running_or_notify_cancel()
-        self._left = workers
+        self._left = self._undropped = workers
         self._nbytes = 0
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -151,10 +154,18 @@ class Batch:
             self._left -= 1
             last = self._left == 0
         if last:
-            if self._error is not None:
+            if not self._undropped:
+                self.future.set_exception(StoreClosedError(_CLOSED))
+            elif self._error is not None:
                 self.future.set_exception(self._error)
             else:
                 self.future.set_result(ReadReport(self._nbytes, time.perf_counter() - self._started))
+
+    def drop(self) -> None:
+        """Count a worker that the closed pool does not run. Those that have begun read everything."""
+        with self._lock:
+            self._undropped -= 1
+        self.run(lambda: 0)
 
 
 def in_threads(
@@ -166,11 +177,13 @@ def in_threads(
     batch = Batch(workers)
     for number in range(workers):
         try:
-            pool.submit(batch.run, lambda: sum(map(run, queue)))
+            worker = pool.submit(batch.run, lambda: sum(map(run, queue)))
         except RuntimeError as error:
             if not number:
-                raise StoreClosedError("the store was closed during this operation; open it again") from error
-            batch.run(lambda: 0)  # the threads that have begun read everything
+                raise StoreClosedError(_CLOSED) from error
+            batch.drop()
+        else:
+            worker.add_done_callback(lambda ended: batch.drop() if ended.cancelled() else None)
     return batch.future
 
 
