@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import kv_of, prefilled

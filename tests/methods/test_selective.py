@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, build, prompt
+from families import FAMILIES, prompt
+from families import build_deep as build
 from reference import assert_same, kv_of, put
 from transformers import DynamicCache
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from families import build
+from families import build_deep as build
 from hypothesis import given
 from hypothesis import strategies as st
 from test_passages import BOS, PASSAGES, QUESTION, blend, epic, fill, fixed, join, tune

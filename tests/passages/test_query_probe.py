@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from families import build
+from families import build_deep as build
 from reference import Remembering
 from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, blend, fill, join, tune
 from test_rankings import scores_in

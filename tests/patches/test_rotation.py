@@ -49,7 +49,7 @@ def test_keys_are_rotated_by_halves_where_the_bits_are_the_models(family, dtype,
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
     if family in BY_HALVES:
-        assert halves.count(128) >= 2  # layers without a window
+        assert halves.count(128) >= 1  # layers without a window
     else:
         assert max(halves, default=0) <= rope._SAMPLED
 

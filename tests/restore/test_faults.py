@@ -11,7 +11,8 @@ import processes
 import pytest
 import torch
 from drawn_faults import path_of
-from families import build, prompt
+from families import build_deep as build
+from families import prompt
 from reference import assert_like_reference
 from test_forged import forge, page_of
 from threads import run_in_threads
@@ -233,6 +234,7 @@ def test_kill_9_while_segments_are_written(model, root):
 import os, signal, sys
 sys.path.insert(0, {LIB!r})
 from families import *
+build = build_deep
 from hf_tiered_cache import KVStore, TieredCache
 pwrite, count = os.pwrite, 0
 def dying(fd, data, offset):
@@ -261,6 +263,7 @@ def test_kill_9_while_generating(model, root):
 import os, signal, sys
 sys.path.insert(0, {LIB!r})
 from families import *
+build = build_deep
 from hf_tiered_cache import KVStore, TieredCache
 model, store = build("llama"), KVStore({str(root)!r})
 class Killer:
@@ -282,6 +285,7 @@ def test_two_processes_writing_the_same_prefix(model, root):
 import sys
 sys.path.insert(0, {LIB!r})
 from families import *
+build = build_deep
 from hf_tiered_cache import KVStore, TieredCache
 model = build("llama")
 with KVStore({str(root)!r}) as store:
