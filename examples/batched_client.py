@@ -83,11 +83,13 @@ def main() -> int:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000/v1", help="address of the server; default: %(default)s")
     add("--text", type=Path, default=BOOK, metavar="FILE", help="text that the questions are about; default: a story")
+    add("--words", type=int, default=800, metavar="N", help="use the first N words of the text; default: %(default)s")
     add("--question", action="append", metavar="TEXT", help="question; may be repeated")
     add("--new-tokens", type=int, default=32, metavar="N", help="maximum tokens of an answer; default: %(default)s")
     arguments = parser.parse_args()
     questions = arguments.question or list(QUESTIONS)
-    text = arguments.text.read_text(encoding="utf-8")
+    text = " ".join(arguments.text.read_text(encoding="utf-8").split()[: arguments.words])
+    print(f"asking {len(questions)} questions about {len(text):,} characters at once ...", flush=True)
     answers = asyncio.run(ask_all(arguments.url, text, questions, arguments.new_tokens))
     print(f"{'prompt':>8}{'cached':>8}{'first token':>14}  question and answer")
     for question, answer in zip(questions, answers, strict=True):
