@@ -31,8 +31,7 @@ from eval.baselines import Recompute
 from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Exact, Method
-from hf_tiered_cache.store.engines import Engine, PosixEngine
-from hf_tiered_cache.store.folder import open_engine
+from hf_tiered_cache.store.engines import Engine, PosixEngine, open_engine
 
 SUFFIX = 64
 TRACE_BYTES = 8 << 20

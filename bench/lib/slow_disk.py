@@ -6,7 +6,8 @@ import threading
 import time
 
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.store.engines import Call, PosixEngine
+from hf_tiered_cache.store.engines import PosixEngine
+from hf_tiered_cache.store.engines.base import Call
 
 
 class SlowDisk:

@@ -13,18 +13,16 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 
-from ..errors import ConfigError, EngineUnavailableError, StoreBusyError, unknown_name
+from ..errors import StoreBusyError
 from .backend import HeadLength, SegmentBackend
 from .database import has_database
-from .engines import Engine, EngineFile, PosixEngine, ReadOp, ReadReport
-from .engines.kvikio import KvikioEngine
+from .engines import Engine, EngineFile, ReadOp, ReadReport
 from .format import HEADER_BYTES
 from .kinds import (
     CALIBRATIONS,
@@ -231,36 +229,3 @@ def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:
 def _head(fd: int, status: os.stat_result, length: HeadLength) -> tuple[Stored, bytes]:
     stored, page = stored_in(status), read_all(fd, HEADER_BYTES, 0)
     return stored, page + read_all(fd, max(0, length(stored, page) - HEADER_BYTES), HEADER_BYTES)
-
-
-# --- engines
-
-ENGINES: dict[str, Callable[[], Engine]] = {
-    "kvikio": KvikioEngine,
-    "page_cache": partial(PosixEngine, direct=False),
-    "posix": PosixEngine,
-}
-
-
-def open_engine(name: str | Engine = "auto") -> Engine:
-    """Open the engine called `name`; "auto" is kvikio if GPUDirect Storage works, else posix. Or return an `Engine`.
-
-    Raises:
-        ConfigError: there is no such engine.
-        EngineUnavailableError: the requested engine does not work on this machine.
-    """
-    engine: Engine
-    if isinstance(name, Engine):
-        engine = name
-    elif name != "auto":
-        if name not in ENGINES:
-            raise ConfigError(unknown_name("engine", name, ["auto", *ENGINES]))
-        engine = ENGINES[name]()
-    else:
-        try:
-            engine = KvikioEngine(compat=False)
-        except EngineUnavailableError as error:
-            logger.debug("I/O engine: %s", error)
-            engine = PosixEngine()
-    logger.info("I/O engine: %s", engine.describe())
-    return engine

@@ -22,7 +22,8 @@ import numpy as np
 
 from ..errors import FormatError, StoreBusyError
 from .backend import HeadLength, SegmentBackend
-from .engines import Call, EngineFile, ReadOp, ReadReport, coalesce, in_threads
+from .engines import EngineFile, ReadOp, ReadReport
+from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .lazy import torch

@@ -25,7 +25,7 @@ from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.methods import Exact, make_method
 from hf_tiered_cache.store.codecs import CODECS
 from hf_tiered_cache.store.container import block_digests, lin64
-from hf_tiered_cache.store.folder import open_engine
+from hf_tiered_cache.store.engines import open_engine
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
 DEVICE = torch.device("cuda", 0)

@@ -22,18 +22,10 @@ from hypothesis import strategies as st
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, EngineUnavailableError, StoreClosedError
-from hf_tiered_cache.store.engines import (
-    MAX_CALL_BYTES,
-    MAX_IOVECS,
-    READ_THROUGH_BYTES,
-    EngineFile,
-    PosixEngine,
-    ReadOp,
-    coalesce,
-)
+from hf_tiered_cache.store.engines import PosixEngine, ReadOp, open_engine
 from hf_tiered_cache.store.engines import kvikio as kvikio_module
+from hf_tiered_cache.store.engines.base import MAX_CALL_BYTES, MAX_IOVECS, READ_THROUGH_BYTES, EngineFile, coalesce
 from hf_tiered_cache.store.faults import is_of_the_process
-from hf_tiered_cache.store.folder import open_engine
 from hf_tiered_cache.store.geometry import ALIGNMENT
 from hf_tiered_cache.store.memory import aligned_bytes
 

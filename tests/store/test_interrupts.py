@@ -31,7 +31,7 @@ from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
-from hf_tiered_cache.store.engines import PosixFile
+from hf_tiered_cache.store.engines.posix import PosixFile
 from hf_tiered_cache.store.threads import Apart
 from hf_tiered_cache.store.tree import open_regular
 from hf_tiered_cache.tiers import residency as residency_module

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from hf_tiered_cache.errors import StoreClosedError
-from hf_tiered_cache.store.engines import in_threads
+from hf_tiered_cache.store.engines.base import in_threads
 from hf_tiered_cache.store.threads import DaemonPool
 
 

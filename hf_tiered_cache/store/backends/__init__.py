@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from ...errors import ConfigError, with_type
 from ...plugins import Registry
 from ..backend import SegmentBackend
-from ..engines import Engine
-from ..folder import FolderBackend, open_engine
+from ..engines import Engine, open_engine
+from ..folder import FolderBackend
 from ..objects import ObjectBackend
 from ..settings import folder_of, scheme_of, without_secrets
 

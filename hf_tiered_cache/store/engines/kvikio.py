@@ -35,7 +35,7 @@ from typing import Any, cast
 
 from ...errors import EngineUnavailableError
 from ..lazy import torch
-from . import Engine, EngineFile, ReadOp, ReadReport, in_threads
+from .base import Engine, EngineFile, ReadOp, ReadReport, in_threads
 
 logger = logging.getLogger("hf_tiered_cache")
 
