@@ -21,7 +21,7 @@ import torch
 from lib.common import parser_of
 from lib.pages import machine, machine_text, save, table
 
-from hf_tiered_cache.store import threads
+from hf_tiered_cache.store import hedged
 from hf_tiered_cache.store.backends.object_store import ObjectStoreBackend
 from hf_tiered_cache.store.engines import ReadOp
 from hf_tiered_cache.store.kinds import SEGMENT_SUFFIX
@@ -30,7 +30,7 @@ from hf_tiered_cache.store.memory import aligned_bytes
 USUAL_SECONDS, LONG_SECONDS, LONG_SHARE = 0.01, 0.5, 0.02
 SEGMENT = "0" * 32
 SEGMENT_BYTES, PROMPT_HASHES, ENTRY_BYTES = 16 << 20, 256, 4096
-SHARES = {"with": threads._SHARE, "without": 0.0}
+SHARES = {"with": hedged._SHARE, "without": 0.0}
 
 
 class Client:
@@ -54,7 +54,7 @@ def measure(repeats: int) -> dict[str, dict[str, list[float]]]:
     names = [f"prefixes/{number:032x}" for number in range(PROMPT_HASHES)]
     content = aligned_bytes(SEGMENT_BYTES)
     for name, share in SHARES.items():
-        threads._SHARE = share
+        hedged._SHARE = share
         with closing(ObjectStoreBackend(f"memory://{name}")) as backend:
             backend.client = Client(backend.client)
             for path in names:

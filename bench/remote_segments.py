@@ -33,7 +33,8 @@ from lib.pages import machine, machine_text, plain_ticks, pyplot, save, table
 from remote import start
 from tqdm.auto import tqdm
 
-from hf_tiered_cache.remote.link import Breaker, LookUps, encode_entry
+from hf_tiered_cache.remote.entries import encode_entry
+from hf_tiered_cache.remote.link import Breaker, LookUps
 from hf_tiered_cache.store import HASH_BYTES
 from hf_tiered_cache.store.backends import open_remote
 from hf_tiered_cache.store.container import Guard, block_digests

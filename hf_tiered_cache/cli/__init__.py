@@ -16,7 +16,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, listing, maintain, records, serve, views
+from . import calibrate, listing, maintain, records, serve, timeline, top
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,7 +74,7 @@ def _add(name: str, command: Callable[..., None], *examples: str, settings: dict
 
 _add("ls", listing.ls, "kv-store", "kv-store --json | jq -r '.[] | select(.uses == 0) | .id'")
 _add("stat", listing.stat, "kv-store", "kv-store 1f3a9c02", "kv-store 1f3a9c02 --json")
-_add("top", views.top, "kv-store", "kv-store --interval 5", "kv-store --seconds 10 > activity.txt")
+_add("top", top.top, "kv-store", "kv-store --interval 5", "kv-store --seconds 10 > activity.txt")
 _add("verify", maintain.verify, "kv-store", "kv-store --repair", "kv-store --key-file kv.key")
 _add("gc", maintain.gc, "kv-store", "kv-store --quota 100GiB --dry-run")
 _add(
@@ -109,7 +109,7 @@ _add(
     "kv-store --model ./my-model --quality 0.02 --text document.txt --plot losses.png",
 )
 _add("config", listing.config, "", "--json")
-_add("timeline", views.timeline, "trace.json", "trace.json --plot request.png")
+_add("timeline", timeline.timeline, "trace.json", "trace.json --plot request.png")
 _add(
     "serve",
     serve.serve,

@@ -147,7 +147,7 @@ def rm(
 
 
 def _sweep_entries(place: SegmentBackend, dry_run: bool = False) -> None:
-    from ..remote.link import sweep_entries
+    from ..remote.entries import sweep_entries
     from ..store.objects import ObjectBackend
 
     if isinstance(place, ObjectBackend):

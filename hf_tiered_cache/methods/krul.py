@@ -28,8 +28,9 @@ from ..conversations.sharing import (
 from ..errors import ConfigError, unknown_name
 from ..restore.schedule import recompute_lengths
 from ..store.codecs import RAW, coded_provenance, merged_codec
+from ..store.compaction import first_rewritten, first_stored_tokens
 from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
-from ..store.pairs import TOWARD, first_rewritten, first_stored_tokens, merge_layers
+from ..store.pairs import TOWARD, merge_layers
 from ..store.relayout import merge_segments, tokens_of
 from ..store.shape import SegmentShape
 from .base import is_number, require

@@ -33,7 +33,8 @@ from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from ..store.threads import DaemonPool
-from .link import FAILED, LATE, UNAVAILABLE, Breaker, Entry, Link, LookUps, beginning_of, delete_entry, entry_names
+from .entries import Entry, beginning_of, delete_entry, entry_names
+from .link import FAILED, LATE, UNAVAILABLE, Breaker, Link, LookUps
 from .write_back import WriteBack
 
 _LOOK_UP_SHARE = 0.2

@@ -19,9 +19,8 @@ from ..store.format import HEADER_BYTES, decode_header
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.threads import DaemonPool, Progress
-from .link import (
+from .entries import (
     ENTRY,
-    Breaker,
     Entry,
     delete_entry,
     encode_entry,
@@ -30,6 +29,7 @@ from .link import (
     is_found_by_prefix,
     is_shared,
 )
+from .link import Breaker
 
 WRITES = ("always", "pinned", "never")
 """Which segments are sent: all, those that are pinned, or none."""

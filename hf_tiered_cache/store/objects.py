@@ -25,10 +25,11 @@ from .backend import HeadLength, SegmentBackend
 from .engines import EngineFile, ReadOp, ReadReport
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
+from .hedged import HedgedReads
 from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
 from .lazy import torch
 from .root import StoreRoot
-from .threads import DaemonPool, HedgedReads
+from .threads import DaemonPool
 from .tree import Stored
 
 _LOCK_SECONDS = 30.0

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, tiered
 from hf_tiered_cache.cli import app
-from hf_tiered_cache.cli.views import read_trace, typical
+from hf_tiered_cache.cli.timeline import read_trace, typical
 from hf_tiered_cache.methods import ContiguousKV
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.cli.contents import contents_of
-from hf_tiered_cache.cli.views import Activity, draw
+from hf_tiered_cache.cli.top import Activity, draw
 from hf_tiered_cache.units import format_bytes
 
 
@@ -78,7 +78,7 @@ def test_the_command_watches_until_its_time_is_over(store, tmp_path, monkeypatch
             publish(opened, "c")
         return looks[-1]
 
-    monkeypatch.setattr("hf_tiered_cache.cli.views.contents_of", look)
+    monkeypatch.setattr("hf_tiered_cache.cli.top.contents_of", look)
     result = CliRunner().invoke(app, ["top", str(tmp_path / "store"), "--interval", "0.2", "--seconds", "0.4"])
     assert result.exit_code == 0 and len(looks) > 1
     assert "stored 1 segment" in result.output and result.output.count("segment ") < 6  # printed once in a pipe

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Krul
+from hf_tiered_cache.store.compaction import MOST_SMALL, SMALL_TOKENS
 from hf_tiered_cache.store.geometry import Geometry
-from hf_tiered_cache.store.pairs import MOST_SMALL, SMALL_TOKENS
 from hf_tiered_cache.store.shape import SegmentShape
 
 LOSSLESS = {"geometry": Geometry(16, 1), "codec": "raw"}

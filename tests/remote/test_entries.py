@@ -11,7 +11,7 @@ from shared_prompts import share
 
 from hf_tiered_cache import Geometry, KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.remote.link import beginning_of, entry_names, sweep_entries
+from hf_tiered_cache.remote.entries import beginning_of, entry_names, sweep_entries
 from hf_tiered_cache.remote.write_back import send_segment
 from hf_tiered_cache.store import HASH_BYTES
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.remote.link import ENTRY
+from hf_tiered_cache.remote.entries import ENTRY
 from hf_tiered_cache.store.backends import hub, open_remote
 
 IDS = prompt(100)

@@ -13,7 +13,7 @@ from shared_prompts import IDS, PROMPTS, check, share
 from hf_tiered_cache import Exact, Geometry, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.remote import link, tier, write_back
-from hf_tiered_cache.remote.link import sweep_entries
+from hf_tiered_cache.remote.entries import sweep_entries
 
 # --- failing calls
 

@@ -18,9 +18,9 @@ from urllib.parse import unquote, urlsplit
 import obstore
 
 from ...errors import ConfigError
+from ..hedged import HedgedReads
 from ..objects import ObjectBackend
 from ..settings import without_secrets
-from ..threads import HedgedReads
 from ..tree import Stored
 
 _REQUESTS = 32
