@@ -70,8 +70,12 @@ class KVStore:
             to a request. On a CPU-only machine, the host tier is the device tier.
         host_memory: size of the block cache in host memory, page-locked if there is a GPU.
         index_memory: memory, on the model's device, for the indexes by which `ContiguousKV` and `KVDrive` select, kept
-            for later requests. Caches in use hold what does not fit in addition, and `stats.reason` says so (see
-            docs/long-contexts.md).
+            for later requests. A cache in use needs its index, so this is no limit for caches in use: they hold what
+            does not fit in addition, once for all caches of a prompt, until they are deleted. If a request's own
+            indexes do not fit, its `stats.reason` says so, and each request reads them from disk again unless another
+            cache uses them. `store.stats.index` reports the memory within this limit,
+            `store.stats.unbudgeted_index_bytes` the memory in addition, `store.stats.evicted_indexes` the number of
+            evictions.
         disk_quota: maximum size of the store on disk, never exceeded; None for no limit. The least recently used
             segments are evicted.
         verify: whether to verify the checksum of every block that is read. Encrypted blocks are always verified.
@@ -82,24 +86,28 @@ class KVStore:
         salt: secret that keys the hashes of tokens. Stores opened with different salts share nothing. A salt alone
             hides the tokens from readers who have only the files, but not from readers who also have the model.
         engine: I/O engine: "auto" (kvikio where GPUDirect Storage works, else posix), "kvikio" (GPUDirect Storage or
-            its compat mode), "posix", "page_cache" (see docs/tuning.md), or an `Engine` created for this store.
+            its compat mode), "posix", "page_cache", or an `Engine` created for this store. With "page_cache" and
+            `host_memory=0`, all processes of a machine share one copy in the kernel's page cache, which the kernel
+            frees under memory pressure.
         policy: eviction policy of blocks in memory: "lru", "lfu", or, for methods that select tokens, "attention" or
             "importance". Each method names the policy it was published with: `policy=method.policy`.
         ttl: lifetime of a segment in seconds, or None for no limit.
         free_space_floor: size of the free space that is always left on the file system.
         queue_memory: size of the KV that may wait to be written before a request waits for the disk. KV of a cache that
-            is garbage-collected cannot wait, and is not stored if there is no room.
-        queue_device_memory: size of the queued KV that may stay in GPU memory, where it was computed. More is first
-            copied to the host. The KV of a single prompt may exceed the limit.
+            is garbage-collected cannot wait: if there is no room, it is not stored, and this is counted.
+        queue_device_memory: size of the queued KV that may stay in GPU memory, where it was computed. Beyond this
+            limit, queued KV is first copied to the host. The KV of a single prompt may exceed the limit.
         codec: encoding of KV for methods without a codec of their own: "raw" (lossless), or "int8" or "fp8", which are
             lossy and take half the space of bfloat16 on disk and in memory. KV stored with one codec is found only with
             the same codec.
         spot_checks: share of exactly restored tokens to recompute and compare with the stored KV, in at most the same
             share of request time. If they differ by more than rounding, this `KVStore` object no longer uses or adds KV
-            under the model's fingerprint. 0 disables spot checks.
+            under the model's fingerprint, a warning names the segment, and `store.stats.failed_spot_checks` counts it.
+            0 disables spot checks.
         remote: address of a place that several machines share, such as "s3://bucket/prefix" or "redis://host:6379"
-            (see docs/remote.md), or an open `ObjectBackend`. What one machine computes, the others restore. The remote
-            never fails a request.
+            (see docs/remote.md), or an open `ObjectBackend`. What one machine computes, the others restore: a prompt
+            is looked up there if this store lacks a part of it, and the segments are copied to this store. The remote
+            never fails a request. `store.stats.remote` counts its traffic.
         remote_write: segments that are sent to the remote, in the background: "always" (all new ones), "pinned", or
             "never".
 
@@ -203,8 +211,10 @@ class KVStore:
             input_ids: one or several prompts: a tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
             method: method that will restore them; segments are stored in its geometry. None for exact reuse.
             passages: whether the prompts are passages, to be restored at any position of a prompt. Each passage is
-                computed alone after the method's `lead` text, and stored in multiples of 16 tokens. Methods with the
-                same lead find it; the default one is `CacheTune()`. Passages that lack the method's ranking are ranked.
+                computed alone after the method's `lead` text, without the lead's KV, and stored in multiples of 16
+                tokens. The default method is then `CacheTune()`. Methods with the same lead also find these passages.
+                The ranking "context" computes each passage once more without the lead text. Passages that are stored
+                but lack the method's ranking are ranked.
             progress: whether to show a progress bar.
             pin: whether to protect the segments from eviction.
             label: see `TieredCache`.
@@ -288,7 +298,11 @@ class KVStore:
         return warm(self._opened, model, input_ids, method, tag, progress)
 
     def clear(self, *, disk: bool = False) -> None:
-        """Drop all blocks from host and device memory, and with `disk` all segments on disk, including pinned ones."""
+        """Drop all blocks from host and device memory.
+
+        Args:
+            disk: whether to also delete all segments on disk, including pinned ones.
+        """
         storage = self._opened
         if disk:
             storage.disk.check_writable()
@@ -345,16 +359,17 @@ class KVStore:
         """Rewrite segments in the geometry of a method: `store.relayout(method)`. No model is needed.
 
         Each segment keeps its codec: its prefix hashes depend on the codec, and the tokens needed to recompute them are
-        not stored. The new segment is complete on disk before the old one is deleted.
+        not stored.
 
         Args:
-            geometry: new geometry, or the method that defines it.
+            geometry: new geometry, or the method that defines it. The new segment is complete on disk before the old
+                one is deleted.
             ids: ids of the segments to rewrite; None for all.
             progress: whether to show a progress bar.
 
         Returns:
-            Number of segments that were rewritten. Segments that hold only a part of their tokens are left unchanged,
-            and so are unreadable ones, which are counted in the statistics.
+            Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
+            statistics. Segments that hold only a part of their tokens are left unchanged as well, but not counted.
 
         Raises:
             ConfigError: the geometry names a lossy codec, and a segment is stored with another codec.
@@ -387,7 +402,8 @@ class KVStore:
             progress: whether to show a progress bar.
 
         Returns:
-            Number of segments that were rewritten. Unreadable ones are left unchanged, and counted in the statistics.
+            Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
+            statistics.
         """
         return self._each(self._storage.rewriter.reorder, ids, "reorder", progress)
 
@@ -483,15 +499,23 @@ class KVStore:
         return self._opened.disk.index.rows()
 
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
-        """Read all stored bytes, verify all checksums, and report damaged segments, or with `repair` remove them.
+        """Read all stored bytes, verify all checksums, and report damaged segments.
 
-        Segments that the store's key cannot decrypt are counted but not read. `progress` shows a progress bar.
+        Segments that the store's key cannot decrypt are counted but not read.
+
+        Args:
+            progress: whether to show a progress bar.
+            repair: whether to remove damaged segments.
         """
         self._opened.writer.flush()
         return maintain.verify(self._storage.disk, progress=progress, repair=repair)
 
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
-        """Delete data that no request can use, and evict segments above the quota. With `dry_run`, only report that."""
+        """Delete data that no request can use, and evict segments above the quota.
+
+        Args:
+            dry_run: whether to only report what would be deleted.
+        """
         storage = self._opened
         documents = finish_documents(storage, dry_run)
         stored = storage.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
@@ -507,7 +531,11 @@ class KVStore:
         return self._opened.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Pin segments: protect them from eviction, or unpin them. Raises ConfigError if an id to pin is unknown."""
+        """Protect segments from eviction, or with `pinned=False` remove the protection.
+
+        Raises:
+            ConfigError: an id to be pinned is unknown.
+        """
         self._opened.disk.pin(ids, pinned)
 
     def conversations(self) -> list[ConversationInfo]:
@@ -517,15 +545,22 @@ class KVStore:
     def remove_conversation(self, conversation_id: str) -> int:
         """Delete a conversation, and its unpinned segments that no other conversation uses.
 
-        Prompts without a conversation may share these segments. They are computed again. Returns the number of segments
-        deleted. Raises ConfigError if there is no such conversation, ConversationInUseError if a cache uses it.
+        Prompts without a conversation may share these segments. They are computed again.
+
+        Returns:
+            Number of segments deleted.
+
+        Raises:
+            ConfigError: there is no conversation with this id.
+            ConversationInUseError: a cache uses the conversation.
         """
         return remove_conversations(self._opened, [conversation_id])
 
     def documents(self, label: str | None = None) -> list[DocumentInfo]:
         """Return the documents that passages are stored under, and the state of each, sorted by label.
 
-        With `label`, only those of this label: one for each model and way of computing.
+        Args:
+            label: label of the documents to return (one for each model and way of computing); None for all.
         """
         infos = self._storage.documents.listed(self.segments())
         return [info for info in infos if label in (None, info.label)]
@@ -533,8 +568,13 @@ class KVStore:
     def remove_document(self, label: str) -> int:
         """Delete a document, and its passages that no other label names, including pinned ones.
 
-        Passages that were also stored without a label are deleted too, and computed again when needed. Returns the
-        number of segments deleted. Raises ConfigError if there is no document with this label.
+        Passages that were also stored without a label are deleted too, and computed again when needed.
+
+        Returns:
+            Number of segments deleted.
+
+        Raises:
+            ConfigError: there is no document with this label.
         """
         return remove_documents(self._opened, [label])
 
@@ -548,7 +588,12 @@ class KVStore:
 
 
 def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: dict[str, Any]) -> KVStore:
-    """Return the given store, or the one at the given path, opened once with the method's policy, and kept in `kept`.
+    """Return the given store, or open the one at the given path with the method's policy.
+
+    Args:
+        store: `KVStore`, or the path of one.
+        method: method that determines the eviction policy of a store that is opened here.
+        kept: dict in which stores opened by path are kept, so that each is opened once.
 
     Raises:
         ConfigError: `store` is neither a store nor a path.

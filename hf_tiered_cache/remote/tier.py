@@ -46,7 +46,9 @@ _PLANS = 3
 _HIDDEN_SECONDS = 60.0
 """Seconds for which a segment that could not be fetched is not tried again."""
 _MOST_SECONDS = 600.0
+"""Maximum number of seconds that a prompt waits for the remote."""
 _FETCHES = 4
+"""Number of segments that are fetched at a time."""
 _TRIAL_SHARE = 0.5
 """Share of the time to compute the missing tokens after which a fetch of unknown bandwidth is judged by its pace."""
 _LEAST_WAIT = 0.25

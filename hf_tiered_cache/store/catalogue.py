@@ -76,7 +76,9 @@ class SegmentRow:
     used: float
     uses: int
     chain: bytes
+    """All prefix hashes, concatenated."""
     label: str = ""
+    """User-defined label."""
     key: str = ""
     """Id of the key that encrypts its file (see `StoreCipher.key_id`), or "" if it is not encrypted."""
     scan: bytes = b""

@@ -29,6 +29,7 @@ from .threads import PerProcess
 logger = logging.getLogger("hf_tiered_cache")
 
 MOST_LETTERS = 200
+"""Maximum length of an id in characters."""
 _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT})
 _ATTEMPTS, _PAUSE_SECONDS, _PATIENCE_SECONDS = 5, 0.01, 1.0
 """Retries of a lock. Listing conversations and `gc` hold it for a moment, without being owners."""
@@ -49,18 +50,23 @@ class ConversationRecord(Record):
 
     id: str
     fingerprint: str
+    """Fingerprint of the model that computed it."""
     provenance: str
     """Provenance of its KV: its segments are found only under this one."""
     method: str
     """Textual description of the method, as `make_method` takes it."""
     segments: tuple[str, ...]
+    """Ids of its segments, in order."""
     tokens: int
+    """Number of stored tokens."""
     turns: int
     created: float
     suspended: float
     """Time of the last suspension, in Unix seconds."""
     nbytes: int
+    """Bytes of its segments on disk at that time."""
     model: Mapping[str, str] = field(default_factory=dict)
+    """Human-readable description of the model."""
     merging: str = ""
     """Decision about layers that share KV, with its reason, at the last suspension; "" if there was none."""
     refused_tokens: int = 0

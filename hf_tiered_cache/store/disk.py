@@ -38,6 +38,7 @@ from .quota import Limits, Space
 from .segment import SegmentReader, read_head
 
 _HIDDEN_SECONDS = 60.0
+"""Seconds for which a segment is not used after a read error."""
 
 Written: TypeAlias = "Callable[[tuple[str, int, int], torch.Tensor], None]"
 """Callback for a written KV cache group: its key in memory (see `SegmentReader.owners`), and its blocks, uint8

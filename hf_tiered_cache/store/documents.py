@@ -23,6 +23,7 @@ from .kinds import DOCUMENT, FileKind
 from .records import Record, Records, check_name
 
 MOST_LETTERS = 1000
+"""Maximum length of a label in characters."""
 
 
 def passage_name(chain: bytes) -> str:
@@ -53,6 +54,7 @@ class DocumentRecord(Record):
 
     label: str
     fingerprint: str
+    """Fingerprint of the model that computed it."""
     made: str
     """Provenance of the passages, and the token that preceded them."""
     passages: tuple[str, ...]
@@ -65,6 +67,7 @@ class DocumentRecord(Record):
     leaving: tuple[str, ...] = ()
     """Names of previous passages that are still to be deleted, unless another label uses them."""
     model: Mapping[str, str] = field(default_factory=dict)
+    """Human-readable description of the model."""
 
     def in_place_of(self, before: DocumentRecord | None) -> DocumentRecord:
         """Return this record with what follows from the previous record of the label, or None."""

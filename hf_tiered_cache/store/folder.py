@@ -58,6 +58,7 @@ _LOCK_SECONDS_AFTERWARDS = 1.0
 _OPENINGS = 100
 """Maximum number of attempts to open a file that is replaced between two calls each time."""
 _MOST_UNSYNCED = 1000
+"""Maximum number of files that wait to be made durable."""
 _UNNAMED = (*FIXED_FILES.values(), CALIBRATIONS, TEMPORARY, TEMPORARY_LOCK, CONVERSATION, CONVERSATION_LOCK, DOCUMENT)
 """Kinds of files that take space and are neither segments nor sidecars."""
 

@@ -65,7 +65,9 @@ class SegmentHeader:
     model: Mapping[str, str] = field(default_factory=dict)
     """Description of the model for people, such as `name`, `class` and `dtype`. Only the fingerprint permits reuse."""
     label: str = ""
+    """User-defined label."""
     seal: Seal | None = None
+    """Encryption parameters; None if the file is not encrypted."""
     scan_hashes: bytes = b""
     """Scan hashes of a passage, `SCAN_BYTES` per prefix hash. They find its tokens in prompts."""
     chain: Section = Section(0, 0)

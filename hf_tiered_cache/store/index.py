@@ -22,6 +22,7 @@ _MENDING_SECONDS = 10.0
 _SCANNING_SECONDS = 1.0
 """Seconds before segments that could not be read or added are tried again."""
 _AT_ONCE = 256
+"""Segments that are added in one transaction."""
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -17,6 +17,7 @@ from typing import Any
 
 PAGE_BYTES = 4096
 RECORD_BYTES = 16 << 20
+"""Maximum size of a record that is read."""
 SEGMENT_MAGIC = b"HFTCKV\r\n"
 """First bytes of a segment. The CR LF reveals line ending conversion by a text-mode transfer."""
 SIDECAR_MAGIC = b"HFTCBS\r\n"

@@ -33,6 +33,7 @@ class VerifyReport:
     blocks: int = 0
     nbytes: int = 0
     sidecars: int = 0
+    """Number of sidecar files."""
     bad: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     unread: int = 0

@@ -33,6 +33,7 @@ from .threads import DaemonPool
 from .tree import Stored
 
 _LOCK_SECONDS = 30.0
+"""Seconds to wait for the lock of the place."""
 _CLOSE_SECONDS = 5.0
 """Seconds to wait for pending reads at the end: a server that does not answer keeps no process alive."""
 _ATTEMPTS = 100
@@ -66,6 +67,7 @@ class ObjectBackend(ABC, SegmentBackend):
         self._lock = threading.Lock()
         self._uploads: set[ObjectUpload] = set()
         self.bytes_read = 0
+        """Bytes of blocks that were read so far."""
         self._counting = threading.Lock()
 
     # --- the objects

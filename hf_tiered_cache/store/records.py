@@ -21,6 +21,7 @@ from .tree import Stored
 
 _MOST_SECONDS = 1e12
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""Exceptions raised when decoding invalid JSON."""
 _T = TypeVar("_T")
 
 

@@ -36,9 +36,11 @@ class Head(NamedTuple):
 
     header: SegmentHeader
     chain: bytes
+    """Concatenated prefix hashes."""
     digests: tuple[np.ndarray, ...]
     """Digests of each KV cache group's blocks, `DIGEST_DTYPE` `[chunks]`."""
     nbytes: int
+    """Size of the segment on disk in bytes."""
     version: Hashable
     """Version of the file that was read (see `Stored`)."""
     guard: Guard | None

@@ -28,8 +28,9 @@ class Stored(NamedTuple):
     version: Hashable
     """Identifier of the content. It changes when other bytes take the name."""
     size: int
+    """Number of bytes."""
     nbytes: int
-    """Space that it takes, in bytes."""
+    """Space that they take, in bytes."""
 
 
 def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:

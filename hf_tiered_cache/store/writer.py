@@ -25,6 +25,7 @@ from .threads import Latch, Progress
 logger = logging.getLogger("hf_tiered_cache")
 
 _PATIENCE_SECONDS = 10.0
+"""Seconds that a request waits for a writer that makes no progress."""
 _MOST_PATIENCE_SECONDS = 60.0
 """Seconds that `flush` and `close` wait for a writer that makes no progress."""
 

@@ -31,7 +31,9 @@ _ADDRESS = re.compile(
 )
 _THREADS = 16
 _SECONDS = 30.0
+"""Time limit of a request."""
 _LISTED_SECONDS = 60.0
+"""Seconds after which a new commit is looked for."""
 
 
 class HubBackend(ObjectBackend):

@@ -24,6 +24,7 @@ _ERRORS = {
     "readonly": errno.EROFS,
     "not a database": errno.EEXIST,
 }
+"""Error numbers by a part of SQLite's message."""
 
 
 class SQLiteBackend(ValueBackend):

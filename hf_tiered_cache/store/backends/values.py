@@ -61,6 +61,7 @@ class ValueBackend(ObjectBackend):
     first_bytes: ClassVar[int] = 4 << 20
     """Bytes of the first part, which is in the value of the object's key."""
     part_bytes: ClassVar[int] = 4 << 20
+    """Bytes of the other parts."""
 
     def __init__(self, place: str, prefix: str) -> None:
         self.keys = f"{prefix or PREFIX}:"
