@@ -178,14 +178,20 @@ class Conversations(Records[ConversationRecord]):
     def sweep(self, stored_ids: Collection[str], dry_run: bool = False) -> list[str]:
         """Delete records that are damaged or have no stored segment left, and locks of dead processes. See `_sweep`."""
         removed = self._sweep(lambda record: any(segment in stored_ids for segment in record.segments), dry_run)
-        with suppress(OSError):
-            for name in () if dry_run else self.files.names(CONVERSATION_LOCK):
-                if self.files.is_own(CONVERSATION_LOCK, name):
-                    with suppress(OSError):
-                        if (lock := self.files.lock(CONVERSATION_LOCK, name)) is not None:  # its process has ended
-                            with lock:
-                                self.files.delete(CONVERSATION_LOCK, name)
+        if not dry_run:
+            with suppress(OSError):
+                for name in self.files.names(CONVERSATION_LOCK):
+                    self._remove_free_lock(name)
         return removed
+
+    def _remove_free_lock(self, name: str) -> None:
+        if not self.files.is_own(CONVERSATION_LOCK, name):
+            return
+        with suppress(OSError):
+            lock = self.files.lock(CONVERSATION_LOCK, name)
+            if lock is not None:  # its process has ended
+                with lock:
+                    self.files.delete(CONVERSATION_LOCK, name)
 
     def _is_in_use(self, name: str) -> bool:
         return self.files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX)

@@ -210,18 +210,20 @@ class Records(Generic[R]):
         removed, kind = [], self.record.kind
         with suppress(OSError):
             for name in self.files.names(kind):
-                with suppress(OSError, OtherFormatError):
-                    try:
-                        is_kept = is_needed(self.load(name))
-                    except OtherFormatError:
-                        raise
-                    except FormatError:
-                        is_kept = False
-                    if is_kept or self._is_in_use(name):
+                with suppress(OSError):
+                    if self._may_be_needed(name, is_needed) or self._is_in_use(name):
                         continue
                     if self.files.is_own(kind, name) if dry_run else self.files.delete(kind, name):
                         removed.append(str(self.files.where(kind, name)))
         return removed
+
+    def _may_be_needed(self, name: str, is_needed: Callable[[R], bool]) -> bool:
+        try:
+            return is_needed(self.load(name))
+        except (OSError, OtherFormatError):
+            return True
+        except FormatError:
+            return False
 
     def _is_in_use(self, name: str) -> bool:
         """Return whether a process uses the record in a file."""

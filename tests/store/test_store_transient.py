@@ -128,9 +128,7 @@ def test_open_segments_are_bounded_by_process_and_descriptors(tmp_path, monkeypa
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = len(os.listdir("/proc/self/fd"))
     limit = 4 * held // 3 + 40  # a quarter fits beside what the process holds, and 30 are over
-    monkeypatch.setattr(
-        "hf_tiered_cache.store.segment._MOST_OPEN_SEGMENTS", 40
-    )  # fewer than there are, however many it holds
+    monkeypatch.setattr(segment_module, "_MOST_OPEN_SEGMENTS", 40)  # fewer than there are, however many it holds
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         for _ in range(2):
