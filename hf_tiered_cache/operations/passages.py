@@ -278,7 +278,7 @@ def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> boo
 def _batches(passages: Iterable[_Passage], lead: int, max_tokens: int) -> Iterator[list[_Passage]]:
     """Yield batches of passages of equal length, longest first, so that none needs padding.
 
-    Each has at most `max_tokens` tokens with the `lead` of each passage, unless a single passage has more.
+    A batch has at most `max_tokens` tokens, the `lead` ones before each passage included, unless one passage has more.
     """
     by_length: dict[int, list[_Passage]] = {}
     for passage in passages:

@@ -62,7 +62,7 @@ def segmented_kmeans(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cluster `points`, float32 `[heads, n, dim]`, separately for each head. Some clusters may remain empty.
 
-    About `segment` points are clustered together, in each iteration but the last step.
+    Before the last step, about `segment` points are clustered together, in `iterations` steps. `clusters` is 1 to n.
 
     Returns:
         Centroids, float32 `[heads, clusters, dim]`, the mean of all points for empty clusters; and the cluster of each

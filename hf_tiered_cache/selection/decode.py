@@ -6,8 +6,8 @@ are fetched from the tiers. Attention does not depend on the order, since every 
 chunk came from.
 
 Two subclasses of `DecodeSelector` select: `TokenDecodeSelector` tokens by attention, once per period of layers, and
-`WindowDecodeSelector` (`window.py`) chunks by an index. `DecodeSelection` moves what they select. The
-papers of ContiguousKV and IMPRESS select only once per prompt.
+`WindowDecodeSelector` (`window.py`) chunks by an index. `DecodeSelection` moves what they select. The papers of
+ContiguousKV and IMPRESS select only once per prompt.
 """
 
 from __future__ import annotations
