@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import sys
@@ -42,15 +43,14 @@ def test_every_bench_has_a_test_that_runs_it():
 
 
 def _imported(path):
-    """Return the modules that a file imports, anywhere in it, each in a line of its own."""
+    """Return the modules that a file imports, anywhere in it."""
     found = set()
-    for package, names in IMPORT.findall(path.read_text()):
-        found |= {package} if package else set()
-        found |= {f"{package}.{name}" if package else name for name in re.findall(r"[\w.]+", names)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.update((node.module, *(f"{node.module}.{name.name}" for name in node.names)))
     return found
-
-
-IMPORT = re.compile(r"^ *(?:from ([\w.]+) )?import (?:\(\s*)?([\w., ]+)", re.MULTILINE)
 
 
 SMALL = ["--dtype", "float32", "--device", "cpu", "--bandwidth", 1e9, "--requests", 3, "--warm-up", 2]

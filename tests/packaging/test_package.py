@@ -115,6 +115,8 @@ def test_tests_run_from_the_unpacked_source_distribution(built, tmp_path):
     with tarfile.open(built.sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
+    for file in (ROOT / "eval" / "reference" / "xs").iterdir():  # the model that tests and the demo fall back to
+        assert (root / file.relative_to(ROOT)).stat().st_size == file.stat().st_size
     code = f"""
 import pytest, hf_tiered_cache
 assert hf_tiered_cache.__file__.startswith({str(root)!r}), hf_tiered_cache.__file__
