@@ -142,7 +142,7 @@ def computing_state(devices: Iterable[str]) -> tuple[str, ...]:
         devices: device types that the model computes on.
     """
     casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in devices if torch.is_autocast_enabled(kind)]
-    unusual = (f"{name} {value}" for name, switch, usual in _RARE_SWITCHES if (value := switch()) != usual)
+    unusual = (f"{name} {value}" for name, switch, usual in _RARE_SWITCHES if (value := switch()) not in usual)
     return (*casts, *_float32_matmuls(), *(str(switch()) for switch in _SWITCHES), *unusual)
 
 
@@ -156,18 +156,20 @@ _SWITCHES: tuple[Callable[[], object], ...] = (
     torch._C._get_mem_efficient_sdp_enabled,
     torch._C._get_math_sdp_enabled,
 )
+_USUAL: dict[str, list[object]] = {
+    "cudnn_sdp_enabled": [True],
+    "overrideable_sdp_enabled": [True],
+    "fa3_sdp_enabled": [False],
+    # PyTorch puts cuDNN (3) first at the first attention on a GPU of capability 9.0 or 10.0
+    "sdp_priority_order": [[1, 2, 0, 3, 4], [3, 1, 2, 0, 4]],
+    "math_sdp_allow_fp16_bf16_reduction": [False],
+    "cublas_allow_fp16_accumulation": [False],
+    "cpu_allow_fp16_reduced_precision_reduction": [False],
+    "mkldnn_deterministic": [False],
+}
 _RARE_SWITCHES = tuple(
     (name, getattr(torch._C, f"_get_{name}"), usual)
-    for name, usual in {
-        "cudnn_sdp_enabled": True,
-        "overrideable_sdp_enabled": True,
-        "fa3_sdp_enabled": False,
-        "sdp_priority_order": [1, 2, 0, 3, 4],
-        "math_sdp_allow_fp16_bf16_reduction": False,
-        "cublas_allow_fp16_accumulation": False,
-        "cpu_allow_fp16_reduced_precision_reduction": False,
-        "mkldnn_deterministic": False,
-    }.items()
+    for name, usual in _USUAL.items()
     if hasattr(torch._C, f"_get_{name}")
 )
 """Further switches with the values that add nothing to the state: names, functions and values."""

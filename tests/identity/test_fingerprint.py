@@ -308,6 +308,17 @@ def test_switches_that_change_rounding_are_part_of_it(change, undo):
     assert fingerprint(model) == name
 
 
+def test_the_order_that_pytorch_chooses_at_the_first_attention_on_a_gpu_is_no_change():
+    """On a GPU of capability 9.0 or 10.0 that is cuDNN first, from then on."""
+    model = build("llama")
+    name = fingerprint(model)
+    torch._C._set_sdp_priority_order([3, 1, 2, 0])  # the last one stays
+    try:
+        assert fingerprint(model) == name
+    finally:
+        torch._C._set_sdp_priority_order([1, 2, 0, 3, 4])
+
+
 def test_quantization_is_part_of_it():
     model = build("llama")
     name = fingerprint(model)
