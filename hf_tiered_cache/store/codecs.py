@@ -128,7 +128,8 @@ class Scaled:
         most = wide.abs().amax(-1, keepdim=True) if tensor.shape[-1] else wide.new_zeros(*wide.shape[:-1], 1)
         limits, code_dtype = torch.finfo(torch.float32), getattr(torch, self.code)
         # limited so that neither the division by a scale nor the largest code times the scale overflows
-        scales = (most / self.largest).clamp_(limits.tiny, limits.max / self.largest * (1 - limits.eps))
+        # not `most / self.largest`: a GPU multiplies by the reciprocal instead, and its last bit may differ
+        scales = (most * (1 / self.largest)).clamp_(limits.tiny, limits.max / self.largest * (1 - limits.eps))
         finite = most.isfinite()
         scales.masked_fill_(~finite, torch.nan)
         numbers = (wide / scales).masked_fill_(~finite, 0)  # up to rounding, at most `largest` in magnitude
