@@ -52,7 +52,7 @@ _COLUMNS = (
 _OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
 """Fields that may differ from the file: they are kept only here, or segments are not found by them."""
 _FROM_THE_FUTURE = """UPDATE segments
-    SET expires = expires - max(0, created - ?1), created = min(created, ?1), used = ?1 WHERE used > ?1"""
+    SET expires = expires - max(0, created - ?), created = min(created, ?), used = ? WHERE used > ?"""
 _Row = TypeVar("_Row", bound=tuple[Any, ...])
 
 
@@ -260,14 +260,14 @@ class Catalogue(Database):
 
         def note(db: sqlite3.Connection) -> None:
             with _transaction(db):
-                db.execute(_FROM_THE_FUTURE, (max(now, time.time()),))
+                db.execute(_FROM_THE_FUTURE, (max(now, time.time()),) * 4)
                 db.executemany("UPDATE segments SET used = ?, uses = uses + 1 WHERE id = ?", pairs)
 
         self.run(note)
 
     def set_right_clocks(self) -> None:
         """Correct times in the future, written by a clock that was ahead: they become now, with unchanged lifetimes."""
-        self.execute(_FROM_THE_FUTURE, time.time())
+        self.execute(_FROM_THE_FUTURE, *[time.time()] * 4)
 
     def scores(self) -> list[tuple[str, int, bytes]]:
         """Return segment, KV cache group and the eviction state of its chunks (see `ScoreTable`)."""
@@ -275,9 +275,8 @@ class Catalogue(Database):
 
     def keep_scores(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
         """Store rows in the form of `scores`, for segments that still exist."""
-        query = """INSERT OR REPLACE INTO scores SELECT ?1, ?2, ?3
-            WHERE EXISTS (SELECT 1 FROM segments WHERE id = ?1)"""
-        self.run(lambda db: db.executemany(query, rows))
+        query = """INSERT OR REPLACE INTO scores SELECT ?, ?, ? WHERE EXISTS (SELECT 1 FROM segments WHERE id = ?)"""
+        self.run(lambda db: db.executemany(query, [(*row, row[0]) for row in rows]))
 
     def limit(self, segment_id: str, num_hashes: int) -> None:
         """Mark only the first `num_hashes` prefix hashes of this segment as usable."""
