@@ -165,6 +165,11 @@ class RotaryCall(Call):
             else:
                 part.copy_(self._rotate(part, cos_part, sin_part))
 
+    def settings(self) -> list[tuple[str, Any]]:
+        """Return the names and values of the other arguments; tensors as their identity."""
+        others = (item for item in self.named() if item[0] not in ("q", "k", "cos", "sin"))
+        return [(name, id(value) if isinstance(value, torch.Tensor) else value) for name, value in others]
+
     def is_by_halves(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Return whether `rotate_halves_` gives the bits of the model's function, by rotating random keys with both."""
         if cos.dtype != keys.dtype or cos.shape[2] % 2:
@@ -217,6 +222,17 @@ class PreRopeKV:
         """Recorded rotation; only available if one of the tensors is rotated."""
         assert self.call is not None
         return self.call
+
+    def rotates_like(self, other: PreRopeKV) -> bool:
+        """Return whether the same function rotates the same tensor of two layers by the same tables."""
+        if self.call is None or other.call is None:
+            return self.call is other.call
+        return (
+            (self.rotated, self.dims) == (other.rotated, other.dims)
+            and self.call.function is other.call.function
+            and self.call.table is other.call.table
+            and self.call.settings() == other.call.settings()
+        )
 
 
 @dataclass(eq=False)

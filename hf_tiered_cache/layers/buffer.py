@@ -72,6 +72,14 @@ class KVBuffer:
         begin, self._stop = self._stop, self._stop + count
         return keys.narrow(2, begin, count), values.narrow(2, begin, count)
 
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Use these buffers, `[batch, heads, capacity, dim]`, which hold the first `columns` positions of the sequence.
+
+        This buffer must be empty. Returns views of these positions.
+        """
+        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=columns, _shared=False)
+        return self._views()
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,11 +150,16 @@ class KVBuffer:
 
 def _moved(before: torch.Tensor | None, like: torch.Tensor, columns: int, count: int) -> torch.Tensor:
     """Allocate a buffer for the `columns` held positions, `count` more and spare room, and copy the held positions."""
-    room = max(columns + count, columns + min(columns, _LARGEST_GROWTH)) + _HEADROOM
-    buffer = _empty(like, like.shape[0], room + -room % HASH_TOKENS)  # chunks of all heads are rows of one matrix
+    buffer = empty_buffer(like, like.shape[0], max(columns + count, columns + min(columns, _LARGEST_GROWTH)))
     if before is not None and columns:
         buffer[:, :, :columns] = before
     return buffer
+
+
+def empty_buffer(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Allocate a buffer for `columns` positions and spare room, with heads and dims of `like`."""
+    room = columns + _HEADROOM
+    return _empty(like, rows, room + -room % HASH_TOKENS)  # chunks of all heads are rows of one matrix
 
 
 def _empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

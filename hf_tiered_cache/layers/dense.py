@@ -15,12 +15,12 @@ from ..errors import UnsupportedModelError
 from ..patches.rope import PreRopeKV, RotaryTap, picked
 from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import PassagesPlan, Plan, RecomputePlan
-from ..restore.prefetch import Prefetch, restore_layer
+from ..restore.prefetch import Prefetch, check_fit, restore_layer
 from ..selection.decode import DecodeSelection, DecodeSelector
 from ..selection.prompt import SelectiveRestore
 from ..selection.streamed import StreamedPrefix
 from ..store.geometry import LayerKV
-from .buffer import KVBuffer
+from .buffer import KVBuffer, empty_buffer
 
 LayerTensors = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a layer."""
@@ -148,14 +148,11 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         first = max(0, plan.first_position(self.window))
         may_preview = isinstance(plan, PassagesPlan) and plan.choice.compare_layer == self.index
         is_filled = may_preview and not self._scattered  # by the preview
-        if not is_filled:
-            self._announced()
-            keys, values = self.extend(key_states, value_states, plan.num_positions, first)
-            rotate_ = partial(restoring.tap.rotate_, pre_rope)
-            dtype = pre_rope.keys.dtype
-            restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
-        else:
+        if is_filled:
             keys, values = (tensor[:, :, tensor.shape[2] - (plan.num_positions - first) :] for tensor in self._views())
+        else:
+            self._announced()
+            keys, values = self._fill(restoring, kind, pre_rope, key_states, value_states, first)
         if plan.suffix is not None:
             keys[:, :, plan.suffix - first :] = key_states
             values[:, :, plan.suffix - first :] = value_states
@@ -173,6 +170,38 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         for target, computed in ((keys, key_states), (values, value_states)):
             _put(target, columns, computed)
         return self._views() if may_preview else self._visible(None)  # a preview forgets nothing
+
+    def _fill(
+        self,
+        restoring: RestoringPass,
+        kind: LayerKV,
+        pre_rope: PreRopeKV,
+        like_keys: torch.Tensor,
+        like_values: torch.Tensor,
+        first: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the positions of the pass from `first` on, and restore and rotate those that are stored.
+
+        The first layer of a KV cache group restores the others together with it, where that is possible.
+
+        Returns:
+            Views of these positions, `[batch, heads, positions - first, dim]` each.
+        """
+        plan, prefetch, dtype = restoring.plan, restoring.prefetch, pre_rope.keys.dtype
+        if self._keys is None and len(like_keys) == 1:
+            check_fit(plan, self.index, kind, dtype)
+            if self.index not in prefetch.joined:
+                prefetch.join(self.index, kind, pre_rope, partial(empty_buffer, like_keys))
+                if kind.rotated and (joined := prefetch.joined.get(self.index)):
+                    restoring.tap.rotate_(pre_rope, joined.tensors(kind.rotated)[:, :, : plan.suffix], 0)
+            joined = prefetch.joined.pop(self.index, None)
+            if joined is not None and pre_rope.rotates_like(joined.like):
+                prefetch.done(self.index)
+                return self.adopt(*joined.of(self.index), plan.num_positions)
+        keys, values = self.extend(like_keys, like_values, plan.num_positions, first)
+        rotate_ = partial(restoring.tap.rotate_, pre_rope)
+        restore_layer(prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
+        return keys, values
 
     # --- transformers' interface of a cache layer
 

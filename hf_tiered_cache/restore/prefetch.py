@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import RestoreError
-from ..store.geometry import BlockGroup, LayerKV
+from ..store.geometry import BlockGroup, LayerKV, TensorName
 from ..store.segment import SegmentReader
 from .fetch import Fetcher, FetchUnit, no_chunks
 from .gather import Gather
@@ -37,6 +38,25 @@ class PlanUnit(FetchUnit):
         return len(self.chunks) * self.block_group.block_bytes
 
 
+@dataclass(frozen=True, eq=False)
+class JoinedLayers:
+    """Restored tokens of all layers of a KV cache group, in one tensor."""
+
+    layers: tuple[int, ...]
+    memory: torch.Tensor  # [layers, 2, heads, capacity, dim]
+    like: Any
+    """What a layer rotates like: the other layers must rotate in the same way."""
+
+    def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the buffers of a layer's keys and values, `[1, heads, capacity, dim]` each."""
+        index = self.layers.index(layer)
+        return self.memory[index, :1], self.memory[index, 1:]
+
+    def tensors(self, name: TensorName) -> torch.Tensor:
+        """Return the keys or the values of all layers, `[layers, heads, capacity, dim]`."""
+        return self.memory[:, 0 if name == "key" else 1]
+
+
 class Prefetch:
     """Prefetch of the units of a plan.
 
@@ -51,6 +71,8 @@ class Prefetch:
         self.plan = plan
         """Plan that tells which fetched tokens count as used. A deferred plan replaces it: positions that a comparison
         adds are computed, although they were fetched."""
+        self.joined: dict[int, JoinedLayers] = {}
+        """Layers that were restored together with an earlier one, and have not run yet."""
         self._by_layer: dict[int, list[PlanUnit]] = {}
         self._gathers: dict[tuple[int, int], Gather] = {}  # by KV cache group and row
         order = units_of(plan)
@@ -97,8 +119,40 @@ class Prefetch:
         self._gathers.update({key: gather for key, (_, _, gather) in gathers.items()})
         return iter(gathers.values())
 
+    def join(self, layer: int, kind: LayerKV, like: Any, allocate: Callable[[int, int], torch.Tensor]) -> None:
+        """Restore all layers of a layer's KV cache group into one tensor, unrotated, if they have one form.
+
+        One copy then replaces two for each layer, which matters if a GPU waits for this thread. `joined` has the
+        result. Nothing happens with batches, cached positions before the prompt, sliding windows, layers on several
+        devices, or plans that restore other tokens than a prefix. Raises RestoreError, see `units`.
+
+        Args:
+            layer: First layer of the group.
+            kind: Layout of the tensors that the model passes to the cache.
+            like: See `JoinedLayers`.
+            allocate: Allocates `[rows, heads, capacity, dim]`, given rows and number of positions.
+        """
+        plan, units = self.plan, self._by_layer.get(layer, [])
+        groups = {id(unit.block_group): unit.block_group for unit in units}
+        is_prefix = type(plan) is Plan and not plan.base and len(plan.groups) == 1 and not plan.groups[0].pad
+        if not is_prefix or kind.window or len(plan.groups[0].rows) > 1 or len(groups) != 1:
+            return
+        block_group = units[0].block_group
+        part, layers = block_group.joined, block_group.layers
+        layouts = [unit.reader.shape.layout for unit in units]
+        if part is None or len(layers) == 1 or any(layout.layers[i] != kind for layout in layouts for i in layers):
+            return
+        if len({self.fetcher.device_of(i) for i in layers}) > 1:
+            return
+        ((_, _, gather),) = self.gathers(layer, 0)
+        memory = allocate(2 * len(layers), plan.num_positions)  # [layers * 2, heads, capacity, dim]
+        gather.copy(part, memory.flatten(0, 1))
+        joined = JoinedLayers(layers, memory.unflatten(0, (len(layers), 2)), like)
+        self.joined.update(dict.fromkeys(layers, joined))
+
     def done(self, layer: int) -> None:
         """Release the blocks that no layer after `layer` needs, and continue to fetch. Call when `layer` is filled."""
+        self._layer = layer
         units = self._by_layer.get(layer, [])
         finished = [unit for unit in units if unit.block_group.layers[-1] == layer]
         # blocks that wait for the second layer of a merged pair do not limit the prefetch

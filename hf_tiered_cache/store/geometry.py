@@ -179,6 +179,25 @@ class BlockGroup:
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted({part.layer for part in self.parts}))
 
+    @cached_property
+    def joined(self) -> Part | None:
+        """All parts as one with `layers * 2 * heads` heads, in the order of layers, keys before values.
+
+        None unless the parts are whole layers of one form, each stored as one field, side by side.
+        """
+        first, count = self.parts[0], len(self.parts)
+        if self.merged or self.identifies or len(first.fields) > 1 or first.first_head:
+            return None
+        field, tensors = first.fields[0], [(part.layer, part.tensor) for part in self.parts]
+        alike = all(
+            part.fields == (replace(field, offset=field.offset + number * field.nbytes),)
+            and (part.first_head, part.heads, part.dim) == (0, first.heads, first.dim)
+            for number, part in enumerate(self.parts)
+        )
+        if not alike or tensors != [(layer, tensor) for layer in self.layers for tensor in ("key", "value")]:
+            return None
+        return replace(first, heads=count * first.heads, fields=(replace(field, nbytes=count * field.nbytes),))
+
 
 @dataclass(frozen=True)
 class KeyIndex:

@@ -8,14 +8,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import build, build_deep, prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import assert_like_reference
+from test_plans import Plain
 
 from hf_tiered_cache import Exact, KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError, RestoreError
 from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.patches.rope import PreRopeKV
 from hf_tiered_cache.restore.fetch import Fetcher
+from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
 from hf_tiered_cache.restore.prefetch import Prefetch
 from hf_tiered_cache.stats import StatsCollector
@@ -24,6 +28,7 @@ from hf_tiered_cache.store.shape import SegmentShape, TokenTables
 from hf_tiered_cache.tiers.handles import FetchedBlocks
 
 CPU = torch.device("cpu")
+GREEDY = {"do_sample": False, "max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
 LAYERS = 12
 
 
@@ -229,6 +234,43 @@ def test_prefetching_or_not_gives_the_same_bits(tmp_path, family):
                 assert cache.stats.tokens_restored == 192
     for other in outputs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outputs[0].logits, other.logits, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "geometry", "copies"),
+    [
+        ("llama", Geometry(), 2),
+        ("glm4", Geometry(), 2),  # rotates a part of each head
+        ("llama", Geometry(split_kv=True), 12),
+        ("llama", Geometry(codec="int8"), 12),
+        ("deepseek_v3", Geometry(), 12),  # two tensors of different widths
+        ("smollm3", Geometry(), 12),  # some layers do not rotate
+    ],
+    ids=str,
+)
+def test_layers_of_one_form_are_restored_together(tmp_path, monkeypatch, family, geometry, copies):
+    """All layers of a block take one copy; where they differ, keys and values of each layer take one."""
+    model, ids, copied, copy = build_deep(family), prompt(100), [], Gather.copy
+    monkeypatch.setattr(Gather, "copy", lambda self, *args: [copied.append(1), copy(self, *args)][1])
+    with KVStore(tmp_path) as store:
+        store.precompute(model, ids, method=Plain(geometry=geometry), progress=False)
+        cache = TieredCache(model, store, method=Plain(geometry=geometry), record=False)
+        if geometry.codec == "raw":
+            assert_like_reference(model, cache, ids, ids, GREEDY)
+        else:
+            model.generate(ids, past_key_values=cache, **GREEDY)
+        assert cache.stats.tokens_restored == 96
+    assert len(copied) == copies
+
+
+def test_a_layer_that_rotates_in_another_way_is_restored_alone(tmp_path, monkeypatch):
+    model, ids = build_deep("llama"), prompt(100)
+    monkeypatch.setattr(PreRopeKV, "rotates_like", lambda self, other: self is other)
+    with KVStore(tmp_path) as store:
+        store.precompute(model, ids, progress=False)
+        cache = TieredCache(model, store, record=False)
+        assert_like_reference(model, cache, ids, ids, GREEDY)
+        assert cache.stats.tokens_restored == 96
 
 
 def test_what_waits_for_the_other_layer_of_its_pair_keeps_nobody_from_running_ahead():
