@@ -19,9 +19,8 @@ from threads import run_in_threads
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
-from hf_tiered_cache.store import engines
 from hf_tiered_cache.store import segment as segment_module
-from hf_tiered_cache.store.engines import PosixEngine
+from hf_tiered_cache.store.engines import PosixEngine, posix
 from hf_tiered_cache.store.geometry import ALIGNMENT
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True}
@@ -186,14 +185,14 @@ def test_a_read_error(model, root, monkeypatch, call):
 
 def test_a_read_error_deep_in_the_tree_keeps_what_stands_before_it(model, root, monkeypatch):
     path, _ = file_of(root, 32)
-    real = engines._read_all
+    real = posix._read_all
 
     def failing(call):
         if call.file.path == str(path):
             raise OSError(errno.EIO, "Input/output error")
         return real(call)
 
-    monkeypatch.setattr(engines, "_read_all", failing)
+    monkeypatch.setattr(posix, "_read_all", failing)
     with KVStore(root) as store:
         assert ask(model, store, OTHER, record=False).tokens_restored == 64
 
