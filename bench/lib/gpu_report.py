@@ -152,14 +152,15 @@ def _least(
 
 def _decoding(rows: Rows) -> str:
     lines = []
-    for (shape, prefix), group_rows in _groups(rows, "shape", "prefix").items():
+    for (shape, prefix, attention), group_rows in _groups(rows, "shape", "prefix", "attention").items():
         tiered, dynamic = (_all(group_rows, label, "seconds") for label in ("ours", "DynamicCache"))
         turns = min(len(tiered), len(dynamic))
         if turns:
             relative = ratio(tiered[:turns], dynamic[:turns])
-            lines.append([f"{shape}, {prefix}", _ms(tiered), _ms(dynamic), f"{relative:.3f}", str(turns)])
+            lines.append([f"{shape}, {prefix}, {attention}", _ms(tiered), _ms(dynamic), f"{relative:.3f}", str(turns)])
     return (
-        "## Time of a decoded token\n\n" + table(["shape, prefix", "ours", "DynamicCache", "ratio", "n"], lines)
+        "## Time of a decoded token\n\n"
+        + table(["shape, prefix, attention", "ours", "DynamicCache", "ratio", "n"], lines)
         if lines
         else ""
     )

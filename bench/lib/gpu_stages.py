@@ -51,6 +51,8 @@ def gpu_tests(run: Run) -> None:
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", str(ROOT / "tests/gpu")]
     if importlib.util.find_spec("hypothesis") is None:  # what tests/gpu itself does not need
         command.append("--noconftest")
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", "8"]
     path = run.out / TESTS
     with open(path, "w") as file:
         try:
@@ -60,7 +62,8 @@ def gpu_tests(run: Run) -> None:
         except subprocess.TimeoutExpired:
             run.skip("tests that were left", "their time was over")
     text = path.read_text()
-    counts = Counter(re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", text, re.M))
+    lines = re.findall(r"^(?:\[gw\d+\] \[ *\d+%\] ([A-Z]+) \S+::|\S+::.* ([A-Z]+) +\[)", text, re.M)
+    counts = Counter(before or after for before, after in lines)
     run.row("tests/gpu", **{name.lower(): count for name, count in counts.items()})
     for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M):
         run.row("failed test", test=name)
@@ -221,24 +224,34 @@ def _token_bytes(model: PreTrainedModel) -> int:
 
 
 def decoding(run: Run) -> None:
-    """Measure decoding after the same prefix, with TieredCache and DynamicCache in turns."""
+    """Measure decoding after the same prefix, with TieredCache and DynamicCache in turns.
+
+    cuDNN's attention, which PyTorch prefers on some GPUs, builds a plan for each number of keys. So it is measured with
+    and without it.
+    """
     for shape in run.shapes:
         model = build(shape, getattr(torch, run.dtype), device_of(run))
-        prefix = Prefix(run, model, min(run.prefixes))
-        with prefix.store(host=True) as store, torch.no_grad():
-            tiered, dynamic = prefix.cache(store), prefix.dynamic()
-            model(input_ids=prefix.ids, past_key_values=tiered, logits_to_keep=1)
-            model(input_ids=prefix.ids[:, prefix.tokens :], past_key_values=dynamic, logits_to_keep=1)
-            settings = {"shape": shape, "dtype": run.dtype, "prefix": prefix.tokens}
+        for attention in ("default", "without cuDNN")[: 1 + (model.device.type == "cuda")]:
+            torch.backends.cuda.enable_cudnn_sdp(attention == "default")
+            _decode(run, model, shape, attention)
 
-            def step(cache: Any, model: PreTrainedModel = model, token: torch.Tensor = prefix.ids[:, :1]) -> float:
-                return seconds(lambda: model(input_ids=token, past_key_values=cache), token.device)
 
-            def note(label: str, duration: float, settings: dict[str, Any] = settings) -> None:
-                run.row(label, seconds=duration, **settings)
+def _decode(run: Run, model: PreTrainedModel, shape: str, attention: str) -> None:
+    prefix = Prefix(run, model, min(run.prefixes))
+    with prefix.store(host=True) as store, torch.no_grad():
+        tiered, dynamic = prefix.cache(store), prefix.dynamic()
+        model(input_ids=prefix.ids, past_key_values=tiered, logits_to_keep=1)
+        model(input_ids=prefix.ids[:, prefix.tokens :], past_key_values=dynamic, logits_to_keep=1)
+        settings = {"shape": shape, "dtype": run.dtype, "prefix": prefix.tokens, "attention": attention}
 
-            ways = {"ours": partial(step, tiered), "DynamicCache": partial(step, dynamic)}
-            interleaved({label: _until(run, way) for label, way in ways.items()}, 8 * run.turns, 4, note)
+        def step(cache: Any, model: PreTrainedModel = model, token: torch.Tensor = prefix.ids[:, :1]) -> float:
+            return seconds(lambda: model(input_ids=token, past_key_values=cache), token.device)
+
+        def note(label: str, duration: float, settings: dict[str, Any] = settings) -> None:
+            run.row(label, seconds=duration, **settings)
+
+        ways = {"ours": partial(step, tiered), "DynamicCache": partial(step, dynamic)}
+        interleaved({label: _until(run, way) for label, way in ways.items()}, 8 * run.turns, 4, note)
 
 
 # --- what waits, and what runs
@@ -355,18 +368,20 @@ def trace(run: Run) -> None:
 def selective(run: Run) -> None:
     """Measure a budget of 5 % with memory for half of the prefixes: ours, IMPRESS, H2O, all KV, and recompute.
 
-    With random weights, IMPRESS's probes never agree, so their agreement is emulated with the share of its paper.
+    Without cuDNN's attention, see `decoding`: it would build a plan for each number of selected tokens. With random
+    weights, IMPRESS's probes never agree, so their agreement is emulated with the share of its paper.
     """
     shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
     device = device_of(run)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model = build(shape, getattr(torch, run.dtype), device)
-    count, tokens, requests = (2, 128, 2) if tiny else (4, min(4096, max(run.prefixes)), 12)
+    count, tokens, requests = (2, 128, 2) if tiny else (4, min(4096, max(run.prefixes)), 8)
     if not run.fits("selective", int(6 * count * tokens * _token_bytes(model))):  # a copy for each geometry
         return
     parser = argparse.ArgumentParser()
     serving.add_arguments(parser)
     options = ["--device", str(device), "--memory-share", "0.5", "--bandwidth", "0", "--suffix", str(SUFFIX)]
-    arguments = parser.parse_args([*options, "--requests", str(requests), "--warm-up", str(count)])
+    arguments = parser.parse_args([*options, "--requests", str(requests), "--warm-up", str(4 * count)])
     prompts = RandomTokens(model.config.vocab_size, count, tokens, SUFFIX)
     bench = serving.Bench(arguments, model, prompts, run.folder)
     settings = {"shape": shape, "dtype": run.dtype, "prefix": tokens, "prefixes": count, "budget": 0.05}
@@ -389,7 +404,11 @@ def selective(run: Run) -> None:
 
 
 def passages(run: Run) -> None:
-    """Measure prompts of passages from memory and a cold disk: recompute, full reuse, and 15 % recomputed."""
+    """Measure prompts of passages from memory and a cold disk: recompute, full reuse, and 15 % recomputed.
+
+    Without cuDNN's attention, see `decoding`.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
     arguments = argparse.Namespace(
         shape=shape, dtype=run.dtype, device=str(device_of(run)), ratio=0.15, suffix=32, device_memory="0",
