@@ -236,15 +236,15 @@ def with_measured_settings(
     """Return a method with what was measured for prompts of `tokens` tokens, and warn if it loses much."""
     if isinstance(method, Passages):
         ratio = partial(calibrated_ratio, storage, fingerprint, attachment.model.device, tokens)
-        method = method.with_calibrated_ratio(ratio)
+        method = method.with_calibrated_ratio(ratio).with_few_layers(attachment.depth)
     if isinstance(method, BudgetMethod):
         method = method.with_measured_budget(partial(quality_budget, storage, fingerprint))
         if method.selects:
             warn_of_loss(storage, fingerprint, method)
     if isinstance(method, PrefixMethod) and can_recompute_prefix(attachment):
-        method = method.with_likely_front(
-            partial(_likely_ratio, storage, fingerprint, attachment, method.geometry.codec, max(tokens, _LIKELY_TOKENS))
-        )
+        codec, likely_tokens = method.geometry.codec, max(tokens, _LIKELY_TOKENS)
+        share = partial(_likely_ratio, storage, fingerprint, attachment, codec, likely_tokens)
+        method = method.with_likely_front(share, attachment.depth)
     return method
 
 

@@ -188,12 +188,14 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             Views of these positions, `[batch, heads, positions - first, dim]` each.
         """
         plan, prefetch, dtype = restoring.plan, restoring.prefetch, pre_rope.keys.dtype
-        if self._keys is None and len(like_keys) == 1:
+        if self._keys is None and len(like_keys) == 1 and like_keys.dtype == like_values.dtype:
             check_fit(plan, self.index, kind, dtype)
             if self.index not in prefetch.joined:
                 prefetch.join(self.index, kind, pre_rope, partial(empty_buffer, like_keys))
                 if kind.rotated and (joined := prefetch.joined.get(self.index)):
-                    restoring.tap.rotate_(pre_rope, joined.tensors(kind.rotated)[:, :, : plan.suffix], 0)
+                    spans = [plan.restored_span(i, 0) or (0, plan.num_positions) for i in joined.layers]
+                    low, end = min(spans)  # what a layer computes of it is overwritten
+                    restoring.tap.rotate_(pre_rope, joined.tensors(kind.rotated)[:, :, low:end], low)
             joined = prefetch.joined.pop(self.index, None)
             if joined is not None and pre_rope.rotates_like(joined.like):
                 prefetch.done(self.index)

@@ -44,26 +44,24 @@ class PrefixMethod(Method):
         """See `Method`. The cost model adds the recomputed prefix."""
         return context.suffix_positions()
 
-    def with_likely_front(self, share: Callable[[], float]) -> Self:
-        """Return this method with one layer per block if a prefix is likely to be recomputed while the rest is loaded.
+    def with_likely_front(self, share: Callable[[], float], layers: int) -> Self:
+        """Return this method with few layers per block if a prefix is likely to be recomputed while the rest is loaded.
 
-        A layer waits for the blocks of all layers that share them. With few layers, this costs much of the overlap.
         If nothing is recomputed, fewer and larger blocks are restored sooner. A geometry of the user's own is kept.
 
         Args:
             share: Function that returns the fastest recompute share that was measured; 0 without a calibration.
+            layers: Number of layers of the model.
         """
         if not (make_codec(self.geometry.codec).lossless or self.records_approximations):
             return self  # nothing is recomputed
         fixed = 0.0 if self.recompute == "auto" else self.recompute
-        return replace(self, geometry=self.geometry_for_front) if fixed or share() else self
+        return replace(self, geometry=self.geometry_for_front(layers)) if fixed or share() else self
 
-    @property
-    def geometry_for_front(self) -> Geometry:
-        """Geometry of segments before which a recomputed prefix is likely."""
-        if self.geometry != replace(type(self).geometry, codec=self.geometry.codec):
-            return self.geometry
-        return replace(self.geometry, layers_per_block=1)
+    def geometry_for_front(self, layers: int) -> Geometry:
+        """Return the geometry of segments before which a recomputed prefix is likely."""
+        is_default = self.geometry == replace(type(self).geometry, codec=self.geometry.codec)
+        return self.geometry.overlapping(layers) if is_default else self.geometry
 
 
 @dataclass(frozen=True, kw_only=True)

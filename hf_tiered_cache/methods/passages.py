@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -84,6 +84,12 @@ class Passages(Method):
     def ranked_behind(self) -> int:
         """Number of lead tokens in that computation: 1 if passages are stored after a text, else enough for a text."""
         return 1 if self.lead > 1 else _RANKED_BEHIND
+
+    def with_few_layers(self, layers: int) -> Self:
+        """Return this method with few layers per block, unless the geometry is the user's own."""
+        is_default = self.geometry == replace(type(self).geometry, codec=self.geometry.codec)
+        geometry = self.geometry.overlapping(layers) if is_default else self.geometry
+        return self if geometry == self.geometry else replace(self, geometry=geometry)
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         """Return this method with its "auto" settings replaced by measured values.

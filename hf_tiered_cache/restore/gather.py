@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from ..store.geometry import BlockGroup, Part
+from ..store.geometry import BlockGroup, JoinedParts, Part
 from ..store.memory import to_device
 from ..store.shape import SegmentShape
 from ..tiers.slabs import Blocks
@@ -71,7 +72,8 @@ class Gather:
             return
         chunk_tokens = shape.geometry.chunk_tokens
         slots = tokens if shape.tables is None else shape.slot_of_token(block_group or self._block_group, tokens)
-        if head < 0 and _is_run(slots) and _is_run(positions):
+        is_run = _is_run(slots) if shape.tables is not None else _spans(slots)
+        if head < 0 and is_run and _spans(positions):
             low, high = int(slots[0]), int(slots[-1]) + 1
             ends = low // chunk_tokens, (high - 1) // chunk_tokens + 1
             first, last = np.searchsorted(blocks.chunks, ends)
@@ -95,39 +97,55 @@ class Gather:
         Raises LookupError if the added blocks lack a token.
         """
         heads = target[part.first_head : part.first_head + part.heads]
-        for run in self._runs:
-            self._copy_run(run, part, heads)
-        if self._picked is None:
-            self._picked = list(self._pick())
-        for picked in self._picked:
-            views = self._views(picked.slab, part, len(heads))  # [slots, heads, chunk_tokens, field's dim] each
-            if picked.head is None:
-                fields = tuple(view.transpose(0, 1)[:, picked.slot, picked.inside] for view in views)
-                values = self._shape.decode(self._block_group, part, fields)
-                if isinstance(picked.position, slice):  # [heads, n, dim]
-                    heads[:, picked.position] = values
-                else:
-                    heads.index_copy_(1, picked.position, values)
-            else:
+        self._copy(part, partial(self._views, part=part, heads=len(heads)), heads)
+        for picked in self._picked or ():
+            if picked.head is not None:
+                views = self._views(picked.slab, part, len(heads))  # [slots, heads, chunk_tokens, field's dim] each
                 head = picked.head - part.first_head if part.heads > 1 else 0  # in the block
                 fields = tuple(view[picked.slot, head, picked.inside] for view in views)
                 target[picked.head, picked.position] = self._shape.decode(self._block_group, part, fields)  # [n, dim]
 
-    def _copy_run(self, run: _Run, part: Part, target: torch.Tensor) -> None:
+    def copy_joined(self, joined: JoinedParts, target: torch.Tensor) -> None:
+        """Copy several parts to their positions, `[parts, heads, positions, dim]`. See `copy`."""
+        self._copy(joined.first, partial(self._shape.joined_views, joined=joined), target)
+
+    def _copy(self, part: Part, views_of: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], to: torch.Tensor) -> None:
+        """Copy all runs, and the scattered tokens that are for all heads, to `[..., positions, dim]`.
+
+        Args:
+            part: Part that tells how the fields are decoded.
+            views_of: Returns views of the fields in memory, `[slots, ..., chunk_tokens, field's dim]` each.
+            to: Target.
+        """
+        for run in self._runs:
+            self._copy_run(run, part, views_of(run.memory), to)
+        if self._picked is None:
+            self._picked = list(self._pick())
+        for picked in self._picked:
+            if picked.head is not None:
+                continue
+            fields = tuple(view.movedim(0, -3)[..., picked.slot, picked.inside, :] for view in views_of(picked.slab))
+            values = self._shape.decode(self._block_group, part, fields)  # [..., n, dim]
+            if isinstance(picked.position, slice):
+                to[..., picked.position, :] = values
+            else:
+                to.index_copy_(to.ndim - 2, picked.position, values)
+
+    def _copy_run(self, run: _Run, part: Part, views: tuple[torch.Tensor, ...], target: torch.Tensor) -> None:
         """Copy a run: all whole blocks in one strided copy, and the partial blocks at its ends separately."""
-        views, chunk = self._views(run.memory, part, len(target)), self._shape.geometry.chunk_tokens
+        chunk = self._shape.geometry.chunk_tokens
         at, stop, position = run.inside, run.inside + run.count, run.position
         while at < stop:
             index, inside = divmod(at, chunk)
             num_blocks = (stop - at) // chunk if inside == 0 else 0
             if num_blocks:
                 count = num_blocks * chunk
-                view = target[:, position : position + count].unflatten(1, (num_blocks, chunk))
-                fields = tuple(view[index : index + num_blocks].transpose(0, 1) for view in views)
+                view = target.narrow(-2, position, count).unflatten(-2, (num_blocks, chunk))
+                fields = tuple(view[index : index + num_blocks].movedim(0, -3) for view in views)
             else:
                 count = min(chunk - inside, stop - at)
-                view = target[:, position : position + count]
-                fields = tuple(view[index, :, inside : inside + count] for view in views)
+                view = target.narrow(-2, position, count)
+                fields = tuple(view[index].narrow(-2, inside, count) for view in views)
             view.copy_(self._shape.decode(self._block_group, part, fields))
             at, position = at + count, position + count
 
@@ -213,6 +231,11 @@ def gather_chunks(
     return decoded["key"], decoded["value"], order
 
 
+def _spans(ascending: np.ndarray) -> bool:
+    """Return whether distinct integers, ascending, are consecutive."""
+    return int(ascending[-1]) - int(ascending[0]) + 1 == len(ascending)
+
+
 def _is_run(numbers: np.ndarray) -> bool:
     """Return whether `numbers` are consecutive integers, ascending."""
-    return int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers) and bool((np.diff(numbers) == 1).all())
+    return _spans(numbers) and bool((np.diff(numbers) == 1).all())

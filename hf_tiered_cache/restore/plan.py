@@ -319,6 +319,10 @@ class Plan:
         computed = of_row(self.computed[layers[-1]], group.rows[0])
         return tokens[~np.isin(tokens + start, computed, assume_unique=True)]
 
+    def restores_alike(self, layers: Sequence[int]) -> bool:
+        """Return whether full-attention layers may get the same stored tokens, and overwrite what they compute."""
+        return True
+
     def restored_span(self, layer: int, window: int) -> tuple[int, int] | None:
         """Return the half-open range of positions that a layer restores, or None if they are not consecutive.
 
@@ -403,6 +407,9 @@ class BudgetPlan(Plan):
             if not (streamed or budget == tokens) or not all(piece.exact for piece in group.pieces)
             for row in group.rows
         )
+
+    def restores_alike(self, layers: Sequence[int]) -> bool:
+        return False
 
     def restores_all(self, window: int) -> bool:
         return bool(window)
@@ -490,6 +497,9 @@ class PassagesPlan(Plan):
 
     def first_position(self, window: int) -> int:
         return max(-self.base, int(self.choice.context.inexact.min()) - (window - 1)) if window else -self.base
+
+    def restores_alike(self, layers: Sequence[int]) -> bool:
+        return self.choice.compare_layer not in layers
 
     def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
         if piece.exact or self.choice.compare_layer not in layers:

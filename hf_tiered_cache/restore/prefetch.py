@@ -124,7 +124,7 @@ class Prefetch:
 
         One copy then replaces two for each layer, which matters if a GPU waits for this thread. `joined` has the
         result. Nothing happens with batches, cached positions before the prompt, sliding windows, layers on several
-        devices, or plans that restore other tokens than a prefix. Raises RestoreError, see `units`.
+        devices, or layers that restore different tokens. Raises RestoreError, see `units`.
 
         Args:
             layer: First layer of the group.
@@ -133,20 +133,18 @@ class Prefetch:
             allocate: Allocates `[rows, heads, capacity, dim]`, given rows and number of positions.
         """
         plan, units = self.plan, self._by_layer.get(layer, [])
-        groups = {id(unit.block_group): unit.block_group for unit in units}
-        is_prefix = type(plan) is Plan and not plan.base and len(plan.groups) == 1 and not plan.groups[0].pad
-        if not is_prefix or kind.window or len(plan.groups[0].rows) > 1 or len(groups) != 1:
+        is_one_row = not plan.base and len(plan.groups) == 1 and plan.groups[0].rows == (0,) and not plan.groups[0].pad
+        if not is_one_row or kind.window or len({id(unit.block_group) for unit in units}) != 1:
             return
-        block_group = units[0].block_group
-        part, layers = block_group.joined, block_group.layers
+        parts, layers = units[0].block_group.joined, units[0].block_group.layers
         layouts = [unit.reader.shape.layout for unit in units]
-        if part is None or len(layers) == 1 or any(layout.layers[i] != kind for layout in layouts for i in layers):
+        if parts is None or len(layers) == 1 or any(layout.layers[i] != kind for layout in layouts for i in layers):
             return
-        if len({self.fetcher.device_of(i) for i in layers}) > 1:
+        if not plan.restores_alike(layers) or len({self.fetcher.device_of(i) for i in layers}) > 1:
             return
         ((_, _, gather),) = self.gathers(layer, 0)
-        memory = allocate(2 * len(layers), plan.num_positions)  # [layers * 2, heads, capacity, dim]
-        gather.copy(part, memory.flatten(0, 1))
+        memory = allocate(parts.count, plan.num_positions)  # [layers * 2, heads, capacity, dim]
+        gather.copy_joined(parts, memory)
         joined = JoinedLayers(layers, memory.unflatten(0, (len(layers), 2)), like)
         self.joined.update(dict.fromkeys(layers, joined))
 

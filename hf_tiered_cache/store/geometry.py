@@ -180,23 +180,29 @@ class BlockGroup:
         return tuple(sorted({part.layer for part in self.parts}))
 
     @cached_property
-    def joined(self) -> Part | None:
-        """All parts as one with `layers * 2 * heads` heads, in the order of layers, keys before values.
-
-        None unless the parts are whole layers of one form, each stored as one field, side by side.
-        """
-        first, count = self.parts[0], len(self.parts)
-        if self.merged or self.identifies or len(first.fields) > 1 or first.first_head:
+    def joined(self) -> JoinedParts | None:
+        """All parts at once, if they are whole layers of one form; else None."""
+        first = self.parts[0]
+        if self.merged or self.identifies or first.first_head:
             return None
-        field, tensors = first.fields[0], [(part.layer, part.tensor) for part in self.parts]
+        pitch, tensors = first.end - first.fields[0].offset, [(part.layer, part.tensor) for part in self.parts]
         alike = all(
-            part.fields == (replace(field, offset=field.offset + number * field.nbytes),)
+            part.fields == tuple(replace(slot, offset=slot.offset + number * pitch) for slot in first.fields)
             and (part.first_head, part.heads, part.dim) == (0, first.heads, first.dim)
             for number, part in enumerate(self.parts)
         )
-        if not alike or tensors != [(layer, tensor) for layer in self.layers for tensor in ("key", "value")]:
-            return None
-        return replace(first, heads=count * first.heads, fields=(replace(field, nbytes=count * field.nbytes),))
+        in_order = tensors == [(layer, tensor) for layer in self.layers for tensor in ("key", "value")]
+        return JoinedParts(first, len(self.parts), pitch) if alike and in_order else None
+
+
+@dataclass(frozen=True)
+class JoinedParts:
+    """Keys and values of consecutive layers in every block, in this order: `[2 * layers, heads, chunk_tokens, dim]`."""
+
+    first: Part
+    count: int
+    pitch: int
+    """Bytes from the begin of a part to that of the next one."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +271,14 @@ class Geometry:
         if self.pairs and (self.layers_per_block != 1 or self.index is not None):
             raise ConfigError("pairs require layers_per_block=1, and no index")
         object.__setattr__(self, "pairs", tuple(sorted(tuple(pair) for pair in self.pairs)))
+
+    def overlapping(self, layers: int) -> Geometry:
+        """Return this geometry with few layers per block, for a model that computes while blocks are loaded.
+
+        A layer waits for the blocks of all layers that share them: here an eighth of the model's `layers`, at most 4.
+        With fewer, there are more blocks to handle.
+        """
+        return replace(self, layers_per_block=max(1, min(4, layers // 8)))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

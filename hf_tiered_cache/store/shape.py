@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import FormatError
 from .codecs import Codec, checked_decode, checked_encode, make_codec, merged_codec
-from .geometry import HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
+from .geometry import HASH_TOKENS, BlockGroup, Geometry, JoinedParts, KVLayout, Part, block_groups
 from .lazy import torch
 from .memory import to_device
 
@@ -298,6 +298,20 @@ class SegmentShape:
             .view(slot.dtype)
             .unflatten(1, (part.heads, self.geometry.chunk_tokens, slot.dim))
             for slot in part.fields
+        )
+
+    def joined_views(self, blocks: torch.Tensor, joined: JoinedParts) -> tuple[torch.Tensor, ...]:
+        """Return views of the fields of several parts: `[n, parts, heads, chunk_tokens, dim]` each."""
+        first = joined.first
+        return tuple(
+            blocks.as_strided(
+                (len(blocks), joined.count, slot.nbytes),
+                (blocks.stride(0), joined.pitch, 1),
+                blocks.storage_offset() + slot.offset,
+            )
+            .view(slot.dtype)
+            .unflatten(2, (first.heads, self.geometry.chunk_tokens, slot.dim))
+            for slot in first.fields
         )
 
     def decode(self, group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from test_plans import Plain
 
 from hf_tiered_cache import Exact, KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError, RestoreError
-from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Epic, Krul, Passages
 from hf_tiered_cache.patches.rope import PreRopeKV
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.gather import Gather
@@ -242,7 +242,7 @@ def test_prefetching_or_not_gives_the_same_bits(tmp_path, family):
         ("llama", Geometry(), 2),
         ("glm4", Geometry(), 2),  # rotates a part of each head
         ("llama", Geometry(split_kv=True), 12),
-        ("llama", Geometry(codec="int8"), 12),
+        ("llama", Geometry(codec="int8"), 2),
         ("deepseek_v3", Geometry(), 12),  # two tensors of different widths
         ("smollm3", Geometry(), 12),  # some layers do not rotate
     ],
@@ -250,8 +250,8 @@ def test_prefetching_or_not_gives_the_same_bits(tmp_path, family):
 )
 def test_layers_of_one_form_are_restored_together(tmp_path, monkeypatch, family, geometry, copies):
     """All layers of a block take one copy; where they differ, keys and values of each layer take one."""
-    model, ids, copied, copy = build_deep(family), prompt(100), [], Gather.copy
-    monkeypatch.setattr(Gather, "copy", lambda self, *args: [copied.append(1), copy(self, *args)][1])
+    model, ids, copied, copy = build_deep(family), prompt(100), [], Gather._copy
+    monkeypatch.setattr(Gather, "_copy", lambda self, *args: [copied.append(1), copy(self, *args)][1])
     with KVStore(tmp_path) as store:
         store.precompute(model, ids, method=Plain(geometry=geometry), progress=False)
         cache = TieredCache(model, store, method=Plain(geometry=geometry), record=False)
@@ -261,6 +261,33 @@ def test_layers_of_one_form_are_restored_together(tmp_path, monkeypatch, family,
             model.generate(ids, past_key_values=cache, **GREEDY)
         assert cache.stats.tokens_restored == 96
     assert len(copied) == copies
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize(
+    "method", [CacheTune(0.0), CacheTune(0.3), CacheBlend(0.3), Epic(0.3), Exact(recompute=0.5), Krul(0.0)], ids=str
+)
+def test_layers_restored_together_have_the_bits_of_layers_restored_alone(tmp_path, monkeypatch, method, codec):
+    """Also if layers compute different positions, and with a part of the prefix recomputed."""
+    model, logits, joined, join = build("llama", num_hidden_layers=9), [], [], Prefetch.join
+    cut = replace(method, geometry=Geometry(16, 3), codec=codec)
+    passages = [prompt(96, seed=seed)[0] for seed in (1, 2)]
+    is_moved = isinstance(cut, Passages)
+    ids = torch.cat([*[prompt(30, seed=5)[0]] * is_moved, *passages, prompt(24, seed=3)[0]])[None]
+
+    def noting(self, *args):
+        join(self, *args)
+        joined.extend(self.joined)
+
+    with KVStore(tmp_path, codec=codec) as store:
+        store.precompute(model, passages if is_moved else ids, passages=is_moved, method=cut, progress=False)
+        for together in (True, False):
+            monkeypatch.setattr(Prefetch, "join", noting if together else lambda *args: None)
+            cache = TieredCache(model, store, method=cut, record=False)
+            logits.append(model.generate(ids, past_key_values=cache, **GREEDY).logits)
+            assert cache.stats.tokens_restored > 0
+    assert len(set(joined)) >= 3
+    assert all(torch.equal(one, several) for one, several in zip(*logits, strict=True))
 
 
 def test_a_layer_that_rotates_in_another_way_is_restored_alone(tmp_path, monkeypatch):
