@@ -22,7 +22,7 @@ def report(rows: Rows) -> str:
     for row in rows:
         stages[row["stage"].split()[0]].append(row)
     measured = {
-        name: [row for row in stage_rows if "skipped" not in row and row["what"] != "done"]
+        name: [row for row in stage_rows if not _is_skip(row) and row["what"] != "done"]
         for name, stage_rows in stages.items()
     }
     machine, assumed = machine_of(measured.get("probe", []))
@@ -221,11 +221,16 @@ def _times(heading: str, rows: Rows, slowest: str) -> str:
     return f"## {heading}\n\n{settings}.\n\n" + table(["", "time to first token", "recompute ÷ it", "n"], lines)
 
 
+def _is_skip(row: dict[str, Any]) -> bool:
+    """Return whether a row says why something was not measured; a count of skipped tests is a number."""
+    return isinstance(row.get("skipped"), str)
+
+
 def _skipped(rows: Rows) -> str:
     finished_stages = {row["stage"] for row in rows if row["what"] == "done"}
     started_stages = {row["stage"] for row in rows} - {"run"}
-    lines = [f"- {row['stage']}, {row['what']}: {row['skipped']}" for row in rows if "skipped" in row]
-    reported_stages = {row["stage"] for row in rows if row.get("skipped") and row["what"] in ("the rest", "all of it")}
+    lines = [f"- {row['stage']}, {row['what']}: {row['skipped']}" for row in rows if _is_skip(row)]
+    reported_stages = {row["stage"] for row in rows if _is_skip(row) and row["what"] in ("the rest", "all of it")}
     lines += [
         f"- {stage}: the run ended in this stage"
         for stage in sorted(started_stages - finished_stages - reported_stages)
