@@ -49,12 +49,19 @@ class JoinedLayers:
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffers of a layer's keys and values, `[1, heads, capacity, dim]` each."""
-        index = self.layers.index(layer)
-        return self.memory[index, :1], self.memory[index, 1:]
+        layer_memory = self.memory[self.layers.index(layer)]
+        keys, values = (_alone(layer_memory[part : part + 1]) for part in (0, 1))
+        return keys, values
 
     def tensors(self, name: TensorName) -> torch.Tensor:
         """Return the keys or the values of all layers, `[layers, heads, capacity, dim]`."""
         return self.memory[:, 0 if name == "key" else 1]
+
+
+def _alone(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the memory of a view that is no view, so that passes with gradients may write to it."""
+    with torch.inference_mode(False):
+        return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 class Prefetch:
