@@ -90,6 +90,11 @@ class Method(ABC):
         has_codec = self.codec is not None or self.geometry.codec != RAW
         return self if has_codec or codec == RAW else replace(self, codec=codec)
 
+    def overlapping_geometry(self, layers: int) -> Geometry:
+        """Return the geometry with few layers per block (see `Geometry.overlapping`), unless it is the user's own."""
+        is_default = self.geometry == replace(type(self).geometry, codec=self.geometry.codec)
+        return self.geometry.overlapping(layers) if is_default else self.geometry
+
     def usable_hashes(self, shape: SegmentShape) -> int:
         """Return how many leading prefix hashes of a stored segment a plan of this method can use.
 

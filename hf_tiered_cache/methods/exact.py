@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 from ..restore.plan import PlanContext, Positions
 from ..store.codecs import make_codec
-from ..store.geometry import Geometry
 from .base import Method, is_number, require
 
 if TYPE_CHECKING:
@@ -56,12 +55,7 @@ class PrefixMethod(Method):
         if not (make_codec(self.geometry.codec).lossless or self.records_approximations):
             return self  # nothing is recomputed
         fixed = 0.0 if self.recompute == "auto" else self.recompute
-        return replace(self, geometry=self.geometry_for_front(layers)) if fixed or share() else self
-
-    def geometry_for_front(self, layers: int) -> Geometry:
-        """Return the geometry of segments before which a recomputed prefix is likely."""
-        is_default = self.geometry == replace(type(self).geometry, codec=self.geometry.codec)
-        return self.geometry.overlapping(layers) if is_default else self.geometry
+        return replace(self, geometry=self.overlapping_geometry(layers)) if fixed or share() else self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,8 +207,8 @@ class Krul(PrefixMethod, ForConversation):
         pairs = self.accepted(idle, shared)
         merged = replace(self.geometry, layers_per_block=1, pairs=pairs)
         front = idle.front(share_of_bytes(layout, merged, self.retained))
-        overlapping = self.geometry_for_front(len(layout.layers)) if front else self.geometry
-        geometry = merged if pairs else overlapping
+        unmerged = self.overlapping_geometry(len(layout.layers)) if front else self.geometry
+        geometry = merged if pairs else unmerged
         step = self.geometry.chunk_tokens
         stored_from = recompute_lengths(tokens_of(idle.readers), front, len(layout.layers), step=step)
         stored_from = np.maximum(stored_from, first_stored_tokens(idle.readers))

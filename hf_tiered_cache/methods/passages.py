@@ -87,8 +87,7 @@ class Passages(Method):
 
     def with_few_layers(self, layers: int) -> Self:
         """Return this method with few layers per block, unless the geometry is the user's own."""
-        is_default = self.geometry == replace(type(self).geometry, codec=self.geometry.codec)
-        geometry = self.geometry.overlapping(layers) if is_default else self.geometry
+        geometry = self.overlapping_geometry(layers)
         return self if geometry == self.geometry else replace(self, geometry=geometry)
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
