@@ -150,15 +150,16 @@ def test_what_lies_between_must_be_worth_it():
 
 
 @pytest.mark.parametrize("load", [0.1, 0.3, 1.0, 3.0, 5.0])
-@pytest.mark.parametrize(("count", "together", "most"), [(6, 1, 1.05), (12, 1, 1.03), (24, 1, 1.03), (24, 4, 1.07)])
-def test_bubbles_are_few_where_both_streams_are_busy(count, together, most, load):
+@pytest.mark.parametrize("count", [6, 8, 12, 16, 24, 28, 30, 32, 48])
+def test_bubbles_are_few_where_both_streams_are_busy(count, load):
     """A token is computed in 1 and loaded in `load`: both at once without bubbles take 1 / (1 + 1 / load)."""
-    layers = [tuple(range(first, first + together)) for first in range(0, count, together)]
+    together = Geometry().overlapping(count).layers_per_block
+    layers = [tuple(range(first, min(count, first + together))) for first in range(0, count, together)]
     ends = np.arange(16, 4097, 16)
-    loads = tuple(Load(some, ends, np.full(256, load * 16 / len(layers))) for some in layers)
+    loads = tuple(Load(some, ends, np.full(256, load * 16 * len(some) / count)) for some in layers)
     streams = Streams(4096, 0.0, lambda n: n / count, 0.0, loads)
     took = streams.seconds(recompute_lengths(4096, RATIOS, count, layers))
-    assert took.min() < most * 4096 / (1 + 1 / load)
+    assert took.min() < 1.05 * 4096 / (1 + 1 / load)
 
 
 def test_choosing_takes_milliseconds():
@@ -534,16 +535,16 @@ def test_what_was_measured_says_how_much_is_computed(path):
 @pytest.mark.parametrize(
     ("method", "disk", "layers"),
     [
-        (Exact(), 1e-3, 1),
+        (Exact(), 1e-3, 2),
         (Exact(), 1e-5, 4),
         (Exact(), None, 4),
-        (Exact(recompute=0.5), None, 1),
-        (Exact(geometry=Geometry(16, 2)), 1e-3, 2),
+        (Exact(recompute=0.5), None, 2),
+        (Exact(geometry=Geometry(16, 3)), 1e-3, 3),
         (Exact(codec="int8"), 1e-3, 4),
     ],
 )
-def test_layers_have_their_own_blocks_if_a_front_is_likely(tmp_path, method, disk, layers):
-    model, ids = build("llama"), prompt(TOKENS)
+def test_few_layers_share_blocks_if_a_front_is_likely(tmp_path, method, disk, layers):
+    model, ids = build("llama", num_hidden_layers=16), prompt(TOKENS)
     with KVStore(tmp_path, engine="posix") as store:
         if disk is not None:
             plant(store, model, PrefixCosts(STORED, 1e-3, {"disk": disk, "host": 1e-6}))
