@@ -189,7 +189,6 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         """
         plan, prefetch, dtype = restoring.plan, restoring.prefetch, pre_rope.keys.dtype
         if self._keys is None and len(like_keys) == 1 and like_keys.dtype == like_values.dtype:
-            check_fit(plan, self.index, kind, dtype)
             if self.index not in prefetch.joined:
                 prefetch.join(self.index, kind, pre_rope, partial(empty_buffer, like_keys))
                 if kind.rotated and (joined := prefetch.joined.get(self.index)):
@@ -198,6 +197,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                     restoring.tap.rotate_(pre_rope, joined.tensors(kind.rotated)[:, :, low:end], low)
             joined = prefetch.joined.pop(self.index, None)
             if joined is not None and pre_rope.rotates_like(joined.like):
+                check_fit(plan, self.index, kind, dtype)
                 prefetch.done(self.index)
                 return self.adopt(*joined.of(self.index), plan.num_positions)
         keys, values = self.extend(like_keys, like_values, plan.num_positions, first)

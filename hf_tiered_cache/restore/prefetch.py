@@ -139,13 +139,15 @@ class Prefetch:
             like: See `JoinedLayers`.
             allocate: Allocates `[rows, heads, capacity, dim]`, given rows and number of positions.
         """
-        plan, units = self.plan, self._by_layer.get(layer, [])
+        plan, units = self.plan, self._by_layer.get(layer)
+        if not units or len(units[0].block_group.layers) == 1:
+            return
         is_one_row = not plan.base and len(plan.groups) == 1 and plan.groups[0].rows == (0,) and not plan.groups[0].pad
         if not is_one_row or kind.window or len({id(unit.block_group) for unit in units}) != 1:
             return
         parts, layers = units[0].block_group.joined, units[0].block_group.layers
         layouts = [unit.reader.shape.layout for unit in units]
-        if parts is None or len(layers) == 1 or any(layout.layers[i] != kind for layout in layouts for i in layers):
+        if parts is None or any(layout.layers[i] != kind for layout in layouts for i in layers):
             return
         if not plan.restores_alike(layers) or len({self.fetcher.device_of(i) for i in layers}) > 1:
             return
