@@ -107,11 +107,11 @@ class Streams:
         return finished
 
 
-def best_ratio(seconds: np.ndarray, may_compute_all: bool = True) -> float:
+def best_ratio(seconds: np.ndarray, may_compute_all: bool = True, worth: float = _WORTH) -> float:
     """Return the ratio, one of `RATIOS`, with the shortest expected time of a prompt, given float `[ratios]` seconds.
 
-    It is 0 or, if restoring nothing is allowed, 1 if a ratio between saves too little.
+    It is 0 or, if restoring nothing is allowed, 1 if a ratio between takes more than `worth` times as long as that.
     """
     alone = 1 if may_compute_all and seconds[-1] < seconds[0] else 0
     best = int(seconds[:-1].argmin())
-    return float(RATIOS[best if seconds[best] < _WORTH * seconds[-alone] else -alone])
+    return float(RATIOS[best if seconds[best] < worth * seconds[-alone] else -alone])
