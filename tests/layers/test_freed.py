@@ -13,6 +13,7 @@ from thorough import pairs
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.layers import buffer as buffer_module
 from hf_tiered_cache.methods import METHODS, Passages, make_method
+from hf_tiered_cache.restore import prefetch as prefetch_module
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3}
 SETTINGS = [
@@ -34,15 +35,19 @@ def model():
 
 @pytest.fixture
 def made(monkeypatch):
-    """Collect weak references to every KV buffer that is allocated."""
-    made, real = [], buffer_module._empty
+    """Collect weak references to every KV buffer that is allocated, and to those of layers in one allocation."""
+    made = []
 
-    def empty(*args):
-        buffer = real(*args)
-        made.append(weakref.ref(buffer))
-        return buffer
+    def noting(real):
+        def make(*args):
+            buffer = real(*args)
+            made.append(weakref.ref(buffer))
+            return buffer
 
-    monkeypatch.setattr(buffer_module, "_empty", empty)
+        return make
+
+    for module, name in ((buffer_module, "_empty"), (prefetch_module, "_alone")):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
     return made
 
 
