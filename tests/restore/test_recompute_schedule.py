@@ -150,16 +150,24 @@ def test_what_lies_between_must_be_worth_it():
 
 
 @pytest.mark.parametrize("load", [0.1, 0.3, 1.0, 3.0, 5.0])
-@pytest.mark.parametrize("count", [6, 8, 12, 16, 24, 28, 30, 32, 48])
-def test_bubbles_are_few_where_both_streams_are_busy(count, load):
+@pytest.mark.parametrize(
+    ("count", "together", "most"),
+    [
+        (6, 1, 1.05),
+        (12, 1, 1.03),
+        (24, 1, 1.03),
+        (24, 4, 1.07),
+        *((count, Geometry().overlapping(count).layers_per_block, 1.05) for count in (8, 16, 24, 28, 30, 32, 48)),
+    ],
+)
+def test_bubbles_are_few_where_both_streams_are_busy(count, together, most, load):
     """A token is computed in 1 and loaded in `load`: both at once without bubbles take 1 / (1 + 1 / load)."""
-    together = Geometry().overlapping(count).layers_per_block
     layers = [tuple(range(first, min(count, first + together))) for first in range(0, count, together)]
     ends = np.arange(16, 4097, 16)
     loads = tuple(Load(some, ends, np.full(256, load * 16 * len(some) / count)) for some in layers)
     streams = Streams(4096, 0.0, lambda n: n / count, 0.0, loads)
     took = streams.seconds(recompute_lengths(4096, RATIOS, count, layers))
-    assert took.min() < 1.05 * 4096 / (1 + 1 / load)
+    assert took.min() < most * 4096 / (1 + 1 / load)
 
 
 def test_choosing_takes_milliseconds():
