@@ -110,7 +110,7 @@ class TableCache:
 
     def is_by_halves(self, call: RotaryCall, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Return whether a function's rotation of keys on the CPU equals `rotate_halves_`, bit for bit; asked once."""
-        others = [value for name, value in call.named() if name not in ("q", "k", "cos", "sin")]
+        others = list(call.settings().values())
         is_too_short = cos.shape[1] < _SAMPLED  # for a reliable answer
         if is_too_short or keys.device.type != "cpu" or any(isinstance(value, torch.Tensor) for value in others):
             return False
@@ -165,10 +165,22 @@ class RotaryCall(Call):
             else:
                 part.copy_(self._rotate(part, cos_part, sin_part))
 
-    def settings(self) -> list[tuple[str, Any]]:
-        """Return the names and values of the other arguments; tensors as their identity."""
-        others = (item for item in self.named() if item[0] not in ("q", "k", "cos", "sin"))
-        return [(name, id(value) if isinstance(value, torch.Tensor) else value) for name, value in others]
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments besides queries, keys and tables, by name."""
+        return {name: value for name, value in self.named() if name not in ("q", "k", "cos", "sin")}
+
+    def rotates_like(self, other: RotaryCall) -> bool:
+        """Return whether both calls have the same function, tables and settings."""
+        settings, others = self.settings(), other.settings()
+        return (
+            self.function is other.function
+            and self.table is other.table
+            and settings.keys() == others.keys()
+            and all(
+                value is others[name] or (not isinstance(value, torch.Tensor) and value == others[name])
+                for name, value in settings.items()
+            )
+        )
 
     def is_by_halves(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Return whether `rotate_halves_` gives the bits of the model's function, by rotating random keys with both."""
@@ -224,15 +236,10 @@ class PreRopeKV:
         return self.call
 
     def rotates_like(self, other: PreRopeKV) -> bool:
-        """Return whether the same function rotates the same tensor of two layers by the same tables."""
+        """Return whether the same tensor of two layers rotates, in the same way."""
         if self.call is None or other.call is None:
             return self.call is other.call
-        return (
-            (self.rotated, self.dims) == (other.rotated, other.dims)
-            and self.call.function is other.call.function
-            and self.call.table is other.call.table
-            and self.call.settings() == other.call.settings()
-        )
+        return (self.rotated, self.dims) == (other.rotated, other.dims) and self.call.rotates_like(other.call)
 
 
 @dataclass(eq=False)

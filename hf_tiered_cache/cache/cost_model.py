@@ -51,8 +51,9 @@ than the optimum; without the margin, 15 to 54 %.
 _WORTH_LEAVING_OUT = 0.85
 """Maximum expected time of a return, relative to a full load, at which the beginning of a conversation is not stored.
 
-A pass that recomputes a prefix takes about 0.1 s more with 30 layers on two cores, which no cost contains. With 0.95,
-4 % of a conversation were left out for a disk of 20 MB/s, and returns took 1.2 times as long as a full load.
+A pass that recomputes a prefix takes time that no cost contains. With 0.95, 4 % of SmolLM2's conversations were left
+out for a disk of 20 MB/s (`bench/conversation.py --host-share 0.1`), and returns took 1.20 times as long as a full load
+in int8. With 0.85 nothing is left out there.
 """
 
 
@@ -223,8 +224,8 @@ def _read_until(plan: Plan, units: UnitTiers) -> np.ndarray:
 def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: float, step: int) -> float:
     """Return the share of a conversation to recompute so that it returns from disk soonest.
 
-    It is the fastest share if computing takes `_MARGIN` times as long as the costs for a prefix of this length say.
-    `stored` are the bytes of the conversation's KV, as a share of the bytes that the costs refer to, and `step` is the
+    It is the fastest share if computing takes `_MARGIN` times as long as the costs for a prefix of this length say, or
+    0 if that saves too little. `stored` are the bytes of the conversation's KV, as a share of the bytes that the costs refer to, and `step` is the
     granularity in tokens.
     """
     disk = TIERS[-1]
@@ -234,8 +235,8 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     restoring = costs.placing(disk) / layers
     slower = replace(costs, compute=_MARGIN * costs.compute, growth=_MARGIN * costs.growth)
     streams = Streams(tokens, costs.overhead / layers, lambda n: slower.computing(n) / layers, restoring, loads)
-    seconds = streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step))
-    return best_ratio(seconds, may_compute_all=False, worth=_WORTH_LEAVING_OUT)
+    returns = streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step))
+    return best_ratio(returns, may_compute_all=False, worth=_WORTH_LEAVING_OUT)
 
 
 def with_measured_settings(

@@ -15,7 +15,7 @@ from ..errors import UnsupportedModelError
 from ..patches.rope import PreRopeKV, RotaryTap, picked
 from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import PassagesPlan, Plan, RecomputePlan
-from ..restore.prefetch import Prefetch, check_fit, restore_layer
+from ..restore.prefetch import JoinedLayers, Prefetch, check_fit, restore_layer
 from ..selection.decode import DecodeSelection, DecodeSelector
 from ..selection.prompt import SelectiveRestore
 from ..selection.streamed import StreamedPrefix
@@ -188,22 +188,30 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             Views of these positions, `[batch, heads, positions - first, dim]` each.
         """
         plan, prefetch, dtype = restoring.plan, restoring.prefetch, pre_rope.keys.dtype
-        if self._keys is None and len(like_keys) == 1 and like_keys.dtype == like_values.dtype:
-            if self.index not in prefetch.joined:
-                prefetch.join(self.index, kind, pre_rope, partial(empty_buffer, like_keys))
-                if kind.rotated and (joined := prefetch.joined.get(self.index)):
-                    spans = [plan.restored_span(i, 0) or (0, plan.num_positions) for i in joined.layers]
-                    low, end = min(spans)  # what a layer computes of it is overwritten
-                    restoring.tap.rotate_(pre_rope, joined.tensors(kind.rotated)[:, :, low:end], low)
-            joined = prefetch.joined.pop(self.index, None)
-            if joined is not None and pre_rope.rotates_like(joined.like):
-                check_fit(plan, self.index, kind, dtype)
-                prefetch.done(self.index)
-                return self.adopt(*joined.of(self.index), plan.num_positions)
+        is_new = self._keys is None and len(like_keys) == 1 and like_keys.dtype == like_values.dtype
+        joined = self._joined(restoring, kind, pre_rope, like_keys) if is_new else None
+        if joined is not None and pre_rope.rotates_like(joined.like):
+            check_fit(plan, self.index, kind, dtype)
+            prefetch.done(self.index)
+            return self.adopt(*joined.of(self.index), plan.num_positions)
         keys, values = self.extend(like_keys, like_values, plan.num_positions, first)
         rotate_ = partial(restoring.tap.rotate_, pre_rope)
         restore_layer(prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
         return keys, values
+
+    def _joined(
+        self, restoring: RestoringPass, kind: LayerKV, pre_rope: PreRopeKV, like_keys: torch.Tensor
+    ) -> JoinedLayers | None:
+        """Return this layer with the others of its KV cache group, restored and rotated; None if that is impossible."""
+        plan, prefetch = restoring.plan, restoring.prefetch
+        if (earlier := prefetch.joined.pop(self.index, None)) is not None:
+            return earlier
+        joined = prefetch.join(self.index, kind, pre_rope, partial(empty_buffer, like_keys))
+        if joined is not None and kind.rotated:
+            spans = [plan.restored_span(layer, 0) or (0, plan.num_positions) for layer in joined.layers]
+            low, end = min(spans)  # what a layer computes of it is overwritten
+            restoring.tap.rotate_(pre_rope, joined.tensors(kind.rotated)[:, :, low:end], low)
+        return joined
 
     # --- transformers' interface of a cache layer
 

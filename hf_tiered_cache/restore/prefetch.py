@@ -45,7 +45,7 @@ class JoinedLayers:
     layers: tuple[int, ...]
     memory: torch.Tensor  # [layers, 2, heads, capacity, dim]
     like: Any
-    """What a layer rotates like: the other layers must rotate in the same way."""
+    """Unrotated keys of the layer that was restored first. The other layers must rotate in the same way."""
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffers of a layer's keys and values, `[1, heads, capacity, dim]` each."""
@@ -126,12 +126,14 @@ class Prefetch:
         self._gathers.update({key: gather for key, (_, _, gather) in gathers.items()})
         return iter(gathers.values())
 
-    def join(self, layer: int, kind: LayerKV, like: Any, allocate: Callable[[int, int], torch.Tensor]) -> None:
+    def join(
+        self, layer: int, kind: LayerKV, like: Any, allocate: Callable[[int, int], torch.Tensor]
+    ) -> JoinedLayers | None:
         """Restore all layers of a layer's KV cache group into one tensor, unrotated, if they have one form.
 
-        One copy then replaces two for each layer, which matters if a GPU waits for this thread. `joined` has the
-        result. Nothing happens with batches, cached positions before the prompt, sliding windows, layers on several
-        devices, or layers that restore different tokens. Raises RestoreError, see `units`.
+        One copy then replaces two for each layer, which matters if a GPU waits for this thread. `joined` keeps the
+        result for the other layers. Return None with batches, cached positions before the prompt, sliding windows,
+        layers on several devices, or layers that restore different tokens. Raises RestoreError, see `units`.
 
         Args:
             layer: First layer of the group.
@@ -141,21 +143,22 @@ class Prefetch:
         """
         plan, units = self.plan, self._by_layer.get(layer)
         if not units or len(units[0].block_group.layers) == 1:
-            return
+            return None
         is_one_row = not plan.base and len(plan.groups) == 1 and plan.groups[0].rows == (0,) and not plan.groups[0].pad
         if not is_one_row or kind.window or len({id(unit.block_group) for unit in units}) != 1:
-            return
+            return None
         parts, layers = units[0].block_group.joined, units[0].block_group.layers
         layouts = [unit.reader.shape.layout for unit in units]
         if parts is None or any(layout.layers[i] != kind for layout in layouts for i in layers):
-            return
+            return None
         if not plan.restores_alike(layers) or len({self.fetcher.device_of(i) for i in layers}) > 1:
-            return
+            return None
         ((_, _, gather),) = self.gathers(layer, 0)
         memory = allocate(parts.count, plan.num_positions)  # [layers * 2, heads, capacity, dim]
         gather.copy_joined(parts, memory)
         joined = JoinedLayers(layers, memory.unflatten(0, (len(layers), 2)), like)
-        self.joined.update(dict.fromkeys(layers, joined))
+        self.joined.update({other: joined for other in layers if other != layer})
+        return joined
 
     def done(self, layer: int) -> None:
         """Release the blocks that no layer after `layer` needs, and continue to fetch. Call when `layer` is filled."""

@@ -276,8 +276,9 @@ def test_layers_restored_together_have_the_bits_of_layers_restored_alone(tmp_pat
     ids = torch.cat([*[prompt(30, seed=5)[0]] * is_moved, *passages, prompt(24, seed=3)[0]])[None]
 
     def noting(self, *args):
-        join(self, *args)
-        joined.extend(self.joined)
+        made = join(self, *args)
+        joined.extend(made.layers if made else ())
+        return made
 
     with KVStore(tmp_path, codec=codec) as store:
         store.precompute(model, passages if is_moved else ids, passages=is_moved, method=cut, progress=False)
