@@ -244,10 +244,10 @@ def _decode(run: Run, model: PreTrainedModel, shape: str, attention: str) -> Non
         model(input_ids=prefix.ids[:, prefix.tokens :], past_key_values=dynamic, logits_to_keep=1)
         settings = {"shape": shape, "dtype": run.dtype, "prefix": prefix.tokens, "attention": attention}
 
-        def step(cache: Any, model: PreTrainedModel = model, token: torch.Tensor = prefix.ids[:, :1]) -> float:
-            return seconds(lambda: model(input_ids=token, past_key_values=cache), token.device)
+        def step(cache: Any) -> float:
+            return seconds(lambda: model(input_ids=prefix.ids[:, :1], past_key_values=cache), model.device)
 
-        def note(label: str, duration: float, settings: dict[str, Any] = settings) -> None:
+        def note(label: str, duration: float) -> None:
             run.row(label, seconds=duration, **settings)
 
         ways = {"ours": partial(step, tiered), "DynamicCache": partial(step, dynamic)}
