@@ -225,8 +225,8 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     """Return the share of a conversation to recompute so that it returns from disk soonest.
 
     It is the fastest share if computing takes `_MARGIN` times as long as the costs for a prefix of this length say, or
-    0 if that saves too little. `stored` are the bytes of the conversation's KV, as a share of the bytes that the costs refer to, and `step` is the
-    granularity in tokens.
+    0 if that saves too little. `stored` are the bytes of the conversation's KV, as a share of the bytes that the costs
+    refer to, and `step` is the granularity in tokens.
     """
     disk = TIERS[-1]
     ends = np.minimum(np.arange(step, tokens + step, step), tokens)
