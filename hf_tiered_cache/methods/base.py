@@ -90,11 +90,6 @@ class Method(ABC):
         has_codec = self.codec is not None or self.geometry.codec != RAW
         return self if has_codec or codec == RAW else replace(self, codec=codec)
 
-    def overlapping_geometry(self, layers: int) -> Geometry:
-        """Return the geometry with few layers per block (see `Geometry.overlapping`), unless it is the user's own."""
-        is_default = self.geometry == replace(type(self).geometry, codec=self.geometry.codec)
-        return self.geometry.overlapping(layers) if is_default else self.geometry
-
     def usable_hashes(self, shape: SegmentShape) -> int:
         """Return how many leading prefix hashes of a stored segment a plan of this method can use.
 
@@ -227,6 +222,12 @@ class BudgetMethod(Method):
             return self
         budget = measured(self)
         return replace(self, budget=UNMEASURED_BUDGET if budget is None else budget)
+
+
+def overlapping_geometry(method: Method, layers: int) -> Geometry:
+    """Return a method's geometry with few layers per block (see `Geometry.overlapping`), unless it is a user's own."""
+    is_default = method.geometry == replace(type(method).geometry, codec=method.geometry.codec)
+    return method.geometry.overlapping(layers) if is_default else method.geometry
 
 
 def require(is_valid: bool, name: str, expected: str, value: object) -> None:

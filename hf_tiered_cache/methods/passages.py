@@ -19,7 +19,7 @@ from ..restore.plan import DeferredChoice, PlanContext, Positions, RowGroup, Seg
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
-from .base import Method, is_count, is_number, require
+from .base import Method, is_count, is_number, overlapping_geometry, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -87,7 +87,7 @@ class Passages(Method):
 
     def with_few_layers(self, layers: int) -> Self:
         """Return this method with few layers per block, unless the geometry is the user's own."""
-        geometry = self.overlapping_geometry(layers)
+        geometry = overlapping_geometry(self, layers)
         return self if geometry == self.geometry else replace(self, geometry=geometry)
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
