@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -20,7 +20,7 @@ from ..stats import TIERS
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import HASH_TOKENS
-from ..store.segment import FrontReader, SegmentReader
+from ..store.segment import FrontReader
 from ..tiers.residency import Residency
 from .calibrations import (
     CostFactors,
@@ -278,18 +278,15 @@ def streams_of(plan: Plan, costs: PrefixCosts, units: UnitTiers) -> Streams:
     """Return the work of the compute and load streams for a plan that computes only what it has to."""
     layers, tokens = len(plan.computed), plan.restored_until
     rows = sum(len(group.rows) for group in plan.groups)
-    once = plan.restored_tokens * len(plan.groups) / rows  # tokens; identical rows are restored once
-    stored = sum(unit.nbytes for unit, _ in units)  # 0 if all is computed; then maybe nothing is stored
-    nbytes = max(1, round(stored / stored_share(plan.readers))) if stored else 1
     restoring, loads = 0.0, dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray]]]()
     for unit, chunks_by_tier in units:
         group = unit.block_group
         ends, took = _block_ends(plan, unit), np.zeros(len(unit.chunks))
-        share = once * group.block_bytes / nbytes  # tokens per block
+        block_tokens = group.block_bytes / unit.reader.shape.token_bytes  # tokens with as many bytes as a block
         for tier, chunks in chunks_by_tier.items():
             if len(chunks):
-                took[_index_of(unit, chunks)] = share * costs.loading(tier)
-                restoring += len(chunks) * share * costs.placing(tier)
+                took[_index_of(unit, chunks)] = block_tokens * costs.loading(tier)
+                restoring += len(chunks) * block_tokens * costs.placing(tier)
         loads.setdefault(group.layers, []).append((ends, took))
     ordered = []
     for together, blocks in sorted(loads.items()):
@@ -303,16 +300,6 @@ def streams_of(plan: Plan, costs: PrefixCosts, units: UnitTiers) -> Streams:
 
     suffix = max(costs.overhead, rows * float(costs.computing(plan.num_positions - tokens)))
     return Streams(tokens, suffix / layers, compute, restoring / max(1, tokens) / layers, tuple(ordered))
-
-
-def stored_share(readers: Sequence[SegmentReader]) -> float:
-    """Return the bytes of segments as a share of those with all tokens of all layers stored unmerged."""
-    unmerged = sum(
-        replace(r.shape, geometry=replace(r.shape.geometry, pairs=()), tables=None).blocks_bytes
-        for r in readers
-        if not isinstance(r, FrontReader)
-    )
-    return sum(reader.shape.blocks_bytes for reader in readers) / max(1, unmerged)
 
 
 def _block_ends(plan: Plan, unit: PlanUnit) -> np.ndarray:

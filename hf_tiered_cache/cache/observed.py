@@ -130,9 +130,7 @@ def observed_ratios(plan: Plan | None, tokens: int, costs: PrefixCosts, work: Wo
         predicted = recomputing + suffix + costs.placing(TIERS[-1]) * (tokens - float(lengths.mean()))
         if recomputing > predicted / 2:
             ratios["compute"] = (work.seconds - work.waiting) / predicted
-    shape = plan.readers[0].shape
-    chunk_bytes = sum(group.block_bytes for group in shape.block_groups if not group.merged)
-    token_bytes = chunk_bytes / shape.geometry.chunk_tokens
+    token_bytes = plan.readers[0].shape.token_bytes
     predicted = work.nbytes / token_bytes * costs.loading(TIERS[-1]) if token_bytes else 0.0
     if work.nbytes >= _LEAST_READ and predicted:
         ratios["load"] = work.reading / predicted

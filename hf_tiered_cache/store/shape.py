@@ -185,6 +185,12 @@ class SegmentShape:
         return self.group_offsets[-1]
 
     @cached_property
+    def token_bytes(self) -> float:
+        """Bytes of a token's KV in blocks, if no layers are merged, and without the copy for an index."""
+        kept = (group for group in self.block_groups if not (group.merged or group.identifies))
+        return sum(group.block_bytes for group in kept) / self.geometry.chunk_tokens
+
+    @cached_property
     def _chunks(self) -> tuple[int, ...]:
         return tuple(-(-self.tokens_in(group) // self.geometry.chunk_tokens) for group in self.block_groups)
 

@@ -620,6 +620,24 @@ def test_an_estimate_of_a_plain_restore_and_of_computing_all(path):
         assert fastest_plan(plan, 0.0, True, BALANCED, storage.residency, lambda layer: CPU) is plan
 
 
+def test_loading_is_estimated_from_the_bytes_of_blocks_that_are_not_full(tmp_path):
+    """Two segments of 80 tokens, in blocks of 64 tokens, take as long as 4 full blocks."""
+    model, ids = build("llama"), prompt(180)
+    method = Exact(geometry=Geometry(chunk_tokens=64), recompute=0.0)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        for stop in (80, 160):
+            cache = TieredCache(model, store, method=method)
+            model(ids[:, :stop], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            store.flush()
+        storage = storage_of(store)
+        plan, _ = TieredCache(model, store, record=False, method=method).look_up(ids)
+        streams = streams_of(plan, BALANCED, unit_tiers_of(plan, storage.residency, lambda layer: CPU))
+    assert [reader.shape.tokens for reader in plan.readers] == [80, 80]
+    nothing_computed = np.zeros(1, np.int64)
+    loading = sum(load.seconds_after(nothing_computed)[0] for load in streams.loads)
+    assert loading == pytest.approx(4 * 64 * BALANCED.loading("disk"))
+
+
 def test_costs_grow_with_length_and_are_kept(path):
     model = build("llama")
     with KVStore(path, engine="posix") as store:
