@@ -13,7 +13,7 @@ import numpy as np
 from scipy.interpolate import RegularGridInterpolator
 
 from hf_tiered_cache.cache.calibrations import PrefixCosts
-from hf_tiered_cache.restore.schedule import RATIOS, Load, Streams, best_ratio, recompute_lengths
+from hf_tiered_cache.restore.schedule import RATIOS, Load, Streams, fastest, recompute_lengths
 from hf_tiered_cache.stats import TIERS
 from hf_tiered_cache.store.geometry import HASH_TOKENS
 from hf_tiered_cache.store.quota import Limits
@@ -73,7 +73,7 @@ class Costs:
         placing = prefix.placing(DISK) / self.layers
         streams = Streams(stored, after, lambda n: prefix.computing(n) / self.layers, placing, loads)
         took = streams.seconds(recompute_lengths(stored, RATIOS, self.layers, step=HASH_TOKENS))
-        return float(took[np.searchsorted(RATIOS, best_ratio(took))])
+        return float(took[fastest(took)])
 
     def first_token(self, tokens: np.ndarray, memory: np.ndarray, disk: np.ndarray) -> np.ndarray:
         """Return the seconds to the first token: float `[requests]`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -15,7 +15,7 @@ from ..methods import BudgetMethod, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
-from ..restore.schedule import RATIOS, Load, Streams, best_ratio, recompute_lengths
+from ..restore.schedule import RATIOS, STEEPNESS, Load, Streams, fastest, recompute_lengths
 from ..stats import TIERS
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance, make_codec
@@ -64,9 +64,10 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
     """
     method, store, devices = sequence.method, sequence.store, sequence.attachment.devices
     recompute: float | Literal["auto"] = 0.0
-    decline = flat = False
+    decline = False
+    steepness: Sequence[float] = STEEPNESS
     if isinstance(method, PrefixMethod):
-        recompute, decline, flat = method.recompute, method.decline, method.flat_front
+        recompute, decline, steepness = method.recompute, method.decline, method.front_steepness
     if plan.suffix is None:
         return plan, ""
     is_incomplete = bool(required_recompute(plan).any())
@@ -82,7 +83,7 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
         return None, reasons.NO_FRONT
     if not may_recompute:
         recompute = 0.0
-    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, devices.__getitem__, flat)
+    chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, devices.__getitem__, steepness)
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 
@@ -127,7 +128,7 @@ def fastest_plan(
     costs: PrefixCosts | None,
     residency: Residency,
     device_of: Callable[[int], torch.device],
-    flat: bool = False,
+    steepness: Sequence[float] = STEEPNESS,
 ) -> Plan | None:
     """Return the plan with the recomputed prefixes that finish the prompt soonest; None to compute the whole prompt.
 
@@ -141,22 +142,28 @@ def fastest_plan(
         costs: Costs per token for a prefix of this length; None if nothing was measured.
         residency: Memory tiers, which know the locations of blocks.
         device_of: Returns the device of a layer.
-        flat: Whether all layers recompute the same number of tokens, instead of fewer with depth.
+        steepness: How fast the number of recomputed tokens may fall with depth; the first one for a fixed share.
     """
     ratio, required = 0.0 if recompute == "auto" else recompute, required_recompute(plan)
     minimum = with_required_recompute(plan)
     has_front = any(isinstance(reader, FrontReader) for reader in plan.readers)
     compares = costs is not None and (decline or recompute == "auto")
     units = unit_tiers_of(minimum, residency, device_of) if has_front or compares else []
+    if recompute == "auto" and costs is not None:
+        partial_schedules = [plan_recompute_lengths(plan, RATIOS[:-1], steep) for steep in steepness]
+    else:
+        partial_schedules = [plan_recompute_lengths(plan, np.array([ratio]), steepness[0])]
+    schedules = np.concatenate([*partial_schedules, plan_recompute_lengths(plan, np.ones(1))])
+    chosen, computes_all = 0, len(schedules) - 1
     if costs is not None and compares:
-        ratios = RATIOS if recompute == "auto" else np.array([ratio, 1.0])
-        lengths = np.maximum(plan_recompute_lengths(plan, ratios, flat), required)
-        seconds = streams_of(minimum, costs, units).seconds(lengths)
+        seconds = streams_of(minimum, costs, units).seconds(np.maximum(schedules, required))
         if recompute == "auto":
-            ratio = best_ratio(seconds, decline)
-        if decline and (ratio == 1 if recompute == "auto" else seconds[-1] < seconds[0]):
+            chosen = fastest(seconds, decline)
+        elif seconds[computes_all] < seconds[0]:
+            chosen = computes_all
+        if chosen == computes_all:
             return None
-    lengths = plan_recompute_lengths(plan, ratio, flat)
+    lengths = schedules[chosen]
     if has_front:
         lengths = np.minimum(lengths, _read_until(minimum, units))
     lengths = np.maximum(lengths, required)
@@ -236,7 +243,7 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     slower = replace(costs, compute=_MARGIN * costs.compute, growth=_MARGIN * costs.growth)
     streams = Streams(tokens, costs.overhead / layers, lambda n: slower.computing(n) / layers, restoring, loads)
     returns = streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step))
-    return best_ratio(returns, may_compute_all=False, worth=_WORTH_LEAVING_OUT)
+    return float(RATIOS[fastest(returns, may_compute_all=False, worth=_WORTH_LEAVING_OUT)])
 
 
 def with_measured_settings(
@@ -265,13 +272,13 @@ def _likely_ratio(storage: Storage, fingerprint: str, attachment: Attachment, co
     return idle_recompute_ratio(tokens, attachment.depth, costs, 1.0, HASH_TOKENS)
 
 
-def plan_recompute_lengths(plan: Plan, ratio: float | np.ndarray, flat: bool = False) -> np.ndarray:
+def plan_recompute_lengths(plan: Plan, ratio: float | np.ndarray, steepness: float = 1) -> np.ndarray:
     """Return `recompute_lengths` of the tokens that a plan restores, in multiples of its chunk size."""
     shapes = [reader.shape for reader in plan.readers]
     block_groups = (group for shape in shapes for group in shape.block_groups)
     groups = {group.layers for group in block_groups if not (group.identifies or group.merged)}
     step = max(shape.geometry.chunk_tokens for shape in shapes)
-    return recompute_lengths(plan.restored_until, ratio, len(plan.computed), sorted(groups), step, flat)
+    return recompute_lengths(plan.restored_until, ratio, len(plan.computed), sorted(groups), step, steepness)
 
 
 def streams_of(plan: Plan, costs: PrefixCosts, units: UnitTiers) -> Streams:

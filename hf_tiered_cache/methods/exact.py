@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..restore.plan import PlanContext, Positions
+from ..restore.schedule import STEEPNESS
 from ..store.codecs import make_codec
 from .base import Method, is_number, overlapping_geometry, require
 
@@ -31,8 +32,9 @@ class PrefixMethod(Method):
     calibrates = False
     """True if the first cache measures the costs of restoring and computing, if the store has none."""
 
-    flat_front = False
-    """True if the recomputed prefix is equally long in all layers, instead of shorter in later layers."""
+    front_steepness: ClassVar[Sequence[float]] = STEEPNESS
+    """How fast the length of the recomputed prefix may fall with depth, see `recompute_lengths`; the first one for a
+    fixed share."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

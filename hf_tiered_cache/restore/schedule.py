@@ -15,7 +15,11 @@ import numpy as np
 from ..store.geometry import HASH_TOKENS
 
 RATIOS = np.linspace(0, 1, 65)
-"""Recompute ratios that `best_ratio` compares, from 0 (load everything) to 1 (compute everything)."""
+"""Recompute ratios to compare, from 0 (load everything) to 1 (compute everything)."""
+STEEPNESS: tuple[float, ...] = (1, 3)
+"""Degrees of steepness to compare. In simulations with 6 to 30 layers, 3 takes up to 4 % less time than 1 and leaves
+the streams idle for at most 1 % where computing and loading take similar times, instead of 12 %. But computing many
+tokens in few layers costs more in long prompts."""
 
 _WORTH = 0.95
 """Maximum time with overlap, as a share of the faster of loading and computing alone, for which it is used."""
@@ -27,12 +31,12 @@ def recompute_lengths(
     layers: int,
     groups: Sequence[Sequence[int]] = (),
     step: int = HASH_TOKENS,
-    flat: bool = False,
+    steepness: float = 1,
 ) -> np.ndarray:
     """Return the number of prefix tokens that each layer recomputes: n_l of Section 6.2.
 
     It falls linearly with depth: to 0 at the last layer or, for a ratio above one half, from all tokens at the first.
-    The mean is `ratio * tokens`, except for rounding.
+    The mean is `ratio * tokens`, except for rounding, to tokens and to layers.
 
     Args:
         tokens: Number of tokens of the prefix.
@@ -41,14 +45,19 @@ def recompute_lengths(
         groups: Layers that load their KV together, ascending. They recompute the same tokens, because what one of them
             loads comes for all. Groups may interleave; a layer may then recompute more than the formula says.
         step: Results are a multiple of this, or the whole prefix.
-        flat: Whether all layers recompute the same number of tokens instead.
+        steepness: How fast the number falls: 1 over all layers, n over an n-th of them, and 0 not at all.
 
     Returns:
         int64 `[layers]`, or `[ratios, layers]`, never growing along the layers.
     """
-    share = np.asarray(ratio, float)[..., None]
-    depth = np.linspace(0, 1, layers) if layers > 1 and not flat else np.full(layers, 0.5)
-    shares = np.where(share <= 0.5, 2 * share * (1 - depth), 1 - 2 * (1 - share) * depth)
+    share, depth = np.asarray(ratio, float)[..., None], np.linspace(0, 1, layers)
+    # above one half, the tokens that are not computed rise with depth as those of 1 - ratio fall
+    low, along = np.minimum(share, 1 - share), np.where(share <= 0.5, depth, 1 - depth)
+    peak = 2 * low * steepness
+    falling = np.where(peak <= 1, peak * (1 - steepness * along), steepness * (low - along) + 0.5).clip(0, 1)
+    shares = np.where(share <= 0.5, falling, 1 - falling)
+    if not steepness or layers == 1:
+        shares = np.repeat(share, layers, axis=-1)
     for group in groups:
         shares[..., list(group)] = shares[..., list(group)].mean(axis=-1, keepdims=True)
     shares = np.maximum.accumulate(shares[..., ::-1], axis=-1)[..., ::-1]  # a later layer lacks dropped tokens
@@ -107,11 +116,13 @@ class Streams:
         return finished
 
 
-def best_ratio(seconds: np.ndarray, may_compute_all: bool = True, worth: float = _WORTH) -> float:
-    """Return the ratio, one of `RATIOS`, with the shortest expected time of a prompt, given float `[ratios]` seconds.
+def fastest(seconds: np.ndarray, may_compute_all: bool = True, worth: float = _WORTH) -> int:
+    """Return which schedule has the shortest expected time of a prompt, given float `[schedules]` seconds.
 
-    It is 0 or, if restoring nothing is allowed, 1 if a ratio between takes more than `worth` times as long as that.
+    The first schedule loads everything and only the last computes everything. The result is the first or, if restoring
+    nothing is allowed, the last one, if a schedule between takes more than `worth` times as long as that.
     """
-    alone = 1 if may_compute_all and seconds[-1] < seconds[0] else 0
-    best = int(seconds[:-1].argmin())
-    return float(RATIOS[best if seconds[best] < worth * seconds[-alone] else -alone])
+    last = len(seconds) - 1
+    alone = last if may_compute_all and seconds[last] < seconds[0] else 0
+    best = int(seconds[:last].argmin())
+    return best if seconds[best] < worth * seconds[alone] else alone

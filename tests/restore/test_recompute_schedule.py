@@ -25,7 +25,7 @@ from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.layers import buffer
 from hf_tiered_cache.methods import make_method
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
-from hf_tiered_cache.restore.schedule import RATIOS, Load, Streams, best_ratio, recompute_lengths
+from hf_tiered_cache.restore.schedule import RATIOS, STEEPNESS, Load, Streams, fastest, recompute_lengths
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
 
@@ -53,20 +53,33 @@ def test_fronts_fall_with_depth_and_have_the_share_that_is_asked_for(tokens, rat
     assert abs(found.mean() - ratio * tokens) <= step
 
 
+@given(st.integers(1, 5000), RATIO, st.integers(1, 40), st.integers(1, 64), st.integers(1, 9), st.floats(1, 8))
+def test_steeper_fronts_fall_over_fewer_layers(tokens, ratio, layers, step, together, steepness):
+    groups = [range(first, min(first + together, layers)) for first in range(0, layers, together)]
+    found = recompute_lengths(tokens, ratio, layers, groups, step, steepness)
+    assert ((found >= 0) & (found <= tokens)).all() and (np.diff(found) <= 0).all()
+    between = ((found > 0) & (found < tokens)).sum()
+    assert between <= (layers - 1) / steepness + together or layers == 1
+    assert abs(found.mean() - ratio * tokens) <= step + tokens / layers
+
+
 def test_fronts_are_those_of_the_formula():
     assert recompute_lengths(1200, 0.25, 5, step=1).tolist() == [600, 450, 300, 150, 0]
     assert recompute_lengths(1200, 0.75, 5, step=1).tolist() == [1200, 1050, 900, 750, 600]
     assert recompute_lengths(1200, 0.25, 1, step=1).tolist() == [300]
+    assert recompute_lengths(1200, 0.25, 5, step=1, steepness=2).tolist() == [1200, 600, 0, 0, 0]
+    assert recompute_lengths(1200, 0.5, 5, step=1, steepness=2).tolist() == [1200, 1200, 600, 0, 0]
+    assert recompute_lengths(1200, 0.75, 5, step=1, steepness=2).tolist() == [1200, 1200, 1200, 600, 0]
     several = recompute_lengths(1200, np.array([0.0, 0.25, 1.0]), 5, step=1)
     assert several[:, 0].tolist() == [0, 600, 1200] and (several[2] == 1200).all()
 
 
 @given(st.integers(1, 5000), RATIO, st.integers(1, 40), st.integers(1, 64))
 def test_flat_fronts_are_one_for_all_layers(tokens, ratio, layers, step):
-    found = recompute_lengths(tokens, ratio, layers, [range(layers)], step, flat=True)
+    found = recompute_lengths(tokens, ratio, layers, [range(layers)], step, steepness=0)
     assert len(found) == layers and len(set(found)) == 1
     assert abs(found[0] - ratio * tokens) <= step / 2 + 1e-6 * tokens or found[0] == tokens
-    none_and_all = recompute_lengths(tokens, np.array([0.0, 1.0]), layers, flat=True)
+    none_and_all = recompute_lengths(tokens, np.array([0.0, 1.0]), layers, steepness=0)
     assert none_and_all.tolist() == [[0] * layers, [tokens] * layers]
 
 
@@ -141,23 +154,23 @@ def test_the_two_streams_take_as_long_as_one_step_after_the_other(chunks, suffix
 
 def test_what_lies_between_must_be_worth_it():
     times = 10 - 8 * RATIOS
-    assert best_ratio(times) == 1 and best_ratio(times[::-1]) == 0
+    assert fastest(times) == 64 and fastest(times[::-1]) == 0
     times[20] = 1.95
-    assert best_ratio(times) == 1  # 2.0 alone
+    assert fastest(times) == 64  # 2.0 alone
     times[20] = 1.8
-    assert best_ratio(times) == RATIOS[20]
-    assert best_ratio(10 - RATIOS, may_compute_all=False) == RATIOS[63]
+    assert fastest(times) == 20
+    assert fastest(10 - RATIOS, may_compute_all=False) == 63
 
 
 @pytest.mark.parametrize("load", [0.1, 0.3, 1.0, 3.0, 5.0])
 @pytest.mark.parametrize(
     ("count", "together", "most"),
     [
-        (6, 1, 1.05),
-        (12, 1, 1.03),
-        (24, 1, 1.03),
-        (24, 4, 1.07),
-        *((count, Geometry().overlapping(count).layers_per_block, 1.05) for count in (8, 16, 24, 28, 30, 32, 48)),
+        (6, 1, 1.03),
+        (12, 1, 1.02),
+        (24, 1, 1.015),
+        (24, 4, 1.03),
+        *((count, Geometry().overlapping(count).layers_per_block, 1.03) for count in (8, 16, 24, 28, 30, 32, 48)),
     ],
 )
 def test_bubbles_are_few_where_both_streams_are_busy(count, together, most, load):
@@ -166,8 +179,8 @@ def test_bubbles_are_few_where_both_streams_are_busy(count, together, most, load
     ends = np.arange(16, 4097, 16)
     loads = tuple(Load(some, ends, np.full(256, load * 16 * len(some) / count)) for some in layers)
     streams = Streams(4096, 0.0, lambda n: n / count, 0.0, loads)
-    took = streams.seconds(recompute_lengths(4096, RATIOS, count, layers))
-    assert took.min() < most * 4096 / (1 + 1 / load)
+    took = [streams.seconds(recompute_lengths(4096, RATIOS, count, layers, steepness=steep)) for steep in STEEPNESS]
+    assert np.min(took) < most * 4096 / (1 + 1 / load)
 
 
 def test_choosing_takes_milliseconds():
@@ -176,7 +189,8 @@ def test_choosing_takes_milliseconds():
     streams = Streams(1 << 17, 0.0, lambda n: n * 1e-6, 0.0, tuple(Load(some, ends, ends * 1e-9) for some in layers))
 
     def choose():
-        return best_ratio(streams.seconds(recompute_lengths(1 << 17, RATIOS, 48, layers)))
+        schedules = [recompute_lengths(1 << 17, RATIOS, 48, layers, steepness=steep) for steep in STEEPNESS]
+        return fastest(streams.seconds(np.concatenate(schedules)))
 
     best = min(_timed(choose) for _ in range(5))
     assert best < 0.05
