@@ -75,6 +75,10 @@ SLOWER = (
     "restoring these tokens is expected to take longer than computing them, according to measurements on this "
     "machine; use Exact(recompute=0, decline=False) to restore them anyway"
 )
+SLOW_RESTORE = (
+    'restoring a prompt took longer than computing it would have taken; use method="auto", or call '
+    "store.calibrate_prefix(model) once, so that prompts are restored only where that is faster"
+)
 OLDER_GRAPH = (
     "continuous batching replays a CUDA graph that it made without this store, so what such passes compute is not "
     "stored; create its manager within the session"

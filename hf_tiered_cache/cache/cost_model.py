@@ -48,6 +48,9 @@ stored. A return takes no longer if the costs are right. If computing takes 1.7 
 than the optimum; without the margin, 15 to 54 %.
 """
 
+_MUCH_SECONDS = 0.5
+"""Seconds that a restore must lose before a warning."""
+
 _WORTH_LEAVING_OUT = 0.85
 """Maximum expected time of a return, relative to a full load, at which the beginning of a conversation is not stored.
 
@@ -196,6 +199,14 @@ def required_recompute(plan: Plan) -> np.ndarray:
     if required.any():
         required = np.minimum(required, plan.restored_until)
     return np.maximum.accumulate(required[::-1])[::-1]
+
+
+def warn_of_slow_restore(sequence: SequenceState, tokens: int, saved: float) -> None:
+    """Warn once if a restore lost much time that a calibration would have saved. `saved` are `seconds_saved`."""
+    method = sequence.method
+    declines = isinstance(method, PrefixMethod) and method.decline
+    if saved < -_MUCH_SECONDS and declines and costs_of(sequence, tokens) is None:
+        sequence.store.disk.warn(reasons.SLOW_RESTORE, reasons.SLOW_RESTORE)
 
 
 UnitTiers = list[tuple[PlanUnit, dict[str, np.ndarray]]]

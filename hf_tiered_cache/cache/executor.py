@@ -27,7 +27,7 @@ from ..restore.plan import BudgetPlan, PassagesPlan, Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .conversation import Conversation
-from .cost_model import choose_strategy, costs_of, with_measured_settings, with_required_recompute
+from .cost_model import choose_strategy, costs_of, warn_of_slow_restore, with_measured_settings, with_required_recompute
 from .forward_pass import ForwardPass, RefiningForward, RestoringForward
 from .fronts import ComputedFront
 from .observed import Pace, Work, observed_ratios, renew_costs, seconds_to_compute
@@ -156,6 +156,7 @@ class Executor:
             if work.restored > 0:  # not a piece of a long prompt that was computed before
                 saved = work.saved(stop, sequence.seconds_to_compute(stop), self.attachment.model.device)
                 self.collector.add(seconds_saved=saved)
+                warn_of_slow_restore(sequence, stop, saved)
         if sequence.reports_passages:
             for why in ("" if plan is None else sequence.why_otherwise(plan), sequence.miss_reason):
                 self.explain_once(why)

@@ -84,6 +84,21 @@ def test_a_slow_restore_saves_less_than_nothing(root):
     assert stats.seconds_saved < 0
 
 
+@pytest.mark.parametrize(("method", "calibrated"), [(Exact(), False), (Exact(), True), (RESTORE, False)])
+def test_much_lost_time_is_told_once_where_a_calibration_prevents_it(root, caplog, monkeypatch, method, calibrated):
+    monkeypatch.setattr("hf_tiered_cache.cache.cost_model._MUCH_SECONDS", 0.0)
+    model = fill(root)
+    with KVStore(root, engine="posix") as store:
+        if calibrated:
+            costs = PrefixCosts(320, 1e-6, {"disk": 1e-9})
+            keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", [costs])
+        monkeypatch.setattr("hf_tiered_cache.cache.executor.seconds_to_compute", lambda *_: 1e-9)
+        for tokens in (340, 350):
+            stats = ask(model, store, prompt(tokens), method)
+            assert stats.tokens_restored >= 320 and stats.seconds_saved < 0
+    assert caplog.text.count("restoring a prompt took longer") == (method == Exact() and not calibrated)
+
+
 def test_without_a_calibration_earlier_prompts_of_the_process_tell(root):
     model = build("qwen2")
     with KVStore(root, engine="posix") as store:
