@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -103,7 +103,11 @@ class Fetcher:
     _unconfirmed: dict[BlockHandle, None] = field(default_factory=dict)  # used before they were verified
 
     def bring(
-        self, requests_by_unit: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False, attends: bool = True
+        self,
+        requests_by_unit: Sequence[tuple[FetchUnit, np.ndarray]],
+        ahead: bool = False,
+        attends: bool = True,
+        later: Sequence[tuple[FetchUnit, np.ndarray]] = (),
     ) -> None:
         """Start to fetch the chunks that units lack, in one batch per device. Raises RestoreError if that fails.
 
@@ -111,6 +115,7 @@ class Fetcher:
             requests_by_unit: Units with their requested chunks, int64, ascending.
             ahead: Whether this is a prefetch, limited to the memory budgets and `ahead_bytes`.
             attends: Whether attention uses all of these chunks; False for selection inputs.
+            later: Units and chunks that this pass requests later. Reads do not evict them.
         """
         chunks_of_unit: dict[FetchUnit, np.ndarray] = {}
         for unit, chunks in requests_by_unit:  # rows may request the same chunks
@@ -125,9 +130,8 @@ class Fetcher:
             if len(missing):
                 batches.setdefault(self.device_of(unit.block_group.layers[0]), []).append((unit, missing))
         for device, batch in batches.items():
-            requests = [BlockRequest(unit.reader, unit.block_group.index, missing) for unit, missing in batch]
             try:
-                handle = self.residency.fetch(requests, device, self.collector, ahead)
+                handle = self.residency.fetch(list(_requests(batch)), device, self.collector, ahead, _requests(later))
             except Exception as error:
                 raise restore_error(self.collector, batch[0][0].reader, error) from error
             self._users[handle] = len(batch)
@@ -216,6 +220,10 @@ class Fetcher:
         while self._users:
             handle, _ = self._users.popitem()
             handle.release()
+
+
+def _requests(chunks_by_unit: Iterable[tuple[FetchUnit, np.ndarray]]) -> Iterator[BlockRequest]:
+    return (BlockRequest(unit.reader, unit.block_group.index, chunks) for unit, chunks in chunks_by_unit)
 
 
 def restore_error(collector: StatsCollector, reader: SegmentReader, error: Exception) -> RestoreError:

@@ -194,8 +194,11 @@ class Prefetch:
             self._in_flight_bytes += unit.nbytes
             self._furthest = unit.block_group.layers[0]
             units.append(unit)
+        later = [(unit, unit.chunks) for unit in (*units, *reversed(self._waiting))]
         for _, batch in groupby(units, lambda unit: unit.block_group.layers[0]):  # a layer waits only for its own batch
-            self.fetcher.bring([(unit, unit.chunks) for unit in batch])
+            requests = [(unit, unit.chunks) for unit in batch]
+            later = later[len(requests) :]
+            self.fetcher.bring(requests, later=later)
         self.fetcher.collector.expect_reads(bool(self._waiting))
 
     def _may_start(self, unit: PlanUnit) -> bool:

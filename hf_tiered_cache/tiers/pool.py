@@ -121,8 +121,10 @@ class Tier:
         """Return the ids of segments with blocks in the tier."""
         return {segment for segment, _ in self._latest}
 
-    def pin(self, owner: Owner, chunks: np.ndarray) -> tuple[SlotPool, np.ndarray, np.ndarray] | None:
-        """Pin the slots that hold blocks of these chunks, and record their use.
+    def pin(
+        self, owner: Owner, chunks: np.ndarray, is_use: bool = True
+    ) -> tuple[SlotPool, np.ndarray, np.ndarray] | None:
+        """Pin the slots that hold blocks of these chunks, and record their use unless it comes later.
 
         Return pool, slots, and whether the tier holds each chunk, bool `[len(chunks)]`; None if it holds no block.
         """
@@ -130,9 +132,10 @@ class Tier:
             return None
         pool, is_held = table.pool, table.slots[chunks] >= 0
         slots = table.slots[chunks[is_held]]
-        pool.last_used[slots] = self.clock
-        pool.uses[slots] += 1
         pool.pins[slots] += 1
+        if is_use:
+            pool.last_used[slots] = self.clock
+            pool.uses[slots] += 1
         return pool, slots, is_held
 
     def own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[Blocks]:

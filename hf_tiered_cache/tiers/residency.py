@@ -8,6 +8,7 @@ is allocated for its request.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -83,17 +84,24 @@ class Residency:
     # --- fetching and inserting
 
     def fetch(
-        self, requests: Sequence[BlockRequest], device: torch.device, collector: StatsCollector, ahead: bool = False
+        self,
+        requests: Sequence[BlockRequest],
+        device: torch.device,
+        collector: StatsCollector,
+        ahead: bool = False,
+        later: Iterable[BlockRequest] = (),
     ) -> BlockHandle:
         """Start to fetch blocks to `device`, with one submission for all disk reads. Does not wait for the blocks.
 
-        A prefetch (`ahead`) drops blocks that exceed the budgets; otherwise memory is allocated for them.
+        A prefetch (`ahead`) drops blocks that exceed the budgets; otherwise memory is allocated for them. Blocks that
+        the same pass requests `later` stay in memory until the release: without this, a prefix that does not fit evicts
+        its own blocks before their turn, and reads them again.
         """
         self.prepare(device)
         handle = BlockHandle(requests, self.confirm, self.retire)
         try:
             with self._lock, self._step:
-                fetches = self._create_fetches(handle, device, collector, ahead)
+                fetches = self._create_fetches(handle, device, collector, ahead, later)
                 slabs = self._missing_slabs(fetches)
                 read = None if slabs else self._begin(handle, fetches, collector)
             if slabs:
@@ -111,7 +119,12 @@ class Residency:
         return handle
 
     def _create_fetches(
-        self, handle: BlockHandle, device: torch.device, collector: StatsCollector, ahead: bool
+        self,
+        handle: BlockHandle,
+        device: torch.device,
+        collector: StatsCollector,
+        ahead: bool,
+        later: Iterable[BlockRequest],
     ) -> list[PendingFetch]:
         """Pin the requested blocks that are already in memory, and create the pending fetches."""
         pin, gpu = handle.pin, self._gpu(device)
@@ -124,8 +137,13 @@ class Residency:
         self._pins.await_moves_down(pin.stream)
         for fetch in fetches:
             fetch.fetched.from_disk = fetch.fetched.chunks  # until a tier is found to hold them
-        for tier in [self.host] if gpu is None else [gpu.tier, self.host]:
+        tiers = [self.host] if gpu is None else [gpu.tier, self.host]
+        for tier in tiers:
             self._pin_blocks(tier, fetches, pin, collector)  # before slots are acquired, which may evict blocks
+        if any(len(fetch.fetched.from_disk) for fetch in fetches):
+            for tier, (reader, block_group, chunks) in itertools.product(tiers, later):
+                if (pinned := tier.pin(reader.owners[block_group], chunks, is_use=False)) is not None:
+                    pin.slots.append((tier, *pinned[:2]))
         return fetches
 
     def _missing_slabs(self, fetches: Sequence[PendingFetch]) -> list[tuple[Tier, int]]:

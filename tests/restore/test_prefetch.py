@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import assert_like_reference
 from test_plans import Plain
+from thorough import pairs
 
 from hf_tiered_cache import Exact, KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError, RestoreError
+from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Epic, Krul, Passages
 from hf_tiered_cache.patches.rope import PreRopeKV
 from hf_tiered_cache.restore.fetch import Fetcher
@@ -23,9 +25,9 @@ from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
 from hf_tiered_cache.restore.prefetch import Prefetch
 from hf_tiered_cache.stats import StatsCollector
-from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV
+from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV
 from hf_tiered_cache.store.shape import SegmentShape, TokenTables
-from hf_tiered_cache.tiers.handles import FetchedBlocks
+from hf_tiered_cache.tiers.handles import BlockRequest, FetchedBlocks
 
 CPU = torch.device("cpu")
 GREEDY = {"do_sample": False, "max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
@@ -65,7 +67,7 @@ class Residency:
     def __init__(self, fails_at=None, error=None, at_once=False):
         self.fetched, self.leases, self.fails_at, self.error, self.at_once = [], [], fails_at, error, at_once
 
-    def fetch(self, requests, device, collector, ahead):
+    def fetch(self, requests, device, collector, ahead, later):
         fails = any(block_group == self.fails_at for _, block_group, _ in requests)
         if self.at_once and fails:
             raise self.error
@@ -236,6 +238,29 @@ def test_prefetching_or_not_gives_the_same_bits(tmp_path, family):
         assert all(torch.equal(a, b) for a, b in zip(outputs[0].logits, other.logits, strict=True))
 
 
+@pytest.mark.parametrize("method", [Exact(), Exact(ahead_bytes=1), Exact(recompute=0.1, decline=False)], ids=str)
+def test_a_prefix_does_not_evict_its_own_blocks_before_their_turn(tmp_path, method):
+    """The last layers are in memory, which has room for no others, and the first layers are read."""
+    model, ids = build("llama", num_hidden_layers=8), prompt(320 + 16)
+    with KVStore(tmp_path) as store:
+        store.precompute(model, ids[:, :320], method=Plain(geometry=Geometry(16, 1)), progress=False)
+        shape = storage_of(store).disk.reader(store.segments()[0].id).shape
+    last_groups = shape.block_groups[4:]
+    nbytes = sum(group.block_bytes * shape.chunks_in(group) for group in last_groups)
+    with KVStore(tmp_path, host_memory=nbytes + ALIGNMENT) as store:
+        storage = storage_of(store)
+        reader = storage.disk.reader(store.segments()[0].id)
+        requests = [BlockRequest(reader, group.index, np.arange(shape.chunks_in(group))) for group in last_groups]
+        handle = storage.residency.fetch(requests, CPU, StatsCollector())
+        handle.wait()
+        handle.release()
+        cache = TieredCache(model, store, method=method, record=False)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        recomputed = cache.stats.tokens_recomputed > 0
+        assert cache.stats.tokens_restored == 320 and recomputed == bool(method.recompute == 0.1)
+        assert cache.stats.tiers["host"].bytes >= (0.9 if recomputed else 1) * nbytes
+
+
 @pytest.mark.parametrize(
     ("family", "geometry", "copies"),
     [
@@ -263,10 +288,10 @@ def test_layers_of_one_form_are_restored_together(tmp_path, monkeypatch, family,
     assert len(copied) == copies
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8"])
-@pytest.mark.parametrize(
-    "method", [CacheTune(0.0), CacheTune(0.3), CacheBlend(0.3), Epic(0.3), Exact(recompute=0.5), Krul(0.0)], ids=str
-)
+JOINING = [CacheTune(0.0), CacheTune(0.3), CacheBlend(0.3), Epic(0.3), Exact(recompute=0.5), Krul(0.0)]
+
+
+@pytest.mark.parametrize(("method", "codec"), pairs(JOINING, ["raw", "int8"]), ids=str)
 def test_layers_restored_together_have_the_bits_of_layers_restored_alone(tmp_path, monkeypatch, method, codec):
     """Also if layers compute different positions, and with a part of the prefix recomputed."""
     model, logits, joined, join = build("llama", num_hidden_layers=9), [], [], Prefetch.join
