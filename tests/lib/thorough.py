@@ -27,6 +27,13 @@ def amount(few: Value, many: Value) -> Value:
     return many if settings.default.max_examples == settings.get_profile(THOROUGH).max_examples else few
 
 
+def some(values: Iterable[Any], every: int = 2) -> list[Any]:
+    """Return the values of a parameter, of which only `--thorough` takes all, and others each one of `every`."""
+    return [
+        pytest.param(value, marks=pytest.mark.thorough if number % every else ()) for number, value in enumerate(values)
+    ]
+
+
 def pairs(first: Iterable[Any], second: Iterable[Any], shift: int = 0) -> list[Any]:
     """Return the products of two parameters, of which only `--thorough` takes all.
 

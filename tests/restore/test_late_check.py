@@ -11,6 +11,7 @@ import torch
 from families import build, prompt
 from segments import hashes, open_store, runs_of, segment
 from side_stream import SideStream, with_device
+from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError
@@ -159,11 +160,10 @@ CHOOSING = {
 }
 
 
-@pytest.mark.parametrize("where", [0, -1])
-@pytest.mark.parametrize("method", CHOOSING.values(), ids=CHOOSING)
-def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, method, where):
+@pytest.mark.parametrize(("name", "where"), pairs(CHOOSING, [0, -1]))
+def test_a_choice_is_never_made_from_damaged_keys(model, tmp_path, monkeypatch, name, where):
     """Answers and reports are the same whether the host or the device checks."""
-    results = []
+    results, method = [], CHOOSING[name]
     for direct in (False, True):
         path = tmp_path / str(direct)
         stored(model, path, method)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import build, prompt
 from test_selective import ask, question
+from thorough import pairs
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV, KVDrive
@@ -89,8 +90,7 @@ def held_bytes(store):
     return store.stats.index.bytes + store.stats.unbudgeted_index_bytes
 
 
-@pytest.mark.parametrize("room", [0, 5_000, 1 << 20])
-@pytest.mark.parametrize("method", [WHOLE, IN_PIECES, KEYS], ids=["whole", "pieces", "keys"])
+@pytest.mark.parametrize(("method", "room"), pairs([WHOLE, IN_PIECES, KEYS], [0, 5_000, 1 << 20]))
 def test_caches_of_a_prompt_share_its_index(model, tmp_path, existing_bytes, method, room):
     ids = prompt(TOKENS)
     stored(model, tmp_path, ids, method)

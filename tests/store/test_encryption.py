@@ -675,7 +675,7 @@ def forge(root, base, kind, draw):
 
 
 @pytest.mark.parametrize("kind", FORGERIES)
-@settings(max_examples=settings.default.max_examples // 6)
+@settings(max_examples=settings.default.max_examples // 12)
 @given(data=st.data())
 def test_no_forgery_is_served(tmp_path_factory, model, forgery, kind, data):
     base, expected = forgery

@@ -28,6 +28,7 @@ from happens_before import (
     join,
 )
 from segments import LAYOUT
+from thorough import pairs
 
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.engines import ReadReport
@@ -279,8 +280,7 @@ ALWAYS = [
 ]
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("removed", ALWAYS, ids=lambda removed: removed.__name__)
+@pytest.mark.parametrize(("removed", "direct"), pairs(ALWAYS, [False, True]))
 def test_each_synchronisation_that_is_taken_away_is_missed(monkeypatch, removed, direct):
     removed(monkeypatch)
     assert races(monkeypatch, direct)
