@@ -47,12 +47,12 @@ def fetched(monkeypatch):
     noted: dict[int, list[tuple[bool, int, str]]] = {}
     layer = -1
 
-    def fetch(self, requests, device, collector, ahead=False, *, real=Residency.fetch):
+    def fetch(self, requests, device, collector, ahead=False, later=(), *, real=Residency.fetch):
         for request in requests:
             group = request.reader.shape.block_groups[request.block_group]
             kind = "keys" if group.identifies else "kv"
             noted.setdefault(layer, []).append((ahead, group.layers[0], kind))
-        return real(self, requests, device, collector, ahead)
+        return real(self, requests, device, collector, ahead, later)
 
     def choose(self, now, *arguments, real=SelectiveRestore.choose):
         nonlocal layer
@@ -122,13 +122,13 @@ def test_no_more_is_under_way_than_was_told(blocks, model, tmp_path, monkeypatch
     size = 16 * 2 * 64 * 4  # bytes of a block of keys; those of keys and values are twice as large
     most, ahead_of_need = 0, {}
 
-    def fetch(self, requests, device, collector, ahead=False, *, real=Residency.fetch):
+    def fetch(self, requests, device, collector, ahead=False, later=(), *, real=Residency.fetch):
         nonlocal most
         for reader, group, chunks in requests if ahead else ():
             nbytes = len(chunks) * reader.shape.block_groups[group].block_bytes
             ahead_of_need[reader.id, group] = ahead_of_need.get((reader.id, group), 0) + nbytes
         most = max(most, sum(ahead_of_need.values()))
-        return real(self, requests, device, collector, ahead)
+        return real(self, requests, device, collector, ahead, later)
 
     def wait_for(self, units, *, real=Fetcher.wait_for):
         units = list(units)
