@@ -171,8 +171,9 @@ class Run:
             count = CHUNKS if device is OTHER else self.random.randint(1, CHUNKS)
             chunks = np.array(sorted(self.random.sample(range(CHUNKS), count)))
             requests.append(BlockRequest(reader, self.random.randint(0, 1), chunks))
-        ahead = self.random.random() < 0.3
-        lease = self.residency.fetch(requests, device, StatsCollector(), ahead=ahead)
+        ahead, others = self.random.random() < 0.3, self.random.sample(self.readers, self.random.choice((0, 0, 1, 3)))
+        later = [BlockRequest(reader, self.random.randint(0, 1), np.arange(CHUNKS)) for reader in others]
+        lease = self.residency.fetch(requests, device, StatsCollector(), ahead, later)
         if device is OTHER or self.random.random() < 0.3:
             self.end(lease)
         else:
