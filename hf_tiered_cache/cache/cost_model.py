@@ -90,6 +90,14 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
     return chosen_plan, "" if chosen_plan is not None else reasons.SLOWER
 
 
+def warn_of_slow_restore(sequence: SequenceState, tokens: int, saved: float) -> None:
+    """Warn once if a restore lost much time that a calibration would have saved. `saved` are `seconds_saved`."""
+    method = sequence.method
+    declines = isinstance(method, PrefixMethod) and method.decline
+    if saved < -_MUCH_SECONDS and declines and costs_of(sequence, tokens) is None:
+        sequence.store.disk.warn(reasons.SLOW_RESTORE, reasons.SLOW_RESTORE)
+
+
 def costs_of(sequence: SequenceState, tokens: int) -> PrefixCosts | None:
     """Return the costs for `tokens` tokens of exact KV in the method's codec, or None if nothing was measured."""
     fingerprint, codec = sequence.identity.fingerprint, sequence.method.geometry.codec
@@ -199,14 +207,6 @@ def required_recompute(plan: Plan) -> np.ndarray:
     if required.any():
         required = np.minimum(required, plan.restored_until)
     return np.maximum.accumulate(required[::-1])[::-1]
-
-
-def warn_of_slow_restore(sequence: SequenceState, tokens: int, saved: float) -> None:
-    """Warn once if a restore lost much time that a calibration would have saved. `saved` are `seconds_saved`."""
-    method = sequence.method
-    declines = isinstance(method, PrefixMethod) and method.decline
-    if saved < -_MUCH_SECONDS and declines and costs_of(sequence, tokens) is None:
-        sequence.store.disk.warn(reasons.SLOW_RESTORE, reasons.SLOW_RESTORE)
 
 
 UnitTiers = list[tuple[PlanUnit, dict[str, np.ndarray]]]

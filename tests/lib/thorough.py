@@ -28,7 +28,7 @@ def amount(few: Value, many: Value) -> Value:
 
 
 def some(values: Iterable[Any], every: int = 2) -> list[Any]:
-    """Return the values of a parameter, of which only `--thorough` takes all, and others each one of `every`."""
+    """Return the values of a parameter: all of them with `--thorough`, by default the first of each `every`."""
     return [
         pytest.param(value, marks=pytest.mark.thorough if number % every else ()) for number, value in enumerate(values)
     ]

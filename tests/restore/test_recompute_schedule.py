@@ -173,7 +173,7 @@ def test_what_lies_between_must_be_worth_it():
         *((count, Geometry().overlapping(count).layers_per_block, 1.03) for count in (8, 16, 24, 28, 30, 32, 48)),
     ],
 )
-def test_bubbles_are_few_where_both_streams_are_busy(count, together, most, load):
+def test_bubbles_are_few(count, together, most, load):
     """A token is computed in 1 and loaded in `load`: both at once without bubbles take 1 / (1 + 1 / load)."""
     layers = [tuple(range(first, min(count, first + together))) for first in range(0, count, together)]
     ends = np.arange(16, 4097, 16)
