@@ -141,7 +141,18 @@ class FolderTree:
         return opened
 
     def list_names(self, folder: str) -> set[str]:
-        return set(os.listdir(self.folder_descriptor(folder)))
+        with self._listing(folder) as descriptor:
+            return set(os.listdir(descriptor))
+
+    @contextmanager
+    def _listing(self, folder: str) -> Iterator[int]:
+        """Open a subfolder for one listing: threads and forked processes share a descriptor's position in the list."""
+        opened: list[int] = []
+        try:
+            opened.extend(map(partial(os.open, dir_fd=self.folder_descriptor(folder)), ["."], [_FOLDER_FLAGS]))
+            yield opened[0]
+        finally:
+            _close(opened)
 
     def is_reachable(self) -> bool:
         """Return whether the folder is still at its path. If so, files that are not found in it were deleted."""
@@ -212,10 +223,13 @@ class FolderTree:
 
     def sizes(self, kind: FileKind) -> dict[str, int]:
         """Return the bytes on disk of all files of a kind, by name; {} without the subfolder. Raises OSError."""
-        with suppress(FileNotFoundError):
-            statuses = {name: self.find(kind, name) for name in self.names(kind)}
-            return {name: nbytes_of(status) for name, status in statuses.items() if status is not None}
-        return {}
+        sizes: dict[str, int] = {}
+        with suppress(FileNotFoundError), self._listing(kind.folder) as descriptor, os.scandir(descriptor) as entries:
+            for entry in entries:
+                if kind.names.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        sizes[entry.name] = nbytes_of(entry.stat(follow_symlinks=False))
+        return sizes
 
 
 def stored_in(status: os.stat_result) -> Stored:

@@ -21,8 +21,9 @@ from threads import run_in_threads
 from hf_tiered_cache.errors import IntegrityError, NotOursError, StoreBusyError, StoreError
 from hf_tiered_cache.store import folder, maintain
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
-from hf_tiered_cache.store.kinds import PAGE_BYTES, SCHEMA_MARK
+from hf_tiered_cache.store.kinds import PAGE_BYTES, PIN, SCHEMA_MARK
 from hf_tiered_cache.store.root import StoreRoot
+from hf_tiered_cache.store.segment import SegmentReader
 
 ORPHAN = "1-2-3"
 """Named as a temporary file."""
@@ -46,6 +47,20 @@ def du(root) -> int:
 
 
 # --- publishing and finding
+
+
+@pytest.mark.parametrize("count", [20, 300])
+def test_threads_that_list_a_folder_at_once_each_see_all_files(tmp_path, count):
+    """They share the folder's descriptor, but must not share its position in the list."""
+    store = open_store(tmp_path)
+    for number in range(count):
+        store.backend.pin(f"{number:032x}", True)
+
+    def look(_):
+        for _ in range(200):
+            assert len(store.backend.pinned()) == len(store.backend.files.sizes(PIN)) == count
+
+    run_in_threads(look, range(4))
 
 
 def test_a_segment_is_found_under_its_first_prefix_hash_alone(tmp_path):
@@ -827,6 +842,24 @@ def test_room_of_segments_that_others_deleted_is_given_back(tmp_path):
     theirs.remove([header.id])
     publish(ours, seed="b")
     assert header.id not in ours.readers
+
+
+def test_looking_for_deleted_segments_takes_little_of_the_time(tmp_path, monkeypatch):
+    store, looks = open_store(tmp_path), []
+    assert store.reader(publish(store).id) is not None
+
+    def slowly(reader):
+        looks.append(reader.id)
+        time.sleep(0.2)
+        return True
+
+    monkeypatch.setattr(SegmentReader, "is_current", slowly)
+    for seed in "bcd":
+        publish(store, seed=seed)
+    assert len(looks) == 1  # the next look is due after four seconds
+    monkeypatch.setattr(store.backend, "free", lambda: 0)
+    publish(store, seed="e")
+    assert len(looks) == 2, "without room, deleted segments are looked for at once"
 
 
 def test_what_could_not_be_made_durable_is_tried_again(tmp_path, monkeypatch):

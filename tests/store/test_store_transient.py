@@ -490,6 +490,6 @@ def test_paths_to_be_made_durable_are_bounded(tmp_path, monkeypatch):
 
 def test_a_quota_that_cannot_be_reckoned_lets_nothing_in(tmp_path):
     store = open_store(tmp_path, quota=10**9)
-    with failing("listdir", errno.EIO, "tmp"), pytest.raises((OSError, QuotaError)):
+    with failing("scandir", errno.EIO, "tmp"), pytest.raises((OSError, QuotaError)):
         store.used_bytes()
     assert torch.is_tensor(read_back(store, publish(store).id)[0])
