@@ -20,6 +20,8 @@ from .sidecars import Sidecars
 
 CATALOGUE_GROWTH = 256 << 10
 """Bytes reserved within the quota for growth of the catalogue and its log until usage is measured again."""
+_REST = 20
+"""While there is room, looking for segments that other processes deleted takes at most one in so many seconds."""
 Use = tuple[str, int, float | None]
 """Id of a segment, its size in bytes, and its expiry in Unix seconds, or None."""
 
@@ -85,6 +87,7 @@ class Space:
         self.index = Index(backend, faults)
         self.sidecars = Sidecars(backend, cipher, faults, self.reserved)
         self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
+        self._next_look = 0.0  # time when `make_room` looks for lost readers again, by `time.monotonic`
 
     def used_bytes(self) -> int:
         """Return the bytes of segments, sidecars and catalogue on disk, plus the catalogue's growth. Raises OSError."""
@@ -107,8 +110,12 @@ class Space:
         Raises QuotaError, before anything is evicted, if that would not free enough, or OSError.
         """
         self.clean_up()
-        self.forget_lost_readers()
+        if time.monotonic() >= self._next_look:
+            self.forget_lost_readers()
         used = 0 if self.limits.quota is None else self.used_bytes()
+        if self.limits.shortfall(nbytes, used, self.backend.free())[1] <= 0:
+            return
+        self.forget_lost_readers()
         needed, desired = self.limits.shortfall(nbytes, used, self.backend.free())
         if desired <= 0:
             return
@@ -193,10 +200,13 @@ class Space:
 
     def forget_lost_readers(self) -> None:
         """Close segments that other processes deleted or replaced: an open file still takes disk space."""
+        started = time.monotonic()
         opened = [(segment_id, self.readers.get(segment_id)) for segment_id in self.readers]
         lost = [name for name, reader in opened if reader is not None and not reader.is_current()]
         if lost:
             self.let_go(lost)
+        now = time.monotonic()
+        self._next_look = now + _REST * (now - started)
 
     def forget_deleted(self, ids: Iterable[str]) -> None:
         """Drop the given segments that other processes deleted."""
