@@ -16,7 +16,7 @@ import warnings
 import pytest
 import torch
 from hypothesis import settings
-from servers import place_of  # noqa: F401  # a fixture
+from servers import place_of, silent_hub  # noqa: F401  # fixtures
 from thorough import FEW, THOROUGH
 
 import eval.baselines  # noqa: F401  # registered, so that what is asked of every method is asked of them

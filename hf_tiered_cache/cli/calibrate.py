@@ -231,11 +231,14 @@ def _measuring(
     parse_bytes(memory, "--memory")
     import torch
 
+    from ..integrations.hub import go_offline_without_hub
     from ..kvstore import KVStore
     from ..store.cipher import read_key_file
 
     key = read_key_file(key_file)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not Path(model).is_dir():
+        go_offline_without_hub()
     try:
         torch_model = load_model(model, dtype, device)
         with KVStore(store, host_memory=memory, key=key) as kv_store:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
@@ -36,6 +37,7 @@ from ..methods import Method
 from ..stats import RequestStats, StatsCollector
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
+from .hub import go_offline_without_hub
 from .metrics import export_to_opentelemetry
 from .serve_requests import (
     MAX_CONNECTIONS,
@@ -366,6 +368,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _load(model: str | None, **options: Any) -> TieredModelManager:
     """Return the model manager, with `model` already loaded. Raises ConfigError if it cannot be loaded."""
+    if model is not None and not Path(model).is_dir():
+        go_offline_without_hub()
     try:
         return TieredModelManager(model, **options)
     except (OSError, ValueError, ImportError) as error:

@@ -643,6 +643,15 @@ def test_version(run):
 # --- calibrate
 
 
+def test_calibrate_says_within_ten_seconds_that_a_model_cannot_be_had(run, silent_hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    began = time.monotonic()
+    status, _, err = run("calibrate", tmp_path / "store", "--model", "nowhere/at-all")
+    assert time.monotonic() - began < 10
+    assert status == 2
+    assert "'nowhere/at-all' cannot be loaded" in the_end_of(err)
+
+
 def the_end_of(err):
     """Return the only line after the progress of loading weights."""
     assert "Traceback" not in err

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 
-import datasets
 import pytest
 import torch
 from huggingface_hub import constants
@@ -166,18 +165,6 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(saved, folder, tmp_p
     assert len(said) == 1
     assert says in said[0]
     assert not out.exists()
-
-
-@pytest.fixture
-def silent_hub(monkeypatch):
-    """Start a hub that accepts connections and never answers, like a firewall that drops packets."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        for module in (constants, datasets.config):
-            monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
-        go_offline_without_hub.cache_clear()
-        yield
-    go_offline_without_hub.cache_clear()
 
 
 @pytest.mark.parametrize("missing", ["data", "model"])

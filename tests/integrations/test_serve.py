@@ -498,6 +498,15 @@ def test_serve_refuses_a_model_that_is_not_there(run, tmp_path):
     assert "cannot be loaded" in err.splitlines()[-1]
 
 
+def test_serve_says_within_ten_seconds_that_a_model_cannot_be_had(run, silent_hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    began = time.monotonic()
+    status, _, err = run("serve", "nowhere/at-all", "--store", tmp_path / "store", "--port", free_port())
+    assert time.monotonic() - began < 10
+    assert status == 2
+    assert "'nowhere/at-all' cannot be loaded" in err.splitlines()[-1]
+
+
 def test_serve_names_the_packages_it_misses(run, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     status, _, err = run("serve", "model", "--store", tmp_path / "store")

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import datasets
 import pytest
 import remote_servers as servers
+from huggingface_hub import constants
 from remote_servers import MissingServerError, Mooncake, Server, make_bucket, s3_environment
+
+from hf_tiered_cache.integrations.hub import go_offline_without_hub
 
 REMOTES = ["file", "sqlite", "redis", "s3", "mooncake"]
 """Kinds of remotes that processes share."""
 _numbers = itertools.count()
-__all__ = ["REMOTES", "make_bucket", "mooncake_server", "place_of", "redis_server", "s3_environment", "s3_server"]
+__all__ = [
+    "REMOTES",
+    "make_bucket",
+    "mooncake_server",
+    "place_of",
+    "redis_server",
+    "s3_environment",
+    "s3_server",
+    "silent_hub",
+]
 
 
 @contextmanager
@@ -41,6 +55,18 @@ def s3_server(folder: Path) -> Iterator[Server]:
 def mooncake_server(folder: Path, *options: int) -> Iterator[Mooncake]:
     """Run a Mooncake master with a pool. Skip the test if the package is not installed."""
     return _skipping(servers.mooncake_server, folder, *options)
+
+
+@pytest.fixture
+def silent_hub(monkeypatch):
+    """Start a hub that accepts connections and never answers, like a firewall that drops packets."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for module in (constants, datasets.config):
+            monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        go_offline_without_hub.cache_clear()
+        yield
+    go_offline_without_hub.cache_clear()
 
 
 @pytest.fixture(scope="session")
