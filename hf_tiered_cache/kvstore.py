@@ -553,6 +553,8 @@ class KVStore:
         Raises:
             ConfigError: there is no conversation with this id.
             ConversationInUseError: a cache uses the conversation.
+            OtherFormatError: a newer version of the library wrote another conversation with the same segments.
+            OSError: another conversation's record cannot be read.
         """
         return remove_conversations(self._opened, [conversation_id])
 

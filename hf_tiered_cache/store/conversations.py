@@ -137,11 +137,14 @@ class Conversations(Records[ConversationRecord]):
         return sorted(infos, key=lambda info: info.used)
 
     def segments_of(self, ids: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:
-        """Return those of all stored segments that only these conversations have. Raises ConfigError if one is missing.
+        """Return those of all stored segments that only these conversations have.
 
         Segments that no record names are included: of an edited history, or of a process that was killed.
+
+        Raises ConfigError if a conversation does not exist; OSError or OtherFormatError if the record of another one
+        cannot be read.
         """
-        provenances, own_segments, other_segments = set[str](), set[str](), set[str]()
+        provenances, own_segments = set[str](), set[str]()
         for conversation_id in ids:
             name, record = conversation_name(conversation_id), self.read(conversation_id)
             if record is None:
@@ -150,9 +153,10 @@ class Conversations(Records[ConversationRecord]):
                 )
             if name in record.provenance:
                 provenances.add(record.provenance)
-        for record in self.all():
-            (own_segments if record.id in ids else other_segments).update(record.segments)
-        own_segments -= other_segments
+            own_segments.update(record.segments)
+        for record in self.naming(own_segments.copy()):
+            if record.id not in ids:
+                own_segments.difference_update(record.segments)
         return [row for row in rows if row.id in own_segments or row.provenance in provenances]
 
     def remove(self, ids: Collection[str]) -> None:
@@ -166,12 +170,14 @@ class Conversations(Records[ConversationRecord]):
                 self.delete(conversation_id)
 
     def rename_segment(self, old: str, new: str) -> None:
-        """Replace a segment in all records that name it. The caller holds the store's lock. Raises OSError."""
+        """Replace a segment in all records that name it. The caller holds the store's lock.
+
+        Raises OSError or OtherFormatError if a record cannot be read or written.
+        """
         self.write(
             [
                 replace(record, segments=tuple(new if name == old else name for name in record.segments))
-                for record in self.all()
-                if old in record.segments
+                for record in self.naming([old])
             ]
         )
 

@@ -12,11 +12,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from ..errors import FormatError, OtherFormatError
 from . import HASH_BYTES
 from .catalogue import SegmentRow
 from .kinds import DOCUMENT, FileKind
@@ -127,16 +125,7 @@ class Documents(Records[DocumentRecord]):
     def only_of(self, leaving: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
         """Return those passages that no record uses but those in `leaving`. Raises OtherFormatError or OSError."""
         keys, unused = {record.key for record in leaving}, set(names)
-        files: list[str] = []
-        with suppress(FileNotFoundError):
-            files = self.files.names(DOCUMENT) if unused else []
-        for name in files:
-            try:
-                record = self.load(name)
-            except OtherFormatError:
-                raise
-            except (FormatError, FileNotFoundError):
-                continue
+        for record in self.naming(unused.copy()):
             if record.key not in keys:
                 unused.difference_update(record.passages)
         return unused

@@ -23,6 +23,7 @@ from reference import Remembering, prefilled
 from thorough import amount
 
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
+from hf_tiered_cache.errors import OtherFormatError
 from hf_tiered_cache.methods import ContiguousKV, Exact, Impress, KVDrive, describe_method, make_method
 from hf_tiered_cache.store.codecs import coded_provenance
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, Ownership, conversation_name
@@ -648,6 +649,32 @@ def test_a_conversation_is_removed_with_what_is_its_own(model, store):
     store.pin(info(store, "bob").segments[:1])
     store.remove_conversation("bob")
     assert len(store.segments()) == 1
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "newer"])
+def test_what_a_record_that_cannot_be_read_may_name_is_not_deleted(model, store, root, monkeypatch, fault):
+    shared = prompt(48)
+    for name in ("alice", "bob"):
+        with TieredCache(model, store, conversation=name) as cache:
+            model(shared, past_key_values=cache, logits_to_keep=1)
+    kept, name = store.segments(), conversation_name("bob") + ".json"
+    if fault == "newer":
+        path = root / "conversations" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}, indent=1))
+    else:
+        read = StoreRoot.read
+
+        def failing(self, kind, file):
+            if file == name:
+                raise OSError(errno.EMFILE, "too many open files")
+            return read(self, kind, file)
+
+        monkeypatch.setattr(StoreRoot, "read", failing)
+    with pytest.raises(OtherFormatError if fault == "newer" else OSError):
+        store.remove_conversation("alice")
+    monkeypatch.undo()
+    assert store.segments() == kept
+    assert info(store, "alice").evicted == []
 
 
 def test_gc_forgets_conversations_of_which_nothing_is_left(model, store, root):
