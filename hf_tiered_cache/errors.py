@@ -67,8 +67,8 @@ class StoreBusyError(StoreError):
     """Timeout while another process or thread holds the store's lock."""
 
 
-class ModelChangedError(StoreError):
-    """KV that cannot be stored, because the model's weights were changed after it was computed."""
+class KVRefusedError(StoreError):
+    """KV that must not be stored: the model's weights were changed after it was computed, or it is not finite."""
 
 
 class ConversationInUseError(StoreError):

@@ -26,6 +26,7 @@ WEIGHTS_CHANGED = (
     "the model's weights were changed without PyTorch's knowledge (through .data or shared memory), so KV computed "
     "since then is not stored; call attach(model).refresh() after such a change"
 )
+NOT_FINITE = "the model computed KV that is not finite (NaN or infinite), which is not stored"
 ALL_LOGITS = "the logits of all tokens are requested, so all tokens are computed; pass logits_to_keep=1"
 ALL_STATES = "hidden states or attentions of all tokens are requested, so all tokens are computed"
 APPROXIMATE = "the cache holds a selection of its prompt, so later tokens are computed, and neither restored nor stored"

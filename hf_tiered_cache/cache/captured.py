@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..errors import KVRefusedError
+from ..reasons import NOT_FINITE
 from ..store.container import Group
 from ..store.geometry import BlockGroup, KVLayout, LayerKV, Part
 from ..store.lazy import torch
@@ -153,6 +155,7 @@ class CapturedKV:
             for event in captured._computed.values():
                 event.synchronize()  # wait in the writer's thread, not on the side stream, which also uploads blocks
             staging: Staging | None = None
+            last = max(captured.layers)
             for block_group in shape.block_groups if groups is None else groups:
                 first = block_group.parts[0]
                 device = captured.layers[first.layer].part(first)[0].device
@@ -165,6 +168,9 @@ class CapturedKV:
                         heads = slice(part.first_head, part.first_head + part.heads)
                         tensors = captured.layers[part.layer].part(part)
                         tokens = _tokens_from(tensors, row, heads, start, shape.tokens)
+                        # what is not finite in any layer is not in the last one
+                        if part.layer == last and not bool(tokens.isfinite().all()):
+                            raise KVRefusedError(NOT_FINITE)
                         shape.pack(blocks, block_group, part, tokens.to(device))
                 if stream.on_host:
                     yield blocks

@@ -38,7 +38,12 @@ logger = logging.getLogger("hf_tiered_cache")
 def _refused(collector: StatsCollector, table: SegmentTable, pending: PendingSegment) -> None:
     table.forget([pending.header.id])
     collector.add(tokens_stored=-pending.header.shape.tokens)
-    collector.explain(WEIGHTS_CHANGED if pending.is_outdated else NO_ROOM)
+    collector.explain(pending.refusal or NO_ROOM)
+
+
+def _objection(weights_held: Callable[[float], bool], computed: float) -> str:
+    """Return the reason why KV must not be stored that was computed at a time, by `time.monotonic`, or ""."""
+    return "" if weights_held(computed) else WEIGHTS_CHANGED
 
 
 @dataclass(eq=False)
@@ -311,7 +316,7 @@ class Recorder:
             self._ancestors[row],
             partial(_refused, self.collector, table),
             on_device=on_device,
-            confirmed=partial(self.weights_held, time.monotonic()),
+            objection=partial(_objection, self.weights_held, time.monotonic()),
         )
 
     def _tables(self, row: int, start: int, tokens: int) -> TokenTables | None:

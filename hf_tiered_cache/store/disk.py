@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import (
     FormatError,
     IntegrityError,
-    ModelChangedError,
+    KVRefusedError,
     NotOursError,
     QuotaError,
     RestoreError,
@@ -216,7 +216,7 @@ class SegmentStore(Space):
             self.counters.add("duplicate_writes")
             if self.index.row(header.id) is None:
                 self.index.adopt([header.id])
-        except (OSError, NotOursError, QuotaError, StoreBusyError, ModelChangedError) as error:
+        except (OSError, NotOursError, QuotaError, StoreBusyError, KVRefusedError) as error:
             message = f"a segment of {header.file_bytes} bytes was not stored: {error}"
             self._faults.note("dropped_writes", type(error).__name__, message)
             if out_of_descriptors(error):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..errors import ModelChangedError, StoreBusyError, StoreClosedError
+from ..errors import KVRefusedError, StoreBusyError, StoreClosedError
 from .container import Group, PackedBlocks
 from .disk import SegmentStore, Written
 from .format import SegmentHeader
@@ -44,12 +44,13 @@ class PendingSegment:
 
     Args:
         block_groups: function that returns an iterator which packs one KV cache group at a time. Each item is valid
-            until the next one is requested.
+            until the next one is requested. It may raise KVRefusedError.
         ancestors: ids of the segments that this segment continues.
         refused: callback with this object if the segment is not stored.
         on_device: GPU memory that the segment keeps alive, if its KV is on a GPU.
-        confirmed: function that is called before publication. It returns False if the model's weights have changed
-            since the KV was computed; then `is_outdated` is set.
+        objection: function that is called before publication. It returns the reason why the KV must not be stored,
+            or an empty string.
+        refusal: reason why the KV was refused, or an empty string.
         done: one-shot event that is set when the segment was written or dropped.
     """
 
@@ -60,8 +61,8 @@ class PendingSegment:
     refused: Callable[[PendingSegment], None] = lambda pending: None
     written: Written = lambda owner, blocks: None
     on_device: KeptOnDevice | None = None
-    confirmed: Callable[[], bool] = lambda: True
-    is_outdated: bool = False
+    objection: Callable[[], str] = lambda: ""
+    refusal: str = ""
     done: Latch = field(default_factory=Latch)
 
     @property
@@ -307,7 +308,7 @@ class Writer:
         with self._lock:
             self._waiting.remove(pending)
         try:
-            block_groups = self._block_groups(pending)
+            block_groups = self._checked(pending)
             stored = self._store.publish(
                 pending.header, pending.prefix_hashes, block_groups, pending.ancestors, pending.written
             )
@@ -321,6 +322,14 @@ class Writer:
             self._leave_device(pending)
             pending.done.open()
 
+    def _checked(self, pending: PendingSegment) -> Iterator[Group]:
+        """Yield the KV cache groups of a segment, and note why it is refused, if it is."""
+        try:
+            yield from self._block_groups(pending)
+        except KVRefusedError as error:
+            pending.refusal = str(error)
+            raise
+
     def _block_groups(self, pending: PendingSegment) -> Iterator[Group]:
         groups = pending.block_groups()
         while (blocks := next(groups, None)) is not None:
@@ -331,9 +340,8 @@ class Writer:
                     groups, pending.block_groups = iter(_kept(groups)), partial(iter, ())
                     self._leave_device(pending)
                 self._relieve()
-        pending.is_outdated = not pending.confirmed()
-        if pending.is_outdated:
-            raise ModelChangedError("the model's weights have changed since its KV was computed")
+        if reason := pending.objection():
+            raise KVRefusedError(reason)
 
 
 def _kept(groups: Iterator[Group]) -> list[Group]:
