@@ -553,6 +553,12 @@ class Executor:
                 self.observer.select(rows)
         elif self.plain is not None:
             self.plain.select(rows.tolist())
+    @property
+    def rows(self) -> int:
+        """Number of rows of the known tokens; 0 if there are none."""
+        history = self.plain if self.sequence is None else self.sequence.history
+        return 0 if history is None else history.rows
+
 
     def finish(self) -> None:
         """Store the computed KV before the cache is cleared, so that the next lookup finds it."""

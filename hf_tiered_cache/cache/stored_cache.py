@@ -73,6 +73,13 @@ class StoredCache(Cache, ServedCache):
         return (None, self._executor.bypass) if admitted is None else self._executor.look_up_admitted(*admitted)
 
     def count_into(self, total: StatsCollector | None) -> None:
+    def positions(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the argument with which `generate()` numbers tokens, int `[rows, tokens]`, that continue this cache.
+
+        It is empty for models that number them so anyway.
+        """
+        return self._executor.arguments.positions(input_ids, self.get_seq_length())
+
         """Count everything in `total`, too, from now on; None to stop."""
         self._executor.collector.total = total
 
@@ -210,11 +217,14 @@ class StoredCache(Cache, ServedCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to each other."""
         super().batch_repeat_interleave(repeats)
-        if (sequence := self._executor.sequence) is not None:
-            self._executor.select(torch.arange(sequence.history.rows).repeat_interleave(repeats))
+        self._executor.select(torch.arange(self._executor.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the rows `indices`, in that order."""
+        """Keep only the rows `indices`, in that order: numbers, from the end if negative, or a mask of all rows."""
+        held = (source.keys for source in self.kv_sources)
+        if (rows := next((len(keys) for keys in held if keys is not None), 0)) == 0:
+            return
+        indices = torch.arange(rows)[torch.as_tensor(indices, device="cpu")]
         super().batch_select_indices(indices)
         self._executor.select(indices)
 
