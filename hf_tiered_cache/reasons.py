@@ -33,11 +33,16 @@ APPROXIMATE = "the cache holds a selection of its prompt, so later tokens are co
 TRAINING = "the model is in training mode, so nothing is restored or stored; call model.eval()"
 ROW_ADAPTERS = "the rows of the batch use different adapters, so nothing is restored or stored"
 FILLED_ELSEWHERE = (
-    "the cache is filled outside of the forward passes of the attached model, so nothing is restored, selected or "
-    "stored; call the causal LM itself"
+    "the cache is filled outside of the forward passes of its model, so nothing is restored, selected or stored; call "
+    "the causal LM that the cache was created for"
 )
 ODD_MASK = "the attention mask contains more than left padding, so nothing is restored or stored from that position on"
 ODD_POSITIONS = "position_ids do not count the tokens, so nothing is restored or stored from that position on"
+OWN_POSITIONS = (
+    "without position_ids this model may number tokens otherwise than in generate(), so nothing is restored or stored; "
+    "pass position_ids that count from 0"
+)
+EDITED = "the cache's keys or values were changed in place, so nothing is restored or stored from that position on"
 LOOKS_AHEAD = "tokens attend to later tokens (is_causal, bidirectional attention), so no prefix can be reused"
 OTHER_TOKENS = "the model computes different tokens than its input, so nothing is restored or stored"
 LAYER_ORDER = "the layers do not run in the order of their layer_idx, so nothing is restored"

@@ -32,7 +32,7 @@ from .forward_pass import ForwardPass, RefiningForward, RestoringForward
 from .fronts import ComputedFront
 from .observed import Pace, Work, observed_ratios, renew_costs, seconds_to_compute
 from .recorder import Recorder
-from .request import Request, asks_for_all, count_tokens, parse_request, placeholder_tokens
+from .request import ForwardArguments, Request, asks_for_all, count_tokens, parse_request
 from .sequence import SequenceState, num_common
 from .spot_check import RestoredRun
 from .storage import Storage
@@ -92,7 +92,7 @@ class Executor:
         """Segments restored by the pass of the last prompt, for a spot check."""
         self._front: ComputedFront | None = None  # that of the last pass, until it is committed
         self._finish: Callable[[], None] = lambda: None
-        self._placeholders = placeholder_tokens(attachment.model.config)
+        self.arguments = ForwardArguments.of(attachment)
         self._pace: Pace = attachment.extras.setdefault("pace", Pace())
 
     # --- one pass
@@ -418,7 +418,7 @@ class Executor:
         if not num_positions:
             sequence = None  # rows, padding and model may differ from those before a crop or a failed pass
         pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.recorder.check)
-        request = parse_request(kwargs, num_positions, pads, self._placeholders, check)
+        request = parse_request(kwargs, num_positions, pads, self.arguments, check)
         if isinstance(request, str):
             return request
         regime: str | None = ""

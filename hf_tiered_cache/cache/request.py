@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,18 +11,21 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..patches.scope import CACHE_ARGUMENTS
-from ..reasons import IMAGES, LOOKS_AHEAD, ODD_MASK, ODD_POSITIONS
+from ..patches.attach import Attachment
+from ..reasons import IMAGES, LOOKS_AHEAD, ODD_MASK, ODD_POSITIONS, OWN_POSITIONS
 from ..store.memory import to_device
 
+from .suitability import counts_positions
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments that mark each token as text (0) or as an image placeholder."""
 _UNDERSTOOD = frozenset(
     {
         *("input_ids", "attention_mask", "position_ids", *CACHE_ARGUMENTS, "cache_position", "use_cache"),
-        *("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states"),
+        *("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("is_causal", "num_items_in_batch"),
     }
 )
-"""Arguments of `forward` that affect the KV by tokens and positions only. Others may affect it: embeddings, ..."""
+"""Arguments of `forward` that affect the KV by tokens and positions only, or are checked. Others may affect it."""
 _IMAGES = frozenset(
     {
         *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"),
@@ -30,9 +34,45 @@ _IMAGES = frozenset(
 )
 """Arguments that affect image placeholders, and no token before the first of them."""
 _PER_TOKEN = ("input_ids", "position_ids", "cache_position", *_TOKEN_TYPES)
+_SIMPLE = (bool, int, float, str)
 
 
 @dataclass(frozen=True)
+@dataclass(frozen=True)
+class ForwardArguments:
+    """What a model makes of the arguments of its `forward`.
+
+    Args:
+        placeholders: Tokens that represent images, videos or audio.
+        defaults: Default values, by name.
+        counts_positions: Whether tokens without `position_ids` have the positions 0, 1, and so on.
+    """
+
+    placeholders: frozenset[int] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    counts_positions: bool = True
+
+    @classmethod
+    def of(cls, attachment: Attachment) -> ForwardArguments:
+        """Return those of an attached model."""
+        parameters = attachment.signature.parameters
+        if (counts := attachment.extras.get("counts positions")) is None:
+            counts = attachment.extras["counts positions"] = counts_positions(attachment.model)
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        return cls(placeholder_tokens(attachment.model.config), defaults, counts)
+
+    def positions(self, ids: torch.Tensor, base: int = 0) -> dict[str, torch.Tensor]:
+        """Return the argument with which `generate()` numbers tokens, int `[rows, tokens]`, after `base` others."""
+        if self.counts_positions:
+            return {}
+        return {"position_ids": torch.arange(base, base + ids.shape[1], device=ids.device).expand(ids.shape)}
+
+    def is_default(self, name: str, value: Any) -> bool:
+        """Return whether a pass with this value of an argument computes the same as one without the argument."""
+        default = self.defaults.get(name)
+        return value is None or value is default or (type(value) is type(default) in _SIMPLE and value == default)
+
+
 class Request:
     """Parsed arguments of one pass.
 
@@ -166,7 +206,7 @@ def parse_request(
     kwargs: dict[str, Any],
     base: int,
     pads: list[int] | None,
-    placeholders: frozenset[int] = frozenset(),
+    arguments: ForwardArguments,
     check: DecodingCheck | None = None,
 ) -> Request | str:
     """Parse the arguments of a pass. Return the reason instead if its KV can neither be stored nor restored.
@@ -175,7 +215,7 @@ def parse_request(
         kwargs: All arguments of `forward` by name.
         base: Number of positions that the cache holds already.
         pads: Left padding of the rows, known from earlier passes; None for the first pass.
-        placeholders: Tokens that represent images (see `placeholder_tokens`).
+        arguments: What the model makes of them.
         check: Takes the masks and positions of single-token passes, to be read later; if None, they are read at once.
     """
     ids = kwargs.get("input_ids")
@@ -184,9 +224,9 @@ def parse_request(
     num_positions = text = ids.shape[1]
     understood = {*_UNDERSTOOD, *_TOKEN_TYPES} if placeholders else _UNDERSTOOD  # GPT-2 adds embeddings of types
     for name, value in kwargs.items():
-        if name in _IMAGES and placeholders and _holds_tensor(value):
-            text = 0
-        elif name not in understood and _holds_tensor(value):
+        if name in _IMAGES and placeholders:
+            text = 0 if _holds_tensor(value) else text
+        elif name not in understood and not arguments.is_default(name, value):
             return f"`{name}` may change the meaning of tokens, so nothing is restored or stored"
     if num_positions > 1 and (not text or any(kwargs.get(name) is not None for name in _TOKEN_TYPES)):
         text = _num_text_positions(kwargs, placeholders)
@@ -199,6 +239,7 @@ def parse_request(
             return odd
     else:
         padding = left_padding(kwargs.get("attention_mask"), ids, base)
+    placeholders = arguments.placeholders
         if padding is None or (pads is not None and padding != pads):
             return ODD_MASK
         pads = padding
@@ -211,6 +252,8 @@ def parse_request(
 
 
 def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
+    if kwargs.get("position_ids") is None and not arguments.counts_positions:
+        return OWN_POSITIONS
     """Return whether a pass requests outputs that need every token to be computed."""
     outputs = ((kwargs.get(name), name) for name in ("output_hidden_states", "output_attentions"))
     return any(getattr(config, name, False) if value is None else value for value, name in outputs)

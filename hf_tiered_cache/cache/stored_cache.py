@@ -69,10 +69,10 @@ class StoredCache(Cache, ServedCache):
 
     def look_up(self, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """Return what an empty cache would restore of a prompt, int `[1, tokens]`, or None and the reason."""
-        admitted = self._executor.admit(self, {"input_ids": input_ids, "logits_to_keep": 1})
+        arguments = {"input_ids": input_ids, "logits_to_keep": 1, **self.positions(input_ids)}
+        admitted = self._executor.admit(self, arguments)
         return (None, self._executor.bypass) if admitted is None else self._executor.look_up_admitted(*admitted)
 
-    def count_into(self, total: StatsCollector | None) -> None:
     def positions(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the argument with which `generate()` numbers tokens, int `[rows, tokens]`, that continue this cache.
 
@@ -80,6 +80,7 @@ class StoredCache(Cache, ServedCache):
         """
         return self._executor.arguments.positions(input_ids, self.get_seq_length())
 
+    def count_into(self, total: StatsCollector | None) -> None:
         """Count everything in `total`, too, from now on; None to stop."""
         self._executor.collector.total = total
 
@@ -134,7 +135,7 @@ class StoredCache(Cache, ServedCache):
         again._generates = True  # exempt from spot checks
         with torch.no_grad():
             ids = tokens.to(executor.attachment.devices[0])[None]  # [1, tokens]
-            self.model(input_ids=ids, past_key_values=again, logits_to_keep=HASH_TOKENS)
+            self.model(input_ids=ids, past_key_values=again, logits_to_keep=HASH_TOKENS, **again.positions(ids))
         if sequence is None or held_from(again.layers) is None:
             return
         far = deviation(self.layers, again.layers, sequence.history.pads[0], len(tokens) - HASH_TOKENS)

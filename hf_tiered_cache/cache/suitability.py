@@ -1,4 +1,4 @@
-"""Checks that a model's attention exposes what a method needs, with advice if it does not."""
+"""Checks that a model counts positions, and exposes of its attention what a method needs, with advice if not."""
 
 from __future__ import annotations
 
@@ -31,6 +31,24 @@ def check_causal(model: PreTrainedModel) -> None:
             f"{name} is an encoder: its tokens attend to later tokens, so the KV of a prefix cannot be reused; pass a "
             "causal LM"
         )
+
+
+def counts_positions(model: PreTrainedModel) -> bool:
+    """Return whether tokens without `position_ids` have the positions that `generate()` passes: 0, 1, and so on.
+
+    RoBERTa and its relatives count from behind the number of the padding token. Of code from elsewhere that is not
+    known, unless it uses RoPE, whose positions are relative.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return True
+    modules = list(model.modules())
+    for module in modules:
+        table = getattr(module, "position_embeddings", None)
+        if getattr(table, "padding_idx", None) is not None or hasattr(module, "create_position_ids_from_input_ids"):
+            return False
+    owners = (type(model).forward.__module__, type(model.base_model).forward.__module__)
+    is_known = all(owner.partition(".")[0] == "transformers" for owner in owners)
+    return is_known or any(type(module).__name__.endswith("RotaryEmbedding") for module in modules)
 
 
 def check_depth(attachment: Attachment) -> None:

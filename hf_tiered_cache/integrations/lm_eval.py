@@ -126,9 +126,10 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
     def _logprobs(self, tokens: Tokens, cache: TieredCache, keep: int = 0) -> torch.Tensor:
         """Return log-probabilities after each of the last `keep` tokens (0 for all), `[keep, vocabulary]`."""
         ids = torch.tensor([tokens], device=self.device)
+        options = {"use_cache": True, "logits_to_keep": keep, **cache.positions(ids)}
         mixed = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
-            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+            logits = self.model(input_ids=ids, past_key_values=cache, **options).logits
         return logits[0].log_softmax(-1, dtype=self.softmax_dtype)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

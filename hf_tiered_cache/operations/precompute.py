@@ -121,7 +121,8 @@ def run(cache: StoredCache, ids: torch.Tensor) -> torch.Tensor:
     """Run tokens, int `[tokens]` or `[rows, tokens]`, after those of a cache. Return last logits, `[rows, 1, n]`."""
     device = attach(cache.model).devices[0]  # `model.device` is `meta` if it is offloaded
     ids = torch.atleast_2d(ids).to(device)
-    return cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    options = {"use_cache": True, "logits_to_keep": 1, **cache.positions(ids)}
+    return cache.model(input_ids=ids, past_key_values=cache, **options).logits
 
 
 def bar_over(tokens: int, progress: bool, name: str = "precompute") -> tqdm:
