@@ -316,6 +316,8 @@ class Executor:
             output = forward_pass.run(forward, kwargs)
             if forward_pass.observer is not None:
                 forward_pass.observer.end()
+            for source in sources:
+                source.note_content()
             return output
         except BaseException as error:
             forward_pass.close()
@@ -415,12 +417,18 @@ class Executor:
         sequence, num_positions = self.sequence, cache.get_seq_length()
         if num_positions != (0 if sequence is None else sequence.history.num_positions):
             return reasons.FILLED_ELSEWHERE
+        if sequence is not None and sequence.recorder.is_in_pass:  # it was interrupted where nothing could undo it
+            sequence.recorder.abandon()
+        if any(source.is_edited for source in cache.kv_sources):
+            return reasons.EDITED
         if not num_positions:
             sequence = None  # rows, padding and model may differ from those before a crop or a failed pass
         pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.recorder.check)
         request = parse_request(kwargs, num_positions, pads, self.arguments, check)
         if isinstance(request, str):
             return request
+        if check is not None and request.num_positions > 1 and check.odd():  # nothing may be restored behind it
+            return reasons.ODD_MASK
         regime: str | None = ""
         if identity.rope_varies:
             length = num_positions + request.num_positions - min(request.pads)
@@ -545,6 +553,12 @@ class Executor:
         elif self.plain is not None:
             self.plain.crop(min(count, self.plain.num_positions))
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of the known tokens; 0 if there are none."""
+        history = self.plain if self.sequence is None else self.sequence.history
+        return 0 if history is None else history.rows
+
     def select(self, rows: torch.Tensor) -> None:
         """Reorder the rows: row i becomes the former row `rows[i]`."""
         if self.sequence is not None:
@@ -553,12 +567,6 @@ class Executor:
                 self.observer.select(rows)
         elif self.plain is not None:
             self.plain.select(rows.tolist())
-    @property
-    def rows(self) -> int:
-        """Number of rows of the known tokens; 0 if there are none."""
-        history = self.plain if self.sequence is None else self.sequence.history
-        return 0 if history is None else history.rows
-
 
     def finish(self) -> None:
         """Store the computed KV before the cache is cleared, so that the next lookup finds it."""

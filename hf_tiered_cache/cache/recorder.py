@@ -95,7 +95,11 @@ class Recorder:
         self._sealed = [0] * rows  # number of prefix hashes of each row in segments
         self._stored = [0] * rows  # number of them that the last lookup found stored
         self._ancestors: list[tuple[str, ...]] = [()] * rows
+        self._before_look_up: tuple[list[int], list[tuple[str, ...]]] | None = None
+        """The last two as they were before the look-up of a pass that has not ended; None between passes."""
         self._excluded: set[int] = set()  # rows of the captured positions that are not stored
+        self._set_aside: tuple[CapturedKV, int, int, set[int]] | None = None
+        """What was captured before a pass that begins elsewhere, with its positions; None between passes."""
         self._capturing = False
         self._in_pass = False
         self._is_collected = False  # whether the cache was garbage collected
@@ -113,8 +117,8 @@ class Recorder:
                 self.seal()
             with self._step:
                 if first != self._first + self.num_unsealed:
-                    self._clear()
-                    self._first = first
+                    self._set_aside = self.captured, self._first, self.num_unsealed, self._excluded
+                    self.captured, self._first, self.num_unsealed, self._excluded = CapturedKV(), first, 0, set()
                 self._in_pass = self._capturing = True
 
     def capture(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -139,12 +143,24 @@ class Recorder:
                     self._clear()
                 self._first = self.history.num_positions
             self._in_pass = self._capturing = False
+            self._before_look_up = self._set_aside = None
 
     def abandon(self) -> None:
-        """Discard what a failed pass has captured."""
+        """Discard what a failed pass has captured, and what was found stored of its tokens."""
         with self._lock, self._step:
+            if self._set_aside is not None:
+                self.captured, self._first, self.num_unsealed, self._excluded = self._set_aside
+                self._set_aside = None
             self.captured.cut_to(self.num_unsealed)
             self._in_pass = self._capturing = False
+            if self._before_look_up is not None:
+                self._stored, self._ancestors = self._before_look_up
+                self._before_look_up = None
+
+    @property
+    def is_in_pass(self) -> bool:
+        """True from the look-up or the beginning of a pass to its end. Between passes, the last one was interrupted."""
+        return self._in_pass or self._before_look_up is not None
 
     # --- what generate() does to a cache
 
@@ -172,6 +188,12 @@ class Recorder:
             self._sealed = [self._sealed[row] for row in order]
             self._stored = [self._stored[row] for row in order]
             self._ancestors = [self._ancestors[row] for row in order]
+
+    def begin_look_up(self) -> None:
+        """Begin to note what is stored of the tokens of a pass, which may fail."""
+        with self._lock:
+            if self._before_look_up is None:
+                self._before_look_up = list(self._stored), list(self._ancestors)
 
     def note_stored(self, row: int, cached_hashes: int, num_hashes: int, segments: tuple[str, ...]) -> None:
         """Note which segments store a row's prefix hashes up to `num_hashes`, after those that the cache holds."""
@@ -226,7 +248,8 @@ class Recorder:
                 first += 1
                 if segment not in self._ancestors[row]:
                     self._ancestors[row] = (*self._ancestors[row], segment)
-            self._sealed[row] = first
+            # not beyond what the history holds: the look-up of a pass that may fail has found more
+            self._sealed[row] = max(self._sealed[row], min(first, len(prefix_hashes)))
             if first >= len(prefix_hashes) or first * HASH_TOKENS < self._first - pad:
                 continue  # nothing new, or unreachable because of a gap before it
             pending = self._pending_segment(row, first, prefix_hashes, on_device, table)
@@ -256,11 +279,12 @@ class Recorder:
         with self._lock:
             self.seal()
             twin = copy.copy(self)
-            twin.collector, twin.check = collector, DecodingCheck()
+            twin.collector, twin.check = collector, self.check.fork()
             twin._lock, twin._is_collected = threading.RLock(), False
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
             twin.captured, twin._excluded = self.captured.fork(), set(self._excluded)
+            twin._before_look_up = twin._set_aside = None
             twin._sealed, twin._stored = list(self._sealed), list(self._stored)
             twin._ancestors = list(self._ancestors)
             return twin
@@ -339,6 +363,7 @@ class Recorder:
         self._in_pass = self._capturing = False
 
     def _clear(self) -> None:
+        self._set_aside = None
         self.captured.clear()
         self._excluded.clear()
         self.num_unsealed = 0

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from ..patches.scope import CACHE_ARGUMENTS
 from ..patches.attach import Attachment
+from ..patches.scope import CACHE_ARGUMENTS
 from ..reasons import IMAGES, LOOKS_AHEAD, ODD_MASK, ODD_POSITIONS, OWN_POSITIONS
 from ..store.memory import to_device
-
 from .suitability import counts_positions
+
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments that mark each token as text (0) or as an image placeholder."""
 _UNDERSTOOD = frozenset(
@@ -33,11 +34,10 @@ _IMAGES = frozenset(
     }
 )
 """Arguments that affect image placeholders, and no token before the first of them."""
-_PER_TOKEN = ("input_ids", "position_ids", "cache_position", *_TOKEN_TYPES)
 _SIMPLE = (bool, int, float, str)
+_PER_TOKEN = ("input_ids", "position_ids", "cache_position", *_TOKEN_TYPES)
 
 
-@dataclass(frozen=True)
 @dataclass(frozen=True)
 class ForwardArguments:
     """What a model makes of the arguments of its `forward`.
@@ -73,6 +73,7 @@ class ForwardArguments:
         return value is None or value is default or (type(value) is type(default) in _SIMPLE and value == default)
 
 
+@dataclass(frozen=True)
 class Request:
     """Parsed arguments of one pass.
 
@@ -95,6 +96,17 @@ class Request:
     revocable: int
     must_compute: int
     text: int
+
+    @cached_property
+    def host_ids(self) -> np.ndarray:
+        """Token ids in host memory, int64 `[rows, positions]`. The first use waits for the device."""
+        return self.ids.to("cpu", torch.int64).numpy()
+
+    @property
+    def known_ids(self) -> torch.Tensor | np.ndarray:
+        """Token ids in host memory, if they are there already, or else those on the device."""
+        ids: torch.Tensor | np.ndarray = vars(self).get("host_ids", self.ids)
+        return ids
 
     def beginning(self, num_positions: int) -> Request:
         """Return a request for the first `num_positions` positions of the prompt, with the last logits only."""
@@ -158,6 +170,7 @@ class DecodingCheck:
     """
 
     _odd: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # bool scalars
+    _was_odd: bool = False  # whether one of those read so far was true
     _expected: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = field(default_factory=dict)
 
     def add(self, kwargs: dict[str, Any], base: int, pads: list[int]) -> str:
@@ -183,10 +196,14 @@ class DecodingCheck:
         return ""
 
     def odd(self) -> bool:
-        """Return whether any pass since the last call was unusual."""
-        is_odd = any(bool(odd) for odd in self._odd.values())
+        """Return whether any pass so far was unusual."""
+        self._was_odd |= any(bool(odd) for odd in self._odd.values())
         self._odd.clear()
-        return is_odd
+        return self._was_odd
+
+    def fork(self) -> DecodingCheck:
+        """Return a check of the same passes, to which others are added independently."""
+        return replace(self, _odd=dict(self._odd), _expected=dict(self._expected))
 
     def _mask(self, pads: list[int], num_positions: int, device: torch.device) -> torch.Tensor:
         """Return the mask of plain padding, bool `[rows, positions]`, or for 0 positions the padding, `[rows, 1]`."""
@@ -222,6 +239,7 @@ def parse_request(
     if ids is None or ids.ndim != 2:
         return "the prompt has no token ids (inputs_embeds?), so nothing is restored or stored"
     num_positions = text = ids.shape[1]
+    placeholders = arguments.placeholders
     understood = {*_UNDERSTOOD, *_TOKEN_TYPES} if placeholders else _UNDERSTOOD  # GPT-2 adds embeddings of types
     for name, value in kwargs.items():
         if name in _IMAGES and placeholders:
@@ -234,12 +252,13 @@ def parse_request(
         return IMAGES
     if kwargs.get("is_causal") is False:
         return LOOKS_AHEAD
+    if kwargs.get("position_ids") is None and not arguments.counts_positions:
+        return OWN_POSITIONS
     if check is not None and pads is not None and num_positions == 1:
         if odd := check.add(kwargs, base, pads):
             return odd
     else:
         padding = left_padding(kwargs.get("attention_mask"), ids, base)
-    placeholders = arguments.placeholders
         if padding is None or (pads is not None and padding != pads):
             return ODD_MASK
         pads = padding
@@ -252,8 +271,6 @@ def parse_request(
 
 
 def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
-    if kwargs.get("position_ids") is None and not arguments.counts_positions:
-        return OWN_POSITIONS
     """Return whether a pass requests outputs that need every token to be computed."""
     outputs = ((kwargs.get(name), name) for name in ("output_hidden_states", "output_attentions"))
     return any(getattr(config, name, False) if value is None else value for value, name in outputs)

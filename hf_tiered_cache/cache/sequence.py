@@ -81,8 +81,6 @@ class SequenceState:
     _unusable_reason: str = ""  # reason why the method cannot use all of the match, if so
     _in_prompt: bool = False  # whether the last pass had several positions
     _report: PassageReport = field(default_factory=PassageReport)
-    _new_ids: np.ndarray | None = None
-    """Tokens that the current pass adds, int64 `[rows, positions]`; None if there was no lookup."""
     history: History = field(init=False)
     """History of the tokens."""
 
@@ -100,8 +98,7 @@ class SequenceState:
         """Return the plan of a pass, or None if it restores nothing."""
         method = self.method
         with collector.timing("match_seconds"):
-            self._new_ids = request.ids.to("cpu", torch.int64).numpy()
-            groups, restorable = self._look_up(self._new_ids)
+            groups, restorable = self._look_up(request.host_ids)
             plan = self._plan_restore(request, groups, restorable) if any(group.pieces for group in groups) else None
         if plan is None:
             return None
@@ -120,6 +117,7 @@ class SequenceState:
         Return groups of equal rows, and the first position of the pass that some row cannot restore.
         """
         history, base = self.history, self.history.num_positions
+        self.recorder.begin_look_up()
         whole_rows = np.concatenate([history.ids(), ids], axis=1)
         alike: dict[tuple[int, bytes], list[int]] = {}
         for row, pad in enumerate(history.pads):
@@ -289,9 +287,7 @@ class SequenceState:
                 if isinstance(plan, BudgetPlan):
                     self.recorder.exclude(plan.inexact_rows)
         self.stored_in_pieces = {}
-        ids = request.ids if self._new_ids is None else self._new_ids  # avoids a second device copy
-        self._new_ids = None
-        self.recorder.end(ids, computed, request.revocable)
+        self.recorder.end(request.known_ids, computed, request.revocable)
         if self.reports_passages and num_positions > 1:
             self._report_passages(plan, collector)
         if request.text < num_positions:

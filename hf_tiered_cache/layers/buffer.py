@@ -31,6 +31,21 @@ class KVBuffer:
         self._values: torch.Tensor | None = None
         self._start = self._stop = self._first = 0
         self._shared = False
+        self._content: tuple[torch.Tensor | None, int, int] = (None, 0, 0)  # keys, and versions of keys and values
+
+    def note_content(self) -> None:
+        """Note the content of the buffers after a pass: until the next one, nothing may change it in place."""
+        keys, values = self._keys, self._values
+        if keys is not None and values is not None:
+            self._content = keys, keys._version, values._version
+
+    @property
+    def is_edited(self) -> bool:
+        """True if held keys or values were changed in place since the last pass, as far as PyTorch counts changes."""
+        keys, values = self._keys, self._values
+        if keys is None or values is None or self._content[0] is not keys:
+            return False
+        return self._content[1:] != (keys._version, values._version)
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -146,6 +161,7 @@ class KVBuffer:
         Later passes write after it or to other buffers, never over it.
         """
         self.__dict__.update(snapshot)
+        self.note_content()
 
 
 def _moved(before: torch.Tensor | None, like: torch.Tensor, columns: int, count: int) -> torch.Tensor:

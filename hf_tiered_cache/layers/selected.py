@@ -202,6 +202,7 @@ class SelectedSource(DenseSource):
             held = self.held
             self.__dict__.update({name: now[name] for name in ("_keys", "_values", "_start", "_shared", "_rows")})
             self._stop = self._start + held
+            self.note_content()
 
     def reset(self) -> None:
         self._begin()

@@ -1,0 +1,284 @@
+"""Whatever is done to a cache, its answers are those of DynamicCache, and what it stores is right for its tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import event, example, given
+from hypothesis import strategies as st
+from transformers import DynamicCache, LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
+
+from hf_tiered_cache import KVStore, TieredCache, attach, reasons
+
+LAYERS = 4
+LARGE = {"initializer_range": 0.3}
+"""Weights so large that wrong KV changes the logits of float64 by far more than rounding."""
+QUIET = {"spot_checks": 0.0}
+
+
+class Scaled(LlamaForCausalLM):
+    """Model with an argument that is no tensor, and changes the meaning of tokens."""
+
+    def forward(self, input_ids=None, alpha=0.0, **kwargs):
+        embeds = self.model.embed_tokens(input_ids) * (1 + alpha)
+        outputs = self.model(inputs_embeds=embeds, **{k: v for k, v in kwargs.items() if k != "logits_to_keep"})
+        outputs.logits = self.lm_head(outputs.last_hidden_state)[:, -kwargs.get("logits_to_keep", 0) :]
+        return outputs
+
+
+class FailedError(Exception):
+    """Failure of a pass."""
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    torch.manual_seed(0)
+    return Scaled(build("llama", **LARGE).config).double().eval()
+
+
+def last_logits(model, ids, cache, **kwargs):
+    """Run a pass, and return the logits of the last token."""
+    with torch.no_grad():
+        return model(input_ids=ids, past_key_values=cache, **kwargs).logits[:, -1]
+
+
+def expected(model, ids):
+    return last_logits(model, ids, DynamicCache(config=model.config), logits_to_keep=1)
+
+
+def assert_right(root, model, prompts):
+    """Assert that what a store restores of prompts is right. Return the numbers of restored tokens."""
+    restored = []
+    with KVStore(root, **QUIET) as store:
+        for ids in prompts:
+            asked = torch.cat([ids, prompt(2, rows=len(ids), seed=99)], dim=1)
+            cache = TieredCache(model, store, record=False)
+            found = last_logits(model, asked, cache, logits_to_keep=1)
+            torch.testing.assert_close(found, expected(model, asked), rtol=0, atol=1e-9)
+            restored.append(cache.stats.tokens_restored)
+    return restored
+
+
+def failing_at(cache, layer, error):
+    """Let the next pass of a cache fail in a layer."""
+    real = cache.update
+
+    def update(keys, values, index, *args, **kwargs):
+        if index == layer:
+            raise error
+        return real(keys, values, index, *args, **kwargs)
+
+    cache.update = update
+
+
+OUTPUTS = {"last": {"logits_to_keep": 1}, "all": {}, "states": {"logits_to_keep": 1, "output_hidden_states": True}}
+PASSES = st.fixed_dictionaries(
+    {
+        "tokens": st.sampled_from([1, 2, 15, 16, 17, 33]),
+        "seed": st.integers(0, 1),
+        "output": st.sampled_from(sorted(OUTPUTS)),
+        "fails": st.sampled_from([None, None, None, 0, 2, LAYERS - 1]),
+        "alpha": st.sampled_from([None, None, None, 0.0, 2.0]),
+    }
+)
+CHANGES = st.sampled_from(["odd position", "odd mask", "edit", "crop", "fork"])
+
+
+@given(st.lists(st.one_of(PASSES, PASSES, PASSES, CHANGES), min_size=2, max_size=6), st.booleans())
+@example([{"tokens": 33, "seed": s, "output": o, "fails": f, "alpha": None} for s, o, f in
+          [(0, "last", None), (0, "last", 2), (1, "all", None)]], True)  # fmt: skip
+def test_whatever_is_done_answers_and_stored_kv_are_right(scaled, tmp_path_factory, actions, stored_before):
+    root, ids, prompts = tmp_path_factory.mktemp("store"), prompt(0), []
+    reference = DynamicCache(config=scaled.config)
+    with KVStore(root, **QUIET) as store:
+        if stored_before:
+            store.precompute(scaled, torch.cat([prompt(33, seed=0), prompt(33, seed=1)], dim=1), progress=False)
+        cache = TieredCache(scaled, store)
+        for action in actions:
+            length = ids.shape[1]
+            if action == "fork":
+                cache = copy.deepcopy(cache)
+            elif action == "edit":
+                for layer in (*cache.layers, *reference.layers):
+                    if length:
+                        layer.values.mul_(3)
+            elif action == "crop" and length > 3:
+                for each in (cache, reference):
+                    each.crop(-3)
+                ids = ids[:, :-3]
+            elif action in ("odd position", "odd mask") and length:
+                token, mask = prompt(1, seed=7), torch.ones(1, length + 1, dtype=torch.int64)
+                mask[:, : length // 2] = 0
+                kwargs = {"position_ids": torch.tensor([[length + 20]])}
+                if action == "odd mask":
+                    kwargs = {"attention_mask": mask, "position_ids": torch.tensor([[length]])}
+                found, right = (last_logits(scaled, token, each, **kwargs) for each in (cache, reference))
+                torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+                ids = torch.cat([ids, token], dim=1)
+            elif isinstance(action, dict):
+                new = prompt(action["tokens"], seed=action["seed"])
+                kwargs = OUTPUTS[action["output"]] | ({} if action["alpha"] is None else {"alpha": action["alpha"]})
+                prompts.append(torch.cat([ids, new], dim=1))
+                if action["fails"] is not None:
+                    failing_at(cache, action["fails"], FailedError())
+                    with pytest.raises(FailedError):
+                        last_logits(scaled, new, cache, **kwargs)
+                    del cache.update
+                    continue
+                found, right = (last_logits(scaled, new, each, **kwargs) for each in (cache, reference))
+                torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+                ids = prompts[-1]
+        event(f"restored {cache.stats.tokens_restored > 0}, {cache.stats.reason or 'stored'}")
+    assert_right(root, scaled, prompts)
+
+
+@pytest.mark.parametrize("fails", range(LAYERS))
+@pytest.mark.parametrize("then", ["last", "all", "states", "single"])
+def test_a_failed_pass_leaves_no_trace_in_what_is_stored_next(scaled, tmp_path, fails, then):
+    first, failed, second = (prompt(count, seed=seed) for seed, count in ((1, 40), (2, 24), (3, 24)))
+    with KVStore(tmp_path, **QUIET) as store:
+        store.precompute(scaled, torch.cat([first, failed], dim=1), progress=False)
+        cache = TieredCache(scaled, store)
+        last_logits(scaled, first, cache, logits_to_keep=1)
+        failing_at(cache, fails, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            last_logits(scaled, failed, cache, logits_to_keep=1)
+        del cache.update
+        for piece in second.split(1 if then == "single" else 24, dim=1):
+            last_logits(scaled, piece, cache, **OUTPUTS.get(then, {}))
+    prompts = [torch.cat([first, ids], dim=1) for ids in (failed, second)]
+    assert assert_right(tmp_path, scaled, prompts) == [64, 64]
+
+
+def test_an_argument_that_is_no_tensor_has_to_be_known(scaled, tmp_path):
+    ids = prompt(60)
+    with KVStore(tmp_path, **QUIET) as store:
+        for alpha, is_plain in ((2.0, True), (0, True), (torch.zeros(1), True), (0.0, False)):
+            cache = TieredCache(scaled, store)
+            last_logits(scaled, ids, cache, logits_to_keep=1, alpha=alpha)
+            assert ("`alpha` may change" in cache.stats.reason) == is_plain
+    assert assert_right(tmp_path, scaled, [ids]) == [48]
+
+
+def test_a_cache_whose_kv_was_edited_neither_stores_nor_restores(scaled, tmp_path):
+    ids = prompt(96)
+    with KVStore(tmp_path, **QUIET) as store:
+        store.precompute(scaled, ids, progress=False)
+        cache = TieredCache(scaled, store)
+        last_logits(scaled, ids[:, :40], cache, logits_to_keep=1)
+        for layer in cache.layers:
+            layer.keys[:, 0].neg_()
+        last_logits(scaled, ids[:, 40:], cache, logits_to_keep=1)
+        assert cache.stats.tokens_restored == 32
+        assert reasons.EDITED in cache.stats.reasons
+    assert_right(tmp_path, scaled, [ids])
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("forked", [True, False])
+def test_nothing_is_restored_behind_an_odd_token(scaled, tmp_path, record, forked):
+    ids, reference = prompt(82), DynamicCache(config=scaled.config)
+    with KVStore(tmp_path, **QUIET) as store:
+        store.precompute(scaled, ids, progress=False)
+        cache = TieredCache(scaled, store, record=record)
+        for each in (cache, reference):
+            last_logits(scaled, ids[:, :40], each, logits_to_keep=1)
+            last_logits(scaled, ids[:, 40:41], each, position_ids=torch.tensor([[60]]))
+        if forked:
+            cache = cache.fork()
+        found, right = (last_logits(scaled, ids[:, 41:], each, logits_to_keep=1) for each in (cache, reference))
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+        assert reasons.ODD_MASK in cache.stats.reasons
+
+
+# --- positions that a model counts by itself
+
+
+@pytest.fixture(scope="module")
+def roberta():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = RobertaConfig(vocab_size=160, max_position_embeddings=256, is_decoder=True, **sizes, **LARGE)
+    return RobertaForCausalLM(config).double().eval()
+
+
+def generated(model, ids, cache):
+    options = {"do_sample": False, "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    return model.generate(ids, past_key_values=cache, **options).logits[0]
+
+
+@pytest.mark.parametrize("first", ["precompute", "generate", "forward"])
+def test_positions_that_a_model_counts_otherwise_are_not_mixed_up(roberta, tmp_path, first):
+    ids = prompt(80)
+    with KVStore(tmp_path, **QUIET) as store:
+        if first == "precompute":
+            store.precompute(roberta, ids, progress=False)
+        else:
+            run = generated if first == "generate" else lambda *given: last_logits(*given, logits_to_keep=1)
+            run(roberta, ids, TieredCache(roberta, store))
+        store.flush()
+        cache = TieredCache(roberta, store, record=False)
+        found = generated(roberta, ids, cache)
+        torch.testing.assert_close(
+            found, generated(roberta, ids, DynamicCache(config=roberta.config)), rtol=0, atol=1e-9
+        )
+        assert cache.stats.tokens_restored == (0 if first == "forward" else 79)
+        cache = TieredCache(roberta, store)
+        torch.testing.assert_close(last_logits(roberta, ids, cache, logits_to_keep=1), expected(roberta, ids))
+        assert cache.stats.reason == reasons.OWN_POSITIONS
+        assert (TieredCache(roberta, store).look_up(ids)[0] is not None) == (first != "forward")
+
+
+# --- rows
+
+
+def test_rows_of_a_cache_without_the_store_are_repeated_and_selected(scaled, tmp_path):
+    ids, mask = prompt(40, rows=2), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, 5] = 0  # more than left padding
+    with KVStore(tmp_path) as store:
+        caches = TieredCache(scaled, store), DynamicCache(config=scaled.config)
+        results = []
+        for cache in caches:
+            last_logits(scaled, ids, cache, attention_mask=mask, logits_to_keep=1)
+            cache.batch_repeat_interleave(2)
+            cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+            wide = torch.cat([mask, mask.new_ones(2, 1)], dim=1).repeat_interleave(2, dim=0).flip(0)
+            results.append(last_logits(scaled, prompt(1, rows=4), cache, attention_mask=wide))
+        torch.testing.assert_close(*results, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "indices", [torch.tensor([-1, 0]), [0, 2], torch.tensor([True, False, True]), torch.tensor([2], dtype=torch.int32)]
+)
+def test_rows_are_selected_by_whatever_selects_rows_of_a_tensor(scaled, tmp_path, indices):
+    ids = prompt(40, rows=3)
+    with KVStore(tmp_path) as store:
+        caches = TieredCache(scaled, store), DynamicCache(config=scaled.config)
+        results = []
+        for cache in caches:
+            last_logits(scaled, ids, cache, logits_to_keep=1)
+            cache.batch_select_indices(indices)
+            results.append(last_logits(scaled, prompt(1, rows=cache.layers[0].keys.shape[0]), cache))
+        torch.testing.assert_close(*results, rtol=0, atol=1e-9)
+
+
+# --- values
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_kv_that_is_not_finite_is_not_stored(tmp_path, value):
+    model, ids = build("llama"), prompt(60)
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        attach(model)
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[0, 0] = value
+        last_logits(model, ids, cache, logits_to_keep=1)
+        cache.store_now()
+        store.flush()
+        assert not store.segments()
+        assert cache.stats.tokens_stored == 0
+        assert reasons.NOT_FINITE in cache.stats.reasons
