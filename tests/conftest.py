@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -44,13 +45,27 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that only `--thorough` runs, and skip those with a pretrained model unless `--real` is given."""
     if not config.getoption("--thorough"):
-        deselected = [item for item in items if item.get_closest_marker("thorough")]
+        deselected = [item for item in items if item.get_closest_marker("thorough")] + _thinned(items)
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        left_out = set(deselected)
+        items[:] = [item for item in items if item not in left_out]
     if not config.getoption("--real"):
         for item in items:
             if item.get_closest_marker("real"):
                 item.add_marker(pytest.mark.skip(reason="needs a pretrained model: make test-real"))
+
+
+def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the combinations that tests marked `thin(n)` leave out, where n values of a parameter take turns."""
+    left_out, numbers = [], Counter[str]()
+    for item in items:
+        if (marker := item.get_closest_marker("thin")) and not item.get_closest_marker("thorough"):
+            every, test = marker.args[0], item.nodeid.partition("[")[0]
+            turn, value = divmod(numbers[test], every)
+            if value != (turn + turn // every) % every:  # not in step with a parameter that takes turns itself
+                left_out.append(item)
+            numbers[test] += 1
+    return left_out
 
 
 def pytest_collection_finish() -> None:

@@ -171,6 +171,7 @@ def test_several_sequences_streams_and_stop_tokens(model, root, crowd):
 
 
 @pytest.mark.parametrize(("limit", "value"), [("_STORE_GENERATED_AT", 32), ("_MOST_CAPTURED_BYTES", 1 << 16)])
+@pytest.mark.thin(2)
 def test_long_answers_are_stored_while_they_grow(model, store, monkeypatch, limit, value):
     monkeypatch.setattr(tiers, limit, value)
     prompts = [prompt(40, seed=seed)[0].tolist() for seed in range(3)]

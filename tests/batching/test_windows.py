@@ -71,6 +71,7 @@ def test_requests_get_the_tokens_of_generate_cold_warm_and_after_a_restart(model
 
 
 @pytest.mark.parametrize(("tokens", "scheduler"), pairs([4, 16], ["fifo", "prefill_first"]))
+@pytest.mark.thin(2)
 def test_few_pages_give_the_same_tokens(model, root, crowd, tokens, scheduler):
     prompts, expected = crowd
     options = {"pages": 320 // tokens, "tokens": tokens, "scheduler_type": scheduler}

@@ -107,6 +107,7 @@ def test_sampling_with_the_same_seed(model, cache, family, dtype):
 
 
 @pytest.mark.parametrize("mode", ["beams", "sequences"])
+@pytest.mark.thin(2)
 def test_several_rows_of_one_prompt(model, cache, family, dtype, mode):
     ids = longer("a", 70, 5)
     arguments = GREEDY | ({"num_beams": 3} if mode == "beams" else {"do_sample": True, "num_return_sequences": 3})
@@ -120,6 +121,7 @@ def test_several_rows_of_one_prompt(model, cache, family, dtype, mode):
 
 
 @pytest.mark.parametrize("mode", ["prompt lookup", "assistant"])
+@pytest.mark.thin(2)
 def test_assisted_decoding(model, cache, family, dtype, mode):
     ids = torch.cat([longer("a", 90, 4), PROMPTS["a"][:, 10:18]], dim=1)  # an n-gram to look up
     arguments = GREEDY | (
@@ -186,6 +188,7 @@ def test_input_embeddings_reuse_nothing_and_are_right(model, cache, family, dtyp
 
 
 @pytest.mark.parametrize("rows", ["share a prefix", "differ", "partly stored"])
+@pytest.mark.thin(3)
 def test_left_padded_batches(model, cache, family, dtype, rows):
     first = longer("a", 90, 12, seed=3)
     second, name = {

@@ -9,7 +9,7 @@ from families import build_deep as build
 from families import prompt
 from reference import assert_same
 from test_selective import GREEDY, ask, fill, question
-from thorough import pairs
+from thorough import pairs, some
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_tiered_cache import KVStore, LostKVError, TieredCache
@@ -441,7 +441,7 @@ def test_computed_tokens_far_behind_leave_the_columns(early, model, tmp_path):
     assert cache.layers[0]._rows[0].offloaded.keys.shape[1] == (24 + 150 - 16) // 32 * 32 // 8
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
+@pytest.mark.parametrize("family", some(["qwen2", "gemma3", "phi3"]))
 def test_what_has_left_comes_back_as_it_was(family, early, tmp_path, steps):
     model, ids, new = build(family), prompt(96), prompt(120, seed=8)
     few = KVDrive(budget=0.5, local=8, index="chunk_means", window=1)
@@ -483,7 +483,7 @@ def test_twins_batches_and_beams_grow(early, model, tmp_path):
         assert found.shape == one.shape
 
 
-@pytest.mark.parametrize("when", [33, 40])
+@pytest.mark.parametrize("when", some([33, 40]))
 def test_an_interrupt_around_growing_changes_nothing(when, early, model, tmp_path, monkeypatch):
     ids, way = prompt(TOKENS), prompt(60, seed=11)
     last = model.config.num_hidden_layers - 1

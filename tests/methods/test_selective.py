@@ -294,6 +294,7 @@ def test_the_index_stays_within_its_budget(model, tmp_path):
 
 @pytest.mark.parametrize("method", [replace(METHOD, identify="index"), KVDrive(budget=0.25)], ids=describe_method)
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.thin(2)
 def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
     """The reason also says that each request reads the index again."""
     ids = prompt(PREFIX, rows=batch, seed=3)

@@ -77,6 +77,7 @@ FAMILIES = ["llama", "phi3", "gemma3", "qwen2_sliding", "smollm3", "gpt_neox", "
 @pytest.mark.parametrize(
     ("family", "how"), [*(("qwen2", how) for how in METHODS), *((family, "asked") for family in FAMILIES)]
 )
+@pytest.mark.thin(2)
 def test_a_row_is_what_it_would_be_alone(family, how, store):
     """Selection, results and counters do not depend on the other rows."""
     model, method = build(family), METHODS[how]
@@ -203,6 +204,7 @@ def in_chunks(model, store, rows, first, method):
 
 
 @pytest.mark.parametrize("how", ["reuse", "wide", "each passage", "moved", "asked", "epic"])
+@pytest.mark.thin(2)
 def test_a_row_in_chunks_is_what_it_would_be_alone(how, store):
     model, rows = build("qwen2"), ROWS[:3]
     fill(store, model)

@@ -163,6 +163,7 @@ def test_positions_under_every_scaling(rope, store):
 
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.5, 0.9])
 @pytest.mark.parametrize("ranking", RANKINGS)
+@pytest.mark.thin(4)
 def test_chosen_tokens_are_computed_in_true_context(ranking, share, store):
     model = build("qwen2")
     method = fixed(share, ranking=ranking)
@@ -287,7 +288,7 @@ def test_boundaries_may_be_named(store):
     assert none.stats.tokens_restored == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2_sliding", "gpt_neox"])
+@pytest.mark.parametrize("family", some(["llama", "gemma2", "qwen2_sliding", "gpt_neox"]))
 def test_chunked_prefill_restores_all_passages(family, store):
     """Exceptions are a chunk's last token, and the beginning of a part that the chunk cuts."""
     model = build(family)
@@ -425,6 +426,7 @@ def changed(passage, at, removed=1, inserted=(5,)):
     ],
     ids=["another", "first", "merged", "last", "cut in front", "cut"],
 )
+@pytest.mark.thin(2)
 def test_a_passage_is_found_from_any_part(there, which, store):
     """What stands there otherwise costs 16 tokens, and not the rest; KV stands at its positions in this prompt."""
     model = build("qwen2")

@@ -140,6 +140,7 @@ WAYS = [
     [tune(), CacheTune.paper(), epic(), blend()],
     ids=["by context", "by energy", "epic", "cache_blend"],
 )
+@pytest.mark.thin(2)
 def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path):
     """Methods find the same KV, and after ranking give the answers of a store of their own."""
     model, tokens = build("qwen2"), sum(len(PASSAGES[n]) for n in PLACES)
