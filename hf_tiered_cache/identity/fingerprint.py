@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +57,8 @@ class Fingerprinter:
     """Fingerprint of one model, with detection of changes.
 
     The model is described and all weights are read once. After that, each pass compares the objects in the description
-    with the current ones, and each request reads a part of the weights again (see `Watch` and `WeightDigests`).
+    with the current ones, and each request reads a part of the weights again (see `Watch` and `WeightDigests`). Any
+    thread may call the methods: while one reads changed weights, the others wait for the new fingerprint.
 
     Args:
         model: the model.
@@ -64,6 +66,7 @@ class Fingerprinter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self._lock = threading.RLock()
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())
         self._statics: Statics = {}
@@ -80,18 +83,18 @@ class Fingerprinter:
         Raises:
             UnsupportedModelError: some weights cannot be read.
         """
-        if not self._unsteady:
-            self._watch()
-        key = tag, active_mode(), computing_state(self._devices)
-        if self._weights.has_moved():
-            self._weights = WeightDigests(self._description.named_tensors)
-            self._identities = {}
-        elif self._weights.changed(reread=closely):
-            self._identities = {}
-        identities = self._identities  # after a change, another thread may replace the dictionary at any time
-        if key not in identities:
-            identities[key] = self._identify(*key)
-        return identities[key]
+        with self._lock:
+            if not self._unsteady:
+                self._watch()
+            key = tag, active_mode(), computing_state(self._devices)
+            if self._weights.has_moved():
+                self._weights = WeightDigests(self._description.named_tensors)
+                self._identities = {}
+            elif self._weights.changed(reread=closely):
+                self._identities = {}
+            if key not in self._identities:
+                self._identities[key] = self._identify(*key)
+            return self._identities[key]
 
     def __call__(self) -> str:
         """Return the current fingerprint of the model."""
@@ -99,10 +102,11 @@ class Fingerprinter:
 
     def refresh(self) -> None:
         """Describe the model and read all weights again."""
-        self._changes, self._unsteady = 0, ""
-        self._describe()
-        if self._weights.refresh():
-            self._identities = {}
+        with self._lock:
+            self._changes, self._unsteady = 0, ""
+            self._describe()
+            if self._weights.refresh():
+                self._identities = {}
 
     def rows_have_adapters(self) -> bool:
         """Return whether the current pass selects adapters by row."""

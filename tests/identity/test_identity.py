@@ -359,19 +359,6 @@ def test_experts_that_generate_exchanges_have_one_name():
     assert len(names) == 2
 
 
-def test_another_thread_may_notice_a_change_at_any_time():
-    model = build("llama")
-    fingerprinter = Fingerprinter(model)
-
-    class Forgetting(dict):
-        def __setitem__(self, key, value):
-            super().__setitem__(key, value)
-            fingerprinter._describe()  # in another thread
-
-    fingerprinter._identities = Forgetting()
-    assert fingerprinter() == fingerprint(model)
-
-
 def test_tokens_that_look_ahead_are_not_reused(tmp_path):
     model, ids = build("gemma3"), prompt(TOKENS)
     with KVStore(tmp_path) as store:

@@ -1,0 +1,58 @@
+"""Threads that look at a model at the same time never take its KV for that of earlier weights."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+import torch
+from families import build
+from torch import nn
+
+from hf_tiered_cache.identity import Fingerprinter, fingerprint
+from hf_tiered_cache.identity import weights as weights_module
+
+
+def edit_in_place(linear):
+    with torch.no_grad():
+        linear.weight.neg_()
+
+
+def replace_memory(linear):
+    linear.weight.data = -linear.weight.data
+
+
+def replace_parameter(linear):
+    linear.weight = nn.Parameter(-linear.weight.detach())
+
+
+class Slow:
+    """Stops each read of weights in host memory before it digests anything, until `go` is set."""
+
+    def __init__(self, monkeypatch):
+        self.began, self.go = threading.Event(), threading.Event()
+        read = weights_module.HostMemory.read
+
+        def read_slowly(memory, tensors):
+            self.began.set()
+            assert self.go.wait(10)
+            read(memory, tensors)
+
+        monkeypatch.setattr(weights_module.HostMemory, "read", read_slowly)
+
+
+@pytest.mark.parametrize("edit", [edit_in_place, replace_memory, replace_parameter])
+def test_a_look_waits_while_another_thread_reads_changed_weights(monkeypatch, edit):
+    model = build("llama")
+    name = Fingerprinter(model)
+    before = name()
+    edit(model.model.layers[1].mlp.up_proj)
+    slow = Slow(monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(name)
+        assert slow.began.wait(10)
+        second = pool.submit(name.look, closely=False)
+        wait([second], timeout=0.2)  # without the lock it returns the old fingerprint at once
+        slow.go.set()
+        assert first.result() == second.result().fingerprint == fingerprint(model) != before
