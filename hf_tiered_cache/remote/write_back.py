@@ -58,7 +58,7 @@ class WriteBack:
         self._remote, self._disk, self._write, self._count, self._sent = remote, disk, write, count, sent
         self._breaker = Breaker()
         self._pool = DaemonPool(1, "hf-tiered-remote")
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, object] = {}  # the offer of each segment that waits, which only its own `_send` takes
         self._skipped: set[str] = set()
         self._holding = 0  # number of bodies of `holding`
         self._held: list[str] = []  # segments that were stored meanwhile
@@ -117,18 +117,24 @@ class WriteBack:
                     continue
                 is_full = self._ended or len(self._waiting) >= _MOST_QUEUED
                 if not is_full:
-                    self._waiting.add(segment_id)
+                    self._waiting[segment_id] = offer = object()
             if is_full:
                 self._drop("the queue is full")
             else:
-                self._put(partial(self._send, segment_id))
+                self._put(partial(self._send, segment_id, offer))
 
     def remove(self, rows: Sequence[SegmentRow]) -> None:
-        """Queue the deletion of segments. A store that only reads the remote leaves them there."""
-        for row in rows if self.changes_remote else ():
+        """Queue the deletion of segments. A store that only reads the remote leaves them there.
+
+        Call this after they were deleted here. Those that were stored again since are sent after the deletion.
+        """
+        if not self.changes_remote:
+            return
+        for row in rows:
             with self._lock:
-                self._waiting.discard(row.id)
+                self._waiting.pop(row.id, None)
             self._put(partial(self._delete, row))
+        self.offer([row.id for row in rows if self._disk.index.row(row.id) is not None])
 
     def flush(self) -> None:
         """Wait until all that was queued is done, or nothing is done for `_PATIENCE_SECONDS`."""
@@ -175,11 +181,11 @@ class WriteBack:
     def _is_refused(self) -> bool:
         return self._breaker.is_open and not self._breaker.wants_probe()
 
-    def _send(self, segment_id: str) -> None:
+    def _send(self, segment_id: str, offer: object) -> None:
         with self._lock:
-            if segment_id not in self._waiting:
-                return  # it was deleted meanwhile
-            self._waiting.discard(segment_id)
+            if self._waiting.get(segment_id) is not offer:
+                return  # it was deleted meanwhile, and perhaps offered again
+            del self._waiting[segment_id]
         if self._write == "pinned" and segment_id not in self._disk.backend.pinned():
             return None
         if self._is_refused:
