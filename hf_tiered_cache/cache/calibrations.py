@@ -6,6 +6,7 @@ length, and ratios and costs are interpolated between measured lengths.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ _REQUIRED = {"tokens", "ratio", "cold"}
 """Keys of a `Calibration` record that are read back."""
 _MOST_NUMBER = 1e12
 """Largest number that a sound record holds."""
+_Saved = list[dict[str, Any]]
+"""Records that are saved under a name."""
 
 
 @dataclass(frozen=True)
@@ -198,15 +201,21 @@ def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> No
 def keep_quality(storage: Storage, fingerprint: str, findings: list[QualityFinding]) -> None:
     """Save findings, and replace earlier ones of the same methods."""
     measured_methods = {finding.method for finding in findings}
-    earlier_findings = [
-        finding for finding in _qualities(storage, fingerprint) if finding.method not in measured_methods
-    ]
-    keep_records(storage, _quality_name(fingerprint), [finding.as_dict() for finding in (*earlier_findings, *findings)])
+
+    def merged(saved: _Saved) -> _Saved:
+        earlier_findings = [finding for finding in _findings_in(saved) if finding.method not in measured_methods]
+        return [finding.as_dict() for finding in (*earlier_findings, *findings)]
+
+    change_records(storage, _quality_name(fingerprint), merged)
 
 
 def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
+    return _findings_in(records_of(storage, _quality_name(fingerprint)))
+
+
+def _findings_in(saved: _Saved) -> list[QualityFinding]:
     try:
-        findings = [QualityFinding(**record) for record in records_of(storage, _quality_name(fingerprint))]
+        findings = [QualityFinding(**record) for record in saved]
         are_sound = all(
             0 < finding.budget <= 1 and finding.losses and _are_numbers(*map(abs, finding.losses))
             for finding in findings
@@ -301,19 +310,22 @@ def _describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def records_of(storage: Storage, name: str) -> list[dict[str, Any]]:
+def records_of(storage: Storage, name: str) -> _Saved:
     """Return the records that are saved under a name."""
     return storage.calibrations.read().get(name, [])
 
 
 def keep(storage: Storage, fingerprint: str, device: torch.device, calibration: Calibration) -> None:
     """Save a calibration. Earlier ones for other prompt lengths are kept if they have the same `cold`."""
-    name = f"{fingerprint} {_describe(device)}"
-    sound = [record for record in records_of(storage, name) if record.keys() >= _REQUIRED]
-    other_records = [
-        record for record in sound if record["tokens"] != calibration.tokens and record["cold"] == calibration.cold
-    ]
-    keep_records(storage, name, [*other_records, calibration.as_dict()])
+
+    def merged(saved: _Saved) -> _Saved:
+        sound = [record for record in saved if record.keys() >= _REQUIRED]
+        other_records = [
+            record for record in sound if record["tokens"] != calibration.tokens and record["cold"] == calibration.cold
+        ]
+        return [*other_records, calibration.as_dict()]
+
+    change_records(storage, f"{fingerprint} {_describe(device)}", merged)
 
 
 def keep_prefix_costs(
@@ -323,31 +335,49 @@ def keep_prefix_costs(
     keep_records(
         storage, _prefix_name(storage, fingerprint, device, provenance), [costs.as_dict() for costs in measured]
     )
-    if records_of(storage, _factors_name(storage, fingerprint, device)):
-        keep_cost_factors(storage, fingerprint, device, CostFactors())
+    factors_name = _factors_name(storage, fingerprint, device)
+    if records_of(storage, factors_name):
+        keep_records(storage, factors_name, [asdict(CostFactors())])
 
 
 def cost_factors(storage: Storage, fingerprint: str, device: torch.device) -> CostFactors:
     """Return the factors of a model's calibrated costs on a device, which are 1 before any conversation returned."""
+    return _factors_in(records_of(storage, _factors_name(storage, fingerprint, device)))
+
+
+def _factors_in(saved: _Saved) -> CostFactors:
     try:
-        factors = CostFactors(**records_of(storage, _factors_name(storage, fingerprint, device))[0])
+        factors = CostFactors(**saved[0])
     except (TypeError, IndexError):  # none yet, or damaged
         return CostFactors()
     is_sound = _are_numbers(factors.compute, factors.load) and factors.compute > 0 and factors.load > 0
     return factors if is_sound else CostFactors()
 
 
-def keep_cost_factors(storage: Storage, fingerprint: str, device: torch.device, factors: CostFactors) -> None:
-    """Save the factors of a model's calibrated costs on a device."""
-    keep_records(storage, _factors_name(storage, fingerprint, device), [asdict(factors)])
+def change_cost_factors(
+    storage: Storage, fingerprint: str, device: torch.device, change: Callable[[CostFactors], CostFactors]
+) -> None:
+    """Save what `change` makes of the factors of a model's calibrated costs on a device. See `change_records`."""
+    name = _factors_name(storage, fingerprint, device)
+    change_records(storage, name, lambda saved: [asdict(change(_factors_in(saved)))])
 
 
 def _factors_name(storage: Storage, fingerprint: str, device: torch.device) -> str:
     return f"factors {fingerprint} {_describe(device)} {storage.disk.backend.reads_with}"
 
 
-def keep_records(storage: Storage, name: str, records: list[dict[str, Any]]) -> None:
-    """Save records under a name, and replace earlier ones. Suspended conversations write to this file, too."""
+def keep_records(storage: Storage, name: str, records: _Saved) -> None:
+    """Save records under a name, and replace earlier ones."""
+    change_records(storage, name, lambda saved: records)
+
+
+def change_records(storage: Storage, name: str, change: Callable[[_Saved], _Saved]) -> _Saved:
+    """Save what `change` makes of the records under a name, and return it. Other threads and processes wait meanwhile.
+
+    Suspended conversations write to this file, too.
+    """
     storage.disk.check_writable()
     with storage.disk.backend.locked():
+        records = change(records_of(storage, name))
         storage.calibrations.write(name, records)
+    return records

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..errors import StoreError
 from ..restore.plan import Plan, RecomputePlan
 from ..stats import TIERS, RequestStats
 from ..store import EXACT
-from .calibrations import CostFactors, PrefixCosts, cost_factors, keep_cost_factors, prefix_costs
+from .calibrations import CostFactors, PrefixCosts, change_cost_factors, cost_factors, prefix_costs
 from .storage import Storage
 
 _STEP = 1.25
@@ -142,15 +142,19 @@ def renew_costs(storage: Storage, fingerprint: str, device: torch.device, ratios
 
     Times that are near the predicted ones change nothing, and neither does a store that cannot be written.
     """
-    factors = asdict(cost_factors(storage, fingerprint, device))
-    renewed = {
-        name: float(np.clip(factors[name] * np.clip(ratio**0.5, 1 / _STEP, _STEP), 1 / _MOST, _MOST))
+    steps = {
+        name: np.clip(ratio**0.5, 1 / _STEP, _STEP)
         for name, ratio in ratios.items()
         if ratio > 0 and not 1 / _NEAR < ratio < _NEAR
     }
-    if renewed and storage.disk.backend.writable:
+
+    def renewed(factors: CostFactors) -> CostFactors:
+        moved = {name: float(np.clip(getattr(factors, name) * step, 1 / _MOST, _MOST)) for name, step in steps.items()}
+        return replace(factors, **moved)
+
+    if steps and storage.disk.backend.writable:
         with suppress(StoreError, OSError):  # the next prompt shows the same
-            keep_cost_factors(storage, fingerprint, device, CostFactors(**factors | renewed))
+            change_cost_factors(storage, fingerprint, device, renewed)
 
 
 def seconds_to_compute(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, DynamicCache
 
-from ..cache.calibrations import keep_records, records_of
+from ..cache.calibrations import change_records, records_of
 from ..cache.executor import CacheOptions, Executor
 from ..cache.recorder import Recorder
 from ..cache.request import Request
@@ -59,17 +59,21 @@ def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first:
     """Return the lead text that this store keeps for a model, at most `tokens` tokens after `first`: int64 `[n]`.
 
     The first call tokenizes the end of `TEXT` with the tokenizer in the model's folder or local cache. Without a
-    tokenizer, or if it does not know the language, the model generates a text.
+    tokenizer, or if it does not know the language, the model generates a text. If another process was faster, its text
+    is returned.
     """
-    name = f"{fingerprint} lead {first} {tokens}"
-    for record in records_of(storage, name):
+
+    def is_sound(record: dict[str, Any]) -> bool:
         text = record.get("text")
-        if isinstance(text, list) and 0 < len(text) <= tokens and all(_is_id(attachment, token) for token in text):
-            return torch.tensor(text)
-    text = _tokenized(attachment)[-tokens:] or write(attachment, first, tokens)
-    if storage.disk.backend.writable:
-        keep_records(storage, name, [{"text": text}])
-    return torch.tensor(text)
+        return isinstance(text, list) and 0 < len(text) <= tokens and all(_is_id(attachment, token) for token in text)
+
+    name = f"{fingerprint} lead {first} {tokens}"
+    sound = list(filter(is_sound, records_of(storage, name)))
+    if not sound:
+        made = [{"text": _tokenized(attachment)[-tokens:] or write(attachment, first, tokens)}]
+        writable = storage.disk.backend.writable
+        sound = change_records(storage, name, lambda saved: list(filter(is_sound, saved)) or made) if writable else made
+    return torch.tensor(sound[0]["text"])
 
 
 def _tokenized(attachment: Attachment) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from families import build, prompt
 
 from hf_tiered_cache import Exact, KVStore, RequestStats, TieredCache, tiered
-from hf_tiered_cache.cache.calibrations import CostFactors, PrefixCosts, keep_cost_factors, keep_prefix_costs
+from hf_tiered_cache.cache.calibrations import CostFactors, PrefixCosts, change_cost_factors, keep_prefix_costs
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV
@@ -42,7 +42,7 @@ def test_with_a_calibration_it_is_computing_minus_restoring(root, factor):
     with KVStore(root, engine="posix") as store:
         identity = Fingerprinter(model)()
         keep_prefix_costs(storage_of(store), identity, CPU, "exact", [PrefixCosts(320, 0.5, {"disk": 1e-6})])
-        keep_cost_factors(storage_of(store), identity, CPU, CostFactors(compute=factor))
+        change_cost_factors(storage_of(store), identity, CPU, lambda factors: CostFactors(compute=factor))
         stats = ask(model, store, prompt(340))
     assert stats.tokens_restored == 320
     assert stats.seconds_saved == pytest.approx(factor * 0.5 * 320 - restoring(stats))
