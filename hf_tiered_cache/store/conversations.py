@@ -247,8 +247,7 @@ class Ownership:
     """Exclusive right, among all processes, to continue a conversation: only one cache of one process has it.
 
     Ownership lasts until `release`, until another object of this process takes it over, or until this object is garbage
-    collected or the process ends. Only closing the file releases the lock: a forked child that closes its copy of the
-    file does not release it.
+    collected or the process ends. A forked child neither has it nor releases it (see `LockFile`).
     """
 
     def __init__(self, conversation_id: str, files: RecordFiles) -> None:

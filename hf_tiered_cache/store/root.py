@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
@@ -36,7 +37,7 @@ from .kinds import (
     json_object,
     kind_of,
 )
-from .tree import FolderTree, allocate, open_file, read_all, write_all
+from .tree import FolderTree, allocate, open_as, open_file, read_all, write_all
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -44,6 +45,38 @@ _MARKER_CONTENT = encode_record({"format": MARKER_FORMAT, "version": MARKER_VERS
 _ATTEMPTS = 100
 _POLL_SECONDS = 0.005
 _HAS_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class LockFile(FileIO):
+    """File that is locked until it is closed, or its last reference or its process is gone.
+
+    A forked child shares the locks of its parent. It closes its copies at once, so that the locks end with the parent.
+    """
+
+    _pid = 0
+
+    def lock(self) -> bool:
+        """Lock the file without waiting. Returns False if the lock is not free. Raises OSError if it has no locks."""
+        self._pid = os.getpid()
+        _lock_files.add(self)
+        return try_flock(self, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        if not self.closed and self._pid == os.getpid():  # a copy in a child must not unlock the parent's file
+            with suppress(OSError):
+                fcntl.flock(self.fileno(), fcntl.LOCK_UN)  # closing is not enough while a child still has a copy
+        super().close()
+
+
+_lock_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for file in list(_lock_files):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 class Temporary:
@@ -161,7 +194,7 @@ class StoreRoot(FolderTree):
 
     # --- locks
 
-    def lock(self, kind: FileKind, name: str) -> FileIO | None:
+    def lock(self, kind: FileKind, name: str) -> LockFile | None:
         """Lock a file until it is closed. A missing file is created; existing content is not changed.
 
         Returns None if another process or thread has the lock. Raises OSError if the file cannot be locked.
@@ -173,8 +206,8 @@ class StoreRoot(FolderTree):
                 raise OSError(errno.EINVAL, "it is a link, or not a regular file", str(self.where(kind, name)))
             with ExitStack() as stack:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-                file = stack.enter_context(open_file(name, flags, folder))
-                if not try_flock(file, fcntl.LOCK_EX):
+                file = stack.enter_context(open_as(LockFile, name, flags, folder))
+                if not file.lock():
                     return None
                 if _has_name(file, folder, name):  # otherwise the previous holder of the lock has deleted the file
                     stack.pop_all()
@@ -196,7 +229,10 @@ class StoreRoot(FolderTree):
         """Return whether the lock is held. A missing lock file is not created."""
         try:
             with self.open(kind, name) as (fd, _):
-                return not try_flock(fd, fcntl.LOCK_SH)
+                is_free = try_flock(fd, fcntl.LOCK_SH)
+                if is_free:
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the file
+                return not is_free
         except (OSError, FormatError):
             return False
 

@@ -16,10 +16,12 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..errors import FormatError
 from .kinds import FOLDERS, SEGMENT, FileKind, kind_of
+
+_F = TypeVar("_F", bound=FileIO)
 
 
 class Stored(NamedTuple):
@@ -34,13 +36,18 @@ class Stored(NamedTuple):
 
 
 def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:
-    """Open a file with flags as for `os.open`, and mode 0600 if it is new. It is closed with its last reference.
+    """Open a file with flags as for `os.open`, and mode 0600 if it is new. It is closed with its last reference."""
+    return open_as(FileIO, path, flags, folder)
+
+
+def open_as(kind: type[_F], path: str | os.PathLike[str], flags: int, folder: int | None = None) -> _F:
+    """Open a file as `open_file` does, as an object of a subclass of FileIO without an `__init__` of its own.
 
     This is one call of C code: a Ctrl-C between `os.open` and the use of its result would leak the descriptor. The path
     is absolute, or relative to the descriptor `folder`.
     """
     opening = os.open if folder is None else partial(os.open, dir_fd=folder)
-    return next(map(FileIO, map(opening, [path], [flags | os.O_CLOEXEC], [0o600])))
+    return next(map(kind, map(opening, [path], [flags | os.O_CLOEXEC], [0o600])))
 
 
 @contextmanager
