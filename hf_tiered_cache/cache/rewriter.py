@@ -235,7 +235,8 @@ class SegmentRewriter:
         """Replace the segment `old` by one with another geometry or token tables (None keeps all tokens in order).
 
         The new segment is complete on disk, and found by lookups, before the old one is removed. Sidecars are copied,
-        since they describe the same tokens. With `hand_over`, it takes over what memory holds of the old one.
+        since they describe the same tokens. It takes over the pin and the conversations of the old one, also those of
+        the meantime. With `hand_over`, it takes over what memory holds of the old one.
         """
         reader, pinned = self._disk.reader(old), old in self._disk.backend.pinned()
         if reader is None or not self._disk.backend.writable:
@@ -259,14 +260,19 @@ class SegmentRewriter:
             handover.give_indexes_to(replacement)
         for sidecar in sidecars:
             self._disk.sidecars.keep(replacement, *sidecar)  # without room it is dropped and counted
-        try:
-            with self._disk.backend.locked():
+        with self._disk.backend.locked():  # until the old one is removed: whatever else keeps it takes the lock
+            try:
                 self._conversations.rename_segment(old, header.id)
-        except (OSError, StoreError) as error:  # a record without segments would be deleted
-            self._disk.warn("rename", f"segment {old} was rewritten and stays, since conversations name it: {error}")
-            return False
-        self.importance.rename(old, header.id)
-        self._disk.remove([old])
+            except (OSError, StoreError) as error:  # a record without segments would be deleted
+                why = f"segment {old} was rewritten and stays, since conversations name it: {error}"
+                self._disk.warn("rename", why)
+                return False
+            if (is_pinned := old in self._disk.backend.pinned()) != pinned:
+                self._disk.backend.pin(header.id, is_pinned)
+            self.importance.rename(old, header.id)
+            self._disk.remove([old])
+        if is_pinned and not pinned:
+            self._disk.tell_kept([header.id])
         if handover is not None:
             handover.give_to(replacement)
         return True
