@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
@@ -20,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX
 from .root import StoreRoot
-from .threads import PerProcess
+from .threads import PerProcess, fork_lock
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -53,7 +52,7 @@ class Database(ABC):
     def __init__(self, files: StoreRoot | None, read_only: bool = False) -> None:
         self._files = None if read_only else files
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # finalizers enter it too
+        self._lock = fork_lock()  # finalizers enter it too
         self._db: sqlite3.Connection | None = None
         self._identity: tuple[_File, _File] | None = None
         self._waits = True
@@ -62,10 +61,11 @@ class Database(ABC):
         self.users = 0
         self.generation = 0
         """Number of times it was reopened. After each, rows that this process wrote may be missing."""
-        if files is not None and read_only:
-            self._db = _connect_read_only(files, self.version)
-        else:
-            self._open()
+        with self._lock:
+            if files is not None and read_only:
+                self._db = _connect_read_only(files, self.version)
+            else:
+                self._open()
 
     @classmethod
     def shared(cls: type[_D], files: StoreRoot) -> _D:

@@ -15,9 +15,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import compress
+from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
 _POLL_SECONDS = 0.005
+_FORK_SECONDS = 10.0
+"""Longest time that a fork waits for a lock of `fork_lock`."""
 _T = TypeVar("_T")
 
 
@@ -44,6 +48,42 @@ class PerProcess(Generic[_T]):
         lock, own = self._own()
         with lock:
             yield own
+
+
+def fork_lock() -> threading.RLock:
+    """Return a lock for calls of SQLite, which a fork of the process waits for.
+
+    SQLite keeps locks in memory. If a child is forked while another thread holds them, they are never released in it.
+    """
+    lock = threading.RLock()
+    _fork_locks[id(lock)] = lock
+    return lock
+
+
+class _Taken(threading.local):
+    """Locks that the thread has taken to fork."""
+
+    def __init__(self) -> None:
+        self.locks: list[threading.RLock] = []
+
+
+_fork_locks: weakref.WeakValueDictionary[int, threading.RLock] = weakref.WeakValueDictionary()
+_taken = _Taken()
+
+
+def _before_fork() -> None:
+    alive = [lock for reference in _fork_locks.valuerefs() if (lock := reference()) is not None]
+    alive.sort(key=id)  # threads that fork at once must not wait for each other
+    # in C: an interrupt leaves no lock taken
+    _taken.locks.extend(compress(alive, map(methodcaller("acquire", True, _FORK_SECONDS), alive)))
+
+
+def _after_fork() -> None:
+    while _taken.locks:
+        _taken.locks.pop().release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 class DaemonPool:

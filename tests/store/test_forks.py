@@ -5,12 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import threading
+import time
 from contextlib import contextmanager
 
 import pytest
-from segments import open_store
+from segments import hashes, open_store, segment
 
+from hf_tiered_cache.store import database
 from hf_tiered_cache.store import root as root_module
+from hf_tiered_cache.store.backends import sqlite
+from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.conversations import Ownership, conversation_name
 from hf_tiered_cache.store.kinds import CONVERSATION_LOCK, LOCK, LOCK_SUFFIX
 from hf_tiered_cache.store.root import StoreRoot
@@ -124,3 +129,99 @@ def test_looking_at_a_lock_leaves_it_free_though_a_child_was_forked_meanwhile(tm
     with copied_files(monkeypatch):
         assert not files.is_locked(*OWNERS_LOCK)
         assert is_free("owner", tmp_path)
+
+
+def exit_status(work):
+    """Fork a child that does this work, and return its exit status: 0 if the work returned something true."""
+    pid = os.fork()
+    if not pid:
+        signal.alarm(10)  # ends it if it hangs
+        try:
+            os._exit(0 if work() else 1)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextmanager
+def during(call):
+    """Run the body while another thread is inside a call, which is given a function that takes a while."""
+    inside = threading.Event()
+
+    def linger(*_):
+        inside.set()
+        time.sleep(0.3)
+
+    thread = threading.Thread(target=call, args=(linger,))
+    thread.start()
+    assert inside.wait(10)
+    yield
+    thread.join()
+
+
+def test_a_child_that_was_forked_during_a_transaction_writes_the_catalogue(tmp_path, monkeypatch):
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.5)
+    store = open_store(tmp_path)
+
+    def write(linger):
+        def enter(db):
+            with _transaction(db):
+                linger()
+
+        store.index.catalogue.run(enter)
+
+    with during(write):
+        assert exit_status(lambda: open_store(tmp_path).publish(*segment(hashes(4)))) == 0
+    assert store.find(hashes(4))
+    assert store.publish(*segment(hashes(4, "b")))
+
+
+def test_a_child_that_was_forked_while_the_catalogue_is_opened_writes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.5)
+    set_up = Catalogue._set_up
+
+    def opened(linger):
+        def lingering(self, db):
+            set_up(self, db)
+            if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
+                with _transaction(db):
+                    linger()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalogue, "_set_up", lingering)
+            open_store(tmp_path)
+
+    with during(opened):
+        monkeypatch.setattr(Catalogue, "_set_up", set_up)
+        assert exit_status(lambda: open_store(tmp_path).publish(*segment(hashes(4)))) == 0
+
+
+def test_a_child_that_was_forked_during_a_write_to_an_sqlite_remote_writes_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite, "_BUSY_SECONDS", 0.5)
+    address = f"sqlite://{tmp_path}/prompts.db"
+    remote = sqlite.SQLiteBackend(address)
+    remote.put_object("segments/a", b"a", False)
+
+    def write(linger):
+        with remote._transaction(write=True):
+            linger()
+
+    def put():
+        sqlite.SQLiteBackend(address).put_object("segments/b", b"b", False)
+        return True
+
+    with during(write):
+        assert exit_status(put) == 0
+    assert remote.find_object("segments/b") is not None
+
+
+def test_threads_that_fork_at_once_do_not_wait_for_each_other(tmp_path):
+    stores = [open_store(tmp_path / name) for name in "ab"]
+    started = time.monotonic()
+    threads = [threading.Thread(target=exit_status, args=(lambda: True,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - started < 5
+    assert all(store.publish(*segment(hashes(4))) for store in stores)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import shutil
 import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ...errors import ConfigError
+from ..threads import fork_lock
 from .values import Range, ValueBackend
 
 _APPLICATION = 0x48465443  # "HFTC", in the header of the file
@@ -47,7 +47,7 @@ class SQLiteBackend(ValueBackend):
             raise ConfigError(f"{address} is not the address of a file, such as sqlite:///data/prompts.db")
         self.path = Path(unquote(parts.netloc + parts.path)).absolute()
         self._connection: sqlite3.Connection | None = None
-        self._using = threading.RLock()
+        self._using = fork_lock()
         super().__init__(address, "")
         try:
             with self._transaction():
