@@ -169,9 +169,11 @@ class WeightDigests:
 
     def refresh(self) -> bool:
         """Read all weights again, and return whether they have changed."""
-        self._read_at, self._edited = time.monotonic(), False
+        began, self._edited = time.monotonic(), False
         self._versions = self._read_versions()
-        return self._update_digests(range(len(self._watched)))
+        changed = self._update_digests(range(len(self._watched)))
+        self._read_at = began  # not before: `held_since`, in another thread, relies on a read that has ended
+        return changed
 
     def _update_digests(self, tensors: Collection[int]) -> bool:
         previous_digest = self.digest
@@ -253,9 +255,12 @@ class DeviceMemory:
         self.read(self._tensors)
 
     def read(self, tensors: Collection[int]) -> None:
+        part_digests = list(self._part_digests)
         for part in np.flatnonzero(np.isin(self._tensors, list(tensors))):
-            self._part_digests[part] = _lin64(self._parts[part])
-        self.digests = torch.cat(self._part_digests).cpu().numpy().view(np.uint64)
+            part_digests[part] = _lin64(self._parts[part])
+        # in this order: another thread compares `unchanged` first, and then the digest
+        self.digests = torch.cat(part_digests).cpu().numpy().view(np.uint64)
+        self._part_digests = part_digests
         self._beginnings = torch.cat(self._windows)
         self._edit_found = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -56,3 +57,22 @@ def test_a_look_waits_while_another_thread_reads_changed_weights(monkeypatch, ed
         wait([second], timeout=0.2)  # without the lock it returns the old fingerprint at once
         slow.go.set()
         assert first.result() == second.result().fingerprint == fingerprint(model) != before
+
+
+def test_weights_hold_only_by_a_read_that_has_ended(monkeypatch):
+    """The writer asks, before it publishes KV, while an edit without a trace is being found."""
+    model = build("llama")
+    name = Fingerprinter(model)
+    identity = name.look()
+    model.model.layers[1].mlp.up_proj.weight.data.neg_()
+    computed = time.monotonic()
+    slow = Slow(monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        refreshed = pool.submit(name.refresh)
+        assert slow.began.wait(10)
+        held = pool.submit(identity.weights_held, computed)
+        wait([held], timeout=0.2)
+        slow.go.set()
+        refreshed.result()
+        assert not held.result()
+    assert name() != identity.fingerprint
