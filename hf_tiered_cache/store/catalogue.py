@@ -191,6 +191,15 @@ class Catalogue(Database):
     def ids(self) -> set[str]:
         return {segment_id for (segment_id,) in self.execute("SELECT id FROM segments")}
 
+    def numbers(self, ids: Sequence[str]) -> dict[str, int]:
+        """Return the numbers of the rows of these segments. A row that is added again has another number."""
+        numbers: dict[str, int] = {}
+        for i in range(0, len(ids), _MOST_PARAMETERS):
+            batch = ids[i : i + _MOST_PARAMETERS]
+            query = f"SELECT id, number FROM segments WHERE id IN ({', '.join('?' * len(batch))})"
+            numbers.update(_sound(self.execute(query, *batch), (str, int)))
+        return numbers
+
     def total_bytes(self) -> int:
         return self.execute("SELECT coalesce(sum(nbytes), 0) FROM segments")[0][0]
 
@@ -246,10 +255,17 @@ class Catalogue(Database):
 
         self.run(enter)
 
-    def remove(self, ids: Iterable[str]) -> None:
-        pairs = [(i,) for i in ids]
-        self.run(lambda db: db.executemany("DELETE FROM segments WHERE id = ?", pairs))
-        self.run(lambda db: db.executemany("DELETE FROM scores WHERE segment = ?", pairs))
+    def remove(self, numbers: Mapping[str, int]) -> None:
+        """Remove the rows with these numbers (see `numbers`), but none that was added since they were read."""
+        query = "DELETE FROM scores WHERE segment = ? AND NOT EXISTS (SELECT 1 FROM segments WHERE id = segment)"
+
+        def leave(db: sqlite3.Connection) -> None:
+            with _transaction(db):
+                db.executemany("DELETE FROM segments WHERE id = ? AND number = ?", numbers.items())
+                db.executemany(query, [(segment_id,) for segment_id in numbers])
+
+        if numbers:
+            self.run(leave)
 
     def touch(self, ids: Iterable[str], now: float | None = None) -> None:
         """Record a use of these segments. Does nothing while the log, which counts against the quota, is long."""

@@ -110,7 +110,6 @@ class Index:
     keys = _query(Catalogue.keys, set)
     provenances = _query(Catalogue.provenances, list)
     scores = _query(Catalogue.scores, list)
-    remove = _query(Catalogue.remove, lambda: None)
     keep_scores = _query(Catalogue.keep_scores, lambda: None)
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
@@ -131,7 +130,6 @@ class Index:
         catalogue_ids = self.ask(Catalogue.ids, unknown)
         try:
             present = set(self._backend.names())
-            missing = [name for name in (catalogue_ids or set()) - present if self._backend.find(name) is None]
         except OSError as error:
             self._note(
                 "read_errors",
@@ -140,13 +138,26 @@ class Index:
                 "far are kept",
             )
             return
-        if missing:
-            self.remove(missing)
+        self.remove((catalogue_ids or set()) - present)
         self._unread, self._scanned = catalogue_ids is None, time.monotonic()
         unlisted = list(present - (catalogue_ids or set()))
         self.unlisted = unlisted if catalogue_ids is None else self.adopt(unlisted)
         self.ask(Catalogue.set_right_clocks, None)
         self._scanned_generation = generation
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Remove the rows of those segments that are not stored. Other threads may store them again meanwhile.
+
+        Row and file are added together, so a missing file shows that a row is wrong only if the row was read before.
+        """
+        numbers = self.ask(methodcaller("numbers", list(ids)), dict[str, int]())
+        self.ask(methodcaller("remove", {name: n for name, n in numbers.items() if not self._is_stored(name)}), None)
+
+    def _is_stored(self, segment_id: str) -> bool:
+        try:
+            return self._backend.is_own(segment_id)
+        except OSError:  # an error proves nothing
+            return True
 
     def catch_up(self) -> None:
         """Scan again if segments could not be read or added, at most every `_SCANNING_SECONDS`."""

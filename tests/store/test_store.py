@@ -546,7 +546,7 @@ def test_a_segment_whose_writer_died_before_its_row_was_there_gets_one(tmp_path)
     store = open_store(tmp_path)
     header = publish(store)
     before = store.index.listed_bytes()
-    store.index.catalogue.remove([header.id])
+    store.index.catalogue.remove(store.index.catalogue.numbers([header.id]))
     assert store.index.listed_bytes() == 0
     os.link(store.path(header.id), tmp_path / "tmp" / ORPHAN)
     store.make_room(4096)

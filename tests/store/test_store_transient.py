@@ -312,7 +312,7 @@ def test_many_files_are_entered_in_a_short_log(tmp_path):
     store = open_store(tmp_path)
     for number in range(60):
         publish(store, seed=f"{number}")
-    store.index.catalogue.remove(store.index.catalogue.ids())
+    store.index.catalogue.remove(store.index.catalogue.numbers(list(store.index.catalogue.ids())))
     reading = connect(tmp_path / "catalogue.sqlite", isolation_level=None)
     reading.execute("BEGIN")
     reading.execute("SELECT count(*) FROM segments").fetchall()
