@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..store.threads import Step
 from .code import Statics
 from .model import IRRELEVANT, ModelDescription, unpaged
 from .state import adapter_state, rows_have_adapters, varying_rope
@@ -67,6 +68,7 @@ class Fingerprinter:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._lock = threading.RLock()
+        self._step = Step(self._mend)
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())
         self._statics: Statics = {}
@@ -83,7 +85,7 @@ class Fingerprinter:
         Raises:
             UnsupportedModelError: some weights cannot be read.
         """
-        with self._lock:
+        with self._lock, self._step:
             if not self._unsteady:
                 self._watch()
             key = tag, active_mode(), computing_state(self._devices)
@@ -102,7 +104,7 @@ class Fingerprinter:
 
     def refresh(self) -> None:
         """Describe the model and read all weights again."""
-        with self._lock:
+        with self._lock, self._step:
             self._changes, self._unsteady = 0, ""
             self._describe()
             if self._weights.refresh():
@@ -123,6 +125,11 @@ class Fingerprinter:
         self._changes = self._changes + 1 if self._description.words != words else 0
         if self._changes == _MOST_CHANGES:  # for example a counter: a description at each token would take too long
             self._unsteady = name or "something"
+
+    def _mend(self) -> None:
+        """Read everything again after an interrupt: a change may have been noted whose weights were not read."""
+        self._weights = WeightDigests(())
+        self._describe()
 
     def _describe(self) -> None:
         """Describe the model again. Read its weights again only if its tensors were replaced."""

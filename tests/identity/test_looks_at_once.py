@@ -1,4 +1,4 @@
-"""Threads that look at a model at the same time never take its KV for that of earlier weights."""
+"""Threads that look at a model at once, or are interrupted, never take its KV for that of earlier weights."""
 
 from __future__ import annotations
 
@@ -76,3 +76,24 @@ def test_weights_hold_only_by_a_read_that_has_ended(monkeypatch):
         refreshed.result()
         assert not held.result()
     assert name() != identity.fingerprint
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("edit", [edit_in_place, replace_memory, replace_parameter])
+def test_a_look_after_an_interrupted_one_finds_the_change(monkeypatch, edit, reads):
+    """Ctrl-C before the changed weights are read, or after."""
+    model = build("llama")
+    name = Fingerprinter(model)
+    before = name()
+    edit(model.model.layers[1].mlp.up_proj)
+    read = weights_module.HostMemory.read
+
+    def interrupted(memory, tensors):
+        if reads:
+            read(memory, tensors)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(weights_module.HostMemory, "read", interrupted)
+        name()
+    assert name.look(closely=False).fingerprint == fingerprint(model) != before
