@@ -146,6 +146,7 @@ def segments_of_conversations(storage: Storage, ids: Sequence[str]) -> list[Segm
 def remove_conversations(storage: Storage, ids: Sequence[str]) -> int:
     """Delete conversations and their `segments_of_conversations`, and return the number of deleted segments."""
     storage.disk.check_writable()
-    rows = segments_of_conversations(storage, ids)
-    storage.conversations.remove(ids)
-    return storage.remove(row.id for row in rows)
+    with storage.disk.backend.locked():  # else a segment could be deleted that was just pinned
+        rows = segments_of_conversations(storage, ids)
+        storage.conversations.remove(ids)
+        return storage.remove(row.id for row in rows)

@@ -218,14 +218,19 @@ class Space:
         """Pin segments, which protects them from eviction, or unpin them. Raises ConfigError or StoreError."""
         self.check_writable()
         ids = list(ids)
-        unknown = set(ids) - self.index.ask(Catalogue.ids, set(ids))
-        if pinned and unknown:
+        with self.backend.locked():  # else a segment could be evicted that was just pinned
+            unknown = set(ids) - self.index.ask(Catalogue.ids, set(ids)) if pinned else set[str]()
+            if not unknown:
+                for segment_id in ids:
+                    self.backend.pin(segment_id, pinned)
+                unknown = {name for name in ids if pinned and self.backend.find(name) is None}  # deleted meanwhile
+                for segment_id in unknown:
+                    self.backend.pin(segment_id, False)
+        if unknown:
             raise ConfigError(
                 f"segment {min(map(str, unknown))!r} does not exist; store.segments() lists all segments, and "
                 "store.precompute(model, input_ids, pin=True) pins a prompt"
             )
-        for segment_id in ids:
-            self.backend.pin(segment_id, pinned)
         if pinned:
             self.tell_kept(ids)
 

@@ -477,6 +477,28 @@ def test_a_forked_child_leaves_the_lock_to_its_parent(model, store, root):
     cache.suspend()
 
 
+def test_a_segment_that_is_deleted_with_its_conversation_cannot_be_pinned(model, store, monkeypatch):
+    begun(model, store)
+    ids, remove, outcomes = [row.id for row in store.segments()], Conversations.remove, []
+
+    def pin():
+        with pytest.raises(ConfigError, match="does not exist"):
+            store.pin(ids)
+        outcomes.append(True)
+
+    thread = threading.Thread(target=pin)
+
+    def removing(conversations, ids):
+        thread.start()
+        thread.join(0.2)  # it waits until the segments are deleted
+        remove(conversations, ids)
+
+    monkeypatch.setattr(Conversations, "remove", removing)
+    assert store.remove_conversation("alice-42") == len(ids)
+    thread.join()
+    assert outcomes and not store.pinned()
+
+
 def test_where_files_cannot_be_locked_it_goes_on_and_says_so(model, store, monkeypatch, caplog):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")

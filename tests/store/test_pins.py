@@ -1,0 +1,77 @@
+"""Pins that are set while segments are deleted: either the segment stays, or the call says that it is gone."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from memory_backend import MemoryBackend
+from segments import hashes, open_store, segment, store_over
+
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.store import maintain
+
+SEGMENTS = [segment(hashes(4, name)) for name in "abc"]
+OLDEST = SEGMENTS[0][0].id
+
+
+@pytest.fixture(params=["another process", "this process", "in memory"])
+def stores(request, tmp_path):
+    """Return a store that deletes, and one that pins."""
+    ours = store_over(MemoryBackend()) if request.param == "in memory" else open_store(tmp_path)
+    for each in SEGMENTS[:2]:
+        assert ours.publish(*each)
+    return ours, open_store(tmp_path) if request.param == "another process" else ours
+
+
+@pytest.mark.parametrize("evict", ["write", "gc"])
+def test_a_segment_that_is_being_evicted_cannot_be_pinned(stores, monkeypatch, evict):
+    ours, theirs = stores
+    pinned, outcomes = ours.backend.pinned, []
+
+    def pin():
+        try:
+            theirs.pin([OLDEST])
+        except ConfigError as error:
+            outcomes.append(str(error))
+
+    thread = threading.Thread(target=pin)
+
+    def listed():
+        found = pinned()
+        if not thread.ident:
+            thread.start()
+            thread.join(0.2)  # it waits until the eviction has ended
+        return found
+
+    used = ours.used_bytes()
+    monkeypatch.setattr(ours, "limits", type(ours.limits)(used if evict == "write" else used - 1, 1.0, 0.95, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.backend, "pinned", listed)
+        if evict == "write":
+            assert ours.publish(*SEGMENTS[2])
+        else:
+            assert maintain.gc(ours).evicted
+    thread.join()
+    assert OLDEST not in ours.backend.names()
+    assert ours.backend.pinned() == set()
+    assert len(outcomes) == 1 and f"segment '{OLDEST}' does not exist" in outcomes[0]
+
+
+def test_no_pin_of_a_segment_stays_that_is_deleted_meanwhile(stores, monkeypatch):
+    ours, theirs = stores
+    pin = theirs.backend.pin
+
+    def late(name, pinned):
+        if pinned:
+            ours.remove([name])
+        pin(name, pinned)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(theirs.backend, "pin", late)
+        with pytest.raises(ConfigError, match="does not exist"):
+            theirs.pin([OLDEST])
+    assert ours.backend.pinned() == set()
+    assert ours.publish(*SEGMENTS[0])
+    theirs.pin([OLDEST])
+    assert ours.backend.pinned() == {OLDEST}
