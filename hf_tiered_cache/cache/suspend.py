@@ -101,14 +101,23 @@ def put_away(executor: Executor, cache: LayeredCache, started: float) -> Suspend
         if replaced and conversation.record is not None and compacted in conversation.record.segments:
             _keep_front(storage, rows[-1], readers)
             try:  # delete old segments only after the record names the new one
-                storage.disk.remove(row.id for row in replaced)
-            except OSError as error:
+                _replace(storage, [row.id for row in replaced], rows[-1].id)
+            except (StoreError, OSError) as error:
                 reason = reason or f"a segment that was replaced by a new one could not be deleted: {error}"
     storage.note_uses()
     if reason and not reasons.is_expected(reason):
         storage.disk.warn(reason, reason)
     nbytes, seconds = sum(row.nbytes for row in rows), time.perf_counter() - started
     return Suspended(tokens, unstored, nbytes, seconds, reason, decision.text)
+
+
+def _replace(storage: Storage, old: Sequence[str], new: str) -> None:
+    """Delete segments that another one replaces, which takes over a pin set meanwhile. Raise StoreError or OSError."""
+    disk = storage.disk
+    with disk.backend.locked():
+        if not disk.backend.pinned().isdisjoint(old):
+            disk.backend.pin(new, True)
+        disk.remove(old)
 
 
 def _keep_front(storage: Storage, row: SegmentRow, readers: Sequence[SegmentReader]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..store.threads import Step
+from ..store.threads import Step, fork_lock
 from .code import Statics
 from .model import IRRELEVANT, ModelDescription, unpaged
 from .state import adapter_state, rows_have_adapters, varying_rope
@@ -67,7 +66,7 @@ class Fingerprinter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._lock = threading.RLock()
+        self._lock = fork_lock()
         self._step = Step(self._mend)
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())

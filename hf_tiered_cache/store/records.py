@@ -268,8 +268,8 @@ class Calibrations:
 
     def __init__(self, files: RecordFiles) -> None:
         self._files = files
-        self._version: Hashable = None
-        self._records: dict[str, list[dict[str, Any]]] = {}
+        self._loaded: tuple[Hashable, dict[str, list[dict[str, Any]]]] = None, {}
+        """Version of the file, and its records: one attribute, since several threads may load them."""
 
     def read(self) -> dict[str, list[dict[str, Any]]]:
         """Return all records by name; {} if there are none, or the file cannot be read. They must not be changed."""
@@ -288,10 +288,10 @@ class Calibrations:
         version = self._files.version(CALIBRATIONS, CALIBRATIONS_NAME)
         if version is None:
             return {}
-        if version != self._version:
-            self._records = self._parse()
-            self._version = version
-        return self._records
+        loaded = self._loaded
+        if version != loaded[0]:
+            loaded = self._loaded = version, self._parse()
+        return loaded[1]
 
     def _parse(self) -> dict[str, list[dict[str, Any]]]:
         try:

@@ -51,9 +51,10 @@ class PerProcess(Generic[_T]):
 
 
 def fork_lock() -> threading.RLock:
-    """Return a lock for calls of SQLite, which a fork of the process waits for.
+    """Return a lock that a fork of the process waits for.
 
-    SQLite keeps locks in memory. If a child is forked while another thread holds them, they are never released in it.
+    If a child is forked while another thread holds a lock in memory, it is never released in the child. SQLite holds
+    such locks during its calls.
     """
     lock = threading.RLock()
     _fork_locks[id(lock)] = lock

@@ -23,7 +23,9 @@ from reference import Remembering, prefilled
 from thorough import amount
 
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
+from hf_tiered_cache.cache import suspend
 from hf_tiered_cache.errors import OtherFormatError
+from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import ContiguousKV, Exact, Impress, KVDrive, describe_method, make_method
 from hf_tiered_cache.store.codecs import coded_provenance
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, Ownership, conversation_name
@@ -697,6 +699,22 @@ def test_what_a_record_that_cannot_be_read_may_name_is_not_deleted(model, store,
     monkeypatch.undo()
     assert store.segments() == kept
     assert info(store, "alice").evicted == []
+
+
+def test_a_pin_that_is_set_while_a_conversation_is_rewritten_passes_to_its_new_segment(model, store, monkeypatch):
+    cache = TieredCache(model, store, conversation="alice", method="krul:recompute=0.3")
+    model(prompt(200), past_key_values=cache, logits_to_keep=1)
+    pinned, real = [], suspend._replace
+
+    def pin_first(storage, old, new):
+        pinned.extend(old)
+        store.pin(old[:1])
+        real(storage, old, new)
+
+    monkeypatch.setattr(suspend, "_replace", pin_first)
+    cache.suspend()
+    assert pinned
+    assert storage_of(store).disk.backend.pinned() == set(info(store, "alice").segments)
 
 
 def test_gc_forgets_conversations_of_which_nothing_is_left(model, store, root):
