@@ -169,7 +169,7 @@ class CapturedKV:
                         tensors = captured.layers[part.layer].part(part)
                         tokens = _tokens_from(tensors, row, heads, start, shape.tokens)
                         # what is not finite in any layer is not in the last one
-                        if part.layer == last and not bool(tokens.isfinite().all()):
+                        if part.layer == last and tokens.element_size() > 1 and not bool(tokens.isfinite().all()):
                             raise KVRefusedError(NOT_FINITE)
                         shape.pack(blocks, block_group, part, tokens.to(device))
                 if stream.on_host:

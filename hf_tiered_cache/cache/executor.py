@@ -417,8 +417,8 @@ class Executor:
         sequence, num_positions = self.sequence, cache.get_seq_length()
         if num_positions != (0 if sequence is None else sequence.history.num_positions):
             return reasons.FILLED_ELSEWHERE
-        if sequence is not None and sequence.recorder.is_in_pass:  # it was interrupted where nothing could undo it
-            sequence.recorder.abandon()
+        if sequence is not None:
+            sequence.recorder.end_interrupted()
         if any(source.is_edited for source in cache.kv_sources):
             return reasons.EDITED
         if not num_positions:

@@ -157,15 +157,16 @@ class Recorder:
                 self._stored, self._ancestors = self._before_look_up
                 self._before_look_up = None
 
-    @property
-    def is_in_pass(self) -> bool:
-        """True from the look-up or the beginning of a pass to its end. Between passes, the last one was interrupted."""
-        return self._in_pass or self._before_look_up is not None
+    def end_interrupted(self) -> None:
+        """Abandon the last pass if it was interrupted where nothing else could. Call this between passes."""
+        if self._in_pass or self._before_look_up is not None:
+            self.abandon()
 
     # --- what generate() does to a cache
 
     def crop(self, count: int) -> None:
         """Remove the last `count` positions."""
+        self.end_interrupted()
         with self._lock, self._step:
             self.history.crop(count)
             self.captured.apply_row_order()
@@ -180,6 +181,7 @@ class Recorder:
 
     def select(self, rows: torch.Tensor) -> None:
         """Reorder the rows: row i becomes the former row `rows[i]`."""
+        self.end_interrupted()
         with self._lock, self._step:
             order = rows.tolist()
             self.history.select(order)
@@ -277,6 +279,7 @@ class Recorder:
     def fork(self, collector: StatsCollector) -> Recorder:
         """Return a recorder that continues independently; what is captured so far is sealed or shared."""
         with self._lock:
+            self.end_interrupted()
             self.seal()
             twin = copy.copy(self)
             twin.collector, twin.check = collector, self.check.fork()

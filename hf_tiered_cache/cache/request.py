@@ -70,7 +70,7 @@ class ForwardArguments:
     def is_default(self, name: str, value: Any) -> bool:
         """Return whether a pass with this value of an argument computes the same as one without the argument."""
         default = self.defaults.get(name)
-        return value is None or value is default or (type(value) is type(default) in _SIMPLE and value == default)
+        return value is default or (type(value) is type(default) in _SIMPLE and value == default)
 
 
 @dataclass(frozen=True)

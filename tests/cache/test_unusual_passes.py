@@ -23,7 +23,7 @@ class Scaled(LlamaForCausalLM):
     """Model with an argument that is no tensor, and changes the meaning of tokens."""
 
     def forward(self, input_ids=None, alpha=0.0, **kwargs):
-        embeds = self.model.embed_tokens(input_ids) * (1 + alpha)
+        embeds = self.model.embed_tokens(input_ids) * (1 + (alpha or 0))
         outputs = self.model(inputs_embeds=embeds, **{k: v for k, v in kwargs.items() if k != "logits_to_keep"})
         outputs.logits = self.lm_head(outputs.last_hidden_state)[:, -kwargs.get("logits_to_keep", 0) :]
         return outputs
@@ -153,10 +153,31 @@ def test_a_failed_pass_leaves_no_trace_in_what_is_stored_next(scaled, tmp_path, 
     assert assert_right(tmp_path, scaled, prompts) == [64, 64]
 
 
+@pytest.mark.parametrize("then", ["crop", "select", "fork", "go on"])
+def test_a_look_up_that_was_interrupted_is_undone(scaled, tmp_path, then):
+    """The interrupt comes where nothing can undo it at once: between the look-up and the pass."""
+    first, second = prompt(40, seed=1), prompt(60, seed=2)
+    with KVStore(tmp_path, **QUIET) as store:
+        cache = TieredCache(scaled, store)
+        last_logits(scaled, first, cache, logits_to_keep=1)
+        recorder = cache._executor.sequence.recorder
+        recorder.begin_look_up()
+        recorder.note_stored(0, 2, 9, ("0" * 32,))
+        if then == "crop":
+            cache.crop(-3)
+            second = torch.cat([first[:, -3:], second], dim=1)
+        elif then == "select":
+            cache.batch_select_indices(torch.tensor([0]))
+        elif then == "fork":
+            cache = cache.fork()
+        last_logits(scaled, second, cache)
+    assert assert_right(tmp_path, scaled, [torch.cat([first, second[:, -60:]], dim=1)]) == [96]
+
+
 def test_an_argument_that_is_no_tensor_has_to_be_known(scaled, tmp_path):
     ids = prompt(60)
     with KVStore(tmp_path, **QUIET) as store:
-        for alpha, is_plain in ((2.0, True), (0, True), (torch.zeros(1), True), (0.0, False)):
+        for alpha, is_plain in ((2.0, True), (0, True), (None, True), (torch.zeros(1), True), (0.0, False)):
             cache = TieredCache(scaled, store)
             last_logits(scaled, ids, cache, logits_to_keep=1, alpha=alpha)
             assert ("`alpha` may change" in cache.stats.reason) == is_plain
