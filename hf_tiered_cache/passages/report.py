@@ -149,7 +149,7 @@ def _reason(reader: SegmentReader, part: int, tokens: np.ndarray, at: int, hashe
 def _empty_positions(row: int, tokens: int, begins: Sequence[int], found_positions: set[int]) -> list[PassageStats]:
     """Return an entry for each declared position at which no passage was found."""
     inside = sorted({begin for begin in begins if 0 <= begin < tokens})
-    ends = [*inside[1:], tokens]
+    ends = [*inside, tokens][1:]
     stats = []
     for begin, end in zip(inside, ends, strict=True):
         if begin not in found_positions:

@@ -288,6 +288,18 @@ def test_boundaries_may_be_named(store):
     assert none.stats.tokens_restored == 0
 
 
+@pytest.mark.parametrize("segments", [[], [67], [300]])
+def test_positions_that_no_token_has_yet_are_no_error(store, segments):
+    """Chunks of a prompt, and short rows of a batch, end before some of the positions of passages."""
+    model, method = build("qwen2"), Epic(lead=1)
+    fill(store, model, method=method)
+    ids = torch.cat([prompt(67, seed=8)[0], PASSAGES[0]])[None]
+    cache = TieredCache(model, store, method=method, segments=segments, record=False)
+    options = {"max_new_tokens": 1, "do_sample": False, "prefill_chunk_size": 32}
+    model.generate(ids, past_key_values=cache, **options)
+    assert (cache.stats.tokens_restored > 0) == (segments == [67])
+
+
 @pytest.mark.parametrize("family", some(["llama", "gemma2", "qwen2_sliding", "gpt_neox"]))
 def test_chunked_prefill_restores_all_passages(family, store):
     """Exceptions are a chunk's last token, and the beginning of a part that the chunk cuts."""
