@@ -82,8 +82,8 @@ def put_away(executor: Executor, cache: LayeredCache, started: float) -> Suspend
     try:
         if rows and executor.options.record:
             readers, method = _readers(storage, rows), sequence.method
-            if isinstance(method, ForConversation):
-                record = None if conversation is None else conversation.record
+            if conversation is not None and isinstance(method, ForConversation):  # a fork has the method, but no name
+                record = conversation.record
                 if record is not None and record.fingerprint == sequence.identity.fingerprint:
                     decision.refused_tokens = record.refused_tokens
                 idle = _idle(executor, sequence, readers, tokens)

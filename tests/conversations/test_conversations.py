@@ -273,6 +273,21 @@ def test_a_fork_goes_on_without_the_name(model, store):
         assert torch.equal(model.generate(asked, past_key_values=each, **GREEDY), plain(model, asked))
 
 
+def test_a_fork_of_a_conversation_leaves_its_segments_as_they_are(model, store):
+    cache = TieredCache(model, store, conversation="alice-42", method="krul:recompute=0.3")
+    history = turn(model, cache, prompt(FIRST))
+    cache.store_now()
+    store.flush()
+    twin, before = cache.fork(), {row.id for row in store.segments()}
+    turn(model, twin, history, seed=7)
+    twin.suspend()
+    assert before <= {row.id for row in store.segments()}
+    cache.suspend()
+    (kept,) = info(store).segments
+    assert before.isdisjoint(row.id for row in store.segments())
+    assert kept in {row.id for row in store.segments()}
+
+
 @pytest.mark.parametrize("name", ["", "x" * 201, 7, None, "\ud800", b"alice"])
 def test_what_can_be_no_id(model, store, name):
     if name is None:
