@@ -7,8 +7,8 @@ import inspect
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -98,6 +98,9 @@ class Attachment:
         """True if the attachment ends with the sessions that use it."""
         self.depth = self.config.num_hidden_layers
         """Number of layers when the model was attached."""
+        self.batched_passes = 0
+        """Number of passes that engines of continuous batching have begun."""
+        self._batching = threading.RLock()
         self._devices: list[torch.device] = []
         self.rotary_tables = rope.TableCache()
         """Rotary tables shared by all sequences that began with the model in its latest state."""
@@ -116,6 +119,20 @@ class Attachment:
                 "after a restored prefix may differ from those of one pass over the whole prompt",
                 type(model).__name__,
             )
+
+    @contextmanager
+    def batched_pass(self) -> Iterator[None]:
+        """Enclose a pass of an engine of continuous batching, during which the model's configuration differs.
+
+        Transformers sets `config.is_causal` for such a pass, so a pass of another thread would attend to later tokens.
+        """
+        with self._batching:
+            self.batched_passes += 1
+            yield
+
+    def apart_from_batches(self) -> AbstractContextManager[Any]:
+        """Return a context manager for what must not run during a pass of an engine, if there has been one."""
+        return self._batching if self.batched_passes else nullcontext()
 
     def tables_of(self, fingerprint: str) -> rope.TableCache:
         """Return the rotary tables of the model under a fingerprint, and discard those of another one."""

@@ -234,7 +234,8 @@ class PagedTiers:
             for request in self._requests.values():
                 request.stop_recording()
         self._passed = None
-        run()
+        with self._attachment.batched_pass():
+            run()
         passed, self._passed = self._passed, None
         packed = None
         if passed is not None and fingerprint is not None:

@@ -90,6 +90,7 @@ class Executor:
             self.observer.cannot_see(why)
         self.restored: RestoredRun | None = None
         """Segments restored by the pass of the last prompt, for a spot check."""
+        self._was_batched = False  # whether an engine of continuous batching began during a pass of this cache
         self._front: ComputedFront | None = None  # that of the last pass, until it is committed
         self._finish: Callable[[], None] = lambda: None
         self.arguments = ForwardArguments.of(attachment)
@@ -313,7 +314,10 @@ class Executor:
         snapshots = [vars(source).copy() for source in sources]
         self.forward_pass = forward_pass
         try:
-            output = forward_pass.run(forward, kwargs)
+            with self.attachment.apart_from_batches():
+                batched_passes = self.attachment.batched_passes
+                output = forward_pass.run(forward, kwargs)
+                self._was_batched |= self.attachment.batched_passes != batched_passes
             if forward_pass.observer is not None:
                 forward_pass.observer.end()
             for source in sources:
@@ -336,7 +340,11 @@ class Executor:
 
     def _commit(self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None) -> None:
         """Record a completed pass, if the model has appended the request's tokens and no others."""
-        if cache.get_seq_length() == request.base + request.num_positions:
+        if self._was_batched:
+            sequence.recorder.abandon()
+            self.collector.add(tokens_computed=request.ids.numel())
+            reason = reasons.BATCHED
+        elif cache.get_seq_length() == request.base + request.num_positions:
             reason = sequence.commit(request, plan, self.collector)
             if self._front is not None and not reason:
                 confirmed = partial(sequence.identity.weights_held, time.monotonic())
@@ -401,7 +409,8 @@ class Executor:
         fingerprinter: Fingerprinter = attachment.extras["fingerprinter"]
         if fingerprinter.rows_have_adapters():
             return reasons.ROW_ADAPTERS
-        identity = fingerprinter.look(self.options.tag, closely)
+        with attachment.apart_from_batches():
+            identity = fingerprinter.look(self.options.tag, closely)
         if identity.training:
             return reasons.TRAINING
         if identity.looks_ahead:

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import processes
@@ -54,6 +55,30 @@ def mixed(count, seed=0, shared=(96, 50)):
 
 
 # --- tokens
+
+
+def test_generate_beside_a_running_engine_computes_and_stores_what_is_right(tmp_path):
+    """During each of its passes, the engine sets `config.is_causal` of the model that both share."""
+    model, alike = (build("llama", seed=3, initializer_range=0.3).double() for _ in range(2))
+    prompts = [prompt(100, seed=number) for number in range(12)]
+    with KVStore(tmp_path, spot_checks=0.0) as store, tiered(model, store), running(model) as manager:
+        for number, ids in enumerate(prompts):
+            busy = prompt(60, seed=1000 + number)[0].tolist()
+            manager.add_request(busy, max_new_tokens=8, eos_token_id=-1)
+            while not attachment_of(model).batched_passes:  # what runs before the first one is not stored
+                time.sleep(0.001)
+            options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), **options).logits[0]
+            torch.testing.assert_close(found.double(), alike(ids).logits[:, -1], rtol=0, atol=1e-3)
+    detach(model)
+    restored = 0
+    with KVStore(tmp_path, spot_checks=0.0) as store, torch.no_grad():
+        for ids in prompts:
+            cache = TieredCache(alike, store, record=False)
+            found = alike(ids, past_key_values=cache, logits_to_keep=1).logits
+            torch.testing.assert_close(found, alike(ids, logits_to_keep=1).logits, rtol=0, atol=1e-3)
+            restored += cache.stats.tokens_restored
+    assert restored == 96 * len(prompts)
 
 
 @pytest.fixture(scope="module")
