@@ -24,6 +24,7 @@ _UNDERSTOOD = frozenset(
         *("input_ids", "attention_mask", "position_ids", *CACHE_ARGUMENTS, "cache_position", "use_cache"),
         *("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
         *("is_causal", "num_items_in_batch"),
+        *("tokenizer", "assistant_tokenizer"),  # `generate()` passes its own on
     }
 )
 """Arguments of `forward` that affect the KV by tokens and positions only, or are checked. Others may affect it."""

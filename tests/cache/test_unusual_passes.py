@@ -184,6 +184,16 @@ def test_an_argument_that_is_no_tensor_has_to_be_known(scaled, tmp_path):
     assert assert_right(tmp_path, scaled, [ids]) == [48]
 
 
+def test_what_generate_passes_on_to_the_model_changes_nothing(tmp_path):
+    model, ids = build("llama"), prompt(60)
+    with KVStore(tmp_path) as store:
+        for restored in (0, 48):
+            cache = TieredCache(model, store)
+            options = {"do_sample": False, "max_new_tokens": 2, "tokenizer": object(), "assistant_tokenizer": object()}
+            model.generate(ids, past_key_values=cache, **options)
+            assert cache.stats.tokens_restored == restored
+
+
 def test_a_cache_whose_kv_was_edited_neither_stores_nor_restores(scaled, tmp_path):
     ids = prompt(96)
     with KVStore(tmp_path, **QUIET) as store:
