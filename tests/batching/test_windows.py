@@ -82,6 +82,7 @@ def test_few_pages_give_the_same_tokens(model, root, crowd, tokens, scheduler):
     assert session.stats.tokens_restored > 0
 
 
+@pytest.mark.thin(2)
 def test_prompts_in_chunks_shorter_than_the_window(model, root, crowd):
     prompts, expected = crowd
     for _ in range(2):
@@ -90,6 +91,7 @@ def test_prompts_in_chunks_shorter_than_the_window(model, root, crowd):
             assert settled(manager) == 0
 
 
+@pytest.mark.thin(2)
 def test_requests_that_are_moved_to_host_memory_get_the_same_tokens(model, root, crowd, monkeypatch):
     prompts, expected = crowd
     assert moved_to_host_memory(model, root, prompts, monkeypatch) == [expected] * 2

@@ -48,6 +48,7 @@ def as_json(*arguments):
     return json.loads(done.stdout)
 
 
+@pytest.mark.thin(2)
 def test_a_corpus_is_copied_to_a_remote_and_to_a_worker(model, corpus, address, tmp_path):
     sent = as_json("copy", corpus, address)
     assert (sent["copied"], sent["present"], sent["failed"]) == (3, 0, {})
@@ -67,6 +68,7 @@ def test_a_corpus_is_copied_to_a_remote_and_to_a_worker(model, corpus, address, 
         assert passages.stats.tokens_restored > 0
 
 
+@pytest.mark.thin(2)
 def test_a_remote_is_listed_checked_and_cleaned(corpus, address):
     as_json("copy", corpus, address)
     here, there = as_json("ls", corpus), as_json("ls", address)

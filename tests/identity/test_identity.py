@@ -398,6 +398,7 @@ def test_an_edit_that_leaves_no_trace_is_found_in_turn_and_by_refresh(monkeypatc
 
 @pytest.mark.parametrize("memory", [weights_module.HostMemory, weights_module.DeviceMemory])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.thin(2)
 def test_every_element_counts_wherever_its_tensor_begins_and_ends(monkeypatch, memory, dtype):
     monkeypatch.setattr(weights_module, "ROW_BYTES", 64)
     monkeypatch.setattr(weights_module, "REREAD_BYTES_ON_DEVICE", 256)

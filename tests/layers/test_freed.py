@@ -87,6 +87,7 @@ def fails(*args):
 
 
 @pytest.mark.parametrize(("name", "how"), pairs([*METHODS, *SETTINGS], ["fork", "damage", "failure"]))
+@pytest.mark.thin(2)
 def test_a_cache_frees_its_kv_without_a_collection(model, tmp_path, made, uncollected, name, how):
     method = make_method(name)
     with KVStore(tmp_path, policy=method.policy) as store:

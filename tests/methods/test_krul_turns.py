@@ -56,6 +56,7 @@ def bytes_of(store, method, tokens):
     ),
     ids=str,
 )
+@pytest.mark.thin(2)
 def test_a_turn_writes_bytes_in_proportion_to_its_tokens(model, root, turn, settings):
     """Rewrites of older segments are rare: all turns together write a small multiple of their own KV."""
     method = Krul(**{"layers_shared": 0.0, "recompute": 0.3} | settings, **PAIRS, **LOSSLESS)

@@ -67,6 +67,7 @@ def restore_in_time(model, store, ids):
 
 
 @pytest.mark.parametrize("during", ["look-up", "fetch"])
+@pytest.mark.thin(2)
 def test_a_partition_costs_counted_misses_and_heals(model, tmp_path, pace, monkeypatch, place, during):
     for name in ("_OPEN_SECONDS", "_MOST_OPEN_SECONDS"):
         monkeypatch.setattr(link, name, 1.0)

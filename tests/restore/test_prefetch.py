@@ -292,6 +292,7 @@ JOINING = [CacheTune(0.0), CacheTune(0.3), CacheBlend(0.3), Epic(0.3), Exact(rec
 
 
 @pytest.mark.parametrize(("method", "codec"), pairs(JOINING, ["raw", "int8"]), ids=str)
+@pytest.mark.thin(2)
 def test_layers_restored_together_have_the_bits_of_layers_restored_alone(tmp_path, monkeypatch, method, codec):
     """Also if layers compute different positions, and with a part of the prefix recomputed."""
     model, logits, joined, join = build("llama", num_hidden_layers=9), [], [], Prefetch.join
