@@ -3,9 +3,10 @@
     python bench/conversations_many.py          # 10, 100 and 1,000 conversations, with Exact and Krul
 
 One store per method grows from size to size. Conversations have one short turn of a tiny model, since only their number
-matters; further turns continue conversations drawn at random. A worker is a process that continues conversations of the
-same store. Two workers draw from all conversations, and then from four of them only, so that they often meet: a
-conversation in use is refused, and counted. All turns of a worker count, not the start of its process.
+matters; further turns continue conversations drawn at random. With few conversations, most turns repeat an earlier one,
+so that suspending them writes nothing. A worker is a process that continues conversations of the same store. Two
+workers draw from all conversations, and then from four of them only, so that they often meet: a conversation in use is
+refused, and counted. All turns of a worker count, not the start of its process.
 """
 
 from __future__ import annotations
