@@ -42,10 +42,6 @@ OWN_POSITIONS = (
     "without position_ids this model may number tokens otherwise than in generate(), so nothing is restored or stored; "
     "pass position_ids that count from 0"
 )
-BATCHED = (
-    "an engine of continuous batching began to compute during this pass and changed the model's configuration, so the "
-    "KV is not stored"
-)
 EDITED = "the cache's keys or values were changed in place, so nothing is restored or stored from that position on"
 LOOKS_AHEAD = "tokens attend to later tokens (is_causal, bidirectional attention), so no prefix can be reused"
 OTHER_TOKENS = "the model computes different tokens than its input, so nothing is restored or stored"

@@ -46,6 +46,10 @@ PREFILL_TRIES = 2
 """Number of times that prefill goes back because stored pieces have disappeared; then the rest is computed at once."""
 
 
+class _DisturbedError(Exception):
+    """Pass during which the first pass of an engine of continuous batching began. It is undone and run again."""
+
+
 @dataclass(frozen=True)
 class CacheOptions:
     """Options of a cache. See `TieredCache`."""
@@ -90,7 +94,6 @@ class Executor:
             self.observer.cannot_see(why)
         self.restored: RestoredRun | None = None
         """Segments restored by the pass of the last prompt, for a spot check."""
-        self._was_batched = False  # whether an engine of continuous batching began during a pass of this cache
         self._front: ComputedFront | None = None  # that of the last pass, until it is committed
         self._finish: Callable[[], None] = lambda: None
         self.arguments = ForwardArguments.of(attachment)
@@ -104,17 +107,25 @@ class Executor:
         if conversation is not None:
             conversation.begin_pass(is_prompt, not cache.get_seq_length(), kwargs.get("input_ids"))
         with torch.no_grad():  # stored KV has no gradient
-            admitted = self.admit(cache, kwargs)
-            if admitted is None:
-                output = self._run_without_store(cache, forward, kwargs)
-            elif admitted[0].num_positions == 1 and not is_prompt:  # a decoded token looks up nothing
-                forward_pass = self._forward_pass(cache, *admitted, None)
-                output = self._run(cache, forward_pass, forward, admitted[0].kwargs)
-                self._commit(cache, *admitted, None)
-            else:
-                output = self._prefill(cache, *admitted, forward)
+            try:
+                output = self._admit_and_run(cache, forward, kwargs, is_prompt)
+            except _DisturbedError:  # passes of the engine and this one exclude each other from now on
+                output = self._admit_and_run(cache, forward, kwargs, is_prompt)
         if conversation is not None:
             conversation.turns += is_prompt and not self.unreported
+        return output
+
+    def _admit_and_run(
+        self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any], is_prompt: bool
+    ) -> Any:
+        admitted = self.admit(cache, kwargs)
+        if admitted is None:
+            return self._run_without_store(cache, forward, kwargs)
+        if admitted[0].num_positions > 1 or is_prompt:
+            return self._prefill(cache, *admitted, forward)
+        forward_pass = self._forward_pass(cache, *admitted, None)  # a decoded token looks up nothing
+        output = self._run(cache, forward_pass, forward, admitted[0].kwargs)
+        self._commit(cache, *admitted, None)
         return output
 
     def _run_without_store(self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -317,7 +328,8 @@ class Executor:
             with self.attachment.apart_from_batches():
                 batched_passes = self.attachment.batched_passes
                 output = forward_pass.run(forward, kwargs)
-                self._was_batched |= self.attachment.batched_passes != batched_passes
+                if self.attachment.batched_passes != batched_passes:
+                    raise _DisturbedError
             if forward_pass.observer is not None:
                 forward_pass.observer.end()
             for source in sources:
@@ -340,11 +352,7 @@ class Executor:
 
     def _commit(self, cache: LayeredCache, request: Request, sequence: SequenceState, plan: Plan | None) -> None:
         """Record a completed pass, if the model has appended the request's tokens and no others."""
-        if self._was_batched:
-            sequence.recorder.abandon()
-            self.collector.add(tokens_computed=request.ids.numel())
-            reason = reasons.BATCHED
-        elif cache.get_seq_length() == request.base + request.num_positions:
+        if cache.get_seq_length() == request.base + request.num_positions:
             reason = sequence.commit(request, plan, self.collector)
             if self._front is not None and not reason:
                 confirmed = partial(sequence.identity.weights_held, time.monotonic())

@@ -99,7 +99,7 @@ class Recorder:
         """The last two as they were before the look-up of a pass that has not ended; None between passes."""
         self._excluded: set[int] = set()  # rows of the captured positions that are not stored
         self._set_aside: tuple[CapturedKV, int, int, set[int]] | None = None
-        """What was captured before a pass that begins elsewhere, with its positions; None between passes."""
+        """Capture before a pass that begins elsewhere, with its positions; None between passes."""
         self._capturing = False
         self._in_pass = False
         self._is_collected = False  # whether the cache was garbage collected

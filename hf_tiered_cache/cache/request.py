@@ -41,7 +41,7 @@ _PER_TOKEN = ("input_ids", "position_ids", "cache_position", *_TOKEN_TYPES)
 
 @dataclass(frozen=True)
 class ForwardArguments:
-    """What a model makes of the arguments of its `forward`.
+    """Meaning of the arguments of a model's `forward`.
 
     Args:
         placeholders: Tokens that represent images, videos or audio.
@@ -233,7 +233,7 @@ def parse_request(
         kwargs: All arguments of `forward` by name.
         base: Number of positions that the cache holds already.
         pads: Left padding of the rows, known from earlier passes; None for the first pass.
-        arguments: What the model makes of them.
+        arguments: Their meaning for the model.
         check: Takes the masks and positions of single-token passes, to be read later; if None, they are read at once.
     """
     ids = kwargs.get("input_ids")

@@ -20,7 +20,7 @@ from .sidecars import Sidecars
 
 CATALOGUE_GROWTH = 256 << 10
 """Bytes reserved within the quota for growth of the catalogue and its log until usage is measured again."""
-_REST = 20
+_PAUSE_PER_LOOK = 20
 """While there is room, looking for segments that other processes deleted takes at most one in so many seconds."""
 Use = tuple[str, int, float | None]
 """Id of a segment, its size in bytes, and its expiry in Unix seconds, or None."""
@@ -206,7 +206,7 @@ class Space:
         if lost:
             self.let_go(lost)
         now = time.monotonic()
-        self._next_look = now + _REST * (now - started)
+        self._next_look = now + _PAUSE_PER_LOOK * (now - started)
 
     def forget_deleted(self, ids: Iterable[str]) -> None:
         """Drop the given segments that other processes deleted."""

@@ -225,6 +225,30 @@ def test_nothing_is_restored_behind_an_odd_token(scaled, tmp_path, record, forke
         assert reasons.ODD_MASK in cache.stats.reasons
 
 
+@pytest.mark.parametrize("record", [True, False])
+def test_a_pass_during_which_an_engine_begins_is_run_again(scaled, tmp_path, record):
+    """The engine's pass changes the model's configuration, so this pass may have attended to later tokens."""
+    ids, layers = prompt(60), []
+    attachment = attach(scaled)
+    with KVStore(tmp_path, **QUIET) as store:
+        cache = TieredCache(scaled, store, record=record)
+        real = cache.update
+
+        def update(keys, values, index, *args, **kwargs):
+            layers.append(index)
+            attachment.batched_passes += len(layers) == 2
+            return real(keys if len(layers) > LAYERS else keys + 1, values, index, *args, **kwargs)
+
+        cache.update = update
+        found = last_logits(scaled, ids, cache, logits_to_keep=1)
+        del cache.update
+        attachment.batched_passes = 0
+        torch.testing.assert_close(found, expected(scaled, ids), rtol=0, atol=1e-9)
+        assert layers == 2 * list(range(LAYERS))
+        assert cache.get_seq_length() == 60
+    assert assert_right(tmp_path, scaled, [ids]) == [48 if record else 0]
+
+
 # --- positions that a model counts by itself
 
 
