@@ -27,7 +27,7 @@ from hf_tiered_cache.methods import make_method
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
 from hf_tiered_cache.restore.schedule import RATIOS, STEEPNESS, Load, Streams, fastest, recompute_lengths
 from hf_tiered_cache.stats import StatsCollector
-from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups, in_groups
 
 CPU = torch.device("cpu")
 TOKENS = 198
@@ -164,20 +164,20 @@ def test_what_lies_between_must_be_worth_it():
 
 @pytest.mark.parametrize("load", [0.1, 0.3, 1.0, 3.0, 5.0])
 @pytest.mark.parametrize(
-    ("count", "together", "most"),
+    ("count", "geometry", "most"),
     [
-        (6, 1, 1.03),
-        (12, 1, 1.02),
-        (24, 1, 1.015),
-        (24, 4, 1.03),
-        *((count, Geometry().overlapping(count).layers_per_block, 1.03) for count in (8, 16, 24, 28, 30, 32, 48)),
+        (6, Geometry(layers_per_block=1), 1.03),
+        (12, Geometry(layers_per_block=1), 1.02),
+        (24, Geometry(layers_per_block=1), 1.015),
+        (24, Geometry(layers_per_block=4), 1.03),
+        *((count, Geometry().overlapping(count), 1.02) for count in (8, 16, 24, 28, 30, 32, 48)),
     ],
 )
-def test_bubbles_are_few(count, together, most, load):
+def test_bubbles_are_few(count, geometry, most, load):
     """A token is computed in 1 and loaded in `load`: both at once without bubbles take 1 / (1 + 1 / load)."""
-    layers = [tuple(range(first, min(count, first + together))) for first in range(0, count, together)]
+    layers = in_groups(list(range(count)), geometry.layers_per_block, geometry.solo_layers)
     ends = np.arange(16, 4097, 16)
-    loads = tuple(Load(some, ends, np.full(256, load * 16 * len(some) / count)) for some in layers)
+    loads = tuple(Load(tuple(some), ends, np.full(256, load * 16 * len(some) / count)) for some in layers)
     streams = Streams(4096, 0.0, lambda n: n / count, 0.0, loads)
     took = [streams.seconds(recompute_lengths(4096, RATIOS, count, layers, steepness=steep)) for steep in STEEPNESS]
     assert np.min(took) < most * 4096 / (1 + 1 / load)
