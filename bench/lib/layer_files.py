@@ -11,7 +11,7 @@ import torch
 from lib.made_contexts import SUFFIX, Contexts
 from transformers.cache_utils import DynamicLayer
 
-from hf_tiered_cache.store.engines import PosixEngine, ReadOp, ReadReport
+from hf_tiered_cache.store.engines import PosixEngine, ReadOp
 from hf_tiered_cache.store.memory import aligned_bytes
 
 
@@ -38,7 +38,7 @@ class LayerFiles:
         self._buffers = [aligned_bytes(count * 4).view(torch.float32).view(buffer_shape) for _ in range(2)]
         self.context_tokens = contexts.tokens
         self.step_bytes = tensors.nbytes * contexts.layers
-        self._under_way: Future[ReadReport] | None = None
+        self._under_way: Future[int] | None = None
 
     def read(self, layer: int) -> torch.Tensor:
         """Return keys and values, `[2, rows, kv_heads, columns, dim]`, valid until the next layer is read."""
@@ -49,7 +49,7 @@ class LayerFiles:
         self._under_way = self._start((layer + 1) % self._layers)
         return self._buffers[layer % 2]
 
-    def _start(self, layer: int) -> Future[ReadReport]:
+    def _start(self, layer: int) -> Future[int]:
         pieces = self._buffers[layer % 2][..., : self.context_tokens, :].flatten(0, 2)
         size = pieces[0].numel() * 4
         ops = [ReadOp(self._files[layer], n * size, piece.view(-1).view(torch.uint8)) for n, piece in enumerate(pieces)]

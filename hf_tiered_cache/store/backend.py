@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from .engines import EngineFile, ReadOp, ReadReport
+from .engines import EngineFile, ReadOp
 from .kinds import PIN, SEGMENT, SEGMENT_SUFFIX, file_of
 from .lazy import torch
 from .records import RecordFiles
@@ -130,8 +130,8 @@ class SegmentBackend(Protocol):
             FormatError, OSError: as `head`.
         """
 
-    def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
-        """Read byte ranges of open segments in the background.
+    def read(self, ops: Sequence[ReadOp]) -> Future[int]:
+        """Read byte ranges of open segments in the background. The future returns the number of bytes read.
 
         The future keeps the destinations alive, and resolves only when nothing writes to them any more. It fails with
         OSError if bytes are missing or cannot be read; the `filename` of the error is the `path` of the file.

@@ -22,7 +22,7 @@ from stat import S_ISREG
 from ..errors import StoreBusyError
 from .backend import HeadLength, SegmentBackend
 from .database import has_database
-from .engines import Engine, EngineFile, ReadOp, ReadReport
+from .engines import Engine, EngineFile, ReadOp
 from .format import HEADER_BYTES
 from .kinds import (
     CALIBRATIONS,
@@ -109,7 +109,7 @@ class FolderBackend(SegmentBackend):
                         return stored, head, file
         raise OSError(errno.EAGAIN, "it is replaced repeatedly", path)
 
-    def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+    def read(self, ops: Sequence[ReadOp]) -> Future[int]:
         return self.engine.submit(ops)
 
     def register(self, memory: torch.Tensor) -> None:

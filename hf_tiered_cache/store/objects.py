@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import FormatError, StoreBusyError
 from .backend import HeadLength, SegmentBackend
-from .engines import EngineFile, ReadOp, ReadReport
+from .engines import EngineFile, ReadOp
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
 from .hedged import HedgedReads
@@ -187,7 +187,7 @@ class ObjectBackend(ABC, SegmentBackend):
         name = _object_name(*file_of(segment_id))
         return stored, head, ObjectFile(self.where(segment_id), name, stored.version)
 
-    def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+    def read(self, ops: Sequence[ReadOp]) -> Future[int]:
         return in_threads(self._pool, self._threads, coalesce(ops), self._read)
 
     def _read(self, call: Call) -> int:

@@ -17,7 +17,7 @@ from ..errors import EvictedError, FormatError, IntegrityError
 from .backend import HeadLength, SegmentBackend
 from .cipher import Plain
 from .container import Guard, check_not_sparse, check_tag, content_of
-from .engines import EngineFile, ReadOp, ReadReport
+from .engines import EngineFile, ReadOp
 from .format import HEADER_BYTES, PREFIX, SegmentHeader, decode_header, decode_tables
 from .geometry import HASH_TOKENS
 from .lazy import torch
@@ -145,7 +145,7 @@ class SegmentReader:
             if bad is not None:
                 raise self.damaged(block_group, first + bad)
 
-    def read(self, block_group: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
+    def read(self, block_group: int, runs: Sequence[BlockRun]) -> Future[int]:
         """Read runs of blocks of one KV cache group, and verify every block. See `read_batch`."""
         return read_batch([(self, block_group, runs)])
 
@@ -165,17 +165,17 @@ Asked = tuple[SegmentReader, int, Sequence[BlockRun]]
 """A segment, the number of a KV cache group, and runs of its blocks."""
 
 
-def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[ReadReport]:
+def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[int]:
     """Read runs of blocks of several segments of a store in one submission, and verify all blocks read to CPU memory.
 
     Those of `unseen` are in device memory, and the caller verifies them. Returns a future that fails with
     IntegrityError or OSError (see `SegmentReader.caused`), and is resolved only when nothing writes to the destinations
     any more.
     """
-    checked: Future[ReadReport] = Future()
+    checked: Future[int] = Future()
     checked.set_running_or_notify_cancel()
 
-    def check(future: Future[ReadReport]) -> None:
+    def check(future: Future[int]) -> None:
         try:
             report = future.result()
             for reader, block_group, runs in requests:

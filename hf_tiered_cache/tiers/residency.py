@@ -18,7 +18,6 @@ from functools import partial
 import numpy as np
 
 from ..stats import StatsCollector
-from ..store.engines import ReadReport
 from ..store.lazy import torch
 from ..store.segment import read_batch
 from ..store.threads import Apart, Step
@@ -187,9 +186,9 @@ class Residency:
                 read_future.set_exception(error.with_traceback(None))  # the traceback would reference this frame
             read_future.add_done_callback(on_read)
 
-        def on_read(read_future: Future[ReadReport]) -> None:
+        def on_read(read_future: Future[int]) -> None:
             error = read_future.exception()
-            collector.read_done(0 if error else read_future.result().nbytes)
+            collector.read_done(0 if error else read_future.result())
             for fetch in disk_fetches:
                 count = len(fetch.fetched.from_disk)
                 found_count, lost_count = (0, count) if error else (count, 0)

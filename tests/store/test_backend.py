@@ -90,8 +90,8 @@ def test_what_is_written_is_found_and_read(backend):
     assert whole(backend) == DATA
     file = opened(backend)
     first, second = aligned_bytes(4096), aligned_bytes(4096)
-    report = backend.read([ReadOp(file, 4096, first), ReadOp(file, 12288, second)]).result()
-    assert report.nbytes >= 8192
+    nbytes = backend.read([ReadOp(file, 4096, first), ReadOp(file, 12288, second)]).result()
+    assert nbytes >= 8192
     assert bytes(first.numpy()) + bytes(second.numpy()) == DATA[4096:8192] + DATA[12288:]
     assert A in backend.where(A)
 

@@ -98,9 +98,9 @@ def test_a_disk_with_large_sectors_is_read_in_whole_pages(tmp_path, monkeypatch,
         for offset, nbytes in places:
             ops.append(ReadOp(file, offset, memory[at : at + nbytes]))
             at += nbytes
-        report = engine.submit(ops).result(timeout=10)
+        nbytes_read = engine.submit(ops).result(timeout=10)
         expected = np.concatenate([data[offset : offset + nbytes] for offset, nbytes in places])
         assert np.array_equal(memory[:at].numpy(), expected)
-        assert report.nbytes == sum(sizes) and file.direct
+        assert nbytes_read == sum(sizes) and file.direct
         sizes.clear()
     engine.close()

@@ -31,7 +31,6 @@ from segments import LAYOUT
 from thorough import pairs
 
 from hf_tiered_cache.stats import StatsCollector
-from hf_tiered_cache.store.engines import ReadReport
 from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.shape import SegmentShape
 from hf_tiered_cache.tiers import device as device_module
@@ -87,7 +86,7 @@ class Disk:
         self.world, self.pending = world, []
 
     def read_batch(self, asked, unseen=()):
-        future: Future[ReadReport] = Future()
+        future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         runs = [run for *_, runs in (*asked, *unseen) for _, run in runs]
         self.pending.append((future, self.world.new_actor(), runs))
@@ -98,7 +97,7 @@ class Disk:
             future, actor, runs = self.pending.pop(self.world.random.randrange(len(self.pending)))
             self.world.act(actor, [], runs, "read from disk", launched=False)
             join(self.world.clocks[HOST], self.world.clocks[actor])
-            future.set_result(ReadReport(sum(run.numel() for run in runs), 0.0))
+            future.set_result(sum(run.numel() for run in runs))
 
 
 class Run:

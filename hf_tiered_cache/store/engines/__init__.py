@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ...errors import ConfigError, EngineUnavailableError, unknown_name
-from .base import Engine, EngineFile, ReadOp, ReadReport
+from .base import Engine, EngineFile, ReadOp
 from .kvikio import KvikioEngine
 from .posix import PosixEngine
 
@@ -20,7 +20,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "posix": PosixEngine,
 }
 
-__all__ = ["ENGINES", "Engine", "EngineFile", "ReadOp", "ReadReport", "open_engine"]
+__all__ = ["ENGINES", "Engine", "EngineFile", "ReadOp", "open_engine"]
 
 logger = logging.getLogger("hf_tiered_cache")
 

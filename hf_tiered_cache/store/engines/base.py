@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,13 +35,6 @@ class ReadOp(NamedTuple):
     dest: torch.Tensor
 
 
-class ReadReport(NamedTuple):
-    """Cost of a batch of reads: bytes read from the files, gaps included, and seconds from submission to completion."""
-
-    nbytes: int
-    seconds: float
-
-
 class Engine(ABC):
     """Asynchronous reader of batches of byte ranges."""
 
@@ -56,8 +48,8 @@ class Engine(ABC):
         """Open `path` for reading. Raises OSError."""
 
     @abstractmethod
-    def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
-        """Start a batch of reads.
+    def submit(self, ops: Sequence[ReadOp]) -> Future[int]:
+        """Start a batch of reads. The future returns the number of bytes that were read from files, gaps included.
 
         The future keeps the destinations alive. It resolves only when no part of the batch accesses them any more,
         whether the batch succeeded or not. A short or failing read is an OSError.
@@ -113,16 +105,15 @@ _CLOSED = "the store was closed during this operation; open it again"
 
 
 class Batch:
-    """Future of a batch that several workers share. It resolves when the last worker is done."""
+    """Future of the bytes of a batch that several workers read. It resolves when the last worker is done."""
 
     def __init__(self, workers: int) -> None:
-        self.future: Future[ReadReport] = Future()
+        self.future: Future[int] = Future()
         self.future.set_running_or_notify_cancel()
         self._left = self._undropped = workers
         self._nbytes = 0
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._started = time.perf_counter()
 
     def run(self, work: Callable[[], int]) -> None:
         """Run one worker's share, which returns the number of bytes read, and add its result to the batch."""
@@ -143,7 +134,7 @@ class Batch:
             elif self._error is not None:
                 self.future.set_exception(self._error)
             else:
-                self.future.set_result(ReadReport(self._nbytes, time.perf_counter() - self._started))
+                self.future.set_result(self._nbytes)
 
     def drop(self) -> None:
         """Count a worker that the closed pool does not run. Those that have begun read everything."""
@@ -154,7 +145,7 @@ class Batch:
 
 def in_threads(
     pool: ThreadPoolExecutor | DaemonPool, threads: int, reads: Sequence[_Read], run: Callable[[_Read], int]
-) -> Future[ReadReport]:
+) -> Future[int]:
     """Run reads, each of which returns its bytes, in up to `threads` threads of a pool. Raises StoreClosedError."""
     queue = iter(reads)  # shared: next() on a list iterator is atomic, so fast workers take more
     workers = max(1, min(threads, len(reads)))

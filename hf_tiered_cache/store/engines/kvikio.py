@@ -35,7 +35,7 @@ from typing import Any, cast
 
 from ...errors import EngineUnavailableError
 from ..lazy import torch
-from .base import Engine, EngineFile, ReadOp, ReadReport, in_threads
+from .base import Engine, EngineFile, ReadOp, in_threads
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -104,7 +104,7 @@ class KvikioEngine(Engine):
     def open(self, path: str) -> KvikioFile:
         return KvikioFile(self._kvikio, path)
 
-    def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+    def submit(self, ops: Sequence[ReadOp]) -> Future[int]:
         self._deregister_gone()
         return in_threads(self._pool, self.threads, [task for op in ops for task in _tasks_of(op)], self._read)
 

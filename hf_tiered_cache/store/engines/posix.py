@@ -18,7 +18,7 @@ from typing import cast
 from ..geometry import ALIGNMENT, BLOCK_ALIGNMENT, aligned
 from ..lazy import torch
 from ..tree import open_file
-from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce, in_threads
+from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, coalesce, in_threads
 
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
 """Errors that mean that direct I/O is impossible. A file system without it reports them on opening, or only on reading.
@@ -70,7 +70,7 @@ class PosixEngine(Engine):
     def open(self, path: str) -> PosixFile:
         return PosixFile(path, self.direct)
 
-    def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+    def submit(self, ops: Sequence[ReadOp]) -> Future[int]:
         return in_threads(self._pool, self.threads, coalesce(ops), self.read)
 
     def close(self) -> None:
