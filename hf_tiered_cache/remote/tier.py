@@ -102,33 +102,22 @@ class RemoteTier:
         covered = runs[-1].stop if runs else start
         if covered >= len(prefix_hashes) or not self._disk.backend.writable:
             return False
-        reason = self._bring(prefix_hashes, rows, start, partial(_saved, cache(seconds), covered), began)
+        saved = partial(_saved, cache(seconds), covered)
+        names = [prefix_hash.hex() for prefix_hash in prefix_hashes]
+        entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved(len(prefix_hashes)))
+        if isinstance(entries, str):
+            reasons = [entries]
+        else:
+            fetch_runs = partial(self._fetch_runs, prefix_hashes, rows, entries, start, saved, began)
+            reasons = [fetch_runs()]
+            while reasons[-1] == UNUSABLE and len(reasons) < _PLANS:
+                reasons.append(fetch_runs())
+        reason = reasons[-1] and reasons[0]
         self._count(lookups=1, hits=not reason, waiting_seconds=time.monotonic() - began)
         if reason:
             with self._lock:
                 self._stats.misses[reason] = self._stats.misses.get(reason, 0) + 1
         return not reason
-
-    def _bring(
-        self,
-        prefix_hashes: Sequence[bytes],
-        rows: Sequence[SegmentRow],
-        start: int,
-        saved: Callable[[int], float],
-        began: float,
-    ) -> str:
-        """Fetch segments of a prompt, and return the reason if nothing was fetched, or "". For arguments see `bring`.
-
-        `saved` returns the seconds saved if so many prefix hashes are stored. The prompt waits since `began`.
-        """
-        names = [prefix_hash.hex() for prefix_hash in prefix_hashes]
-        entries = self.look_ups.find(names, _LOOK_UP_SHARE * saved(len(prefix_hashes)))
-        if isinstance(entries, str):
-            return entries
-        reasons: list[str] = []
-        while not reasons or (reasons[-1] == UNUSABLE and len(reasons) < _PLANS):
-            reasons.append(self._fetch_runs(prefix_hashes, rows, entries, start, saved, began))
-        return reasons[-1] and reasons[0]
 
     def _fetch_runs(
         self,
@@ -139,7 +128,11 @@ class RemoteTier:
         saved: Callable[[int], float],
         began: float,
     ) -> str:
-        """Fetch the segments that continue a prompt furthest, and return the reason if none was, as `_bring` does."""
+        """Fetch the segments that continue a prompt furthest, and return the reason if none was fetched, or "".
+
+        For arguments see `bring`. `saved` returns the seconds saved if so many prefix hashes are stored. The prompt
+        waits since `began`.
+        """
         local, now = {row.id for row in rows}, time.monotonic()
         others = [e.row for e in entries if e.row.id not in local and self._hidden.get(e.row.id, 0.0) <= now]
         runs = longest_prefix(prefix_hashes, [*rows, *others], start)
@@ -244,30 +237,24 @@ class RemoteTier:
         """Read and verify a segment of the remote, and store it here. Raises FormatError, IntegrityError or OSError."""
         began = time.monotonic()
         with self.link.fetching() as note_bytes:
-            is_stored, nbytes = self._read_into_store(segment_id, row, num_hashes)
+            reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
+            if row is not None and not reader.chain.startswith(row.chain):
+                raise FormatError(f"segment {segment_id} does not have the tokens of its entry")
+            hashes = hashes_of(reader.chain)
+            header = beginning_of(reader.header, hashes, num_hashes or len(hashes))
+            hashes = hashes[: -(-header.shape.tokens // HASH_TOKENS)]
+            is_whole = header is reader.header
+            nbytes = header.file_bytes if is_whole else header.blocks.offset + header.shape.blocks_bytes
+            try:
+                with self.writes.not_offered(header.id):
+                    is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=self._admit)
+            except _FetchError as error:
+                assert isinstance(error.__cause__, IntegrityError | OSError)
+                raise error.__cause__ from None
             note_bytes(nbytes)
         self.fetch_breaker.succeeded()
         self._count(segments_read=1, bytes_read=nbytes, read_seconds=time.monotonic() - began)
         return is_stored
-
-    def _read_into_store(self, segment_id: str, row: SegmentRow | None, num_hashes: int | None) -> tuple[bool, int]:
-        """Write a segment of the remote to the local store. Returns whether it is stored, and the bytes read."""
-        reader = SegmentReader(self.remote, segment_id, True, self._disk.cipher)
-        if row is not None and not reader.chain.startswith(row.chain):
-            raise FormatError(f"segment {segment_id} does not have the tokens of its entry")
-        hashes = hashes_of(reader.chain)
-        header = beginning_of(reader.header, hashes, num_hashes or len(hashes))
-        hashes = hashes[: -(-header.shape.tokens // HASH_TOKENS)]
-        nbytes = header.file_bytes  # of the whole segment
-        if header is not reader.header:
-            nbytes = header.blocks.offset + header.shape.blocks_bytes
-        try:
-            with self.writes.not_offered(header.id):
-                is_stored = self._disk.publish(header, hashes, _groups(reader, header.shape), written=self._admit)
-        except _FetchError as error:
-            assert isinstance(error.__cause__, IntegrityError | OSError)
-            raise error.__cause__ from None
-        return is_stored, nbytes
 
     def _judge(self, segment_id: str, row: SegmentRow | None, error: FormatError | IntegrityError | OSError) -> None:
         """Handle a segment that could not be fetched: delete what is damaged or leads to nothing."""
@@ -334,10 +321,10 @@ def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
     """Yield the first verified blocks of each KV cache group, and read the next ones meanwhile. Raises _FetchError."""
     count = len(shape.block_groups)
 
-    def begin(group: int) -> tuple[torch.Tensor, Future[object]]:
+    def begin(group: int) -> tuple[torch.Tensor, Future[int]]:
         block_group = shape.block_groups[group]
         blocks = aligned_bytes(shape.chunks_in(block_group) * block_group.block_bytes).view(-1, block_group.block_bytes)
-        return blocks, reader.read(group, [(0, blocks)])  # type: ignore[return-value]
+        return blocks, reader.read(group, [(0, blocks)])
 
     try:
         pending = begin(0) if count else None
