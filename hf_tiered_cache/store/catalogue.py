@@ -185,9 +185,6 @@ class Catalogue(Database):
         rows = self.execute("SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC")
         return _sound(rows, (str, int, _TYPES["float | None"]))
 
-    def expired(self, now: float) -> list[SegmentRow]:
-        return self._rows("WHERE expires IS NOT NULL AND expires <= ?", now)
-
     def ids(self) -> set[str]:
         return {segment_id for (segment_id,) in self.execute("SELECT id FROM segments")}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -155,7 +154,7 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         except OSError as error:
             raise StoreError(f"{store.place}: pins cannot be listed ({error.strerror}); check the disk") from error
         rows = {row.id: row for row in store.index.rows()}
-        expired = [row.id for row in store.index.ask(lambda c: c.expired(time.time()), []) if row.id not in pinned]
+        expired = [row.id for row in rows.values() if row.is_expired and row.id not in pinned]
         damaged = [row.id for row in rows.values() if row.valid_hashes == 0 and row.id not in expired]
         damaged += [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
         report.expired, report.damaged = len(expired), len(damaged)
