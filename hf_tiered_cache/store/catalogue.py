@@ -45,10 +45,6 @@ _SCHEMA = (
     "CREATE INDEX by_kind ON segments(fingerprint, provenance, key)",
     f"PRAGMA user_version={SCHEMA_VERSION}",
 )
-_COLUMNS = (
-    "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain, "
-    "label, key, scan"
-)  # in the order of the fields of `SegmentRow`
 _OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
 """Fields that may differ from the file: they are kept only here, or segments are not found by them."""
 _FROM_THE_FUTURE = """UPDATE segments
@@ -129,6 +125,7 @@ class SegmentRow:
 
 _TYPES: dict[str, Any] = {"str": str, "bytes": bytes, "int": int, "float": float, "float | None": (float, NoneType)}
 _FIELD_TYPES = [_TYPES[str(field.type)] for field in fields(SegmentRow)]
+_COLUMNS = ", ".join(field.name for field in fields(SegmentRow)).replace("valid_hashes", "usable_links")
 
 
 class Catalogue(Database):
