@@ -125,9 +125,7 @@ class Index:
 
     def scan(self) -> None:
         """Synchronize the catalogue with the backend: add segments without a row, and remove rows without a segment."""
-        generation = self.catalogue.generation
-        unknown: set[str] | None = None
-        catalogue_ids = self.ask(Catalogue.ids, unknown)
+        generation, listed = self.catalogue.generation, self.ask(Catalogue.ids, None)
         try:
             present = set(self._backend.names())
         except OSError as error:
@@ -138,10 +136,12 @@ class Index:
                 "far are kept",
             )
             return
-        self.remove((catalogue_ids or set()) - present)
-        self._unread, self._scanned = catalogue_ids is None, time.monotonic()
-        unlisted = list(present - (catalogue_ids or set()))
-        self.unlisted = unlisted if catalogue_ids is None else self.adopt(unlisted)
+        self._unread, self._scanned = listed is None, time.monotonic()
+        if listed is None:
+            self.unlisted = list(present)
+        else:
+            self.remove(listed - present)
+            self.unlisted = self.adopt(list(present - listed))
         self.ask(Catalogue.set_right_clocks, None)
         self._scanned_generation = generation
 
