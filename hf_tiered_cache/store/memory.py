@@ -32,19 +32,15 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
             memory is pageable: copies are slower, but correct.
         device: device of the memory.
     """
-    with torch.inference_mode(False):  # threads outside the caller's inference mode also write to the tensor
-        return _aligned_bytes(nbytes, pin, torch.device(device))
-
-
-def _aligned_bytes(nbytes: int, pin: bool, device: torch.device) -> torch.Tensor:
     size = nbytes + ALIGNMENT
-    memory = try_page_lock(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=True)) if pin else None
-    if memory is None and device.type == "cpu" and nbytes >= HUGE_PAGE:
-        return _huge_pages(nbytes)[2]
-    if memory is None:
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
-    start = -memory.data_ptr() % ALIGNMENT
-    return memory[start : start + nbytes]
+    with torch.inference_mode(False):  # threads outside the caller's inference mode also write to the tensor
+        memory = try_page_lock(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=True)) if pin else None
+        if memory is None and torch.device(device).type == "cpu" and nbytes >= HUGE_PAGE:
+            return _huge_pages(nbytes)[2]
+        if memory is None:
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % ALIGNMENT
+        return memory[start : start + nbytes]
 
 
 def try_page_lock(allocate: Callable[[], torch.Tensor]) -> torch.Tensor | None:
