@@ -308,9 +308,8 @@ class Writer:
         with self._lock:
             self._waiting.remove(pending)
         try:
-            block_groups = self._checked(pending)
             stored = self._store.publish(
-                pending.header, pending.prefix_hashes, block_groups, pending.ancestors, pending.written
+                pending.header, pending.prefix_hashes, self._block_groups(pending), pending.ancestors, pending.written
             )
         finally:
             if not stored:
@@ -322,26 +321,23 @@ class Writer:
             self._leave_device(pending)
             pending.done.open()
 
-    def _checked(self, pending: PendingSegment) -> Iterator[Group]:
+    def _block_groups(self, pending: PendingSegment) -> Iterator[Group]:
         """Yield the KV cache groups of a segment, and note why it is refused, if it is."""
         try:
-            yield from self._block_groups(pending)
+            groups = pending.block_groups()
+            while (blocks := next(groups, None)) is not None:
+                self._step()
+                yield blocks
+                if self._short or self.queued_device_bytes > self._most_on_devices:
+                    if pending.on_device is not None:
+                        groups, pending.block_groups = iter(_kept(groups)), partial(iter, ())
+                        self._leave_device(pending)
+                    self._relieve()
+            if reason := pending.objection():
+                raise KVRefusedError(reason)
         except KVRefusedError as error:
             pending.refusal = str(error)
             raise
-
-    def _block_groups(self, pending: PendingSegment) -> Iterator[Group]:
-        groups = pending.block_groups()
-        while (blocks := next(groups, None)) is not None:
-            self._step()
-            yield blocks
-            if self._short or self.queued_device_bytes > self._most_on_devices:
-                if pending.on_device is not None:
-                    groups, pending.block_groups = iter(_kept(groups)), partial(iter, ())
-                    self._leave_device(pending)
-                self._relieve()
-        if reason := pending.objection():
-            raise KVRefusedError(reason)
 
 
 def _kept(groups: Iterator[Group]) -> list[Group]:
