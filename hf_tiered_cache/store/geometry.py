@@ -317,19 +317,20 @@ def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]
             by_window.setdefault(layer_kv.window, []).append(index)
     step = geometry.layers_per_block
     tensors: list[tuple[TensorName, ...]] = [("key",), ("value",)] if geometry.split_kv else [("key", "value")]
-    group_parts: list[tuple[int, tuple[Part, ...], bool]] = []
-    for window, layers in by_window.items():
-        for group_layers in in_groups(layers, step, 0 if window else geometry.solo_layers):
-            for names in tensors:
-                for head_range in _head_ranges(layout, group_layers, geometry.heads_per_block):
-                    if parts := tuple(_parts(layout, geometry, group_layers, names, head_range)):
-                        group_parts.append((window, parts, False))
+    units = [
+        (window, group_layers, False)
+        for window, layers in by_window.items()
+        for group_layers in in_groups(layers, step, 0 if window else geometry.solo_layers)
+    ]
     for pair in geometry.pairs:
         _check_alike(layout, pair)
+        units.append((0, list(pair), True))
+    group_parts: list[tuple[int, tuple[Part, ...], bool]] = []
+    for window, layers, merged in units:
         for names in tensors:
-            for head_range in _head_ranges(layout, [pair[0]], geometry.heads_per_block):
-                if parts := tuple(_merged_parts(layout, geometry, pair, names, head_range)):
-                    group_parts.append((0, parts, True))
+            for head_range in _head_ranges(layout, layers, geometry.heads_per_block):
+                if parts := tuple(_parts(layout, geometry, layers, names, head_range, merged)):
+                    group_parts.append((window, parts, merged))
     group_parts.sort(key=lambda block_group: block_group[1][0].layer)
     numbered = [
         BlockGroup(number, parts, window, merged=merged) for number, (window, parts, merged) in enumerate(group_parts)
@@ -363,48 +364,28 @@ def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> 
     return [(first, first + per_block) for first in range(0, most, per_block)]
 
 
-def _heads_in(layer: LayerKV, name: TensorName, heads: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the first head of a range and the number of the layer's heads in it; 0 or less beyond the last head."""
-    first, stop = heads if heads is not None else (0, layer.heads(name))
-    return first, min(stop, layer.heads(name)) - first
-
-
 def _parts(
     layout: KVLayout,
     geometry: Geometry,
     layers: list[int],
     names: tuple[TensorName, ...],
     heads: tuple[int, int] | None,
+    merged: bool = False,
 ) -> Iterator[Part]:
-    codec, offset = make_codec(geometry.codec), 0
-    for index in layers:
+    """Yield the parts of a KV cache group: of each layer, or of a pair that shares a direction, with a factor each."""
+    codec, offset = (merged_codec if merged else make_codec)(geometry.codec), 0
+    for index in layers[:1] if merged else layers:
         layer = layout.layer(index)
         for name in names:
-            first, count = _heads_in(layer, name, heads)
-            if count > 0:
+            first, stop = (0, layer.heads(name)) if heads is None else heads
+            if (count := min(stop, layer.heads(name)) - first) > 0:
                 slots = _slots(codec, layout.dtype, layer.dim(name), count * geometry.chunk_tokens, offset)
-                offset = slots[-1].offset + slots[-1].nbytes
                 yield Part(index, name, first, count, layer.dim(name), slots)
-
-
-def _merged_parts(
-    layout: KVLayout,
-    geometry: Geometry,
-    pair: tuple[int, int],
-    names: tuple[TensorName, ...],
-    heads: tuple[int, int] | None,
-) -> Iterator[Part]:
-    """Yield the parts of both layers for each tensor: a shared direction, and a factor of each layer."""
-    codec, offset, layer = merged_codec(geometry.codec), 0, layout.layer(pair[0])
-    for name in names:
-        first, count = _heads_in(layer, name, heads)
-        if count > 0:
-            slots = _slots(codec, layout.dtype, layer.dim(name), count * geometry.chunk_tokens, offset)
-            direction, factor = slots
-            next_factor = replace(factor, offset=factor.offset + factor.nbytes)
-            offset = next_factor.offset + next_factor.nbytes
-            yield Part(pair[0], name, first, count, layer.dim(name), slots)
-            yield Part(pair[1], name, first, count, layer.dim(name), (direction, next_factor))
+                if merged:
+                    direction, factor = slots
+                    slots = direction, replace(factor, offset=factor.offset + factor.nbytes)
+                    yield Part(layers[1], name, first, count, layer.dim(name), slots)
+                offset = slots[-1].offset + slots[-1].nbytes
 
 
 def _slots(codec: Codec, dtype: torch.dtype, dim: int, vectors: int, offset: int) -> tuple[FieldSlot, ...]:
