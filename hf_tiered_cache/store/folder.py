@@ -25,14 +25,10 @@ from .database import has_database
 from .engines import Engine, EngineFile, ReadOp
 from .format import HEADER_BYTES
 from .kinds import (
-    CALIBRATIONS,
     CATALOGUE,
     CATALOGUE_NAME,
-    CONVERSATION,
-    CONVERSATION_LOCK,
     DATABASE_FILES,
-    DOCUMENT,
-    FIXED_FILES,
+    KINDS,
     LOCK,
     LOCK_SUFFIX,
     PIN,
@@ -59,8 +55,8 @@ _OPENINGS = 100
 """Maximum number of attempts to open a file that is replaced between two calls each time."""
 _MOST_UNSYNCED = 1000
 """Maximum number of files that wait to be made durable."""
-_UNNAMED = (*FIXED_FILES.values(), CALIBRATIONS, TEMPORARY, TEMPORARY_LOCK, CONVERSATION, CONVERSATION_LOCK, DOCUMENT)
-"""Kinds of files that take space and are neither segments nor sidecars."""
+_UNNAMED = tuple(kind for kind in KINDS if kind not in (SEGMENT, SIDECAR, PIN))
+"""Kinds of files that take space and are neither segments nor sidecars. Pins are empty."""
 
 
 class FolderBackend(SegmentBackend):
