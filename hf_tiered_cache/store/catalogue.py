@@ -230,11 +230,11 @@ class Catalogue(Database):
 
     def add(
         self, rows: Sequence[tuple[SegmentRow, Mapping[str, str]]], publish: Callable[[], None] = lambda: None
-    ) -> None:
+    ) -> bool:
         """Add rows, each with the description of its model ({} leaves the stored one), in one transaction.
 
         `publish` gives the segments' files their names. Both happen, or neither: a file without a row would not be
-        found or counted.
+        found or counted. Returns True; the index returns False if this fails.
         """
         marks = ", ".join("?" * len(_FIELD_TYPES))
 
@@ -248,6 +248,7 @@ class Catalogue(Database):
                 publish()
 
         self.run(enter)
+        return True
 
     def remove(self, numbers: Mapping[str, int]) -> None:
         """Remove the rows with these numbers (see `numbers`), but none that was added since they were read."""

@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..stats import Counters
 from .backend import SegmentBackend, Upload
-from .catalogue import Catalogue, SegmentRow
+from .catalogue import SegmentRow
 from .cipher import Plain
 from .container import Group, PackedBlocks, content_of, write_blocks
 from .faults import Faults, figure_of, is_of_the_process, out_of_descriptors
@@ -270,13 +270,9 @@ class SegmentStore(Space):
                 upload.publish(replaces)
                 is_published = True
 
-        def enter(catalogue: Catalogue) -> bool:
-            catalogue.add([(row, header.model)], publish)
-            return True
-
         is_listed = False
         try:
-            is_listed = self.index.ask(enter, False)
+            is_listed = self.index.add([(row, header.model)], publish)
         finally:  # Ctrl-C interrupts before or after the row is added
             if is_published and not is_listed and not replaces and self.index.row(header.id) is None:
                 self.backend.delete(header.id)

@@ -111,6 +111,7 @@ class Index:
     provenances = _query(Catalogue.provenances, list)
     scores = _query(Catalogue.scores, list)
     keep_scores = _query(Catalogue.keep_scores, lambda: None)
+    add = _query(Catalogue.add, lambda: False)
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
         """Return the given segments that exist and are usable, or None if the catalogue fails."""
@@ -171,12 +172,7 @@ class Index:
         for first in range(0, len(ids), _AT_ONCE):
             batch = {segment_id: self._read(segment_id) for segment_id in ids[first : first + _AT_ONCE]}
             rows = [row for row in batch.values() if row is not None]
-
-            def enter(catalogue: Catalogue, rows: list[_Row] = rows) -> bool:
-                catalogue.add(rows)
-                return True
-
-            if rows and not self.ask(enter, False):
+            if rows and not self.add(rows):
                 self._unread = True
                 return rejected + list(ids[first:])
             rejected += [segment_id for segment_id, row in batch.items() if row is None]

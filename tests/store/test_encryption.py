@@ -775,7 +775,7 @@ def test_commands_that_store_take_the_key(run, tmp_path, model, key_file, monkey
 
     def noting(self, rows, *more):
         keys.update(row.key for row, _ in rows)
-        add(self, rows, *more)
+        return add(self, rows, *more)
 
     monkeypatch.setattr(Catalogue, "add", noting)
     asked = ("--passages", 2, "--tokens", 32, "--repeats", 1, "--json", "--key-file", key_file)
