@@ -160,7 +160,7 @@ def blocks_in_memory(residency: Residency, reader: SegmentReader, block_group: i
 
     They are uint8 `[chunks, block_bytes]`, and int64, ascending.
     """
-    blocks = reader.room_for(block_group)
+    blocks = reader.shape.room_for(reader.shape.block_groups[block_group])
     missing, cpu = np.arange(len(blocks)), torch.device("cpu")
     on_host = residency.find(reader.owners[block_group], missing, cpu)["host"]
     if len(on_host):

@@ -26,9 +26,8 @@ from ..store import hashes_of
 from ..store.catalogue import SegmentRow
 from ..store.container import Group, PackedBlocks
 from ..store.disk import SegmentStore, Written
-from ..store.geometry import HASH_TOKENS
+from ..store.geometry import HASH_TOKENS, BlockGroup
 from ..store.lazy import torch
-from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
@@ -319,23 +318,19 @@ class RemoteTier:
 
 def _groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[Group]:
     """Yield the first verified blocks of each KV cache group, and read the next ones meanwhile. Raises _FetchError."""
-    count = len(shape.block_groups)
 
-    def begin(group: int) -> tuple[torch.Tensor, Future[int]]:
-        block_group = shape.block_groups[group]
-        blocks = aligned_bytes(shape.chunks_in(block_group) * block_group.block_bytes).view(-1, block_group.block_bytes)
-        return blocks, reader.read(group, [(0, blocks)])
+    def begin(group: BlockGroup) -> tuple[int, torch.Tensor, Future[int]]:
+        blocks = shape.room_for(group)
+        return group.index, blocks, reader.read(group.index, [(0, blocks)])
 
     try:
-        pending = begin(0) if count else None
-        for group in range(count):
-            assert pending is not None
-            blocks, future = pending
-            pending = begin(group + 1) if group + 1 < count else None
+        reads = map(begin, shape.block_groups)
+        begun = next(reads, None)
+        while begun is not None:
+            (number, blocks, future), begun = begun, next(reads, None)
             future.result()
-            sealed = reader.header.seal is not None
-            lin64 = reader.digests[group]["lin64"][: len(blocks)].view("<i8")
-            yield blocks if sealed else PackedBlocks(blocks, lin64)
+            lin64 = reader.digests[number]["lin64"][: len(blocks)].view("<i8")
+            yield blocks if reader.header.seal is not None else PackedBlocks(blocks, lin64)
     except (IntegrityError, OSError) as error:
         raise _FetchError from error
 

@@ -21,7 +21,6 @@ from .engines import EngineFile, ReadOp
 from .format import HEADER_BYTES, PREFIX, SegmentHeader, decode_header, decode_tables
 from .geometry import HASH_TOKENS
 from .lazy import torch
-from .memory import aligned_bytes
 from .shape import SegmentShape
 from .threads import PerProcess
 from .tree import Stored
@@ -151,14 +150,9 @@ class SegmentReader:
 
     def blocks(self, block_group: int) -> torch.Tensor:
         """Read all blocks of one KV cache group, uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
-        blocks = self.room_for(block_group)
+        blocks = self.shape.room_for(self.shape.block_groups[block_group])
         self.read(block_group, [(0, blocks)]).result()
         return blocks
-
-    def room_for(self, block_group: int) -> torch.Tensor:
-        """Allocate memory for all blocks of one KV cache group, uint8 `[chunks, block_bytes]`."""
-        group = self.shape.block_groups[block_group]
-        return aligned_bytes(self.shape.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
 
 
 Asked = tuple[SegmentReader, int, Sequence[BlockRun]]

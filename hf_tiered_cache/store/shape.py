@@ -12,7 +12,7 @@ from ..errors import FormatError
 from .codecs import Codec, checked_decode, checked_encode, make_codec, merged_codec
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, JoinedParts, KVLayout, Part, block_groups
 from .lazy import torch
-from .memory import to_device
+from .memory import aligned_bytes, to_device
 
 NOT_HELD = 0xFFFFFFFF
 """Entry of a token table: the KV cache group does not hold this token."""
@@ -296,6 +296,10 @@ class SegmentShape:
         return (self.tables.slot_of_token != NOT_HELD).sum(axis=1)
 
     # --- tensors
+
+    def room_for(self, group: BlockGroup) -> torch.Tensor:
+        """Allocate aligned memory for all blocks of a KV cache group, uint8 `[chunks, block_bytes]`."""
+        return aligned_bytes(self.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
 
     def field_views(self, blocks: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
         """Return views of a part's fields in blocks, uint8 `[n, block_bytes]`: `[n, heads, chunk_tokens, dim]` each."""
