@@ -241,8 +241,6 @@ class SegmentRewriter:
         reader, pinned = self._disk.reader(old), old in self._disk.backend.pinned()
         if reader is None or not self._disk.backend.writable:
             return False
-        if tables is not None and tables.same(None):
-            tables = None
         sidecars = self._disk.sidecars.all_of(reader)  # before the new segment needs their room on disk
         handover = Handover(self._residency, reader) if hand_over else None
         header, prefix_hashes, block_groups = join_segments([reader], geometry, tables)

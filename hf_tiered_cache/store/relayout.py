@@ -68,9 +68,9 @@ def join_segments(
     first, last = readers[0].header, readers[-1].header
     pieces, prefix_hashes = _chain(readers)
     geometry = replace(geometry, codec=first.shape.geometry.codec)
+    tables = None if tables is None or tables.same(None) else tables
     shape = SegmentShape(first.shape.layout, geometry, len(prefix_hashes) * HASH_TOKENS, tables)
-    if (lacking := _lacking(pieces, shape)) is not None:
-        raise ValueError(f"{lacking} holds only a part of its tokens, and lacks some of the requested tokens")
+    _check_held(pieces, shape)
     name = segment_id(first.parent, end_of_chain(prefix_hashes, first.provenance), shape, first.provenance)
     header = replace(last, id=name, shape=shape, parent=first.parent, position=first.position, created=time.time())
     return header, prefix_hashes, _Join(pieces, shape, blocks_of, toward).block_groups()
@@ -131,8 +131,8 @@ def _chain(readers: Sequence[SegmentReader]) -> tuple[list[_Piece], list[bytes]]
     return pieces, hashes
 
 
-def _lacking(pieces: Sequence[_Piece], shape: SegmentShape) -> str | None:
-    """Return a text that names a segment and layer without the tokens that `shape` is to hold, or None."""
+def _check_held(pieces: Sequence[_Piece], shape: SegmentShape) -> None:
+    """Raise ValueError if a segment lacks tokens that `shape` is to hold."""
     shape.check_tables()
     for piece in pieces:
         if piece.reader.shape.whole:
@@ -142,8 +142,10 @@ def _lacking(pieces: Sequence[_Piece], shape: SegmentShape) -> str | None:
             tokens = _inside(piece, shape.tokens_by_slot(group))
             for layer in group.layers:
                 if not held_tokens[layer][tokens].all():
-                    return f"layer {layer} of segment {piece.reader.id}"
-    return None
+                    raise ValueError(
+                        f"layer {layer} of segment {piece.reader.id} holds only a part of its tokens, and lacks some "
+                        "of the requested tokens"
+                    )
 
 
 def _inside(piece: _Piece, tokens: np.ndarray) -> np.ndarray:
@@ -322,8 +324,7 @@ def merge_segments(
             apart[pair] = shared[retained(pair_angles(readers, pair, shared, blocks_of), share).numpy()]
     geometry = replace(geometry, codec=first.shape.geometry.codec)
     tables = TokenTables.by_pairs(stored_from, apart, block_groups(first.shape.layout, geometry), tokens)
-    unless_in_order = None if tables.same(None) else tables
-    header, prefix_hashes, groups = join_segments(readers, geometry, unless_in_order, blocks_of, toward)
+    header, prefix_hashes, groups = join_segments(readers, geometry, tables, blocks_of, toward)
     old = [reader.id for reader in readers]
     if header.id in old or not disk.publish(header, prefix_hashes, groups, old, admit):
         return None
