@@ -16,17 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from .engines import EngineFile, ReadOp
 from .kinds import PIN, SEGMENT, SEGMENT_SUFFIX, file_of
 from .lazy import torch
 from .records import RecordFiles
+from .root import StoreRoot
 from .tree import Stored
-
-if TYPE_CHECKING:
-    from .root import StoreRoot
-
 
 HeadLength = Callable[[Stored, bytes], int]
 """Callback that returns the bytes before the blocks, given the first page (`HEADER_BYTES`, or all if shorter)."""
