@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import FormatError
+
 PAGE_BYTES = 4096
 RECORD_BYTES = 16 << 20
 """Maximum size of a record that is read."""
@@ -51,10 +53,11 @@ class FileKind:
     most_bytes: int = PAGE_BYTES
     key: tuple[str, ...] = ()
 
-    @property
-    def is_record(self) -> bool:
-        """True if `recognises` needs the whole content."""
-        return self.most_bytes == RECORD_BYTES
+    def bytes_to_read(self, size: int) -> int:
+        """Return how many bytes to read of a file of `size` bytes. Raises FormatError if a record is too large."""
+        if size > self.most_bytes == RECORD_BYTES:  # records are needed as a whole
+            raise FormatError(f"a record of {size} bytes is too large")
+        return min(size, self.most_bytes)
 
     def is_own(self, name: str, beginning: bytes) -> bool:
         """Return whether the library wrote the regular file with this name and these first bytes."""

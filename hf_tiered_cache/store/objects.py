@@ -311,13 +311,9 @@ class ObjectRecords:
         path = _object_name(kind, name)
         if path in self._locks:
             return self._locks[path]
-
-        def read(stored: Stored) -> bytes:
-            if kind.is_record and stored.size > kind.most_bytes:
-                raise FormatError(f"a record of {stored.size} bytes is too large")
-            return self._backend.get_object(path, stored.version, 0, min(stored.size, kind.most_bytes))
-
-        return self._backend._read_version(path, read)
+        return self._backend._read_version(
+            path, lambda stored: self._backend.get_object(path, stored.version, 0, kind.bytes_to_read(stored.size))
+        )
 
     def is_own(self, kind: FileKind, name: str) -> bool:
         try:

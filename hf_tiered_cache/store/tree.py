@@ -203,9 +203,7 @@ class FolderTree:
     def read(self, kind: FileKind, name: str) -> bytes:
         """Read the first bytes of a file, or all of a record. Raises OSError, or FormatError if it cannot be one."""
         with self.open(kind, name) as (fd, status):
-            if kind.is_record and status.st_size > kind.most_bytes:
-                raise FormatError(f"a record of {status.st_size} bytes is too large")
-            return read_all(fd, min(status.st_size, kind.most_bytes), 0)
+            return read_all(fd, kind.bytes_to_read(status.st_size), 0)
 
     def is_own(self, kind: FileKind, name: str) -> bool:
         """Return whether a file exists and was written by the library. Raises OSError if it cannot be read."""
