@@ -182,7 +182,6 @@ class DeviceMemory:
     def __init__(
         self,
         device: torch.device,
-        stream: CopyStream,
         budget: int,
         staging: int,
         policy: EvictionPolicy,
@@ -191,6 +190,8 @@ class DeviceMemory:
         added: Callable[[torch.Tensor], None] | None,
         direct: bool = False,
     ) -> None:
+        stream = copy_stream(device)
+
         def allocate(nbytes: int) -> torch.Tensor:
             # allocate on the side stream, which fills the memory: memory that the allocator keeps for the compute
             # stream may still be in use by kernels queued there

@@ -22,7 +22,7 @@ from ..store.lazy import torch
 from ..store.segment import read_batch
 from ..store.threads import Apart, Step
 from . import make_policy
-from .device import STAGING_BYTES, DeviceMemory, DoneEvent, HostMemory, copy_stream, numbered
+from .device import STAGING_BYTES, DeviceMemory, DoneEvent, HostMemory, numbered
 from .handles import BlockHandle, BlockRequest, LateCheck, PendingFetch, Pin, Pins, SlabMaker
 from .index_cache import IndexCache
 from .pool import Tier
@@ -510,7 +510,6 @@ class Residency:
         if device not in self._gpus:
             gpu = DeviceMemory(
                 device,
-                copy_stream(device),
                 self.device_budget,
                 self.staging_budget,
                 make_policy(self._policy),

@@ -10,7 +10,7 @@ import torch
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.store.engines import PosixEngine
-from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers.device import CopyStream
 
 
@@ -87,7 +87,7 @@ class SideStream(CopyStream):
 def with_device(monkeypatch, path, **options) -> tuple[KVStore, SideStream]:
     """Open a store that treats the CPU as a GPU with direct reads, and return it with its side stream."""
     stream = SideStream()
-    monkeypatch.setattr(residency_module, "copy_stream", lambda device: stream)
+    monkeypatch.setattr(device_module, "copy_stream", lambda device: stream)
     store = KVStore(path, engine=DirectEngine(), device_memory="16MiB", host_memory=0, **options)
     store._storage.residency._device_types = frozenset({torch.device("cpu").type})
     return store, stream

@@ -20,7 +20,7 @@ from hf_tiered_cache.methods import ContiguousKV, Exact, Impress
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import Geometry
-from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.pool import RESERVED
 from hf_tiered_cache.tiers.residency import Residency
@@ -226,7 +226,7 @@ def open_segment(tmp_path, monkeypatch):
     header, chain, blocks = segment(hashes(CHUNKS))
     disk.publish(header, chain, blocks)
     stream = SideStream()
-    monkeypatch.setattr(residency_module, "copy_stream", lambda device: stream)
+    monkeypatch.setattr(device_module, "copy_stream", lambda device: stream)
     residency = Residency(0, 1 << 20, device_types=frozenset({"cpu"}), direct=True)
     return residency, disk, header.id, blocks
 

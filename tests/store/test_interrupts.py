@@ -34,7 +34,7 @@ from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines.posix import PosixFile
 from hf_tiered_cache.store.threads import Apart
 from hf_tiered_cache.store.tree import open_regular
-from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers.device import CopyStream
 from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
@@ -240,7 +240,7 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
         def computed(self):
             return pending
 
-    monkeypatch.setattr(residency_module, "copy_stream", lambda device: Slow())
+    monkeypatch.setattr(device_module, "copy_stream", lambda device: Slow())
     residency = Residency(60 * 4096, device * 4096, device_types=frozenset({"cpu"}))
     for _ in range(3):
         lease = residency.fetch([BlockRequest(readers[0], 0, np.arange(CHUNKS))], CPU, StatsCollector())

@@ -604,7 +604,7 @@ class SlowStream(CopyStream):
 def stream(monkeypatch):
     """Return the side stream of the only device."""
     made = SlowStream()
-    monkeypatch.setattr(residency_module, "copy_stream", lambda device: made)
+    monkeypatch.setattr(device_module, "copy_stream", lambda device: made)
     return made
 
 

@@ -109,7 +109,7 @@ class Run:
         self.disk, memory, stream = Disk(self.world), Memory(self.world), WatchedStream(self.world)
         monkeypatch.setattr(device_module, "aligned_bytes", memory.allocate)
         monkeypatch.setattr(residency_module, "LateCheck", WholeBlocks)
-        monkeypatch.setattr(residency_module, "copy_stream", lambda device: stream)
+        monkeypatch.setattr(device_module, "copy_stream", lambda device: stream)
         monkeypatch.setattr(residency_module, "read_batch", self.disk.read_batch)
         self.direct = direct
         self.residency = self.open()
