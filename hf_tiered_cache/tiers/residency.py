@@ -57,12 +57,13 @@ class Residency:
         register: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.index_cache = IndexCache(index_budget)
-        self.scores = ScoreTable(make_policy(policy).learn)
+        self._policy = make_policy(policy)
+        self.scores = ScoreTable(self._policy.learn)
         self._host_memory = HostMemory()
         self.host = Tier(
             "host",
             host_budget,
-            make_policy(policy),
+            self._policy,
             self._host_memory.allocate,
             scores=self.scores,
             allocate_own=self._host_memory.allocate_own,
@@ -70,7 +71,7 @@ class Residency:
         self.tiers = [self.host]
         """The host tier, and tier and staging area of each device used so far."""
         self.device_budget, self.staging_budget = device_budget, staging_budget
-        self._policy, self._direct, self._device_types = policy, direct, device_types
+        self._direct, self._device_types = direct, device_types
         self._register = register
         self._gpus: dict[torch.device, DeviceMemory] = {}
         self._pins = Pins()
@@ -512,7 +513,7 @@ class Residency:
                 device,
                 self.device_budget,
                 self.staging_budget,
-                make_policy(self._policy),
+                self._policy,
                 self.scores,
                 partial(self._move_down, device),
                 self._register,
