@@ -137,6 +137,19 @@ class BlockRequest(NamedTuple):
     block_group: int
     chunks: np.ndarray
 
+    @property
+    def owner(self) -> Owner:
+        return self.reader.owners[self.block_group]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.reader.shape.block_groups[self.block_group].block_bytes
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of all chunks of the KV cache group."""
+        return self.reader.shape.chunks_in(self.reader.shape.block_groups[self.block_group])
+
 
 @dataclass(eq=False)
 class Pin:
@@ -225,7 +238,7 @@ class Pins(set[Pin]):
 
 @dataclass(eq=False)
 class FetchedBlocks:
-    """Blocks that a handle fetches for one request."""
+    """Blocks that a handle fetches for one request: found in memory, read from disk and copied."""
 
     request: BlockRequest
     chunks: np.ndarray
@@ -235,10 +248,45 @@ class FetchedBlocks:
     parts: Sequence[Blocks] = ()
     """Locations of the blocks on the requested device; empty before they have arrived, and after the release."""
 
+    # until the blocks have arrived
+    device_blocks: list[Blocks] = field(default_factory=list)
+    host_blocks: list[Blocks] = field(default_factory=list)
+    host_runs: list[BlockRun] = field(default_factory=list)
+    """Runs of blocks that are read from disk to the host."""
+    direct_runs: list[BlockRun] = field(default_factory=list)
+    """Runs of blocks that are read from disk directly to the device."""
+    staged_blocks: Blocks = NO_BLOCKS
+    """Direct reads into the staging area, which would be lost when the block handle is released."""
+    reserved_slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+
     @property
     def arrived(self) -> Blocks:
         """Blocks of a handle after `wait`."""
         return Blocks.join(self.parts)
+
+    def locate(self, parts: Sequence[Blocks]) -> None:
+        """Set the locations of the blocks, and drop all references to other memory."""
+        self.parts, self.staged_blocks = parts, NO_BLOCKS
+        self.device_blocks, self.host_blocks, self.host_runs, self.direct_runs = [], [], [], []
+
+    def needs(self, gpu: DeviceMemory | None, host: Tier, direct: bool) -> Needs:
+        """Return how many buffer slots the fetch may take from each tier, after blocks in memory are pinned.
+
+        With `direct`, the engine reads from disk directly to device memory.
+        """
+        needs: Needs = Counter()
+        if self.request.reader.gone:  # no tier keeps blocks of a deleted segment
+            return needs
+        num_reads, size = len(self.from_disk), self.request.block_bytes
+        num_uploads = num_reads + sum(map(len, self.host_blocks))
+        if gpu is not None and num_uploads:
+            room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
+            needs[gpu.tier, size] = num_uploads
+            needs[gpu.staging, size] = max(0, num_uploads - room)
+            needs[host, size] = max(0, min(num_uploads, room) - vacant)  # for blocks that the device evicts
+            num_reads = max(0, num_reads - room) if direct else num_reads
+        needs[host, size] += num_reads
+        return needs
 
 
 class BlockHandle:
@@ -254,6 +302,8 @@ class BlockHandle:
         self.pin = Pin(None, weakref.ref(self))
         self.fetched = [FetchedBlocks(request, request.chunks) for request in requests]
         self.latch = Latch()
+        self.gpu: DeviceMemory | None = None
+        """Memory of the device where attention runs; None if that is the host."""
         self.failed: SegmentReader | None = None
         """Segment that made the fetch or its verification fail, if known."""
         self.owns_memory = False
@@ -294,46 +344,3 @@ class BlockHandle:
     def release(self) -> None:
         """Release the slots. Call this after the last use of the blocks, and also if the fetch failed."""
         self._retire(self)
-
-
-@dataclass(eq=False)
-class PendingFetch:
-    """Pending fetch of one block request: blocks that are found in memory, read from disk and copied."""
-
-    fetched: FetchedBlocks
-    gpu: DeviceMemory | None
-    """Memory of the device where attention runs; None if that is the host."""
-    device_blocks: list[Blocks] = field(default_factory=list)
-    host_blocks: list[Blocks] = field(default_factory=list)
-    host_runs: list[BlockRun] = field(default_factory=list)
-    """Runs of blocks that are read from disk to the host."""
-    direct_runs: list[BlockRun] = field(default_factory=list)
-    """Runs of blocks that are read from disk directly to the device."""
-    staged_blocks: Blocks = NO_BLOCKS
-    """Direct reads into the staging area, which would be lost when the block handle is released."""
-    reserved_slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
-    owner: Owner = field(init=False)
-    block_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        reader, block_group, _ = self.fetched.request
-        self.owner, self.block_bytes = reader.owners[block_group], reader.shape.block_groups[block_group].block_bytes
-
-    def needs(self, host: Tier, direct: bool) -> Needs:
-        """Return how many buffer slots the fetch may take from each tier, after blocks in memory are pinned.
-
-        With `direct`, the engine reads from disk directly to device memory.
-        """
-        needs: Needs = Counter()
-        if self.fetched.request.reader.gone:  # no tier keeps blocks of a deleted segment
-            return needs
-        num_reads, size, gpu = len(self.fetched.from_disk), self.block_bytes, self.gpu
-        num_uploads = num_reads + sum(map(len, self.host_blocks))
-        if gpu is not None and num_uploads:
-            room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
-            needs[gpu.tier, size] = num_uploads
-            needs[gpu.staging, size] = max(0, num_uploads - room)
-            needs[host, size] = max(0, min(num_uploads, room) - vacant)  # for blocks that the device evicts
-            num_reads = max(0, num_reads - room) if direct else num_reads
-        needs[host, size] += num_reads
-        return needs

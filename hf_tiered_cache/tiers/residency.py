@@ -23,7 +23,7 @@ from ..store.segment import read_batch
 from ..store.threads import Apart, Step
 from . import make_policy
 from .device import STAGING_BYTES, DeviceMemory, DoneEvent, HostMemory, numbered
-from .handles import BlockHandle, BlockRequest, LateCheck, PendingFetch, Pin, Pins, SlabMaker
+from .handles import BlockHandle, BlockRequest, FetchedBlocks, LateCheck, Pin, Pins, SlabMaker
 from .index_cache import IndexCache
 from .pool import Tier
 from .scores import Attention, Owner, ScoreTable, Usage
@@ -101,13 +101,13 @@ class Residency:
         handle = BlockHandle(requests, self.confirm, self.retire)
         try:
             with self._lock, self._step:
-                fetches = self._create_fetches(handle, device, collector, ahead, later)
-                slabs = self._missing_slabs(fetches)
-                read = None if slabs else self._begin(handle, fetches, collector)
+                self._pin_requested(handle, device, collector, ahead, later)
+                slabs = self._missing_slabs(handle)
+                read = None if slabs else self._begin(handle, collector)
             if slabs:
                 self._slabs.make(slabs)
                 with self._lock, self._step:
-                    read = self._begin(handle, fetches, collector)
+                    read = self._begin(handle, collector)
             if read is None:
                 handle.latch.open()
             else:
@@ -118,56 +118,55 @@ class Residency:
             raise
         return handle
 
-    def _create_fetches(
+    def _pin_requested(
         self,
         handle: BlockHandle,
         device: torch.device,
         collector: StatsCollector,
         ahead: bool,
         later: Iterable[BlockRequest],
-    ) -> list[PendingFetch]:
-        """Pin the requested blocks that are already in memory, and create the pending fetches."""
+    ) -> None:
+        """Pin the requested blocks that are already in memory. The others are to be read from disk."""
         pin, gpu = handle.pin, self._gpu(device)
+        handle.gpu = gpu
         self._tick(gpu)
         pin.stream = None if gpu is None else gpu.stream
         self._pins.add(pin)
-        fetches = [PendingFetch(fetched, gpu) for fetched in handle.fetched]
-        for fetch in fetches if ahead else ():
-            self._limit_to_budgets(fetch)
+        for fetched in handle.fetched if ahead else ():
+            self._limit_to_budgets(fetched, gpu)
         self._pins.await_moves_down(pin.stream)
-        for fetch in fetches:
-            fetch.fetched.from_disk = fetch.fetched.chunks  # until a tier is found to hold them
+        for fetched in handle.fetched:
+            fetched.from_disk = fetched.chunks  # until a tier is found to hold them
         tiers = [self.host] if gpu is None else [gpu.tier, self.host]
         for tier in tiers:
-            self._pin_blocks(tier, fetches, pin, collector)  # before slots are acquired, which may evict blocks
-        if any(len(fetch.fetched.from_disk) for fetch in fetches):
-            for tier, (reader, block_group, chunks) in itertools.product(tiers, later):
-                if (pinned := tier.pin(reader.owners[block_group], chunks, is_use=False)) is not None:
+            self._pin_blocks(tier, handle, collector)  # before slots are acquired, which may evict blocks
+        if any(len(fetched.from_disk) for fetched in handle.fetched):
+            for tier, request in itertools.product(tiers, later):
+                if (pinned := tier.pin(request.owner, request.chunks, is_use=False)) is not None:
                     pin.slots.append((tier, *pinned[:2]))
-        return fetches
 
-    def _missing_slabs(self, fetches: Sequence[PendingFetch]) -> list[tuple[Tier, int]]:
+    def _missing_slabs(self, handle: BlockHandle) -> list[tuple[Tier, int]]:
         """Return the slabs to allocate, without the lock, before slots are acquired."""
-        if not any(fetch.gpu is not None or len(fetch.fetched.from_disk) for fetch in fetches):
+        gpu, fetched_blocks = handle.gpu, handle.fetched
+        if gpu is None and not any(len(fetched.from_disk) for fetched in fetched_blocks):
             return []
-        return self._slabs.missing_slabs(sum((fetch.needs(self.host, self._direct) for fetch in fetches), Counter()))
+        needs = (fetched.needs(gpu, self.host, self._direct) for fetched in fetched_blocks)
+        return self._slabs.missing_slabs(sum(needs, Counter()))
 
-    def _begin(
-        self, handle: BlockHandle, fetches: Sequence[PendingFetch], collector: StatsCollector
-    ) -> Callable[[], None] | None:
+    def _begin(self, handle: BlockHandle, collector: StatsCollector) -> Callable[[], None] | None:
         """Reserve slots for the blocks that are not in memory, and return a function that starts to read these blocks.
 
         Return None if all blocks are in memory and have arrived.
         """
         pin = handle.pin
-        for fetch in fetches:
-            self._reserve_slots(fetch, pin)
-        disk_fetches = [fetch for fetch in fetches if fetch.host_runs or fetch.direct_runs]
-        host_runs = [(*fetch.fetched.request[:2], fetch.host_runs) for fetch in disk_fetches]
-        direct_runs = [(*fetch.fetched.request[:2], fetch.direct_runs) for fetch in disk_fetches if fetch.direct_runs]
+        for fetched in handle.fetched:
+            self._reserve_slots(fetched, handle)
+        disk_fetches = [fetched for fetched in handle.fetched if fetched.host_runs or fetched.direct_runs]
+        host_runs = [(*fetched.request[:2], fetched.host_runs) for fetched in disk_fetches]
+        direct_runs = [(*fetched.request[:2], fetched.direct_runs) for fetched in disk_fetches if fetched.direct_runs]
 
         if not disk_fetches:
-            self._arrive(fetches, handle)
+            self._arrive(handle)
             return None
 
         def read() -> None:
@@ -190,27 +189,27 @@ class Residency:
         def on_read(read_future: Future[int]) -> None:
             error = read_future.exception()
             collector.read_done(0 if error else read_future.result())
-            for fetch in disk_fetches:
-                count = len(fetch.fetched.from_disk)
+            for fetched in disk_fetches:
+                count = len(fetched.from_disk)
                 found_count, lost_count = (0, count) if error else (count, 0)
-                collector.looked_up("disk", found_count, lost_count, found_count * fetch.block_bytes)
+                collector.looked_up("disk", found_count, lost_count, found_count * fetched.request.block_bytes)
             try:
                 unverified_runs = [run for run in direct_runs if run[0].verifies]
                 if error is None and unverified_runs and pin.stream is not None:
                     pin.check = LateCheck(pin.stream, unverified_runs)
             except Exception as failure:  # no memory on the device
                 error = failure
-            self._finish(handle, fetches, error)
+            self._finish(handle, error)
 
         return read
 
-    def _finish(self, handle: BlockHandle, fetches: Sequence[PendingFetch], error: BaseException | None) -> None:
+    def _finish(self, handle: BlockHandle, error: BaseException | None) -> None:
         """Finish a fetch that has read blocks, successful or failed, and wake the threads that wait for it."""
         try:
             with self._lock, self._step:
                 handle.pin.reading = False
                 if error is None:
-                    self._arrive(fetches, handle)
+                    self._arrive(handle)
         except Exception as failure:
             error = failure.with_traceback(None)
         if error is not None:
@@ -297,95 +296,96 @@ class Residency:
             tier.clock = self._clock
         self._pins.reap(self._unpin)
 
-    def _limit_to_budgets(self, fetch: PendingFetch) -> None:
+    def _limit_to_budgets(self, fetched: FetchedBlocks, gpu: DeviceMemory | None) -> None:
         """Drop requested chunks that exceed the budget, uncached chunks first."""
-        owner, size, chunks = fetch.owner, fetch.block_bytes, fetch.fetched.chunks
-        target = self.host if fetch.gpu is None else fetch.gpu.tier
+        owner, size, chunks = fetched.request.owner, fetched.request.block_bytes, fetched.chunks
+        target = self.host if gpu is None else gpu.tier
         in_tier = target.lookup(owner, chunks) >= 0
         missing_chunks = chunks[~in_tier]
-        if fetch.gpu is not None and not self._direct:  # blocks from disk pass through the host
+        if gpu is not None and not self._direct:  # blocks from disk pass through the host
             disk_indices = np.flatnonzero(self.host.lookup(owner, missing_chunks) < 0)
             host_room = max(0, self.host.room(size) - (len(missing_chunks) - len(disk_indices)))
             missing_chunks = np.delete(missing_chunks, disk_indices[host_room:])
-        room = max(0, (target if fetch.gpu is None else fetch.gpu).room(size) - int(in_tier.sum()))
-        fetch.fetched.chunks = np.sort(np.concatenate([chunks[in_tier], missing_chunks[:room]]))
+        room = max(0, (target if gpu is None else gpu).room(size) - int(in_tier.sum()))
+        fetched.chunks = np.sort(np.concatenate([chunks[in_tier], missing_chunks[:room]]))
 
-    def _reserve_slots(self, fetch: PendingFetch, pin: Pin) -> None:
-        """Reserve slots, or allocate memory, for the blocks that are read from disk."""
-        size, chunks = fetch.block_bytes, fetch.fetched.from_disk
-        if not len(chunks):
-            return
-        is_deleted = fetch.fetched.request.reader.gone  # a deleted segment is not looked up again
-        if fetch.gpu is not None and self._direct and not is_deleted:
-            tier_blocks = self._reserve(fetch.gpu.tier, size, chunks, pin, fetch)
-            chunks = _without(chunks, tier_blocks)
-            fetch.staged_blocks = self._reserve(fetch.gpu.staging, size, chunks, pin)
-            fetch.device_blocks.extend((tier_blocks, fetch.staged_blocks))
-            fetch.direct_runs = [*tier_blocks.runs(), *fetch.staged_blocks.runs()]
-            chunks = _without(chunks, fetch.staged_blocks)
-        host_blocks = [] if is_deleted else [self._reserve(self.host, size, chunks, pin, fetch)]
-        host_blocks.extend(self.host.own_memory(_without(chunks, *host_blocks), size))
-        fetch.host_blocks.extend(host_blocks)
-        fetch.host_runs.extend(run for blocks in host_blocks for run in blocks.runs())
-
-    def _pin_blocks(self, tier: Tier, fetches: Sequence[PendingFetch], pin: Pin, collector: StatsCollector) -> None:
+    def _pin_blocks(self, tier: Tier, handle: BlockHandle, collector: StatsCollector) -> None:
         """Pin the blocks that `tier` holds of the chunks that no earlier tier holds."""
         num_found = num_missing = nbytes = 0
-        pinned_slots = [tier.pin(fetch.owner, fetch.fetched.from_disk) for fetch in fetches]
-        for fetch, pinned in zip(fetches, pinned_slots, strict=True):
-            chunks = fetch.fetched.from_disk
+        pinned_slots = [tier.pin(fetched.request.owner, fetched.from_disk) for fetched in handle.fetched]
+        for fetched, pinned in zip(handle.fetched, pinned_slots, strict=True):
+            chunks = fetched.from_disk
             if pinned is not None:
                 pool, slots, in_tier = pinned
-                pin.slots.append((tier, pool, slots))
-                blocks = fetch.host_blocks if tier is self.host else fetch.device_blocks
+                handle.pin.slots.append((tier, pool, slots))
+                blocks = fetched.host_blocks if tier is self.host else fetched.device_blocks
                 blocks.append(pool.blocks(slots, chunks[in_tier]))
-                fetch.fetched.from_disk = chunks[~in_tier]
-                num_found, nbytes = num_found + len(slots), nbytes + len(slots) * fetch.block_bytes
-            num_missing += len(fetch.fetched.from_disk)
+                fetched.from_disk = chunks[~in_tier]
+                num_found, nbytes = num_found + len(slots), nbytes + len(slots) * fetched.request.block_bytes
+            num_missing += len(fetched.from_disk)
         collector.looked_up(tier.name, num_found, num_missing, nbytes)
 
+    def _reserve_slots(self, fetched: FetchedBlocks, handle: BlockHandle) -> None:
+        """Reserve slots, or allocate memory, for the blocks that are read from disk."""
+        pin, gpu, size, chunks = handle.pin, handle.gpu, fetched.request.block_bytes, fetched.from_disk
+        if not len(chunks):
+            return
+        is_deleted = fetched.request.reader.gone  # a deleted segment is not looked up again
+        if gpu is not None and self._direct and not is_deleted:
+            tier_blocks = self._reserve(gpu.tier, size, chunks, pin, fetched)
+            chunks = _without(chunks, tier_blocks)
+            fetched.staged_blocks = self._reserve(gpu.staging, size, chunks, pin)
+            fetched.device_blocks.extend((tier_blocks, fetched.staged_blocks))
+            fetched.direct_runs = [*tier_blocks.runs(), *fetched.staged_blocks.runs()]
+            chunks = _without(chunks, fetched.staged_blocks)
+        host_blocks = [] if is_deleted else [self._reserve(self.host, size, chunks, pin, fetched)]
+        host_blocks.extend(self.host.own_memory(_without(chunks, *host_blocks), size))
+        fetched.host_blocks.extend(host_blocks)
+        fetched.host_runs.extend(run for blocks in host_blocks for run in blocks.runs())
+
     def _reserve(
-        self, tier: Tier, block_bytes: int, chunks: np.ndarray, pin: Pin, fetch: PendingFetch | None = None
+        self, tier: Tier, block_bytes: int, chunks: np.ndarray, pin: Pin, fetched: FetchedBlocks | None = None
     ) -> Blocks:
         """Reserve slots for the first of `chunks`, int64 ascending, as many as `tier` has room for, for a pin.
 
-        With a `fetch`, which inserts the chunks into the tier on arrival, only chunks that the policy keeps get slots.
+        With `fetched`, whose chunks enter the tier on arrival, only chunks that the policy keeps get slots.
         """
         if not len(chunks) or not tier.budget:
             return NO_BLOCKS
-        if fetch is not None:
-            chunks = chunks[tier.keeps(block_bytes, self._usage(fetch, chunks))]
+        if fetched is not None:
+            chunks = chunks[tier.keeps(block_bytes, self._usage(fetched.request.owner, chunks))]
         pool, slots = tier.acquire(block_bytes, len(chunks))
         reserved_chunks = chunks[: len(slots)]
         if len(slots):
             pool.chunk[slots] = reserved_chunks
             pin.slots.append((tier, pool, slots))
-            if fetch is not None:
-                fetch.reserved_slots.append((tier, pool, slots))
+            if fetched is not None:
+                fetched.reserved_slots.append((tier, pool, slots))
         return pool.blocks(slots, reserved_chunks)
 
-    def _arrive(self, fetches: Sequence[PendingFetch], handle: BlockHandle) -> None:
-        """Hand over fetches whose blocks are all in memory."""
-        pin = handle.pin
-        for fetch in fetches:
-            self._move_and_insert(fetch, handle)
+    def _arrive(self, handle: BlockHandle) -> None:
+        """Hand over a fetch whose blocks are all in memory."""
+        pin, gpu = handle.pin, handle.gpu
+        for fetched in handle.fetched:
+            self._move_and_insert(fetched, handle)
         if pin.stream is not None:  # also after copies of earlier handles to the same slots
             pin.copied = pin.stream.copied()
-        for fetch in fetches:
-            if pin.check is None:
-                self._keep_staged(fetch)
-            else:
-                pin.on_verified.append(partial(self._keep_staged, fetch))
+        for fetched in handle.fetched:
+            if gpu is not None and len(fetched.staged_blocks):
+                keep_staged = partial(self._keep_staged, fetched.request, gpu, fetched.staged_blocks)
+                if pin.check is None:
+                    keep_staged()
+                else:
+                    pin.on_verified.append(keep_staged)
+            fetched.locate(fetched.host_blocks if gpu is None else fetched.device_blocks)
 
-    def _move_and_insert(self, fetch: PendingFetch, handle: BlockHandle) -> None:
-        """Copy the blocks of a fetch to the device, and insert those that were read into the tiers that keep them."""
-        request, host_chunks, uploaded_chunks = fetch.fetched.request, np.empty(0, np.int64), np.empty(0, np.int64)
-        fetch.fetched.parts = fetch.host_blocks
-        if fetch.gpu is not None:
-            if len(host_blocks := Blocks.join(fetch.host_blocks)):
-                host_chunks, uploaded_chunks = host_blocks.chunks, self._move_up(fetch, host_blocks, handle)
-            fetch.fetched.parts = fetch.device_blocks
-        for tier, pool, slots in fetch.reserved_slots if not request.reader.gone else ():
+    def _move_and_insert(self, fetched: FetchedBlocks, handle: BlockHandle) -> None:
+        """Copy the blocks of a request to the device, and insert those that were read into the tiers that keep them."""
+        request, host_chunks, uploaded_chunks = fetched.request, np.empty(0, np.int64), np.empty(0, np.int64)
+        if handle.gpu is not None and len(host_blocks := Blocks.join(fetched.host_blocks)):
+            host_chunks = host_blocks.chunks
+            uploaded_chunks = self._move_up(fetched, host_blocks, handle.gpu, handle)
+        for tier, pool, slots in fetched.reserved_slots if not request.reader.gone else ():
             new_slots = slots[pool.owner[slots] == RESERVED]
             if tier is self.host:  # exclusive tiers: slots of moved blocks stay reserved until the release
                 new_slots = new_slots[~np.isin(pool.chunk[new_slots], uploaded_chunks)]
@@ -398,11 +398,9 @@ class Residency:
     @staticmethod
     def _enter(tier: Tier, pool: SlotPool, slots: np.ndarray, request: BlockRequest) -> None:
         """Insert the blocks in these slots into the tier, so that other requests find them."""
-        reader, block_group, _ = request
         slots = slots[pool.owner[slots] == RESERVED]
-        if len(slots) and not reader.gone:
-            chunks = reader.shape.chunks_in(reader.shape.block_groups[block_group])
-            tier.insert(pool, slots, reader.owners[block_group], pool.chunk[slots], chunks)
+        if len(slots) and not request.reader.gone:
+            tier.insert(pool, slots, request.owner, pool.chunk[slots], request.num_chunks)
 
     def confirm(self, pin: Pin) -> None:
         """Wait until direct reads are verified, and insert their blocks. Raises IntegrityError if one is damaged."""
@@ -413,11 +411,12 @@ class Residency:
 
     # --- between host and device
 
-    def _move_up(self, fetch: PendingFetch, host_blocks: Blocks, handle: BlockHandle) -> np.ndarray:
+    def _move_up(
+        self, fetched: FetchedBlocks, host_blocks: Blocks, gpu: DeviceMemory, handle: BlockHandle
+    ) -> np.ndarray:
         """Copy blocks to the device on the side stream. Return the chunks that the device tier keeps."""
-        gpu, size = fetch.gpu, fetch.block_bytes
-        assert gpu is not None
-        tier_blocks = self._reserve(gpu.tier, size, host_blocks.chunks, handle.pin, fetch)
+        size = fetched.request.block_bytes
+        tier_blocks = self._reserve(gpu.tier, size, host_blocks.chunks, handle.pin, fetched)
         chunks = _without(host_blocks.chunks, tier_blocks)
         staging_blocks = self._reserve(gpu.staging, size, chunks, handle.pin)
         chunks = _without(chunks, staging_blocks)
@@ -425,22 +424,19 @@ class Residency:
         chunks = _without(chunks, overflow_blocks)
         targets = Blocks.join([tier_blocks, staging_blocks, overflow_blocks, *gpu.tier.own_memory(chunks, size)])
         gpu.copy(host_blocks, targets)
-        fetch.device_blocks.append(targets)
+        fetched.device_blocks.append(targets)
         handle.owns_memory |= len(chunks) > 0
         return tier_blocks.chunks
 
-    def _keep_staged(self, fetch: PendingFetch) -> None:
+    def _keep_staged(self, request: BlockRequest, gpu: DeviceMemory, blocks: Blocks) -> None:
         """Keep a host copy of blocks that were read from disk into the staging area."""
-        reader, chunks = fetch.fetched.request.reader, fetch.staged_blocks.chunks
-        if fetch.gpu is None or not len(chunks) or reader.gone or not self.host.budget:
-            return
-        shape = reader.shape
-        count = shape.chunks_in(shape.block_groups[fetch.fetched.request.block_group])
-        self._move_down(fetch.gpu.device, fetch.owner, count, fetch.staged_blocks, self._usage(fetch, chunks))
+        if not request.reader.gone:
+            usage = self._usage(request.owner, blocks.chunks)
+            self._move_down(gpu.device, request.owner, request.num_chunks, blocks, usage)
 
-    def _usage(self, fetch: PendingFetch, chunks: np.ndarray) -> Usage:
+    def _usage(self, owner: Owner, chunks: np.ndarray) -> Usage:
         """Return the usage of arriving blocks."""
-        scores = self.scores.of(fetch.owner, chunks)
+        scores = self.scores.of(owner, chunks)
         return Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *scores)
 
     def _move_down(self, device: torch.device, owner: Owner, count: int, blocks: Blocks, usage: Usage) -> None:
@@ -474,7 +470,7 @@ class Residency:
                     handle.pin.stream.await_computation(release_event)
             if handle.latch.is_open or not handle.pin.reading:
                 for fetched in handle.fetched:
-                    fetched.parts = ()
+                    fetched.locate(())
                 handle.latch.error = None  # a raised error keeps the frames of waiting threads alive, and their KV
             self._pins.reap(self._unpin)
 
