@@ -229,11 +229,8 @@ class Tier:
     def also_in(self, other_tier: Tier, pool: SlotPool, slots: np.ndarray) -> np.ndarray:
         """Return whether `other_tier` holds the same block as each slot, bool `[len(slots)]`."""
         result = np.zeros(len(slots), bool)
-        for number in np.unique(pool.owner[slots]):
-            if number >= 0:
-                of_owner = pool.owner[slots] == number
-                chunks = pool.chunk[slots[of_owner]]
-                result[of_owner] = other_tier.lookup(self._tables[int(number)].owner, chunks) >= 0
+        for table, of_owner in self._tables_of(pool, slots):
+            result[of_owner] = other_tier.lookup(table.owner, pool.chunk[slots[of_owner]]) >= 0
         return result
 
     def clear(self) -> None:
@@ -351,10 +348,10 @@ class Tier:
     def _evict(self, pool: SlotPool, slots: np.ndarray) -> None:
         slots = np.sort(slots)
         if self._on_evict is not None:
-            for number in np.unique(pool.owner[slots]):
-                owner_slots = slots[pool.owner[slots] == number]
+            for table, of_owner in self._tables_of(pool, slots):
+                owner_slots = slots[of_owner]
                 owner_slots = owner_slots[np.argsort(pool.chunk[owner_slots])]
-                blocks, table = pool.blocks(owner_slots, pool.chunk[owner_slots]), self._tables[int(number)]
+                blocks = pool.blocks(owner_slots, pool.chunk[owner_slots])
                 self._on_evict(table.owner, len(table.slots), blocks, pool.usage(owner_slots))
         self.evicted += len(slots)
         self.discard(pool, slots)
@@ -375,14 +372,14 @@ class Tier:
 
     def _part(self, pool: SlotPool, slots: np.ndarray, state: int) -> None:
         """Remove the blocks of slots from the look-up tables, and set the slots to `state`."""
-        for number in np.unique(pool.owner[slots]):
-            if number >= 0:
-                owner_slots = slots[pool.owner[slots] == number]
-                self._forget(int(number), pool.chunk[owner_slots])
+        for table, of_owner in self._tables_of(pool, slots):
+            table.slots[pool.chunk[slots[of_owner]]] = -1
+            if not (table.slots >= 0).any():
+                del self._tables[table.number], self._latest[table.owner[:2]]
         pool.owner[slots] = state
 
-    def _forget(self, number: int, chunks: np.ndarray) -> None:
-        table = self._tables[number]
-        table.slots[chunks] = -1
-        if not (table.slots >= 0).any():
-            del self._tables[number], self._latest[table.owner[:2]]
+    def _tables_of(self, pool: SlotPool, slots: np.ndarray) -> Iterator[tuple[_Table, np.ndarray]]:
+        """Yield each table with blocks in these slots, and a mask of its blocks, bool `[len(slots)]`."""
+        owners = pool.owner[slots]
+        for number in np.unique(owners[owners >= 0]).tolist():
+            yield self._tables[number], owners == number
