@@ -8,7 +8,6 @@ from typing import Any
 from ..errors import ConfigError, unknown_name
 from ..selection import DECODE_INDEXES
 from ..selection.held import WINDOW_POLICIES
-from ..selection.selectors import Selector
 from ..selection.window import ByIndex
 from ..store.geometry import HASH_TOKENS, Geometry
 from .base import BudgetMethod, is_count, is_number, require
@@ -81,13 +80,9 @@ class KVDrive(BudgetMethod):
         return cls(budget, **(published | settings))
 
     def token_budget(self, prefix_tokens: int) -> int:
-        return self._by_index.budgeted_tokens(self.budget, prefix_tokens) if self.selects else prefix_tokens
+        return self.selector().budgeted_tokens(self.budget, prefix_tokens) if self.selects else prefix_tokens
 
-    def selector(self) -> Selector:
-        return self._by_index
-
-    @property
-    def _by_index(self) -> ByIndex:
+    def selector(self) -> ByIndex:
         return ByIndex(
             kind=DECODE_INDEXES[self.index],
             chunk_tokens=self.chunk_tokens,
