@@ -37,8 +37,8 @@ from .store.lazy import torch
 from .store.objects import ObjectBackend
 from .store.quota import Limits
 from .store.settings import configurable, folder_of
-from .tiers import make_policy
 from .tiers.residency import Residency
+from .tiers.scores import make_policy
 from .units import parse_bytes
 
 if TYPE_CHECKING:

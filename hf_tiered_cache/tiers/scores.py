@@ -2,7 +2,8 @@
 
 A chunk's score is its importance and how often selectors chose it, in memory or not. A token's is its importance to
 past queries. Policies score buffer slots by the usage of their blocks: `lru` and `lfu` are least recently and least
-frequently used, `attention` keeps blocks that often get much attention (ContiguousKV, Section 4.4).
+frequently used, `attention` keeps blocks that often get much attention (ContiguousKV, Section 4.4). To add an eviction
+policy, add a subclass of `EvictionPolicy` and an entry to `POLICIES`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import ConfigError, unknown_name
 from ..store.shape import SegmentShape
 
 Owner = tuple[str, int, int]
@@ -122,6 +124,21 @@ class ImportanceGuided(AttentionGuided):
 
     def learn(self, importance: np.ndarray, accesses: np.ndarray, mass: np.ndarray, share: np.ndarray) -> np.ndarray:
         return np.where(accesses == 0, share, 0.5 * importance + 0.5 * share)
+
+
+POLICIES: dict[str, type[EvictionPolicy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "attention": AttentionGuided,
+    "importance": ImportanceGuided,
+}
+
+
+def make_policy(name: str) -> EvictionPolicy:
+    """Create the eviction policy called `name`. Raises ConfigError if there is none."""
+    if name not in POLICIES:
+        raise ConfigError(unknown_name("eviction policy", name, POLICIES))
+    return POLICIES[name]()
 
 
 class ScoreTable:

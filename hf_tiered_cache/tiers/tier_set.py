@@ -10,12 +10,11 @@ import numpy as np
 
 from ..store.lazy import torch
 from ..store.threads import Apart, Step
-from . import make_policy
 from .device import STAGING_BYTES, DeviceMemory, DoneEvent, HostMemory, numbered
 from .handles import FetchedBlocks, Pin, Pins, SlabMaker
 from .index_cache import IndexCache
 from .pool import Tier
-from .scores import Attention, Owner, ScoreTable, Usage
+from .scores import Attention, Owner, ScoreTable, Usage, make_policy
 from .slabs import NO_BLOCKS, ORPHANED, RESERVED, Blocks, SlotPool
 
 

@@ -13,10 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.store.geometry import ALIGNMENT
-from hf_tiered_cache.tiers import POLICIES, make_policy
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers.pool import FREE, RESERVED, SLAB_BYTES, SlotPool, Tier
-from hf_tiered_cache.tiers.scores import ScoreTable, Usage
+from hf_tiered_cache.tiers.scores import POLICIES, ScoreTable, Usage, make_policy
 
 SIZES = (4096, 8192)
 CHUNKS = 12
