@@ -7,7 +7,7 @@ and cancels fetches, and `UnitTable` does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,6 +29,10 @@ each. All positions are below the third argument."""
 
 Request = tuple[FetchUnit, np.ndarray]
 """Unit and the chunks to fetch of it, int64, ascending."""
+
+HeldSet = tuple[int, int, np.ndarray]
+"""Tokens of one set that a KV cache group holds: head of the set, or -1 for the single set of all heads; index of the
+first held token in the set; and the held tokens, counted in the segment."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +98,15 @@ class RowTokens:
             return list(self.tokens)
         return [tokens[:count] for tokens, count in zip(self.tokens, self.counts, strict=True)]
 
-    def in_groups(
-        self, piece: SegmentSlice, block_groups: Sequence[BlockGroup]
-    ) -> list[list[tuple[int, int, np.ndarray]]]:
-        """Return what a segment slice and each of some KV cache groups hold of each set.
+    def held(self, layers: Collection[int]) -> Iterator[tuple[SegmentSlice, BlockGroup, list[HeldSet]]]:
+        """Yield each segment slice, and each KV cache group that `layers` restore from, with what they hold."""
+        for piece in self.row.pieces:
+            block_groups = restoring_groups(piece.reader.shape, layers)
+            for block_group, held_sets in zip(block_groups, self.in_groups(piece, block_groups), strict=True):
+                yield piece, block_group, held_sets
 
-        Returns:
-            For each group and set: head of the set, or -1 for the single set of all heads; index of the first held
-                token in the set; and the held tokens, counted in the segment.
-        """
+    def in_groups(self, piece: SegmentSlice, block_groups: Sequence[BlockGroup]) -> list[list[HeldSet]]:
+        """Return what a segment slice and each of some KV cache groups hold of each set."""
         if len(self.sets) == 1:
             return [[(-1, *_inside(piece, self.sets[0]))]] * len(block_groups)
         heads = [range(len(self.sets))[_heads_of(block_group)] for block_group in block_groups]
@@ -124,14 +128,12 @@ class UnitTable:
     def want(self, tokens: RowTokens, layers: Collection[int]) -> list[Request]:
         """Return the units that hold tokens of some layers, and the chunks to bring of them."""
         requests = []
-        for piece in tokens.row.pieces:
-            block_groups = restoring_groups(piece.reader.shape, layers)
-            for block_group, held_sets in zip(block_groups, tokens.in_groups(piece, block_groups), strict=True):
-                token_sets = [inside for _, _, inside in held_sets]
-                distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
-                if len(distinct):
-                    unit = self._unit(piece.reader, block_group)
-                    requests.append((unit, unit.chunks_of(distinct)))
+        for piece, block_group, held_sets in tokens.held(layers):
+            token_sets = [inside for _, _, inside in held_sets]
+            distinct = token_sets[0] if len(token_sets) == 1 else np.unique(np.concatenate(token_sets))
+            if len(distinct):
+                unit = self._unit(piece.reader, block_group)
+                requests.append((unit, unit.chunks_of(distinct)))
         return requests
 
     def want_keys(self, tokens: RowTokens, layer: int, heads: int | None) -> list[Request]:
@@ -195,19 +197,16 @@ class UnitTable:
         counts = [len(token_set) // size for token_set in tokens.sets]
         first_of_set = np.cumsum(counts) - counts
         sources: list[tuple[FetchUnit, np.ndarray, np.ndarray]] = []
-        for piece in tokens.row.pieces:
-            block_groups = restoring_groups(piece.reader.shape, (layer,))
-            for block_group, held_sets in zip(block_groups, tokens.in_groups(piece, block_groups), strict=True):
-                for head, first, inside in held_sets:
-                    if not len(inside):
-                        continue
-                    if (first | int(inside[0]) | len(inside)) % size or not holds_chunks(
-                        piece.reader.shape, block_group, size
-                    ):
-                        return None
-                    first_chunk = first_of_set[head] + first // size
-                    numbers = np.arange(first_chunk, first_chunk + len(inside) // size)
-                    sources.append((self._unit(piece.reader, block_group), inside[::size] // size, numbers))
+        for piece, block_group, held_sets in tokens.held((layer,)):
+            for head, first, inside in held_sets:
+                if not len(inside):
+                    continue
+                is_aligned = not (first | int(inside[0]) | len(inside)) % size
+                if not is_aligned or not holds_chunks(piece.reader.shape, block_group, size):
+                    return None
+                first_chunk = first_of_set[head] + first // size
+                numbers = np.arange(first_chunk, first_chunk + len(inside) // size)
+                sources.append((self._unit(piece.reader, block_group), inside[::size] // size, numbers))
         unit = sources[0][0]
         blocks = [(unit.blocks, chunks, numbers) for unit, chunks, numbers in sources]
         self.note_use(tokens, self.units(layer), layer)
