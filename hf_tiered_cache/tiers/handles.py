@@ -1,17 +1,13 @@
 """Block handles, which requests wait for, and the pins on buffer slots that they keep.
 
-Slabs are allocated outside the lock that all requests share, since page-locking takes milliseconds. Blocks that were
-read to a device without passing through the CPU are verified there, asynchronously.
+Blocks that were read to a device without passing through the CPU are verified there, asynchronously.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +17,11 @@ from ..store.container import lin64
 from ..store.lazy import torch
 from ..store.memory import to_device
 from ..store.segment import Asked, SegmentReader
-from ..store.threads import Apart, Latch, Step
+from ..store.threads import Latch
 from .device import CopyStream, DeviceMemory, DoneEvent, Event
-from .pool import Tier, slab_slots
+from .pool import Tier
 from .scores import Owner
-from .slabs import NO_BLOCKS, NO_MEMORY, BlockRun, Blocks, SlotPool
+from .slabs import NO_BLOCKS, BlockRun, Blocks, SlotPool
 
 
 class LateCheck:
@@ -76,58 +72,6 @@ class LateCheck:
                 if at < count:
                     raise reader.damaged(block_group, first + at)
                 at -= count
-
-
-Needs = Counter[tuple[Tier, int]]
-"""Number of slots that will be acquired, by tier and block size in bytes."""
-
-
-class SlabMaker:
-    """Allocator that fills the slab stocks of the tiers, outside the `lock` that guards them."""
-
-    def __init__(self, lock: threading.Lock, step: Step, host: Tier) -> None:
-        self._lock, self._step, self._host = lock, step, host
-        self.ahead = False
-        """Whether a worker thread allocates one slab of the host tier in advance."""
-        self._worker: Apart | None = None
-
-    def missing_slabs(self, needs: Needs) -> list[tuple[Tier, int]]:
-        """Return the tier and size in bytes of each slab that is needed and not allocated yet, within the budgets.
-
-        This may also order a slab in advance. The caller holds the lock.
-        """
-        slabs: list[tuple[Tier, int]] = []
-        for (tier, size), count in needs.items():
-            sizes = tier.wants(size, count)
-            slabs.extend((tier, nbytes) for nbytes in sizes)
-            if tier is self._host and self.ahead and not tier.stock.is_ordered:
-                next_sizes = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(sizes) :]
-                if next_sizes:
-                    self._worker = self._worker or Apart()
-                    tier.stock.is_ordered = True
-                    self._worker.do(partial(self._make_ahead, next_sizes[0]))
-        return slabs
-
-    def make(self, slabs: Iterable[tuple[Tier, int]]) -> None:
-        """Allocate slabs and put them in stock. The caller does not hold the lock.
-
-        If an allocation fails, its tier stops growing for a while.
-        """
-        for tier, nbytes in slabs:
-            try:
-                memory = tier.allocate(nbytes)
-            except NO_MEMORY as error:
-                with self._lock, self._step:
-                    tier.stay(error)
-            else:
-                with self._lock, self._step:
-                    tier.put_in_stock(memory)
-
-    def _make_ahead(self, nbytes: int) -> None:
-        try:
-            self.make([(self._host, nbytes)])
-        finally:
-            self._host.stock.is_ordered = False
 
 
 class BlockRequest(NamedTuple):
@@ -268,25 +212,6 @@ class FetchedBlocks:
         """Set the locations of the blocks, and drop all references to other memory."""
         self.parts, self.staged_blocks = parts, NO_BLOCKS
         self.device_blocks, self.host_blocks, self.host_runs, self.direct_runs = [], [], [], []
-
-    def needs(self, gpu: DeviceMemory | None, host: Tier, direct: bool) -> Needs:
-        """Return how many buffer slots the fetch may take from each tier, after blocks in memory are pinned.
-
-        With `direct`, the engine reads from disk directly to device memory.
-        """
-        needs: Needs = Counter()
-        if self.request.reader.gone:  # no tier keeps blocks of a deleted segment
-            return needs
-        num_reads, size = len(self.from_disk), self.request.block_bytes
-        num_uploads = num_reads + sum(map(len, self.host_blocks))
-        if gpu is not None and num_uploads:
-            room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
-            needs[gpu.tier, size] = num_uploads
-            needs[gpu.staging, size] = max(0, num_uploads - room)
-            needs[host, size] = max(0, min(num_uploads, room) - vacant)  # for blocks that the device evicts
-            num_reads = max(0, num_reads - room) if direct else num_reads
-        needs[host, size] += num_reads
-        return needs
 
 
 class BlockHandle:

@@ -94,11 +94,20 @@ class Residency(TierSet):
 
     def _missing_slabs(self, handle: BlockHandle) -> list[tuple[Tier, int]]:
         """Return the slabs to allocate, without the lock, before slots are acquired."""
-        gpu, fetched_blocks = handle.gpu, handle.fetched
-        if gpu is None and not any(len(fetched.from_disk) for fetched in fetched_blocks):
-            return []
-        needs = (fetched.needs(gpu, self.host, self._direct) for fetched in fetched_blocks)
-        return self._slabs.missing_slabs(sum(needs, Counter()))
+        gpu, needs = handle.gpu, Counter[tuple[Tier, int]]()
+        for fetched in handle.fetched:
+            if fetched.request.reader.gone:  # no tier keeps blocks of a deleted segment
+                continue
+            num_reads, size = len(fetched.from_disk), fetched.request.block_bytes
+            num_uploads = num_reads + sum(map(len, fetched.host_blocks))
+            if gpu is not None and num_uploads:
+                room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
+                needs[gpu.tier, size] += num_uploads
+                needs[gpu.staging, size] += max(0, num_uploads - room)
+                needs[self.host, size] += max(0, min(num_uploads, room) - vacant)  # for blocks that the device evicts
+                num_reads = max(0, num_reads - room) if self._direct else num_reads
+            needs[self.host, size] += num_reads
+        return self._slabs.missing_slabs(+needs)  # without zeros
 
     def _begin(self, handle: BlockHandle, collector: StatsCollector) -> Callable[[], None] | None:
         """Reserve slots for the blocks that are not in memory, and return a function that starts to read these blocks.
@@ -173,7 +182,7 @@ class Residency(TierSet):
             return
         chunks = np.arange(count)
         with self._lock, self._step:
-            slabs = self._slabs.missing_slabs(Counter({(self.host, block_bytes): count}))
+            slabs = self._slabs.missing_slabs({(self.host, block_bytes): count})
         self._slabs.make(slabs)
         handle = BlockHandle((), self.confirm, self.retire)  # internal handle that pins the slots while they are filled
         try:

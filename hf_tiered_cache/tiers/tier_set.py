@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -11,11 +11,63 @@ import numpy as np
 from ..store.lazy import torch
 from ..store.threads import Apart, Step
 from .device import STAGING_BYTES, DeviceMemory, DoneEvent, HostMemory, numbered
-from .handles import FetchedBlocks, Pin, Pins, SlabMaker
+from .handles import FetchedBlocks, Pin, Pins
 from .index_cache import IndexCache
-from .pool import Tier
+from .pool import Tier, slab_slots
 from .scores import Attention, Owner, ScoreTable, Usage, make_policy
-from .slabs import NO_BLOCKS, ORPHANED, RESERVED, Blocks, SlotPool
+from .slabs import NO_BLOCKS, NO_MEMORY, ORPHANED, RESERVED, Blocks, SlotPool
+
+
+class SlabMaker:
+    """Allocator that fills the slab stocks of the tiers, outside the `lock` that guards them.
+
+    All requests share this lock, and page-locking takes milliseconds.
+    """
+
+    def __init__(self, lock: threading.Lock, step: Step, host: Tier) -> None:
+        self._lock, self._step, self._host = lock, step, host
+        self.ahead = False
+        """Whether a worker thread allocates one slab of the host tier in advance."""
+        self._worker: Apart | None = None
+
+    def missing_slabs(self, needs: Mapping[tuple[Tier, int], int]) -> list[tuple[Tier, int]]:
+        """Return the tier and size in bytes of each slab that is needed and not allocated yet, within the budgets.
+
+        `needs` is the number of slots that will be acquired, by tier and block size in bytes. This may also order a
+        slab in advance. The caller holds the lock.
+        """
+        slabs: list[tuple[Tier, int]] = []
+        for (tier, size), count in needs.items():
+            sizes = tier.wants(size, count)
+            slabs.extend((tier, nbytes) for nbytes in sizes)
+            if tier is self._host and self.ahead and not tier.stock.is_ordered:
+                next_sizes = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(sizes) :]
+                if next_sizes:
+                    self._worker = self._worker or Apart()
+                    tier.stock.is_ordered = True
+                    self._worker.do(partial(self._make_ahead, next_sizes[0]))
+        return slabs
+
+    def make(self, slabs: Iterable[tuple[Tier, int]]) -> None:
+        """Allocate slabs and put them in stock. The caller does not hold the lock.
+
+        If an allocation fails, its tier stops growing for a while.
+        """
+        for tier, nbytes in slabs:
+            try:
+                memory = tier.allocate(nbytes)
+            except NO_MEMORY as error:
+                with self._lock, self._step:
+                    tier.stay(error)
+            else:
+                with self._lock, self._step:
+                    tier.put_in_stock(memory)
+
+    def _make_ahead(self, nbytes: int) -> None:
+        try:
+            self.make([(self._host, nbytes)])
+        finally:
+            self._host.stock.is_ordered = False
 
 
 class TierSet:
