@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 
 _TOKENS_PER_CENTROID = 16
+_SPREAD = 0.5
+"""Share of the extent of a box that counts (see `ClusterBoxIndex`)."""
 
 
 def num_clusters(tokens: int, chunk_tokens: int) -> int:
@@ -138,13 +140,15 @@ class ClusterIndex(DecodeIndex):
 
     @classmethod
     def build(cls, keys: torch.Tensor, chunk_tokens: int) -> Self:
-        clusters, dtype = num_clusters(keys.shape[1], chunk_tokens), ranking_dtype(keys.dtype)
-        parts = []
-        for heads in head_slices(keys):
-            means = mean_keys(keys[heads], chunk_tokens)
-            centroids, cluster_of = segmented_kmeans(means, clusters)
-            parts.append((centroids.to(dtype), cluster_of, *([means.to(dtype)] * cls.keeps_representatives)))
+        parts = [cls._tensors_of(keys[heads], chunk_tokens) for heads in head_slices(keys)]
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    @classmethod
+    def _tensors_of(cls, keys: torch.Tensor, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of the index for some heads."""
+        means, dtype = mean_keys(keys, chunk_tokens), ranking_dtype(keys.dtype)
+        centroids, cluster_of = segmented_kmeans(means, num_clusters(keys.shape[1], chunk_tokens))
+        return centroids.to(dtype), cluster_of, *([means.to(dtype)] * cls.keeps_representatives)
 
     @classmethod
     def merged(cls, indexes: Sequence[Self]) -> Sequence[Self]:
@@ -210,7 +214,7 @@ class ClusterBoxIndex(ClusterIndex):
 
     The mean of a chunk of eight keys says little about a single key that matches a query. The bounds of each channel
     (Quest, Tang et al. 2024) show such a key, but overestimate it: no key reaches the bounds of all channels at once. A
-    score between the two is better than both: the product with the center of the box, plus a share, `spread`, of what
+    score between the two is better than both: the product with the center of the box, plus a share, the spread, of what
     the extent of the box can add to it. A spread of 1 is Quest's bound. Clusters are formed from the centers. Each
     cluster has a box around the boxes of its chunks. These boxes fit their chunks less closely, so they use half the
     spread and only preselect candidates: the chunks of the best clusters, four times as many as are selected. The best
@@ -222,22 +226,18 @@ class ClusterBoxIndex(ClusterIndex):
     candidates: ClassVar[int] = 4
 
     @classmethod
-    def build(cls, keys: torch.Tensor, chunk_tokens: int, spread: float = 0.5) -> Self:
-        clusters, dtype = num_clusters(keys.shape[1], chunk_tokens), ranking_dtype(keys.dtype)
-        parts = []
-        for heads in head_slices(keys):
-            chunked_keys = cut_in_chunks(keys[heads], chunk_tokens)
-            upper, lower = chunked_keys.amax(2).float(), chunked_keys.amin(2).float()  # [heads, chunks, dim]
-            middles, extents = (upper + lower) / 2, (upper - lower) / 2
-            centroids, cluster_of = segmented_kmeans(middles, clusters)
-            cluster_index = cluster_of[..., None].expand_as(middles)
-            upper = centroids.scatter_reduce(1, cluster_index, upper, "amax")  # a box includes its centroid
-            lower = centroids.scatter_reduce(1, cluster_index, lower, "amin")
-            inner = torch.lerp(centroids, (upper + lower) / 2, spread / 2)
-            boxes = torch.cat([inner, (upper - lower) * (spread / 4)], -1)
-            chunk_boxes = torch.cat([middles, extents * spread], -1)
-            parts.append((boxes.to(dtype), cluster_of, chunk_boxes.to(dtype)))
-        return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    def _tensors_of(cls, keys: torch.Tensor, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+        chunked_keys, dtype = cut_in_chunks(keys, chunk_tokens), ranking_dtype(keys.dtype)
+        upper, lower = chunked_keys.amax(2).float(), chunked_keys.amin(2).float()  # [heads, chunks, dim]
+        middles, extents = (upper + lower) / 2, (upper - lower) / 2
+        centroids, cluster_of = segmented_kmeans(middles, num_clusters(keys.shape[1], chunk_tokens))
+        cluster_index = cluster_of[..., None].expand_as(middles)
+        upper = centroids.scatter_reduce(1, cluster_index, upper, "amax")  # a box includes its centroid
+        lower = centroids.scatter_reduce(1, cluster_index, lower, "amin")
+        inner = torch.lerp(centroids, (upper + lower) / 2, _SPREAD / 2)
+        boxes = torch.cat([inner, (upper - lower) * (_SPREAD / 4)], -1)
+        chunk_boxes = torch.cat([middles, extents * _SPREAD], -1)
+        return boxes.to(dtype), cluster_of, chunk_boxes.to(dtype)
 
     @classmethod
     def _comparison_query(cls, query: torch.Tensor) -> torch.Tensor:
