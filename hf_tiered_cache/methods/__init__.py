@@ -144,9 +144,7 @@ def make_method(method: Method | str | None) -> Method:
 def describe_method(method: Method, ignored: Collection[str] = ()) -> str:
     """Return the string that `make_method` takes for a method: its name and its settings that differ from defaults.
 
-    Args:
-        method: The method.
-        ignored: Names of settings to leave out.
+    Settings with a name in `ignored` are left out.
     """
     name = METHODS.name_of(type(method)) or type(method).__name__
     ignored = {"geometry", *ignored}

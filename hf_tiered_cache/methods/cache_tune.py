@@ -90,7 +90,6 @@ class CacheTune(Passages):
     # --- tokens to compute
 
     def narrowing(self, layers: int) -> tuple[int, float] | None:
-        """See `Passages`."""
         layer = _narrow_at(layers)
         if self.widen <= 1 or not 0 < self._share < 1 or layer >= layers:
             return None
@@ -129,11 +128,9 @@ class CacheTune(Passages):
         ]
 
     def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
-        """See `Passages`."""
         return attention / max(mean, _SMALL) + _FLOOR
 
     def kv_deviation(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
-        """See `Passages`."""
         return kv_deviation(stored, computed)
 
 
@@ -217,7 +214,6 @@ class CacheBlend(Passages):
         return cls(recompute, lead=1)
 
     def narrowing(self, layers: int) -> tuple[int, float] | None:
-        """See `Passages`."""
         return (1, self.recompute) if layers > 1 else None
 
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:

@@ -49,10 +49,7 @@ class PrefixMethod(Method):
         """Return this method with few layers per block if a prefix is likely to be recomputed while the rest is loaded.
 
         If nothing is recomputed, fewer and larger blocks are restored sooner. A geometry of the user's own is kept.
-
-        Args:
-            share: Function that returns the fastest recompute share that was measured; 0 without a calibration.
-            layers: Number of layers of the model.
+        `share` returns the fastest recompute share that was measured; 0 without a calibration.
         """
         if not (make_codec(self.geometry.codec).lossless or self.records_approximations):
             return self  # nothing is recomputed

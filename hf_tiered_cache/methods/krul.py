@@ -222,12 +222,7 @@ class Krul(PrefixMethod, ForConversation):
         return merge_segments(idle.disk, rewritten, geometry, first_tokens, *merge_options)
 
     def accepted(self, idle: IdleConversation, shared: Pairs) -> Pairs:
-        """Return the pairs that share from now on: those of `pairs`, or those of them that lose little enough.
-
-        Args:
-            idle: Conversation.
-            shared: Pairs that share already.
-        """
+        """Return the pairs that share from now on: those of `pairs`, or those of them that lose little enough."""
         if self.quality is None:
             return self.pairs(idle, shared)
         decision, tokens, replay = idle.decision, tokens_of(idle.readers), idle.replay

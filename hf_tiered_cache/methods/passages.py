@@ -93,8 +93,7 @@ class Passages(Method):
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         """Return this method with its "auto" settings replaced by measured values.
 
-        Args:
-            ratio: Function that returns the ratio measured on this machine, or None.
+        `ratio` returns the ratio measured on this machine, or None.
         """
         return self
 
@@ -102,11 +101,7 @@ class Passages(Method):
 
     @abstractmethod
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
-        """Return the restored tokens of each passage of a row, counted from the piece's first token: int64 each.
-
-        Args:
-            passages: Passages of the row, in order.
-        """
+        """Return the restored tokens of each passage of a row, counted from the piece's first token: int64 each."""
 
     def narrowing(self, layers: int) -> tuple[int, float] | None:
         """Return the layer at which stored and computed KV are compared, with a share; None to compare nothing.
@@ -117,7 +112,6 @@ class Passages(Method):
         return None
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Positions, ...]:
-        """See `Method`."""
         narrowing = self.narrowing(context.layers)
         wide_layers = context.layers if narrowing is None else narrowing[0] + 1
         selected = (self._selected_positions(context),) * wide_layers
@@ -165,11 +159,9 @@ class Passages(Method):
         return context.for_rows(selected)
 
     def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
-        """Return the factors by which the query probe's attention raises the importance of tokens.
+        """Return the factors by which the query probe's attention to tokens raises their importance.
 
-        Args:
-            attention: Attention to each token.
-            mean: Mean attention to a token of a passage.
+        `mean` is the mean attention to a token of a passage.
         """
         return np.ones_like(attention)
 

@@ -73,11 +73,7 @@ class _Run:
 
 
 class PassageIndex:
-    """Scan hashes of all stored passages. Changes by other processes are seen at the next lookup.
-
-    Args:
-        catalogue: Catalogue of the stored passages.
-    """
+    """Scan hashes of all passages in a catalogue. Changes by other processes are seen at the next lookup."""
 
     def __init__(self, catalogue: Index) -> None:
         self._catalogue = catalogue

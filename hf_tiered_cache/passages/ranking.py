@@ -108,9 +108,6 @@ class KeptRankings:
     """Token rankings in sidecars of their segments.
 
     A lost ranking only changes the order in which tokens are taken.
-
-    Args:
-        disk: Segment store.
     """
 
     def __init__(self, disk: SegmentStore) -> None:

@@ -224,12 +224,8 @@ class Selector(ABC):
     def reselect(self, request: SelectionInput, last_tokens: np.ndarray) -> np.ndarray:
         """Reselect for a decoded token, as many tokens as in the last selection.
 
-        Args:
-            request: Selection request.
-            last_tokens: Tokens of the last selection, int64 `[sets, tokens]`, in any order.
-
-        Returns:
-            Tokens of the new selection, int64 `[sets, tokens]`, ascending in each set.
+        `last_tokens` is that selection, int64 `[sets, tokens]`, in any order. Return the tokens of the new one, int64
+        `[sets, tokens]`, ascending in each set.
         """
         return self.choose(request).tokens
 
