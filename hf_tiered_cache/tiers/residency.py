@@ -49,10 +49,10 @@ class Residency(TierSet):
         try:
             with self._lock, self._step:
                 self._pin_requested(handle, device, collector, ahead, later)
-                slabs = self._missing_slabs(handle)
+                slabs = self._missing_slabs(self._needs(handle))
                 read = None if slabs else self._begin(handle, collector)
             if slabs:
-                self._slabs.make(slabs)
+                self._make_slabs(slabs)
                 with self._lock, self._step:
                     read = self._begin(handle, collector)
             if read is None:
@@ -92,8 +92,8 @@ class Residency(TierSet):
                 if (pinned := tier.pin(request.owner, request.chunks, is_use=False)) is not None:
                     pin.slots.append((tier, *pinned[:2]))
 
-    def _missing_slabs(self, handle: BlockHandle) -> list[tuple[Tier, int]]:
-        """Return the slabs to allocate, without the lock, before slots are acquired."""
+    def _needs(self, handle: BlockHandle) -> Counter[tuple[Tier, int]]:
+        """Return how many slots a fetch may take, by tier and block size, after blocks in memory are pinned."""
         gpu, needs = handle.gpu, Counter[tuple[Tier, int]]()
         for fetched in handle.fetched:
             if fetched.request.reader.gone:  # no tier keeps blocks of a deleted segment
@@ -107,7 +107,7 @@ class Residency(TierSet):
                 needs[self.host, size] += max(0, min(num_uploads, room) - vacant)  # for blocks that the device evicts
                 num_reads = max(0, num_reads - room) if self._direct else num_reads
             needs[self.host, size] += num_reads
-        return self._slabs.missing_slabs(+needs)  # without zeros
+        return +needs  # without zeros
 
     def _begin(self, handle: BlockHandle, collector: StatsCollector) -> Callable[[], None] | None:
         """Reserve slots for the blocks that are not in memory, and return a function that starts to read these blocks.
@@ -182,8 +182,8 @@ class Residency(TierSet):
             return
         chunks = np.arange(count)
         with self._lock, self._step:
-            slabs = self._slabs.missing_slabs({(self.host, block_bytes): count})
-        self._slabs.make(slabs)
+            slabs = self._missing_slabs({(self.host, block_bytes): count})
+        self._make_slabs(slabs)
         handle = BlockHandle((), self.confirm, self.retire)  # internal handle that pins the slots while they are filled
         try:
             with self._lock, self._step:

@@ -18,58 +18,6 @@ from .scores import Attention, Owner, ScoreTable, Usage, make_policy
 from .slabs import NO_BLOCKS, NO_MEMORY, ORPHANED, RESERVED, Blocks, SlotPool
 
 
-class SlabMaker:
-    """Allocator that fills the slab stocks of the tiers, outside the `lock` that guards them.
-
-    All requests share this lock, and page-locking takes milliseconds.
-    """
-
-    def __init__(self, lock: threading.Lock, step: Step, host: Tier) -> None:
-        self._lock, self._step, self._host = lock, step, host
-        self.ahead = False
-        """Whether a worker thread allocates one slab of the host tier in advance."""
-        self._worker: Apart | None = None
-
-    def missing_slabs(self, needs: Mapping[tuple[Tier, int], int]) -> list[tuple[Tier, int]]:
-        """Return the tier and size in bytes of each slab that is needed and not allocated yet, within the budgets.
-
-        `needs` is the number of slots that will be acquired, by tier and block size in bytes. This may also order a
-        slab in advance. The caller holds the lock.
-        """
-        slabs: list[tuple[Tier, int]] = []
-        for (tier, size), count in needs.items():
-            sizes = tier.wants(size, count)
-            slabs.extend((tier, nbytes) for nbytes in sizes)
-            if tier is self._host and self.ahead and not tier.stock.is_ordered:
-                next_sizes = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(sizes) :]
-                if next_sizes:
-                    self._worker = self._worker or Apart()
-                    tier.stock.is_ordered = True
-                    self._worker.do(partial(self._make_ahead, next_sizes[0]))
-        return slabs
-
-    def make(self, slabs: Iterable[tuple[Tier, int]]) -> None:
-        """Allocate slabs and put them in stock. The caller does not hold the lock.
-
-        If an allocation fails, its tier stops growing for a while.
-        """
-        for tier, nbytes in slabs:
-            try:
-                memory = tier.allocate(nbytes)
-            except NO_MEMORY as error:
-                with self._lock, self._step:
-                    tier.stay(error)
-            else:
-                with self._lock, self._step:
-                    tier.put_in_stock(memory)
-
-    def _make_ahead(self, nbytes: int) -> None:
-        try:
-            self.make([(self._host, nbytes)])
-        finally:
-            self._host.stock.is_ordered = False
-
-
 class TierSet:
     """Tiers of one store, the pins on their slots, and the lock that guards both.
 
@@ -119,12 +67,14 @@ class TierSet:
         self._step = Step(self._mend)
         self._clock = 0
         self._read_worker = Apart()  # a read interrupted while starting could not be undone
-        self._slabs = SlabMaker(self._lock, self._step, self.host)
+        self._slab_worker: Apart | None = None
+        self._allocates_ahead = False
+        """Whether a worker thread allocates one slab of the host tier in advance."""
 
     def prepare(self, device: torch.device) -> None:
         """Page-lock the host memory that is allocated from now on, if a model on `device` needs this."""
         if device.type == "cuda" and self._host_memory.gpu is None:
-            self._slabs.ahead = True  # page-locking takes milliseconds
+            self._allocates_ahead = True  # page-locking takes milliseconds
             self._host_memory.gpu = numbered(device)
 
     def note_attention(self, noted: Iterable[Attention]) -> None:
@@ -183,6 +133,47 @@ class TierSet:
             for tier in self.tiers:
                 tier.clear()
         self.index_cache.clear()
+
+    # --- slabs, allocated outside the lock that all requests share, since page-locking takes milliseconds
+
+    def _missing_slabs(self, needs: Mapping[tuple[Tier, int], int]) -> list[tuple[Tier, int]]:
+        """Return the tier and size in bytes of each slab that is needed and not allocated yet, within the budgets.
+
+        `needs` is the number of slots that will be acquired, by tier and block size in bytes. This may also order a
+        slab in advance. The caller holds the lock.
+        """
+        slabs: list[tuple[Tier, int]] = []
+        for (tier, size), count in needs.items():
+            sizes = tier.wants(size, count)
+            slabs.extend((tier, nbytes) for nbytes in sizes)
+            if tier is self.host and self._allocates_ahead and not tier.stock.is_ordered:
+                next_sizes = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(sizes) :]
+                if next_sizes:
+                    self._slab_worker = self._slab_worker or Apart()
+                    tier.stock.is_ordered = True
+                    self._slab_worker.do(partial(self._make_ahead, next_sizes[0]))
+        return slabs
+
+    def _make_slabs(self, slabs: Iterable[tuple[Tier, int]]) -> None:
+        """Allocate slabs and put them in stock. The caller does not hold the lock.
+
+        If an allocation fails, its tier stops growing for a while.
+        """
+        for tier, nbytes in slabs:
+            try:
+                memory = tier.allocate(nbytes)
+            except NO_MEMORY as error:
+                with self._lock, self._step:
+                    tier.stay(error)
+            else:
+                with self._lock, self._step:
+                    tier.put_in_stock(memory)
+
+    def _make_ahead(self, nbytes: int) -> None:
+        try:
+            self._make_slabs([(self.host, nbytes)])
+        finally:
+            self.host.stock.is_ordered = False
 
     # --- under the lock
 

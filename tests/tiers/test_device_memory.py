@@ -204,7 +204,7 @@ def test_host_memory_is_locked_for_the_first_gpu_and_not_for_models_on_the_cpu(l
     assert residency.host.allocate(2 * HUGE).shape == (2 * HUGE,)
     residency.prepare(torch.device("cpu"))
     assert residency.host.allocate(2 * HUGE).shape == (2 * HUGE,)
-    assert (locked.gpus, residency._slabs.ahead) == ([], False)
+    assert (locked.gpus, residency._allocates_ahead) == ([], False)
     for device in (second, GPU):
         residency.prepare(device)
         residency.host.allocate(2 * HUGE)

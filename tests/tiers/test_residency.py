@@ -246,7 +246,7 @@ def test_a_page_locked_slab_is_made_before_it_is_needed(stored, monkeypatch):
     size = a.shape.block_groups[0].block_bytes
     monkeypatch.setattr(pool_module, "SLAB_BYTES", CHUNKS * size + 4096)  # a slab for each block group
     residency = Residency(4 * (CHUNKS * size + 4096))
-    residency._slabs.ahead = True
+    residency._allocates_ahead = True
     noted = Allocations(residency.host)
     check(fetch(residency, a, 0, range(CHUNKS)), blocks, a, 0, range(CHUNKS))
     deadline = time.monotonic() + 10
