@@ -250,11 +250,11 @@ class RowIndexes:
         runs, first = list[_Run](), 0
         while first < len(row.pieces):
             for stop in range(len(row.pieces), first, -1):
-                runs.append(_Run(row.pieces[first:stop]))
-                if self._find(runs[-1], layer) or stop == first + 1:
+                run = _Run(row.pieces[first:stop])
+                if self._find(run, layer):
                     break
-                runs.pop()
-            first += len(runs[-1].pieces)
+            runs.append(run)  # with a cached index, or of one slice
+            first += len(run.pieces)
         return runs
 
     def _look_up(self, layer: int, place: int) -> list[_Run]:
