@@ -80,7 +80,7 @@ class KVDrive(BudgetMethod):
         return cls(budget, **(published | settings))
 
     def token_budget(self, prefix_tokens: int) -> int:
-        return self.selector().budgeted_tokens(self.budget, prefix_tokens) if self.selects else prefix_tokens
+        return self.selector().budgeted_tokens(self.budget, prefix_tokens)
 
     def selector(self) -> ByIndex:
         return ByIndex(

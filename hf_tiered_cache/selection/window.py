@@ -17,7 +17,7 @@ from .decode import Choice, DecodeSelector
 from .decode_index import DecodeIndex, rank
 from .held import INDEXED_TOKENS, HeldChunks, Window, append_offloaded
 from .indexes import RowIndexes
-from .selectors import Selection, SelectionInput, Selector
+from .selectors import Selection, SelectionInput, Selector, budgeted_tokens
 
 _CANDIDATES = 1.25
 """Number of candidates that are ranked per selected chunk. The window's eviction uses their order."""
@@ -86,10 +86,8 @@ class ByIndex(Selector):
 
         At least one chunk is selected. Sinks and local tokens are counted, too.
         """
-        step = self.chunk_tokens
-        first, last = self._first, tokens - max(0, tokens - self.local) // step * step
-        chunks = max(1, int(budget * -(-tokens // step) + 1e-9))
-        return min(tokens, first + chunks * step + last)
+        last = tokens - max(0, tokens - self.local) // self.chunk_tokens * self.chunk_tokens
+        return min(tokens, self._first + budgeted_tokens(budget, tokens, self.chunk_tokens) + last)
 
     def span(self, tokens: int, count: int) -> Span | None:
         """Return how `count` of a row's `tokens` restored tokens are selected, or None if all of them are."""
