@@ -89,6 +89,7 @@ class Attachment:
         self.extras: dict[str, Any] = {}
         """Objects that users of the attachment keep with it. `detach` closes those with `close()`, and drops all."""
         self.signature = inspect.signature(model.forward)
+        self.cache_argument = cache_argument(self.signature)
         self.compiled = False
         self.causal = False
         """True if the model was found to be a causal LM."""
@@ -176,6 +177,13 @@ class Attachment:
     def running_eagerly(self) -> AbstractContextManager[Any]:
         """Return a context in which a compiled model runs uncompiled, since our passes differ at every call."""
         return _EAGER_STANCE if self.compiled else nullcontext()
+
+    def forward(self, ids: torch.Tensor, cache: object, **options: Any) -> Any:
+        """Run the model on token ids, int `[rows, tokens]`, that follow those of a cache, and return the output.
+
+        The cache is passed under the name that the argument has in this version of transformers.
+        """
+        return self.model(input_ids=ids, use_cache=True, **{self.cache_argument: cache}, **options)
 
     def undo(self) -> None:
         """Restore the model exactly as it was."""

@@ -22,7 +22,7 @@ from ..cache.storage import Storage
 from ..errors import RestoreError, TieredCacheError
 from ..identity import varying_rope
 from ..layers import DenseSource, sources_for
-from ..patches.attach import Attachment, cache_argument
+from ..patches.attach import Attachment
 from ..patches.rope import PreRopeKV, RotaryTap
 from ..patches.scope import Scope, enter, leave_to
 from ..restore.fetch import Fetcher
@@ -209,7 +209,7 @@ class LayerRotations:
         try:
             with torch.no_grad():
                 ids = torch.zeros(1, HASH_TOKENS, dtype=torch.int64, device=attachment.devices[0])
-                attachment.model(input_ids=ids, use_cache=True, **{cache_argument(attachment.signature): cache})
+                attachment.forward(ids, cache)
         finally:
             leave_to(token)
         self.layers: dict[int, tuple[LayerKV, PreRopeKV]] = cache.observed

@@ -49,9 +49,14 @@ class StoredCache(Cache, ServedCache):
         return StoredCache(*prepare(model, method), storage, method, options)
 
     @property
+    def attachment(self) -> Attachment:
+        """Attachment of the model."""
+        return self._executor.attachment
+
+    @property
     def model(self) -> PreTrainedModel:
         """Transformers model that this cache belongs to."""
-        return self._executor.attachment.model
+        return self.attachment.model
 
     @property
     def method(self) -> Method:
@@ -135,7 +140,7 @@ class StoredCache(Cache, ServedCache):
         again._generates = True  # exempt from spot checks
         with torch.no_grad():
             ids = tokens.to(executor.attachment.devices[0])[None]  # [1, tokens]
-            self.model(input_ids=ids, past_key_values=again, logits_to_keep=HASH_TOKENS, **again.positions(ids))
+            self.attachment.forward(ids, again, logits_to_keep=HASH_TOKENS, **again.positions(ids))
         if sequence is None or held_from(again.layers) is None:
             return
         far = deviation(self.layers, again.layers, sequence.history.pads[0], len(tokens) - HASH_TOKENS)

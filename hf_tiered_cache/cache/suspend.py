@@ -20,7 +20,6 @@ from ..conversations.sharing import REPLAYED_TOKENS
 from ..errors import StoreClosedError, StoreError, TieredCacheError
 from ..layers import DenseSource, LayeredCache, LayerTensors
 from ..methods import ForConversation, IdleConversation, MergeDecision, PrefixMethod
-from ..patches.attach import cache_argument
 from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
@@ -165,9 +164,8 @@ def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:
         return None
 
     def run(ids: torch.Tensor, replayed: Cache) -> torch.Tensor:
-        arguments = {"input_ids": ids.to(attachment.devices[0]), cache_argument(attachment.signature): replayed}
         with attachment.running_eagerly():
-            logits: torch.Tensor = attachment.model(**arguments, use_cache=True, return_dict=True).logits
+            logits: torch.Tensor = attachment.forward(ids.to(attachment.devices[0]), replayed, return_dict=True).logits
         return logits
 
     try:

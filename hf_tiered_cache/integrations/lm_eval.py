@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from ..errors import ConfigError, suggest
 from ..kvstore import KVStore
 from ..methods import METHODS, Method, Passages, make_method
+from ..operations import precompute
 from ..store import KEY_FILE_VARIABLE
 from ..store.cipher import read_key_file
 from ..store.geometry import HASH_TOKENS
@@ -125,11 +126,9 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
 
     def _logprobs(self, tokens: Tokens, cache: TieredCache, keep: int = 0) -> torch.Tensor:
         """Return log-probabilities after each of the last `keep` tokens (0 for all), `[keep, vocabulary]`."""
-        ids = torch.tensor([tokens], device=self.device)
-        options = {"use_cache": True, "logits_to_keep": keep, **cache.positions(ids)}
         mixed = self.mixed_precision_dtype
-        with torch.no_grad(), torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
-            logits = self.model(input_ids=ids, past_key_values=cache, **options).logits
+        with torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
+            logits = precompute.run(cache, torch.tensor(tokens), keep)
         return logits[0].log_softmax(-1, dtype=self.softmax_dtype)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

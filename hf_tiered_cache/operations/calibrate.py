@@ -23,11 +23,11 @@ from ..errors import ConfigError
 from ..identity import Fingerprinter
 from ..methods import CacheTune, Exact, Method, PrefixMethod
 from ..passages.recompute import LOWEST, Costs, fastest_ratio
-from ..patches.attach import attach, base_model, cache_argument
+from ..patches.attach import attach, base_model
 from ..stats import TIERS, RequestStats
 from ..store.geometry import HASH_TOKENS
 from .passages import precompute_passages
-from .precompute import precompute
+from .precompute import precompute, run
 
 _WIDTH = 0.02
 """Interval width at which the search for the ratio stops; timing noise hides finer differences."""
@@ -89,11 +89,9 @@ def calibrate(
     stored = _stored(storage, model, list(ids[: passages * tokens].split(tokens)), method)
     with torch.no_grad(), bar, storage.without_remote(), stored:
 
-        def run(ratio: float) -> float:
+        def request(ratio: float) -> float:
             cache = StoredCache.over(model, storage, replace(method, recompute=ratio), options)
-            return _seconds(
-                lambda: inner(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), inner.device
-            )
+            return _seconds(lambda: run(cache, prompt), inner.device)
 
         times: dict[float, list[float]] = {}
 
@@ -104,12 +102,12 @@ def calibrate(
             for _ in range(rounds):
                 if cold:
                     storage.residency.clear()
-                times.setdefault(ratio, []).append(run(ratio))
+                times.setdefault(ratio, []).append(request(ratio))
             bar.update()
             bar.set_postfix(ratio=f"{ratio:.2f}", seconds=f"{median_seconds(ratio):.3f}")
             return median_seconds(ratio)
 
-        run(0.5)  # warm-up: hooks, kernels, open files
+        request(0.5)  # warm-up: hooks, kernels, open files
         reused, full = measure(0.0), measure(1.0)
         single_token_seconds = statistics.median(
             _seconds(lambda: inner(input_ids=prompt[:, :1], use_cache=False), inner.device) for _ in range(3)
@@ -214,23 +212,20 @@ def _prefix_costs(
     prompt = ids.unsqueeze(0).to(model.device)
     label = _new_label()
 
-    def run(restore: bool) -> tuple[float, RequestStats]:
+    def request(restore: bool) -> tuple[float, RequestStats]:
         """Run the prompt. Return the duration in seconds, and the request's statistics."""
         cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False))
-        seconds = _seconds(
-            lambda: model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), model.device
-        )
-        return seconds, cache.stats
+        return _seconds(lambda: run(cache, prompt), model.device), cache.stats
 
     try:
         precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label=label, tag="")
         new_ids = _labelled(storage, label)
         times: dict[str, list[float]] = {}  # by the slowest tier that the request read from
         read_seconds: list[float] = []
-        run(True)  # warm-up
+        request(True)  # warm-up
         for _ in range(repeats):
             storage.residency.forget(new_ids)  # the allocated buffers stay, as after other prompts
-            for seconds, stats in (run(True), run(True), run(False)):
+            for seconds, stats in (request(True), request(True), request(False)):
                 times.setdefault(stats.tier, []).append(seconds)
                 if stats.tier == TIERS[-1]:
                     read_seconds.append(stats.details.io_seconds)
@@ -259,17 +254,16 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", _CHUNK + _CONTEXT)
     chunk = ids[:, : min(_CHUNK, limit // 2)]
-    argument = cache_argument(attach(model).signature)
+    attachment = attach(model)
 
-    def run(context: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, DynamicCache]:
+    def continued(context: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, DynamicCache]:
         """Run the chunk after KV of a context. Return the duration in seconds, and the cache."""
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(context):
             cache.update(keys, values, layer)
-        options = {"use_cache": True, "logits_to_keep": 1}
-        return _seconds(lambda: model(input_ids=chunk, **options, **{argument: cache}), model.device), cache
+        return _seconds(lambda: attachment.forward(chunk, cache, logits_to_keep=1), model.device), cache
 
-    _, computed = run([])
+    _, computed = continued([])
     layers: list[Any] = computed.layers
     tokens = chunk.shape[1]
     chunk_bytes = sum(kv.nbytes for layer in layers for kv in (layer.keys, layer.values))
@@ -280,7 +274,7 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
     differences: list[float] = []
     started = time.perf_counter()
     while len(differences) < repeats and (not differences or time.perf_counter() - started < _GROWTH_SECONDS):
-        (alone, _), (after, _) = run([]), run(context)
+        (alone, _), (after, _) = continued([]), continued(context)
         differences.append(after - alone)
     return max(0.0, statistics.median(differences) / (2 * tokens * times * tokens))
 

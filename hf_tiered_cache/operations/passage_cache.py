@@ -93,12 +93,12 @@ def _tokenized(attachment: Attachment) -> list[int]:
 @torch.no_grad()
 def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
     """Generate `tokens` tokens after `first` by sampling from the model, with a fixed seed, without special tokens."""
-    model, generator = attachment.model, torch.Generator().manual_seed(0)
     cache, text = DynamicCache(config=attachment.config), [first]
+    generator = torch.Generator().manual_seed(0)
     special = _special_tokens(attachment)
     for _ in range(tokens):
         ids = torch.tensor([text[-1:]], device=attachment.devices[0])  # [1, 1]
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        logits = attachment.forward(ids, cache, logits_to_keep=1).logits[0, -1]
         probabilities = logits.float().cpu().index_fill(0, special, -torch.inf).softmax(0)  # [vocabulary]
         text.append(int(probabilities.multinomial(1, generator=generator)))
     return text[1:]

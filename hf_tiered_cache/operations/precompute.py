@@ -117,12 +117,13 @@ def _index(storage: Storage, model: torch.nn.Module, method: Method, prompt: tor
 
 
 @torch.no_grad()
-def run(cache: StoredCache, ids: torch.Tensor) -> torch.Tensor:
-    """Run tokens, int `[tokens]` or `[rows, tokens]`, after those of a cache. Return last logits, `[rows, 1, n]`."""
-    device = attach(cache.model).devices[0]  # `model.device` is `meta` if it is offloaded
-    ids = torch.atleast_2d(ids).to(device)
-    options = {"use_cache": True, "logits_to_keep": 1, **cache.positions(ids)}
-    return cache.model(input_ids=ids, past_key_values=cache, **options).logits
+def run(cache: StoredCache, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
+    """Run tokens, int `[tokens]` or `[rows, tokens]`, after those of a cache.
+
+    Return the logits after the last `keep` tokens (0: after all), `[rows, keep, vocabulary]`.
+    """
+    ids = torch.atleast_2d(ids).to(cache.attachment.devices[0])  # `model.device` is `meta` if it is offloaded
+    return cache.attachment.forward(ids, cache, logits_to_keep=keep, **cache.positions(ids)).logits
 
 
 def bar_over(tokens: int, progress: bool, name: str = "precompute") -> tqdm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache import KVStore, TieredCache, attach
 from hf_tiered_cache.cache.calibrations import keep_records
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic
 from hf_tiered_cache.operations import passage_cache as module
@@ -69,6 +70,13 @@ def test_what_the_model_writes_is_kept_and_has_no_special_tokens(tmp_path):
     with KVStore(tmp_path / "other") as store:
         fill(store, other, PASSAGES[:1], METHOD)
         assert not torch.equal(kept_lead(store), texts[0])
+
+
+def test_a_lead_is_written_without_a_warning():
+    """Transformers 5.24 warns if the cache is passed by its older name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert len(module.write(attach(build("qwen2")), 5, 3)) == 3
 
 
 def test_a_kept_lead_is_taken_and_a_damaged_one_written_again(tmp_path, monkeypatch):
