@@ -76,18 +76,12 @@ def calibrate(
         ConfigError: the prompt is longer than the model's maximum position.
     """
     method, options = CacheTune.paper(), CacheOptions(record=False)  # the same tokens in all layers
-    probe = StoredCache.over(model, storage, method, options)
-    inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
     length = passages * tokens + suffix
-    if length > getattr(config, "max_position_embeddings", length):
-        raise ConfigError(
-            f"{passages} passages of {tokens} tokens exceed the model's maximum number of positions; use fewer"
-        )
-    ids = _random_ids(config.vocab_size, length)
+    inner, ids = _model_and_ids(storage, model, method, length, f"{passages} passages of {tokens} tokens exceed")
     prompt = ids.unsqueeze(0).to(inner.device)
     bar = tqdm(desc="calibrate", unit="ratio", disable=not progress)
-    stored = _stored(storage, model, list(ids[: passages * tokens].split(tokens)), method)
-    with torch.no_grad(), bar, storage.without_remote(), stored:
+    with torch.no_grad(), bar, storage.without_remote(), _temporary(storage) as label:
+        precompute_passages(storage, model, list(ids[: passages * tokens].split(tokens)), method=method, label=label)
 
         def request(ratio: float) -> float:
             cache = StoredCache.over(model, storage, replace(method, recompute=ratio), options)
@@ -112,7 +106,7 @@ def calibrate(
         single_token_seconds = statistics.median(
             _seconds(lambda: inner(input_ids=prompt[:, :1], use_cache=False), inner.device) for _ in range(3)
         )
-        layers = config.num_hidden_layers
+        layers = attach(inner).depth
         compute, load = (
             max(pass_seconds - single_token_seconds, 1e-9) / (length * layers) for pass_seconds in (full, reused)
         )
@@ -159,16 +153,11 @@ def calibrate_prefix(
         ConfigError: a length is below 16, or above the model's maximum position.
     """
     method = Exact(recompute=0.0, decline=False).coded(storage.codec)
-    probe = StoredCache.over(model, storage, method, CacheOptions(record=False))
-    inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
     lengths = sorted(set(tokens))
     if not lengths or lengths[0] < HASH_TOKENS:
         raise ConfigError(f"prefixes must have at least {HASH_TOKENS} tokens, not {list(tokens)}")
-    if lengths[-1] + suffix > getattr(config, "max_position_embeddings", lengths[-1] + suffix):
-        raise ConfigError(
-            f"a prefix of {lengths[-1]} tokens exceeds the model's maximum number of positions; use fewer"
-        )
-    ids = _random_ids(config.vocab_size, lengths[-1] + suffix)
+    exceeded = f"a prefix of {lengths[-1]} tokens exceeds"
+    inner, ids = _model_and_ids(storage, model, method, lengths[-1] + suffix, exceeded)
     costs: list[PrefixCosts] = []
     bar = tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress)
     with torch.no_grad(), storage.without_remote(), bar:
@@ -210,15 +199,14 @@ def _prefix_costs(
 ) -> PrefixCosts:
     """Measure the costs of one prefix: the first `length` tokens of `ids`, int `[tokens]`."""
     prompt = ids.unsqueeze(0).to(model.device)
-    label = _new_label()
 
     def request(restore: bool) -> tuple[float, RequestStats]:
         """Run the prompt. Return the duration in seconds, and the request's statistics."""
         cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False))
         return _seconds(lambda: run(cache, prompt), model.device), cache.stats
 
-    try:
-        precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label=label, tag="")
+    with _temporary(storage) as label:
+        precompute(storage, model, ids[:length], method=method, label=label)
         new_ids = _labelled(storage, label)
         times: dict[str, list[float]] = {}  # by the slowest tier that the request read from
         read_seconds: list[float] = []
@@ -232,8 +220,6 @@ def _prefix_costs(
         suffix_seconds = statistics.median(
             _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), model.device) for _ in range(repeats)
         )
-    finally:
-        storage.disk.remove(_labelled(storage, label))
     costs = {
         tier: max(statistics.median(durations) - suffix_seconds, 0.0) / length for tier, durations in times.items()
     }
@@ -279,16 +265,19 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
     return max(0.0, statistics.median(differences) / (2 * tokens * times * tokens))
 
 
-def _random_ids(vocabulary: int, count: int) -> torch.Tensor:
-    """Return token ids, int64 `[count]`, that no other measurement uses at the same time."""
+def _model_and_ids(
+    storage: Storage, model: torch.nn.Module, method: Method, count: int, exceeded: str
+) -> tuple[PreTrainedModel, torch.Tensor]:
+    """Return the transformers model, and token ids, int64 `[count]`, that no other measurement uses at the same time.
+
+    Raises ConfigError, with `exceeded` as beginning of the message, if the model has fewer positions.
+    """
+    attachment = StoredCache.over(model, storage, method, CacheOptions(record=False)).attachment
+    if count > getattr(attachment.config, "max_position_embeddings", count):
+        raise ConfigError(f"{exceeded} the model's maximum number of positions; use fewer")
     generator = torch.Generator()
     generator.seed()
-    return torch.randint(3, vocabulary, (count,), generator=generator)
-
-
-def _new_label() -> str:
-    """Return a label by which a measurement finds its segments: other caches store theirs at the same time."""
-    return f"measurement {uuid.uuid4().hex}"
+    return attachment.model, torch.randint(3, attachment.config.vocab_size, (count,), generator=generator)
 
 
 def _labelled(storage: Storage, label: str) -> list[str]:
@@ -296,14 +285,11 @@ def _labelled(storage: Storage, label: str) -> list[str]:
 
 
 @contextmanager
-def _stored(
-    storage: Storage, model: torch.nn.Module, passages: list[torch.Tensor], method: CacheTune
-) -> Iterator[None]:
-    """Keep passages in the store for the duration of the context."""
-    label = _new_label()
+def _temporary(storage: Storage) -> Iterator[str]:
+    """Yield a label, and delete what was stored under it: other caches store their KV at the same time."""
+    label = f"measurement {uuid.uuid4().hex}"
     try:
-        precompute_passages(storage, model, passages, method=method, progress=False, pin=False, label=label, tag="")
-        yield
+        yield label
     finally:
         storage.disk.remove(_labelled(storage, label))
 

@@ -70,10 +70,10 @@ def precompute(
     input_ids: Any,
     *,
     method: Method | str | None,
-    progress: bool,
-    pin: bool,
-    label: str,
-    tag: str,
+    progress: bool = False,
+    pin: bool = False,
+    label: str = "",
+    tag: str = "",
 ) -> PrecomputeReport:
     """See `KVStore.precompute`."""
     prompts, requested_method = as_prompts(input_ids), make_method(method)
@@ -88,7 +88,7 @@ def precompute(
     with bar_over(tokens, progress) as bar:
         for prompt in prompts:
             cache = StoredCache.over(model, storage, storing_method, CacheOptions(label=label, tag=tag))
-            varies = varying_rope(cache.model.config.get_text_config(decoder=True)) is not None  # with the length
+            varies = varying_rope(cache.attachment.config) is not None  # with the length
             for chunk in prompt.split(len(prompt) if varies else CHUNK_TOKENS):
                 run(cache, chunk)
                 bar.update(len(chunk))

@@ -136,7 +136,7 @@ def _answers(
     with scratch(method) as storage:
         for ids in prompts:
             prefix = len(ids) - questions * QUESTION_TOKENS
-            precompute(storage, model, [ids[:prefix]], method=method, progress=False, pin=False, label="", tag="")
+            precompute(storage, model, [ids[:prefix]], method=method)
             for number in range(1, questions + 1):
                 cache = StoredCache.over(model, storage, method, CacheOptions(record=False))
                 started = time.perf_counter()
