@@ -35,16 +35,8 @@ from .watch import Watch
 
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 _UNCALLED = _CONSTRUCTORS | {
-    *(
-        "__init_subclass__",
-        "__class_getitem__",
-        "__set_name__",
-        "__del__",
-        "__repr__",
-        "__str__",
-        "__format__",
-        "__dir__",
-    ),
+    *("__init_subclass__", "__class_getitem__", "__set_name__", "__del__"),
+    *("__repr__", "__str__", "__format__", "__dir__"),
     *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
     *("__copy__", "__deepcopy__", "__sizeof__"),
 }
@@ -92,11 +84,7 @@ class CodeDescription(Description):
             default. If another object replaces one of them, the model is undescribable.
     """
 
-    def __init__(
-        self,
-        watch: Watch | None = None,
-        statics: Statics | None = None,
-    ) -> None:
+    def __init__(self, watch: Watch | None = None, statics: Statics | None = None) -> None:
         super().__init__(watch)
         self._statics: Statics = {} if statics is None else statics
         self._later: deque[tuple[str, types.FunctionType | type, int]] = deque()
@@ -178,24 +166,16 @@ class CodeDescription(Description):
                     raise Undescribable(f"{location}, which calls {name}(),")
                 self.watch.item(namespace, name)
                 self._add_global(location, builtins.__dict__, name, PYTHON)
-        values = [namespace.get(name) for name in sorted(names)]
-        self._add_modules(
-            location, [module for module in values if isinstance(module, types.ModuleType)], names, origin
-        )
+        values = (namespace.get(name) for name in sorted(names))
+        self._add_modules(location, [value for value in values if isinstance(value, types.ModuleType)], names, origin)
 
     def _add_imports(
         self, location: str, code: types.CodeType, namespace: dict[str, Any], names: frozenset[str]
     ) -> None:
         """Describe what user code refers to in modules that it imports within functions."""
         for name in sorted(imported_names(code)):
-            module_name = next(
-                (
-                    candidate
-                    for candidate in (name, f"{namespace.get('__package__')}.{name}")
-                    if candidate in sys.modules
-                ),
-                "",
-            )
+            candidates = (name, f"{namespace.get('__package__')}.{name}")
+            module_name = next((candidate for candidate in candidates if candidate in sys.modules), "")
             self.watch.item(sys.modules, module_name or name)
             if not module_name:
                 raise Undescribable(f"{location}, which imports {name},")

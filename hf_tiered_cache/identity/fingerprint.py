@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from ..store.threads import Step, fork_lock
 from .code import Statics
 from .model import IRRELEVANT, ModelDescription, unpaged
-from .state import adapter_state, rows_have_adapters, varying_rope
-from .watch import active_mode, computing_state
+from .watch import active_mode, adapter_state, computing_state, rows_have_adapters, varying_rope
 from .weights import WeightDigests
 
 _FOLLOWING = frozenset({"weights", "modules"})

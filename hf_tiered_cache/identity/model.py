@@ -27,7 +27,7 @@ from ..patches.scope import Replacement
 from .code import LEAF, CodeDescription, Statics
 from .description import Undescribable
 from .origin import TRUSTED, USER, origin_of, origin_of_class
-from .state import active_adapters, is_tuner, merged_adapters, varying_rope
+from .watch import active_adapters, is_tuner, merged_adapters, varying_rope
 
 IRRELEVANT = frozenset(
     {
@@ -112,9 +112,7 @@ class ModelDescription(CodeDescription):
     def _guard(self, describe: Callable[..., None], *arguments: Any) -> None:
         """Call a describing function, and record its first failure as the problem of the model.
 
-        Args:
-            describe: the function to call.
-            *arguments: its arguments; the first one names the described place.
+        The first of its arguments names the described place.
         """
         try:
             describe(*arguments)
@@ -304,7 +302,8 @@ class ModelDescription(CodeDescription):
             if isinstance(method, Replacement):
                 method = method.original
             elif (compiled := _compiled_from(method)) is not None:
-                self._watch_closure(method)
+                for cell in method.__closure__ or ():
+                    self.watch.cell(cell)
                 method = compiled
             elif _is_accelerates(method, module):
                 self._check_hook(location, module.__dict__.get("_hf_hook"))
@@ -317,10 +316,6 @@ class ModelDescription(CodeDescription):
             else:
                 self.problem = self.problem or f"the replaced {name} of {location}"
                 return
-
-    def _watch_closure(self, function: types.FunctionType) -> None:
-        for cell in function.__closure__ or ():
-            self.watch.cell(cell)
 
     def _check_hook(self, location: str, hook: Any) -> None:
         """Watch an accelerate hook without a description, since it only moves tensors. Other hooks are a problem."""

@@ -1,4 +1,4 @@
-"""Detection, at every pass, of replaced objects that a model computes with."""
+"""Detection of what changes between passes: objects, adapters, RoPE frequencies and settings of PyTorch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import flop_counter
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import PreTrainedConfig
 
 HARMLESS_MODES: tuple[type, ...] = (
     DeviceContext,
@@ -135,6 +136,9 @@ def _cell_contents(cells: Iterable[CellType]) -> Iterator[Any]:
             yield _EMPTY
 
 
+# --- settings of PyTorch
+
+
 def computing_state(devices: Iterable[str]) -> tuple[str, ...]:
     """Return the current PyTorch settings that affect results: autocast, and switches between precision and speed.
 
@@ -192,3 +196,75 @@ def active_mode() -> str:
     modes: Iterable[Any] = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     unknown = next((type(mode) for mode in modes if type(mode) not in HARMLESS_MODES), None)
     return "" if unknown is None else f"the active mode {unknown.__name__}"
+
+
+# --- adapters
+
+
+def is_tuner(module: Any) -> bool:
+    """Return whether a module is a layer that an adapter wraps."""
+    return hasattr(type(module), "adapter_layer_names") and hasattr(type(module), "active_adapters")
+
+
+def active_adapters(layer: Any) -> tuple[str, ...]:
+    """Return the names of the active adapters of a layer."""
+    return () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
+
+
+def merged_adapters(layer: Any) -> tuple[str, ...]:
+    """Return the names of the adapters that are merged into the weights of a layer."""
+    return tuple(getattr(layer, "merged_adapters", ()))
+
+
+def adapter_state(layers: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Return the adapter state of layers with an active or merged adapter.
+
+    Returns:
+        For each such layer its index in `layers`, the active adapters, the merged adapters and the scales of the active
+        ones.
+    """
+    states = []
+    for number, layer in enumerate(layers):
+        merged = merged_adapters(layer)
+        active = active_adapters(layer)
+        if active or merged:
+            scaling = getattr(layer, "scaling", {})
+            states.append((number, active, merged, tuple(scaling.get(adapter) for adapter in active)))
+    return tuple(states)
+
+
+def rows_have_adapters(layers: Iterable[Any]) -> bool:
+    """Return whether the current pass selects adapters by row (PEFT's `adapter_names`, activated LoRA)."""
+    hooks = (hook for layer in layers for hook in list(layer._forward_pre_hooks.values()))  # other threads add theirs
+    return any({"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys() for hook in hooks)
+
+
+# --- RoPE
+
+
+def varying_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return the RoPE parameters of a model if its frequencies depend on the prompt length, otherwise None."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for group in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        kind = group.get("rope_type") or ""
+        if kind == "longrope" or "dynamic" in kind:
+            return group
+    return None
+
+
+def rope_regime(config: PreTrainedConfig, length: int) -> str | None:
+    """Return the frequency regime of a pass with the last position `length - 1`.
+
+    KV computed under one regime is not served under another.
+
+    Returns:
+        "short" or "long" for longrope. Otherwise "", or None if the frequencies depend on the exact length (dynamic NTK
+        scaling beyond the trained length), so that nothing can be reused.
+    """
+    group = varying_rope(config)
+    if group is None:
+        return ""
+    if group["rope_type"] == "longrope":
+        original = group.get("original_max_position_embeddings") or config.max_position_embeddings
+        return "long" if length > original else "short"
+    return "" if length < config.max_position_embeddings else None
