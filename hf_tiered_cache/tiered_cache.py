@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -228,7 +227,7 @@ class TieredSession:
         timeline = None if trace is None else Timeline(trace)
         self.method = make_method(method)
         self._account = StatsCollector()
-        self._engines: list[weakref.ref[PagedTiers]] = []
+        self._engines = Engines()
         was_attached = attachment_of(model) is not None
         self._attachment = attach(model)
         if not was_attached:
@@ -277,12 +276,11 @@ class TieredSession:
         engines: Engines = self._attachment.extras.setdefault("batching", Engines())
         if engines.of(persistent_manager_of(self.model)) is not None:
             return create()  # a persistent manager, with a session that has not ended
-        tiers = PagedTiers(self._attachment, storage_of(self.store), self.method, self._options, self._account)
-        manager = create()
-        tiers.attach(manager)
+        storage = storage_of(self.store)
+        tiers = PagedTiers(self._attachment, storage, self.method, self._options, self._account, create)
         engines.add(tiers)
-        self._engines.append(weakref.ref(tiers))
-        return manager
+        self._engines.add(tiers)
+        return tiers.manager
 
     def count_batched(self, manager: Any, request_id: str) -> RequestStats:
         """Return the statistics of a request that is going to be added to a manager of continuous batching."""
@@ -308,10 +306,7 @@ class TieredSession:
 
     def close(self) -> None:
         """End the session: the model works as before, and computed KV is still stored."""
-        for reference in self._engines:
-            if (tiers := reference()) is not None:
-                tiers.close()
-        self._engines.clear()
+        self._engines.close()
         if self in self._attachment.sessions:
             self._attachment.sessions.remove(self)
             self._leave()

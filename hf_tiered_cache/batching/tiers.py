@@ -25,7 +25,7 @@ from ..methods import ForConversation, Method, PrefixMethod
 from ..patches.attach import Attachment
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
-from .engine import Engine, Pages, id_of, parent_id_of
+from .engine import Engine, Listener, Pages, id_of, parent_id_of
 from .lookups import LayerRotations, Lookups, observe_rotations, windows_of
 from .packed import GraphKV, Packed, PackedKV, PassCapture, PassJoiner
 from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
@@ -47,28 +47,30 @@ def check_method(method: Method) -> None:
         )
 
 
-class PagedTiers:
+class PagedTiers(Listener):
     """Store of one manager of continuous batching.
 
     Args:
         attachment: Attachment of the model, which must not run in continuous batching at the moment.
         storage: Store from which KV is restored, and to which it is written.
-        method: Method that restores it.
+        method: Method that restores it, which `check_method` accepts.
         options: Options of the lookups.
         total: Collects the statistics of all requests.
-
-    Raises:
-        ConfigError: See `check_method`.
+        create: Creates the manager, once the model was observed.
     """
 
     def __init__(
-        self, attachment: Attachment, storage: Storage, method: Method, options: CacheOptions, total: StatsCollector
+        self,
+        attachment: Attachment,
+        storage: Storage,
+        method: Method,
+        options: CacheOptions,
+        total: StatsCollector,
+        create: Callable[[], Any],
     ) -> None:
-        check_method(method)
         self._attachment, self._storage = attachment, storage
         self._method, self._options, self._total = method.coded(storage.codec), options, total
         self._lock = threading.RLock()
-        self._engine: Engine | None = None
         self._requests: dict[str, BatchedRequest] = {}
         self._leaving: list[BatchedRequest] = []  # gone, and their lookup has not ended
         self._leaders: dict[bytes, BatchedRequest] = {}
@@ -81,10 +83,12 @@ class PagedTiers:
         self._token_bytes = 0  # of the KV of a token
         self._closed = False
         self._fingerprint: str | None = None  # of the last pass
-        self._changed = False  # whether pages may hold KV of another state of the model
         self.reason = ""
         """Reason why the engine runs without the store, or an empty string."""
         self._lookups = Lookups(attachment, storage, self._method.ahead_bytes, self._observe(), self._wake)
+        self.manager = create()
+        self._engine = Engine(self.manager, self)
+        self._changed = not self._engine.is_fresh  # whether pages may hold KV of another state of the model
 
     def _observe(self) -> LayerRotations | None:
         """Return the rotations of the layers, or None if the engine runs without the store."""
@@ -96,14 +100,9 @@ class PagedTiers:
         self._fingerprint = observed.fingerprint
         return observed
 
-    def attach(self, manager: Any) -> None:
-        """Serve the requests of a manager."""
-        self._engine = Engine(manager, self)
-        self._changed = not self._engine.is_fresh
-
     def serves(self, manager: Any) -> bool:
         """Return whether this object serves the requests of `manager`."""
-        return self._engine is not None and self._engine.manager is manager and not self._closed
+        return self.manager is manager and not self._closed
 
     def collect(self, request_id: str, collector: StatsCollector) -> None:
         """Count a request that is going to be added in `collector`."""
@@ -114,13 +113,10 @@ class PagedTiers:
         if self._closed:
             return
         self._closed = True
-        if self._engine is not None:
-            self._engine.detach()
+        self._engine.detach()
         with self._lock:
             requests = [*self._requests.values(), *self._leaving]
         self._lookups.close(requests)
-        if self._engine is None:
-            return
         with self._lock, self._engine.on_stream():
             for request in list(self._requests.values()):
                 self._end(request)
@@ -129,12 +125,10 @@ class PagedTiers:
     # --- events of the engine
 
     def refused(self, reason: str) -> None:
-        """See `Listener`."""
         self.reason = self.reason or reason
         self._storage.disk.warn(reason, reason)
 
     def arrived(self, state: Any) -> None:
-        """See `Listener`."""
         if self._closed:
             return
         with self._lock:
@@ -158,7 +152,6 @@ class PagedTiers:
             self._look_up(request)
 
     def may_be_scheduled(self, state: Any) -> bool:
-        """See `Listener`."""
         request = self._requests.get(id_of(state))
         if request is None or request.state is not state or request.decided:
             return True
@@ -180,11 +173,9 @@ class PagedTiers:
             if request.restored is None:
                 request.decided = True
                 return True
-            assert self._engine is not None
             return self._has_room(request, request.held) or not self._engine.has_active_requests
 
     def matched(self, state: Any, tokens: int) -> int:
-        """See `Listener`."""
         request = self._requests.get(id_of(state))
         if request is None or request.state is not state or self._closed:
             return tokens
@@ -206,10 +197,8 @@ class PagedTiers:
                 self._lookups.release(request)
 
     def between_steps(self) -> None:
-        """See `Listener`."""
         if self._closed:
             return
-        assert self._engine is not None
         with self._lock, self._engine.on_stream():
             for request_id, request in list(self._requests.items()):
                 if not self._engine.holds(request_id):
@@ -226,7 +215,6 @@ class PagedTiers:
             self._store_leaving()
 
     def step(self, run: Callable[[], None], rows: Sequence[Packed]) -> None:
-        """See `Listener`."""
         identity = None if self._closed else self._identifier.identify(closely=False)
         fingerprint = identity.fingerprint if isinstance(identity, Identity) else None
         if fingerprint != self._fingerprint:  # pages hold KV of another state of the model
@@ -246,7 +234,6 @@ class PagedTiers:
         self._note(rows, packed)
 
     def forward(self, run: Callable[[], None], graphed: bool, compiled: bool) -> None:
-        """See `Listener`."""
         if self._closed or not self._options.record:
             run()
             return
@@ -261,17 +248,14 @@ class PagedTiers:
             self._capture = None
 
     def graph_kv(self) -> GraphKV | None:
-        """See `Listener`."""
         return self._graph_kv
 
     def replays(self, graph_kv: GraphKV | None) -> None:
-        """See `Listener`."""
         self._passed = graph_kv
         if graph_kv is None and self._options.record:
             self._storage.disk.warn("graphs", reasons.OLDER_GRAPH)
 
     def computed(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See `Listener`."""
         if self._capture is not None:
             self._capture.add(layer, keys, values)
 
@@ -340,7 +324,6 @@ class PagedTiers:
 
     @property
     def _pages(self) -> Pages:
-        assert self._engine is not None
         return self._engine.pages
 
     def _new_executor(self, collector: StatsCollector) -> Executor:
@@ -373,7 +356,7 @@ class PagedTiers:
         self._lookups.start(request)
 
     def _wake(self) -> None:
-        if self._engine is not None and not self._closed:
+        if not self._closed:
             self._engine.wake()
 
     def _has_room(self, request: BatchedRequest, held: int) -> bool:
@@ -389,7 +372,6 @@ class PagedTiers:
     def _place(self, request: BatchedRequest, restored: Restored, held: int) -> int:
         """Write restored KV from token `held` on into pages, and return the number of tokens that they hold."""
         engine, pages, state, stop = self._engine, self._pages, request.state, restored.stop
-        assert engine is not None
         if not pages.allocate(state, held, stop):
             return held
         try:
@@ -405,21 +387,14 @@ class PagedTiers:
         return stop
 
 
-class Engines:
-    """Stores of the managers of a model. They live as long as their managers."""
-
-    def __init__(self) -> None:
-        self._tiers: weakref.WeakSet[PagedTiers] = weakref.WeakSet()
-
-    def add(self, tiers: PagedTiers) -> None:
-        """Add one."""
-        self._tiers.add(tiers)
+class Engines(weakref.WeakSet[PagedTiers]):
+    """Stores of managers of continuous batching. They live as long as their managers."""
 
     def of(self, manager: Any) -> PagedTiers | None:
         """Return the one that serves a manager, or None."""
-        return next((tiers for tiers in self._tiers if tiers.serves(manager)), None)
+        return next((tiers for tiers in self if tiers.serves(manager)), None)
 
     def close(self) -> None:
         """Leave all managers as they were."""
-        for tiers in list(self._tiers):
+        for tiers in list(self):
             tiers.close()
