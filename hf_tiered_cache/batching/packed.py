@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -147,14 +147,26 @@ class PassCapture:
         return self._layers if self._graph_kv is None else self._graph_kv.layers(count)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of one request in a pass."""
+    """Consecutive tokens of one request in a pass: `count` tokens from the token with index `row` on."""
 
     source: PackedKV
     row: int
-    """Index of the first token in the pass."""
     count: int
+
+
+def split(pieces: Iterable[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
+    """Return the pieces of the first `count` tokens, and those of the other tokens."""
+    first, rest = list[Piece](), list[Piece]()
+    for piece in pieces:
+        taken = min(count, piece.count)
+        if taken:
+            first.append(replace(piece, count=taken))
+        if taken < piece.count:
+            rest.append(replace(piece, row=piece.row + taken, count=piece.count - taken))
+        count -= taken
+    return first, rest
 
 
 class PassJoiner:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..cache.request import Request
 from ..cache.sequence import SequenceState
 from ..layers import DenseSource
 from .engine import PagedKV, id_of, last_computed, tokens_of
-from .packed import PackedKV, Piece, gather
+from .packed import PackedKV, Piece, gather, split
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -140,7 +140,7 @@ class BatchedRequest:
         twin = BatchedRequest(state, executor, len(self.cache.layers))
         twin.matched, twin.recording, twin.decided = self.matched, self.recording, True
         twin._first, twin._end, twin._stop = self._first, self._end, self._stop
-        twin._pieces = [replace(piece) for piece in self._pieces]
+        twin._pieces = list(self._pieces)
         return twin
 
     def note_pass(self, packed: PackedKV | None, row: int, first: int, count: int) -> None:
@@ -161,10 +161,11 @@ class BatchedRequest:
             return
         if self._first is None:
             self._first = first
+        elif first < self._first:
+            self.stop_recording()
+            return
         elif first < self._end:
-            self._crop(self._end - first)
-            if not self.recording:
-                return
+            self._pieces, _ = split(self._pieces, first - self._first)
         self._pieces.append(Piece(packed, row, count))
         self._end = first + count
 
@@ -172,17 +173,6 @@ class BatchedRequest:
         """Discard the captured KV, and capture no more."""
         self.recording = False
         self._first, self._pieces = None, []
-
-    def _crop(self, count: int) -> None:
-        while count > 0 and self._pieces:
-            last = self._pieces[-1]
-            removed = min(count, last.count)
-            last.count -= removed
-            count -= removed
-            if not last.count:
-                self._pieces.pop()
-        if count:
-            self.stop_recording()
 
     def report(self) -> None:
         """Count what was computed, and once the request."""
@@ -217,11 +207,7 @@ class BatchedRequest:
             return
         if count <= 0:
             return
-        pieces, left = [], count
-        for piece in self._pieces:
-            if left > 0:
-                pieces.append(replace(piece, count=min(piece.count, left)))
-                left -= piece.count
+        pieces, rest = split(self._pieces, count)
         if any(piece.source.resolve()[0].fingerprint != sequence.identity.fingerprint for piece in pieces):
             self.stop_recording()
             return
@@ -235,14 +221,4 @@ class BatchedRequest:
             recorder.capture(layer, kind, keys, values)
         recorder.end(np.array([tokens[first : first + count]], np.int64), count)
         recorder.seal(wait=False)
-        self._pieces, self._first = self._rest(count), first + count
-
-    def _rest(self, count: int) -> list[Piece]:
-        """Return the captured pieces after the first `count` tokens."""
-        rest = []
-        for piece in self._pieces:
-            skipped = min(count, piece.count)
-            count -= skipped
-            if skipped < piece.count:
-                rest.append(replace(piece, row=piece.row + skipped, count=piece.count - skipped))
-        return rest
+        self._pieces, self._first = rest, first + count
