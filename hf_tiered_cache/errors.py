@@ -15,10 +15,7 @@ from difflib import get_close_matches
 def suggest(name: object, names: Iterable[str], advice: str) -> str:
     """Return the end of a message about an unknown name: "; did you mean 'exact'? Advice", or "; advice".
 
-    Args:
-        name: The unknown name.
-        names: All known names, of which the most similar one is suggested.
-        advice: Clause that says how to continue.
+    The most similar of all known names is suggested. The advice is a clause that says how to continue.
     """
     by_lower = {candidate.lower(): candidate for candidate in names}
     similar = get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []

@@ -590,12 +590,9 @@ class KVStore:
 
 
 def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: dict[str, Any]) -> KVStore:
-    """Return the given store, or open the one at the given path with the method's policy.
+    """Return the given store, or open the one at the given path with the eviction policy of the method.
 
-    Args:
-        store: `KVStore`, or the path of one.
-        method: method that determines the eviction policy of a store that is opened here.
-        kept: dict in which stores opened by path are kept, so that each is opened once.
+    Stores that were opened by path are in `kept`, so that each is opened once.
 
     Raises:
         ConfigError: `store` is neither a store nor a path.

@@ -142,11 +142,7 @@ def other_codec(codec: str) -> str:
 
 
 def no_room_for_index(budget: int) -> str:
-    """Return the reason why each request reads the selection index from disk again.
-
-    Args:
-        budget: Bytes of index memory of the store, which cannot hold the index.
-    """
+    """Return the reason why each request reads the selection index from disk again: it exceeds the budget in bytes."""
     return (
         f"the selection index does not fit into index_memory ({format_bytes(budget)}), so each request reads it from "
         "disk again; open the store with a larger KVStore(index_memory=...). stats.details.index_bytes shows the size "
@@ -164,11 +160,7 @@ def unranked(ranking: str) -> str:
 
 
 def of_another_model(parts: list[str]) -> str:
-    """Return the reason why a conversation is not restored that another model, or state of it, computed.
-
-    Args:
-        parts: Parts of the model that differ.
-    """
+    """Return the reason why a conversation is not restored: these parts of the model have changed."""
     return (
         "the conversation is stored for another state of the model, which differs in "
         f"{' and '.join(parts) or 'facts that the store does not record'}; it is kept until this conversation is "
@@ -184,12 +176,7 @@ def of_another_method(method: str) -> str:
 
 
 def bypassed(setting: str, value: object = None) -> str:
-    """Return the reason why a call in a session does not use the store.
-
-    Args:
-        setting: Argument of `generate()` that causes it, or another key of `_BYPASSES`.
-        value: Value of that argument.
-    """
+    """Return the reason why a call in a session does not use the store. `setting` is the argument that causes it."""
     if setting == "past_key_values":
         return OWN_CACHE
     return f"{_BYPASSES[setting].format(value=value)} to use the store"

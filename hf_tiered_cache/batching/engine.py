@@ -108,12 +108,7 @@ class Listener(Protocol):
 
 
 class Engine:
-    """Continuous batching of one manager.
-
-    Args:
-        manager: transformers' `ContinuousBatchingManager`.
-        listener: Receives the events of every processor that the manager creates.
-    """
+    """Continuous batching of one manager (transformers), with a listener for the events of its processors."""
 
     pages: Pages
     """Pages of the processor, from its creation on."""

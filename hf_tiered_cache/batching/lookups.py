@@ -44,8 +44,6 @@ class Lookups:
     """Lookups of the requests of one engine.
 
     Args:
-        attachment: Attachment of the model.
-        storage: Store with the KV.
         ahead_bytes: Maximum number of bytes that are fetched ahead for a request.
         rotations: Rotations of the layers, or None if nothing is restored.
         wake: Called after each lookup, in any thread.
@@ -144,13 +142,10 @@ class Lookups:
     def _assemble(self, request: BatchedRequest, plan: Plan, rotations: LayerRotations) -> PagedKV | None:
         """Fetch what a plan restores after the tokens that the pages hold, and rotate its keys.
 
-        Args:
-            request: Request of the plan. Whether it still waits is asked before each layer.
-            plan: Plan of a prompt of one row whose layers compute exactly the suffix.
-            rotations: Rotations of the layers.
+        The plan is of one row, and its layers compute exactly the suffix.
 
         Returns:
-            The KV, or None if it is no longer needed. Layers with a sliding window begin where the suffix's view
+            The KV, or None if the request no longer waits. Layers with a sliding window begin where the suffix's view
                 begins.
 
         Raises:
@@ -194,11 +189,8 @@ class Lookups:
 class LayerRotations:
     """Layout and rotation of each layer's KV, as observed in one pass of `generate()`'s kind over a few tokens.
 
-    Pages hold rotated keys, and are written before the pass that reads them. So the rotation must be known before.
-
-    Args:
-        attachment: Attachment of the model, which must not run in continuous batching at the moment.
-        fingerprint: Fingerprint of the model.
+    Pages hold rotated keys, and are written before the pass that reads them. So the rotation must be known before. The
+    model must not run in continuous batching at the moment.
     """
 
     def __init__(self, attachment: Attachment, fingerprint: str) -> None:

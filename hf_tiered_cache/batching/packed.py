@@ -78,8 +78,7 @@ class PackedKV:
 class GraphKV:
     """Unrotated KV of the latest pass of CUDA graphs, in tensors at fixed addresses: replaying runs no Python.
 
-    Args:
-        tokens: Maximum number of tokens of a pass.
+    `tokens` is the maximum number of tokens of a pass.
     """
 
     def __init__(self, tokens: int) -> None:

@@ -61,13 +61,7 @@ class Restored:
 
 
 class BatchedRequest:
-    """Request of continuous batching.
-
-    Args:
-        state: transformers' state of the request.
-        executor: Looks its prompt up, and has the recorder of its KV.
-        layers: Number of layers of the model.
-    """
+    """Request of continuous batching. The executor looks its prompt up, and has the recorder of its KV."""
 
     def __init__(self, state: Any, executor: Executor, layers: int) -> None:
         self.state, self.executor = state, executor
@@ -144,15 +138,9 @@ class BatchedRequest:
         return twin
 
     def note_pass(self, packed: PackedKV | None, row: int, first: int, count: int) -> None:
-        """Note that a pass has computed `count` tokens from position `first` on, and captured their KV or not.
+        """Note that a pass has computed `count` tokens from position `first` on, as tokens `row` and following.
 
-        After a pass that did not, nothing more is captured: it would be behind a gap.
-
-        Args:
-            packed: Captured KV of the pass; None if there is none.
-            row: Index of the request's first token in the pass.
-            first: Position of this token.
-            count: Number of tokens.
+        After a pass without captured KV (`packed`), nothing more is captured: it would come after a gap.
         """
         self._computed += count
         self._stop = first + count
@@ -195,11 +183,7 @@ class BatchedRequest:
             )
 
     def store(self, table: SegmentTable) -> None:
-        """Submit the captured KV to the store, in multiples of 16 tokens, without waiting for room in its queue.
-
-        Args:
-            table: Segments that the requests of this engine have stored.
-        """
+        """Submit the captured KV to the store, in multiples of 16 tokens, without waiting for room in its queue."""
         sequence, tokens = self.executor.sequence, self.tokens
         first, count = self._first, min(self._end, len(tokens)) - (self._first or 0)
         if sequence is None or first is None:

@@ -330,12 +330,9 @@ class PagedTiers(Listener):
         return Executor(self._attachment, self._storage, self._method, self._options, collector)
 
     def _look_up(self, request: BatchedRequest, follows: bool = True, waits: bool = True) -> None:
-        """Start the lookup of a request, or let it wait for another one that restores the same tokens.
+        """Start the lookup of a request, or if it `follows` let it wait for another one that restores the same tokens.
 
-        Args:
-            request: The request.
-            follows: Whether it may wait for another request, which restores the same tokens.
-            waits: Whether it may wait for its restore; otherwise only its computed KV is recorded.
+        Unless it `waits` for its restore, only its computed KV is recorded.
         """
         prompt, are_shared = request.prompt, self._pages.are_shared
         held = self._pages.held(prompt) if are_shared else 0

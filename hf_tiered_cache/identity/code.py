@@ -79,7 +79,7 @@ class CodeDescription(Description):
     """A description that follows functions and classes into what they refer to.
 
     Args:
-        watch: see `Description`.
+        watch: records the places that are read; a new one by default.
         statics: objects found first for package globals that are described by their type only; a new dictionary by
             default. If another object replaces one of them, the model is undescribable.
     """
@@ -253,13 +253,8 @@ class CodeDescription(Description):
     def add_members(self, location: str, kind: type, names: frozenset[str], special: bool = True) -> None:
         """Describe the members of a class with the given names, and the members that their code refers to.
 
-        All members of a class in user code are described.
-
-        Args:
-            location: see `add`.
-            kind: the class.
-            names: names of members.
-            special: whether to describe special methods, too, since no name refers to them.
+        All members of a class in user code are described, and if `special`, special methods, since no name refers to
+        them.
         """
         described = self._members.get(kind)
         if described is not None and names <= described and not (special and kind not in self._with_special):

@@ -63,11 +63,7 @@ class Undescribable(Exception):
 
 
 class Description(ABC):
-    """Description of a graph of objects: its words, its tensors, and a watch over it.
-
-    Args:
-        watch: records the places that are read; a new one by default.
-    """
+    """Description of a graph of objects: its words, its tensors, and a watch over the places that are read."""
 
     def __init__(self, watch: Watch | None = None) -> None:
         self.watch = Watch() if watch is None else watch
@@ -81,11 +77,7 @@ class Description(ABC):
     # --- values
 
     def add(self, location: str, value: Any) -> None:
-        """Describe a value.
-
-        Args:
-            location: path of the value in the model, for tensor names and error messages.
-            value: any object.
+        """Describe a value. Its `location` in the model is for tensor names and error messages.
 
         Raises:
             Undescribable: the value, or something that it computes with, cannot be described.

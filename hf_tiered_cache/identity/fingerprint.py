@@ -58,9 +58,6 @@ class Fingerprinter:
     The model is described and all weights are read once. After that, each pass compares the objects in the description
     with the current ones, and each request reads a part of the weights again (see `Watch` and `WeightDigests`). Any
     thread may call the methods: while one reads changed weights, the others wait for the new fingerprint.
-
-    Args:
-        model: the model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

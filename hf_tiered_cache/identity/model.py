@@ -70,12 +70,7 @@ _SWITCHED_EXPERTS = (None, "grouped_mm", "batched_mm")
 
 
 class ModelDescription(CodeDescription):
-    """Description of a model: its words, its tensors, and a watch over both.
-
-    Args:
-        model: the model, which the constructor describes.
-        statics: see `CodeDescription`.
-    """
+    """Description of a model, which the constructor makes. For `statics` see `CodeDescription`."""
 
     def __init__(self, model: PreTrainedModel, statics: Statics | None = None) -> None:
         super().__init__(statics=statics)

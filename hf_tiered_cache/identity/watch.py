@@ -140,11 +140,7 @@ def _cell_contents(cells: Iterable[CellType]) -> Iterator[Any]:
 
 
 def computing_state(devices: Iterable[str]) -> tuple[str, ...]:
-    """Return the current PyTorch settings that affect results: autocast, and switches between precision and speed.
-
-    Args:
-        devices: device types that the model computes on.
-    """
+    """Return the PyTorch settings that affect results on these device types: autocast, and precision against speed."""
     casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in devices if torch.is_autocast_enabled(kind)]
     unusual = (f"{name} {value}" for name, switch, usual in _RARE_SWITCHES if (value := switch()) not in usual)
     return (*casts, *_float32_matmuls(), *(str(switch()) for switch in _SWITCHES), *unusual)

@@ -81,11 +81,7 @@ _Numbered = Sequence[tuple[int, torch.Tensor]]
 
 
 class WeightDigests:
-    """Digests of the tensors that a model's keys and values are computed from.
-
-    Args:
-        tensors: names, which are equal in every process, and tensors.
-    """
+    """Digests of the tensors that a model's keys and values are computed from. Names are equal in every process."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.names: list[str] = []
@@ -131,11 +127,7 @@ class WeightDigests:
         return self._read_places() != self._places
 
     def changed(self, reread: bool = True) -> bool:
-        """Check the weights, and return whether a change was found; `digest` is updated in that case.
-
-        Args:
-            reread: whether to read bytes again in addition to comparing versions.
-        """
+        """Compare versions, and if `reread` the next bytes. Return whether a change was found, and update `digest`."""
         versions, changed = self._read_versions(), False
         if versions != self._versions:
             changed_numbers = {
@@ -150,13 +142,9 @@ class WeightDigests:
         return changed
 
     def held_since(self, digest: bytes, moment: float) -> bool:
-        """Return whether all bytes match `digest`, based on a complete read that began after `moment`.
+        """Return whether all bytes match an earlier `digest`, based on a complete read that began after `moment`.
 
-        Any thread may call this.
-
-        Args:
-            digest: an earlier value of the property `digest`.
-            moment: a time of `time.monotonic`.
+        `moment` is a time of `time.monotonic`. Any thread may call this.
         """
         with self._lock:
             if self._read_at < moment and self.digest == digest:

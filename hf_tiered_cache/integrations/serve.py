@@ -111,12 +111,7 @@ class TieredGenerateManager(GenerateManager):
 
 
 class TieredGenerationState(GenerationState):
-    """Generation state that runs requests with a `TieredCache`, one after the other, or in continuous batches.
-
-    Args:
-        new_cache: Function that creates the cache for a request to a model.
-        batching: Session and configuration of continuous batching; None runs one request after the other.
-    """
+    """Generation state that runs requests with a `TieredCache`, one after the other, or in continuous batches."""
 
     def __init__(self, new_cache: NewCache, batching: Batching | None = None) -> None:
         super().__init__(continuous_batching=batching is not None)
@@ -278,20 +273,11 @@ def serve(
     batching: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM.
+    """Serve until Ctrl-C or SIGTERM. The arguments are those of the command `serve`, with these exceptions.
 
-    Args:
-        model: Name on the hub, or folder, of the single model to serve. None loads the model that each request names,
-            from the hub or from any folder.
-        store: Store for all requests.
-        method: Method for all requests.
-        host: Address to listen on.
-        port: Port to listen on.
-        log_level: Log level of the server and of this library, which logs at "info" what each request restored.
-        enable_cors: Whether browsers may send requests from any origin.
-        max_request_bytes: Maximum size of a request body.
-        batching: Arguments of `ContinuousBatchingConfig`; None runs one request after the other.
-        options: Arguments of transformers' `ModelManager`.
+    - None as `model` loads the model that each request names, from the hub or from any folder.
+    - `batching` has the arguments of `ContinuousBatchingConfig`; None runs one request after the other.
+    - `options` are arguments of transformers' `ModelManager`.
 
     Raises:
         ConfigError: The address is not available, the model cannot be loaded, or it is not supported with this method.
