@@ -1,6 +1,6 @@
-"""Figures of a store and of the requests that use it, as metrics, and their export to OpenTelemetry.
+"""Figures of a store and of the requests that use it, as metrics for OpenTelemetry and Prometheus.
 
-`prometheus` serves the same metrics for Prometheus. They are named after the figures of docs/statistics.md.
+They are named after the figures of docs/statistics.md. Their clients are imported when they are used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ..stats import RemoteStats, RequestStats, StatsCollector, StoreStats, TierU
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
+    from prometheus_client.core import Metric as PrometheusMetric
+    from starlette.responses import Response
 
 _CURRENT: dict[type, frozenset[str]] = {
     StoreStats: frozenset(
@@ -87,6 +89,37 @@ def export_to_opentelemetry(store: KVStore, requests: StatsCollector, meter: Met
     for metric in metrics_of(store, requests):
         create = meter.create_observable_gauge if metric.is_gauge else meter.create_observable_counter
         create(".".join(metric.path), [partial(observe, metric.path)], description=metric.text)
+
+
+class MetricsOf:
+    """Collector of prometheus-client for the figures of a store, and for the sums over its requests.
+
+    Examples are `hf_tiered_cache_store_segments`, `hf_tiered_cache_requests_tokens_restored_total`, and
+    `hf_tiered_cache_requests_tier_bytes_total{tier="host"}`.
+    """
+
+    def __init__(self, store: KVStore, requests: StatsCollector) -> None:
+        self._store, self._requests = store, requests
+
+    def collect(self) -> Iterator[PrometheusMetric]:
+        """Yield a metric for each figure."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for path, text, is_gauge, label, values in metrics_of(self._store, self._requests):
+            kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
+            metric = kind("_".join(path), text, labels=[label] if label else [])
+            for name, value in values.items():
+                metric.add_metric([name] if label else [], value)
+            yield metric
+
+    def answer(self) -> Response:
+        """Return an HTTP response with all metrics, in the text format of Prometheus."""
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+        from starlette.responses import Response
+
+        registry = CollectorRegistry()
+        registry.register(self)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _metrics(path: tuple[str, ...], figures: Any) -> Iterator[Metric]:

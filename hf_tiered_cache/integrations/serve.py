@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 import uvicorn.config
@@ -38,7 +38,7 @@ from ..stats import RequestStats, StatsCollector
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
 from .hub import go_offline_without_hub
-from .metrics import export_to_opentelemetry
+from .metrics import MetricsOf, export_to_opentelemetry
 from .serve_requests import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
@@ -50,9 +50,6 @@ from .serve_requests import (
     limit_request,
     request_stats,
 )
-
-if TYPE_CHECKING:
-    from .prometheus import MetricsOf
 
 try:
     from transformers.cli.serving.systemone import SystemOneHandler
@@ -255,7 +252,7 @@ def build_app(
     for error_type in (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError):
         app.add_exception_handler(error_type, _answer_invalid_request)
     if metrics is not None:
-        app.add_api_route("/metrics", metrics.answer, response_class=Response)
+        app.add_api_route("/metrics", metrics.answer, response_class=Response, response_model=None)
     app.add_middleware(LimitedRequests, max_bytes=max_request_bytes, closed_paths=closed_paths)
     return app
 
@@ -336,8 +333,6 @@ def _metrics_of(store: KVStore, requests: StatsCollector) -> MetricsOf | None:
     if find_spec("prometheus_client") is None:
         logger.info("/metrics is not served; install prometheus-client")
         return None
-    from .prometheus import MetricsOf
-
     return MetricsOf(store, requests)
 
 

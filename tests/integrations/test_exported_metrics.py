@@ -13,8 +13,7 @@ pytest.importorskip("prometheus_client", reason="install the extra serve: pip in
 from prometheus_client.parser import text_string_to_metric_families
 
 from hf_tiered_cache import KVStore, TieredCache, tiered
-from hf_tiered_cache.integrations.metrics import export_to_opentelemetry
-from hf_tiered_cache.integrations.prometheus import MetricsOf
+from hf_tiered_cache.integrations.metrics import MetricsOf, export_to_opentelemetry
 from hf_tiered_cache.stats import StatsCollector
 
 
