@@ -110,11 +110,6 @@ class BatchedRequest:
         return not (self.gone or self.decided)
 
     @property
-    def tokens(self) -> list[int]:
-        """All tokens that are known so far."""
-        return tokens_of(self.state)
-
-    @property
     def num_captured(self) -> int:
         """Number of tokens that are captured and not stored."""
         return 0 if self._first is None else self._end - self._first
@@ -184,7 +179,7 @@ class BatchedRequest:
 
     def store(self, table: SegmentTable) -> None:
         """Submit the captured KV to the store, in multiples of 16 tokens, without waiting for room in its queue."""
-        sequence, tokens = self.executor.sequence, self.tokens
+        sequence, tokens = self.executor.sequence, tokens_of(self.state)
         first, count = self._first, min(self._end, len(tokens)) - (self._first or 0)
         if sequence is None or first is None:
             self.stop_recording()

@@ -30,19 +30,18 @@ from ..store.container import lin64, xxh3
 
 def signature(tensor: torch.Tensor) -> str:
     """Return the dtype, shape and memory layout of a tensor, which its bytes do not show, as text."""
-    part = "" if tensor.is_quantized or tensor.is_contiguous() else f" at {_offset(tensor)}"
+    part = ""
+    if not (tensor.is_quantized or tensor.is_contiguous()):
+        part = f" at {0 if is_traceable_wrapper_subclass(tensor) else tensor.storage_offset()}"
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}{part}"
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a quantized tensor or wrapper subclass consists of, or the tensor itself."""
     if tensor.is_quantized:
-        scales = (
-            (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
-            if _by_channel(tensor)
-            else (torch.tensor([tensor.q_scale(), tensor.q_zero_point()]),)
-        )
-        return [tensor.int_repr(), *scales]
+        if tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+            return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+        return [tensor.int_repr(), torch.tensor([tensor.q_scale(), tensor.q_zero_point()])]
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     inner, _ = tensor.__tensor_flatten__()
@@ -56,14 +55,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(-1).view(torch.uint8)
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-
-
-def _by_channel(tensor: torch.Tensor) -> bool:
-    return tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
-
-
-def _offset(tensor: torch.Tensor) -> object:
-    return 0 if is_traceable_wrapper_subclass(tensor) else tensor.storage_offset()
 
 
 ROW_BYTES = 1 << 20
@@ -88,9 +79,8 @@ class WeightDigests:
         self._watched: list[torch.Tensor] = []
         self._wrappers: list[torch.Tensor] = []  # subclasses that wrap other tensors
         self._copied: list[torch.Tensor] = []  # quantized: bytes are available as a copy only
-        named_tensors = list(tensors)
-        self._tensor_names, self._tensors = [name for name, _ in named_tensors], [tensor for _, tensor in named_tensors]
-        for name, tensor in named_tensors:
+        self._named_tensors = list(tensors)
+        for name, tensor in self._named_tensors:
             plain = plain_tensors(tensor)
             self.names.append(
                 " ".join((name, signature(tensor), *(signature(part) for part in plain if part is not tensor)))
@@ -118,9 +108,8 @@ class WeightDigests:
 
     def are_of(self, tensors: list[tuple[str, torch.Tensor]]) -> bool:
         """Return whether the digests are of exactly these tensors under these names."""
-        return [name for name, _ in tensors] == self._tensor_names and all(
-            tensor is candidate for tensor, (_, candidate) in zip(self._tensors, tensors, strict=True)
-        )
+        pairs = itertools.zip_longest(self._named_tensors, tensors, fillvalue=("", None))
+        return all(name == other_name and tensor is other for (name, tensor), (other_name, other) in pairs)
 
     def has_moved(self) -> bool:
         """Return whether a tensor has other memory now, so that the digests are of unused memory."""
