@@ -28,6 +28,8 @@ from .documents import BATCH_TOKENS, enter_documents
 from .passage_cache import PassageCache, whole_tokens
 from .precompute import PrecomputeReport, as_prompts, bar_over
 
+logger = logging.getLogger("hf_tiered_cache")
+
 
 def passages_method(method: Method | str | None) -> Passages:
     """Return a method that reuses passages; CacheTune if `method` is None. Raises ConfigError if it does not."""
@@ -53,8 +55,7 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
     rows = [row for row in storage.disk.index.rows() if is_passage(row.provenance)]
     requested_ids = {row.id for row in rows} if ids is None else set(ids)
     bar = tqdm([row.id for row in rows if row.id in requested_ids], unit="passage", desc="rank", disable=not progress)
-    readers = (storage.disk.reader(name) for name in bar)
-    return sum(rank_one(storage, method, reader) for reader in readers if reader is not None)
+    return sum(rank_one(storage, method, storage.disk.reader(name)) for name in bar)
 
 
 def rank_one(
@@ -101,9 +102,6 @@ def _heads(shape: SegmentShape, layer: int, blocks: dict[int, torch.Tensor], ten
     return torch.cat([heads for _, heads in sorted(parts, key=lambda part: part[0])])
 
 
-logger = logging.getLogger("hf_tiered_cache")
-
-
 @dataclass(eq=False)
 class _Passage:
     """Distinct passage of a call, which may be given several times."""
@@ -118,13 +116,8 @@ class _Passage:
 
     @property
     def stored_tokens(self) -> int:
-        """Number of tokens that are stored."""
+        """Number of tokens that are stored; 0 if the passage is too short."""
         return whole_tokens(len(self.ids))
-
-    @property
-    def is_stored(self) -> bool:
-        """True if the passage is long enough to be stored."""
-        return len(self.ids) >= HASH_TOKENS
 
     def reader(self, storage: Storage) -> SegmentReader | None:
         """Return the segment that stores the passage, or None."""
@@ -158,7 +151,7 @@ class _Call:
     @property
     def stored(self) -> list[_Passage]:
         """Passages that are long enough to be stored."""
-        return [passage for passage in self.passages if passage.is_stored]
+        return [passage for passage in self.passages if passage.stored_tokens]
 
     def find(self) -> None:
         """Look up which passages are stored."""
@@ -211,7 +204,7 @@ def precompute_passages(
         )
     compute = partial(_compute, storage, model, reuse_method, label=label, tag=tag)
     with bar_over(report.tokens, progress) as bar:
-        bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.is_stored))
+        bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.stored_tokens))
         for batch in _batches([p for p in call.stored if p.row is None], reuse_method.lead, batch_tokens):
             report = replace(report, stored=report.stored + compute(batch))
             bar.update(sum(passage.tokens for passage in batch))
