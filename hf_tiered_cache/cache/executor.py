@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from .. import reasons
 from ..conversations.distances import AttentionDistances
 from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError, StoreClosedError
-from ..identity import Fingerprinter, Identity, rope_regime
+from ..identity import Identity, fingerprinter_of, rope_regime
 from ..layers import LayeredCache
 from ..methods import BudgetMethod, ForConversation, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
@@ -412,9 +412,7 @@ class Executor:
         attachment = self.attachment
         if attachment.model.training:
             return reasons.TRAINING
-        if "fingerprinter" not in attachment.extras:  # creating one reads all weights
-            attachment.extras["fingerprinter"] = Fingerprinter(attachment.model)
-        fingerprinter: Fingerprinter = attachment.extras["fingerprinter"]
+        fingerprinter = fingerprinter_of(attachment)
         if fingerprinter.rows_have_adapters():
             return reasons.ROW_ADAPTERS
         with attachment.apart_from_batches():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..patches.attach import Attachment
 from ..store.threads import Step, fork_lock
 from .code import Statics
 from .model import IRRELEVANT, ModelDescription, unpaged
@@ -171,6 +172,20 @@ class Fingerprinter:
             varying_rope(text) is not None,
             partial(self._weights.held_since, self._weights.digest),
         )
+
+
+def fingerprinter_of(attachment: Attachment) -> Fingerprinter:
+    """Return the fingerprinter of an attached model. The first call reads all weights."""
+    if "fingerprinter" not in attachment.extras:
+        attachment.extras["fingerprinter"] = Fingerprinter(attachment.model)
+    fingerprinter: Fingerprinter = attachment.extras["fingerprinter"]
+    return fingerprinter
+
+
+def fingerprint_of(attachment: Attachment) -> str:
+    """Return the current fingerprint of an attached model, between the passes of an engine."""
+    with attachment.apart_from_batches():
+        return fingerprinter_of(attachment)()
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -20,7 +20,7 @@ from ..cache.executor import CacheOptions
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError
-from ..identity import Fingerprinter
+from ..identity import fingerprint_of
 from ..methods import CacheTune, Exact, Method, PrefixMethod
 from ..passages.recompute import LOWEST, Costs, fastest_ratio
 from ..patches.attach import attach, base_model
@@ -119,7 +119,7 @@ def calibrate(
     seconds = {ratio: median_seconds(ratio) for ratio in times}
     ratio = min(finals, key=seconds.__getitem__)
     calibration = Calibration(ratio, seconds, costs, costs.balanced, length, cold)
-    keep(storage, Fingerprinter(inner)(), inner.device, calibration)
+    keep(storage, fingerprint_of(attach(inner)), inner.device, calibration)
     return calibration
 
 
@@ -167,7 +167,7 @@ def calibrate_prefix(
             costs.append(_prefix_costs(storage, inner, ids[: length + suffix], length, method, repeats))
         growth = _compute_growth(inner, ids.unsqueeze(0).to(inner.device), repeats)
     costs = [replace(measured, growth=growth) for measured in costs]
-    keep_prefix_costs(storage, Fingerprinter(inner)(), inner.device, method.provenance, costs)
+    keep_prefix_costs(storage, fingerprint_of(attach(inner)), inner.device, method.provenance, costs)
     return costs
 
 
@@ -180,7 +180,7 @@ def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, 
     if storage.place in checked:
         return
     provenance = Exact().coded(storage.codec).provenance
-    if prefix_costs(storage, Fingerprinter(inner)(), inner.device, provenance, _AUTO_TOKENS[0]) is None:
+    if prefix_costs(storage, fingerprint_of(attach(inner)), inner.device, provenance, _AUTO_TOKENS[0]) is None:
         calibrate_prefix(
             storage, inner, tokens=_auto_lengths(inner), suffix=_AUTO_SUFFIX, seconds=_AUTO_SECONDS, progress=progress
         )

@@ -21,7 +21,7 @@ from ..cache.executor import CacheOptions
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError
-from ..identity import Fingerprinter
+from ..identity import fingerprint_of
 from ..methods import BudgetMethod, Exact, Method, describe_method, make_method
 from ..patches.attach import attach
 from .precompute import as_prompts, precompute, run
@@ -104,7 +104,7 @@ def calibrate_quality(
                     seconds=sorted(answer.seconds for answer in answers)[len(answers) // 2],
                 )
             )
-    keep_quality(storage, Fingerprinter(attach(model).model)(), findings)
+    keep_quality(storage, fingerprint_of(attach(model)), findings)
     return findings
 
 
