@@ -26,8 +26,9 @@ from ..patches.attach import Attachment
 from ..patches.rope import PreRopeKV, RotaryTap
 from ..patches.scope import Scope, enter, leave_to
 from ..restore.fetch import Fetcher
-from ..restore.plan import Plan, RowGroup
+from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch, restore_layer
+from ..restore.rows import RowGroup
 from ..store.geometry import HASH_TOKENS, LayerKV
 from ..store.threads import DaemonPool
 from .engine import PagedKV

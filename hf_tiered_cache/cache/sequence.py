@@ -19,7 +19,8 @@ from ..patches.attach import Attachment
 from ..patches.rope import TableCache
 from ..remote.tier import Seconds
 from ..restore.hashes import History
-from ..restore.plan import BudgetPlan, PassagesPlan, Plan, PlanContext, RowGroup, SegmentSlice
+from ..restore.plan import BudgetPlan, PassagesPlan, Plan, PlanContext
+from ..restore.rows import RowGroup, SegmentSlice
 from ..stats import StatsCollector
 from ..store import EXACT
 from ..store.codecs import codec_in, coded_provenance

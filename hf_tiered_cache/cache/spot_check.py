@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, with_type
-from ..restore.plan import BudgetPlan, Plan, SegmentSlice
+from ..restore.plan import BudgetPlan, Plan
+from ..restore.rows import SegmentSlice
 from ..store import EXACT
 from ..store.geometry import HASH_TOKENS
 

@@ -22,7 +22,7 @@ from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
 from ..remote.tier import RemoteTier, Seconds
 from ..restore.hashes import MatchedRun, PassageHasher, PrefixHasher, longest_prefix
-from ..restore.plan import RowGroup
+from ..restore.rows import RowGroup
 from ..store.catalogue import SegmentRow
 from ..store.cipher import Hidden
 from ..store.conversations import Conversations

@@ -18,7 +18,8 @@ from ..methods import BudgetMethod, Exact, Method
 from ..patches.attach import Attachment, ServedCache, attach, attachment_of, base_model
 from ..patches.attention import can_select
 from ..patches.scope import current
-from ..restore.plan import Plan, SegmentSlice
+from ..restore.plan import Plan
+from ..restore.rows import SegmentSlice
 from ..stats import RequestStats, StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .executor import CacheOptions, Executor

@@ -13,8 +13,9 @@ import torch
 from ..errors import LostKVError, RestoreError
 from ..patches.rope import PreRopeKV
 from ..patches.scope import Attended, AttentionCall
-from ..restore.plan import BudgetPlan, by_row
+from ..restore.plan import BudgetPlan
 from ..restore.prefetch import check_fit
+from ..restore.rows import by_row
 from ..selection.decode import DecodeSelector
 from ..selection.fetched import Rotate
 from ..selection.streamed import attention

@@ -15,7 +15,8 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, with_type
-from ..restore.plan import PlanContext, Positions
+from ..restore.plan import PlanContext
+from ..restore.rows import Positions
 from ..selection.prompt import PREFETCHED
 from ..selection.selectors import Selector
 from ..store import EXACT

@@ -18,7 +18,7 @@ import torch
 
 from ..passages.ranking import LOW_FREQUENCIES, RANKED_IN_CONTEXT, kv_deviation
 from ..passages.recompute import LOWEST
-from ..restore.plan import SegmentSlice
+from ..restore.rows import SegmentSlice
 from .base import is_count, is_number, require
 from .passages import Passages, check_share, count_of, importance_of
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..restore.plan import PlanContext, Positions
+from ..restore.plan import PlanContext
+from ..restore.rows import Positions
 from ..restore.schedule import STEEPNESS
 from ..store.codecs import make_codec
 from .base import Method, is_number, overlapping_geometry, require

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..restore.hashes import PassageHasher
-from ..restore.plan import SegmentSlice
+from ..restore.rows import SegmentSlice
 from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
 from ..store.format import is_behind_text

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..restore.hashes import PassageHasher
-from ..restore.plan import RowGroup, SegmentSlice
+from ..restore.rows import RowGroup, SegmentSlice
 from ..stats import PassageStats
 from ..store import HASH_BYTES
 from ..store.format import is_passage

@@ -16,7 +16,8 @@ from ..store.geometry import BlockGroup, LayerKV, TensorName
 from ..store.segment import SegmentReader
 from .fetch import Fetcher, FetchUnit, no_chunks
 from .gather import Gather
-from .plan import Plan, RecomputePlan, RowGroup, SegmentSlice
+from .plan import Plan, RecomputePlan
+from .rows import RowGroup, SegmentSlice
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ import torch
 
 from ..restore.fetch import Fetcher, FetchUnit
 from ..restore.gather import Gather, gather_chunks, holds_chunks
-from ..restore.plan import RowGroup, SegmentSlice
+from ..restore.rows import RowGroup, SegmentSlice
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..restore.fetch import Fetcher
-from ..restore.plan import SegmentSlice
+from ..restore.rows import SegmentSlice
 from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
 from ..tiers.index_cache import IndexKey

@@ -22,8 +22,9 @@ from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Epic, K
 from hf_tiered_cache.patches.rope import PreRopeKV
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.gather import Gather
-from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
+from hf_tiered_cache.restore.plan import Plan
 from hf_tiered_cache.restore.prefetch import Prefetch
+from hf_tiered_cache.restore.rows import RowGroup, SegmentSlice
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV
 from hf_tiered_cache.store.shape import SegmentShape, TokenTables
