@@ -243,19 +243,25 @@ class Plan:
             if not held[layer][needed - piece.first].all():
                 raise ValueError(f"segment {piece.reader.id} lacks tokens of layer {layer} that the plan restores")
 
+    @property
+    def _new_positions(self) -> Positions:
+        """Positions that are not restored."""
+        return self.computed[-1]
+
     @cached_property
     def restored_tokens(self) -> int:
         """Number of restored tokens in all rows: those not computed by the last layer, and recomputed prefixes."""
-        return self._tokens_but(self.computed[-1])
+        tokens = sum(len(group.rows) * (self.num_positions - max(0, group.pad - self.base)) for group in self.groups)
+        return tokens - self._tokens_in(self._new_positions)
 
     @property
     def recomputed_tokens(self) -> float:
         """Number of restored tokens that a layer computes nevertheless (mean over the layers)."""
         if self.suffix is not None:
             return 0.0
-        layers, counts = len(self.computed), {id(positions): self._tokens_in(positions) for positions in self.computed}
-        recomputed = sum(counts[id(positions)] for positions in self.computed) - layers * counts[id(self.computed[-1])]
-        return recomputed / layers
+        counts = {id(positions): self._tokens_in(positions) for positions in self.computed}
+        new_tokens = self._tokens_in(self._new_positions)
+        return sum(counts[id(positions)] - new_tokens for positions in self.computed) / len(self.computed)
 
     @property
     def attended_tokens(self) -> int:
@@ -268,11 +274,6 @@ class Plan:
             len(group.rows) * int((of_row(positions, group.rows[0]) >= max(0, group.pad - self.base)).sum())
             for group in self.groups
         )
-
-    def _tokens_but(self, positions: Positions) -> int:
-        """Return the number of tokens of this pass, over all rows, except those at the given positions."""
-        tokens = sum(len(group.rows) * (self.num_positions - max(0, group.pad - self.base)) for group in self.groups)
-        return tokens - self._tokens_in(positions)
 
 
 @dataclass(frozen=True)
@@ -371,13 +372,9 @@ class RecomputePlan(Plan):
         until, length = self.restored_until, self.recompute_lengths[layer]
         return (max(length, until - (window - 1)) if window else length), until
 
-    @cached_property
-    def restored_tokens(self) -> int:
-        return self._tokens_but(np.arange(self.restored_until, self.num_positions))
-
     @property
-    def recomputed_tokens(self) -> float:
-        return sum(len(group.rows) for group in self.groups) * sum(self.recompute_lengths) / len(self.computed)
+    def _new_positions(self) -> Positions:
+        return np.arange(self.restored_until, self.num_positions)
 
 
 @dataclass(frozen=True)
