@@ -22,8 +22,8 @@ from ..errors import UnsupportedModelError
 from . import rope, rotary
 from .attention import PATCHES
 from .layers import decoder_layers, devices_of
-from .pickling import pickle_as_it_is, pickle_without, without_hook
-from .scope import CACHE_ARGUMENTS, Replacement, current
+from .replacement import Replacement, pickle_as_it_is, pickle_without, without_hook
+from .scope import CACHE_ARGUMENTS, current
 
 logger = logging.getLogger("hf_tiered_cache")
 

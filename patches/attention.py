@@ -19,8 +19,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layers import decoder_layers
+from .replacement import Patch, Replacement
 from .rope import on
-from .scope import AttentionCall, Patch, Replacement, Scope, current
+from .scope import AttentionCall, Scope, current
 
 WRAPPED = ("sdpa", "eager")
 """Implementations with masks that accept the position of each query."""

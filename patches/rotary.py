@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .replacement import Patch, Replacement
 from .rope import Call, RotaryCall, RotaryTable
-from .scope import Patch, Replacement, current
+from .scope import current
 
 
 def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:

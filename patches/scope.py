@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,57 +13,6 @@ from .rope import RotaryTap
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the argument that holds the cache: since transformers 5.24, and before."""
-
-
-class Replacement:
-    """Replacement of a transformers function or a model's method, while a model is attached.
-
-    Args:
-        original: The replaced function. Results are the same.
-    """
-
-    users = 0
-    """Number of attached models that share it (see `Patch`)."""
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        functools.update_wrapper(cast(Callable[..., Any], self), original)
-        self.original = original
-
-
-_patch_lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Patch:
-    """Replacement of a function that all attached models share.
-
-    Args:
-        get: Returns the function.
-        put: Puts another one in its place.
-        make: Makes the replacement of a function.
-    """
-
-    get: Callable[[], Any]
-    put: Callable[[Any], object]
-    make: Callable[[Callable[..., Any]], Replacement]
-
-    def apply(self) -> None:
-        """Replace the function, or count one more user of its replacement."""
-        with _patch_lock:
-            function = self.get()
-            if not isinstance(function, Replacement):
-                function = self.make(function)
-                self.put(function)
-            function.users += 1
-
-    def undo(self) -> None:
-        """Undo one `apply`; the last call restores the function."""
-        with _patch_lock:
-            function = self.get()
-            if isinstance(function, Replacement):
-                function.users -= 1
-                if not function.users:
-                    self.put(function.original)
 
 
 class AttentionCall(NamedTuple):

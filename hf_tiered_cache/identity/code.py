@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..patches.scope import Replacement
+from ..patches.replacement import Replacement
 from .description import BUILTIN, HEAP_TYPE, PLAIN, PLAIN_TORCH, Description, Undescribable, cached_functions
 from .origin import (
     INSTALLED,

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
-from ..patches.scope import Replacement
+from ..patches.replacement import Replacement
 from .watch import Watch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice)

@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
-from ..patches.scope import Replacement
+from ..patches.replacement import Replacement
 from .code import LEAF, CodeDescription, Statics
 from .description import Undescribable
 from .origin import TRUSTED, USER, origin_of, origin_of_class
