@@ -255,7 +255,7 @@ class TieredSession:
 
     @contextmanager
     def call(self, setting: str = "", value: Any = None) -> Iterator[TieredCache | None]:
-        """Enclose one `generate()` of the model. See `patches.attach.Session`."""
+        """Enclose one `generate()` of the model. See `patches.scope.Session`."""
         account, cache = StatsCollector(), None
         account.total = self._account
         if not setting:
@@ -271,7 +271,7 @@ class TieredSession:
                 storage_of(self.store).disk.warn(reason, reason)
 
     def batching(self, create: Callable[[], Any]) -> Any:
-        """Serve the requests of a manager of continuous batching. See `patches.attach.Session`."""
+        """Serve the requests of a manager of continuous batching. See `patches.scope.Session`."""
         check_method(self.method)
         engines: Engines = self._attachment.extras.setdefault("batching", Engines())
         if engines.of(persistent_manager_of(self.model)) is not None:

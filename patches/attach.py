@@ -6,24 +6,23 @@ import functools
 import inspect
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from . import rope, rotary
 from .attention import PATCHES
 from .layers import decoder_layers, devices_of
 from .replacement import Replacement, pickle_as_it_is, pickle_without, without_hook
-from .scope import CACHE_ARGUMENTS, current
+from .scope import CACHE_ARGUMENTS, ServedCache, Session, cache_argument, current
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -33,47 +32,6 @@ _CHUNKS_GO_ON = Version(transformers.__version__) >= Version("5.23")
 
 _generating: ContextVar[Attachment | None] = ContextVar("hf_tiered_cache_generating", default=None)
 """Attached model with `generate()` running in this thread."""
-
-
-class ServedCache(ABC):
-    """Cache that runs the passes that it is used in."""
-
-    @abstractmethod
-    def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Run one forward pass of the attached model; `kwargs` holds all its arguments by name."""
-
-    @abstractmethod
-    def continue_with(self, input_ids: torch.Tensor, copies: int, mask: torch.Tensor | None) -> None:
-        """Prepare for `generate()` with `copies` of each of these ids, `[batch, n]`: drop what does not match them.
-
-        `mask` is their attention mask, or None if it is not known.
-        """
-
-    @abstractmethod
-    def end_generation(self) -> None:
-        """Handle the end of `generate()`."""
-
-    @abstractmethod
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of cached tokens."""
-
-
-class Session(Protocol):
-    """Supplier of caches for `generate()` calls of a model that bring none."""
-
-    def call(self, setting: str = "", value: Any = None) -> AbstractContextManager[ServedCache | None]:
-        """Enclose one call, and count it whether or not it uses the store.
-
-        Args:
-            setting: Name of the argument that excludes a cache of the session, or "".
-            value: Value of that argument.
-
-        Returns:
-            A context manager that yields the call's cache, or None if a setting is given.
-        """
-
-    def batching(self, create: Callable[[], Any]) -> Any:
-        """Return the manager of continuous batching that `create` makes, with the store behind its pages."""
 
 
 class Attachment:
@@ -401,16 +359,6 @@ class _PrepareInputs(_Wrapper):
                 cache  # Phi-3 drops caches that are shorter than a long prompt, empty ones too
             )
         return inputs
-
-
-def cache_argument(signature: inspect.Signature) -> str:
-    """Return the name of the argument in which a method of a model takes its cache.
-
-    Args:
-        signature: Signature of the method. If it names no such argument, the name is that of this transformers version.
-    """
-    names = [*signature.parameters, *inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
-    return next(name for name in names if name in CACHE_ARGUMENTS)
 
 
 def _is_compiled(forward: Callable[..., Any]) -> bool:

@@ -1,18 +1,73 @@
-"""Scope of the current forward pass of a thread, for the patches."""
+"""What the patches know of a cache: its interface, how a model takes it, and the scope of a thread's forward pass."""
 
 from __future__ import annotations
 
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from transformers import GenerationMixin
 
 from .rope import RotaryTap
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the argument that holds the cache: since transformers 5.24, and before."""
+
+
+def cache_argument(signature: inspect.Signature) -> str:
+    """Return the name of the argument in which a method of a model takes its cache.
+
+    Args:
+        signature: Signature of the method. If it names no such argument, the name is that of this transformers version.
+    """
+    names = [*signature.parameters, *inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+    return next(name for name in names if name in CACHE_ARGUMENTS)
+
+
+class ServedCache(ABC):
+    """Cache that runs the passes that it is used in."""
+
+    @abstractmethod
+    def run(self, attachment: object, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run one forward pass of the attached model; `kwargs` holds all its arguments by name."""
+
+    @abstractmethod
+    def continue_with(self, input_ids: torch.Tensor, copies: int, mask: torch.Tensor | None) -> None:
+        """Prepare for `generate()` with `copies` of each of these ids, `[batch, n]`: drop what does not match them.
+
+        `mask` is their attention mask, or None if it is not known.
+        """
+
+    @abstractmethod
+    def end_generation(self) -> None:
+        """Handle the end of `generate()`."""
+
+    @abstractmethod
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of cached tokens."""
+
+
+class Session(Protocol):
+    """Supplier of caches for `generate()` calls of a model that bring none."""
+
+    def call(self, setting: str = "", value: Any = None) -> AbstractContextManager[ServedCache | None]:
+        """Enclose one call, and count it whether or not it uses the store.
+
+        Args:
+            setting: Name of the argument that excludes a cache of the session, or "".
+            value: Value of that argument.
+
+        Returns:
+            A context manager that yields the call's cache, or None if a setting is given.
+        """
+
+    def batching(self, create: Callable[[], Any]) -> Any:
+        """Return the manager of continuous batching that `create` makes, with the store behind its pages."""
 
 
 class AttentionCall(NamedTuple):

@@ -15,9 +15,9 @@ from .. import reasons
 from ..errors import CacheMismatchError
 from ..layers import DenseSource, SelectedSource, kv_sources, sources_for
 from ..methods import BudgetMethod, Exact, Method
-from ..patches.attach import Attachment, ServedCache, attach, attachment_of, base_model
+from ..patches.attach import Attachment, attach, attachment_of, base_model
 from ..patches.attention import can_select
-from ..patches.scope import current
+from ..patches.scope import ServedCache, current
 from ..restore.plan import Plan
 from ..restore.rows import SegmentSlice
 from ..stats import RequestStats, StatsCollector
@@ -97,7 +97,7 @@ class StoredCache(Cache, ServedCache):
     # --- called by an attached model
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, attachment: object, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run one forward pass of the model: restore what is stored, compute the rest, record it."""
         if attachment is not self._executor.attachment:
             raise CacheMismatchError(
