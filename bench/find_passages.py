@@ -23,7 +23,7 @@ from lib.pages import machine, machine_text, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore
-from hf_tiered_cache.cache.executor import CacheOptions
+from hf_tiered_cache.cache.cache_state import CacheOptions
 from hf_tiered_cache.cache.stored_cache import StoredCache
 from hf_tiered_cache.identity import Fingerprinter, rope_regime
 from hf_tiered_cache.kvstore import storage_of

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from . import reasons
 from .batching.engine import persistent_manager_of
 from .batching.tiers import Engines, PagedTiers, check_method
+from .cache.cache_state import CacheOptions
 from .cache.conversation import Conversation
-from .cache.executor import CacheOptions
 from .cache.stored_cache import StoredCache, prepare
 from .cache.suspend import Suspended, put_away
 from .cache.timeline import Timeline

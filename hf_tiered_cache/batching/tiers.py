@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from .. import reasons
-from ..cache.executor import CacheOptions, Executor
+from ..cache.cache_state import CacheOptions
+from ..cache.executor import Executor
 from ..cache.storage import Storage
 from ..errors import ConfigError, StoreClosedError
 from ..identity import Identity

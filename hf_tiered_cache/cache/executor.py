@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,30 +12,21 @@ import torch
 from tqdm.auto import tqdm
 
 from .. import reasons
-from ..conversations.distances import AttentionDistances
-from ..errors import CacheMismatchError, EvictedError, LayerOrderError, LostKVError, RestoreError, StoreClosedError
-from ..identity import Identity, fingerprinter_of, rope_regime
+from ..errors import EvictedError, LayerOrderError, LostKVError, RestoreError
 from ..layers import LayeredCache
-from ..methods import BudgetMethod, ForConversation, Method, Passages, PrefixMethod
-from ..patches.attach import Attachment
+from ..methods import BudgetMethod, Passages, PrefixMethod
 from ..patches.scope import leave
-from ..restore.hashes import History, PrefixHasher
 from ..restore.plan import BudgetPlan, PassagesPlan, Plan
-from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
-from .conversation import Conversation
-from .cost_model import choose_strategy, costs_of, warn_of_slow_restore, with_measured_settings, with_required_recompute
+from .cache_state import CacheState
+from .cost_model import choose_strategy, costs_of, warn_of_slow_restore, with_required_recompute
 from .forward_pass import ForwardPass, RefiningForward, RestoringForward
 from .fronts import ComputedFront
-from .observed import Pace, Work, observed_ratios, renew_costs, seconds_to_compute
+from .observed import Work, observed_ratios, renew_costs
 from .recorder import Recorder
-from .request import ForwardArguments, Request, asks_for_all, count_tokens, parse_request
-from .sequence import SequenceState, num_common
+from .request import Request, asks_for_all, count_tokens
+from .sequence import SequenceState
 from .spot_check import RestoredRun
-from .storage import Storage
-from .suitability import cannot_observe
-
-logger = logging.getLogger("hf_tiered_cache")
 
 REPLANS = 4
 """Number of times a pass is planned again after a failed restore, around the failure; then all of it is computed."""
@@ -50,54 +38,14 @@ class _DisturbedError(Exception):
     """Pass during which the first pass of an engine of continuous batching began. It is undone and run again."""
 
 
-@dataclass(frozen=True)
-class CacheOptions:
-    """Options of a cache. See `TieredCache`."""
+class Executor(CacheState):
+    """Executor of a cache's passes."""
 
-    restore: bool = True
-    record: bool = True
-    segments: tuple[int, ...] | None = None
-    strict: bool = False
-    progress: bool = True
-    label: str = ""
-    tag: str = ""
-    fold_heads: bool = False
-
-
-class Executor:
-    """Executor of a cache's passes. It receives the cache at each pass, and keeps no reference to it."""
-
-    def __init__(
-        self, attachment: Attachment, store: Storage, method: Method, options: CacheOptions, collector: StatsCollector
-    ) -> None:
-        self.attachment, self.store, self.method = attachment, store, method
-        self.options, self.collector = options, collector
-        self.sequence: SequenceState | None = None
-        """State of the tokens in the cache; None before the first pass, and if the cache runs without the store."""
-        self.bypass = ""
-        """Reason why the content of the cache can be neither stored nor restored, or an empty string."""
-        self.ended: SequenceState | None = None
-        """State of the tokens before the cache began to run without the store, if there are any."""
-        self.plain: History | None = None
-        """All tokens of a cache that runs without the store, without padding; None if they are not known."""
-        self.conversation: Conversation | None = None
-        """Conversation that the cache continues, if it has an id."""
-        self.unreported = True
-        """True if a prompt begins with the next pass, or its first pass is not reported yet."""
-        self.forward_pass: ForwardPass | None = None
-        """Pass that is running, or None."""
-        self.observer: AttentionDistances | None = None
-        """Observer of the queries of supported passes, if the method has one."""
-        if isinstance(method, ForConversation):
-            self.observer = method.observer()
-        if self.observer is not None and (why := cannot_observe(attachment.model)):
-            self.observer.cannot_see(why)
-        self.restored: RestoredRun | None = None
-        """Segments restored by the pass of the last prompt, for a spot check."""
-        self._front: ComputedFront | None = None  # that of the last pass, until it is committed
-        self._finish: Callable[[], None] = lambda: None
-        self.arguments = ForwardArguments.of(attachment)
-        self._pace: Pace = attachment.extras.setdefault("pace", Pace())
+    forward_pass: ForwardPass | None = None
+    """Pass that is running, or None."""
+    restored: RestoredRun | None = None
+    """Segments restored by the pass of the last prompt, for a spot check."""
+    _front: ComputedFront | None = None  # that of the last pass, until it is committed
 
     # --- one pass
 
@@ -384,126 +332,6 @@ class Executor:
         self.store.disk.report(error.segment, error.__cause__ or error)
         return replans - 1 if self.store.usable else 0  # a store that was closed meanwhile cannot serve another plan
 
-    # --- before a pass
-
-    def admit(self, cache: LayeredCache, kwargs: dict[str, Any]) -> tuple[Request, SequenceState] | None:
-        """Return the request of a pass and its sequence, or None if the pass runs without the store.
-
-        That is the case if its KV can be neither stored nor restored.
-        """
-        if self.bypass and cache.get_seq_length():
-            return None
-        self.bypass = ""  # an empty cache takes any prompt
-        ids = kwargs.get("input_ids")
-        identity = self.identify(closely=self.unreported or ids is None or ids.shape[-1] > 1)
-        admitted = identity if isinstance(identity, str) else self._understand(cache, kwargs, identity)
-        if not isinstance(admitted, str):
-            return admitted
-        self._run_plain(admitted)
-        if not self.unreported:
-            self.explain(admitted)
-        return None
-
-    def identify(self, closely: bool) -> Identity | str:
-        """Return the current identity of the model, or the reason why its KV can be neither stored nor restored.
-
-        With `closely`, a part of the weights is read again, as at the beginning of a prompt.
-        """
-        attachment = self.attachment
-        if attachment.model.training:
-            return reasons.TRAINING
-        fingerprinter = fingerprinter_of(attachment)
-        if fingerprinter.rows_have_adapters():
-            return reasons.ROW_ADAPTERS
-        with attachment.apart_from_batches():
-            identity = fingerprinter.look(self.options.tag, closely)
-        if identity.training:
-            return reasons.TRAINING
-        if identity.looks_ahead:
-            return reasons.LOOKS_AHEAD
-        if identity.fingerprint in self.store.spot_checks.doubted:
-            return reasons.DOUBTED
-        return reasons.nameless(identity.problem) if identity.problem else identity
-
-    def _understand(
-        self, cache: LayeredCache, kwargs: dict[str, Any], identity: Identity
-    ) -> tuple[Request, SequenceState] | str:
-        """Return the request and the sequence that it begins or continues, or the reason why there is none."""
-        sequence, num_positions = self.sequence, cache.get_seq_length()
-        if num_positions != (0 if sequence is None else sequence.history.num_positions):
-            return reasons.FILLED_ELSEWHERE
-        if sequence is not None:
-            sequence.recorder.end_interrupted()
-        if any(source.is_edited for source in cache.kv_sources):
-            return reasons.EDITED
-        if not num_positions:
-            sequence = None  # rows, padding and model may differ from those before a crop or a failed pass
-        pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.recorder.check)
-        request = parse_request(kwargs, num_positions, pads, self.arguments, check)
-        if isinstance(request, str):
-            return request
-        if check is not None and request.num_positions > 1 and check.odd():  # nothing may be restored behind it
-            return reasons.ODD_MASK
-        regime: str | None = ""
-        if identity.rope_varies:
-            length = num_positions + request.num_positions - min(request.pads)
-            regime = rope_regime(self.attachment.config, length)
-        if regime is None:
-            return reasons.LENGTH_ROPE
-        if sequence is None:
-            sequence = self._new_sequence(cache, request, identity, regime)
-            self.follow(cache, sequence)
-        elif regime != sequence.regime:
-            return reasons.LENGTH_ROPE
-        elif identity.fingerprint != sequence.identity.fingerprint:
-            return reasons.MODEL_CHANGED
-        return request, sequence
-
-    def _new_sequence(self, cache: LayeredCache, request: Request, identity: Identity, regime: str) -> SequenceState:
-        """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
-        store, attachment, fingerprint = self.store, self.attachment, identity.fingerprint
-        method = with_measured_settings(self.method, store, fingerprint, attachment, request.num_positions)
-        self.method = method
-        recorder = self.new_recorder(identity, regime, request.pads)
-        return SequenceState(
-            store,
-            method,
-            attachment,
-            identity,
-            regime,
-            recorder,
-            attachment.tables_of(fingerprint),
-            self.options.segments,
-            layers=len(cache.layers),
-            selects=any(source.selects for source in cache.kv_sources),
-            seconds_to_compute=partial(seconds_to_compute, store, self._pace, fingerprint, attachment.model.device),
-            reports_passages=isinstance(method, Passages),
-        )
-
-    def new_recorder(self, identity: Identity, regime: str, pads: list[int]) -> Recorder:
-        """Create the recorder for a sequence with the given left padding."""
-        method, store, provenance = self.method, self.store, self.method.provenance
-        return Recorder(
-            History(store.hasher(identity.fingerprint, provenance, regime), pads),
-            identity.fingerprint,
-            method.geometry,
-            store.submit,
-            store.ttl,
-            provenance,
-            self.options.record,
-            collector=self.collector,
-            model=identity.facts,
-            labels=self.options.label,
-            weights_held=identity.weights_held,
-        )
-
-    def follow(self, cache: LayeredCache, sequence: SequenceState) -> None:
-        """Attach a sequence to the cache. Its computed KV is stored even after the cache is garbage collected."""
-        self.sequence = sequence
-        if self.options.record:
-            self.store.register(sequence.recorder)
-            self._finish = weakref.finalize(cache, sequence.recorder.leave_to, self.store.writer)
-
     def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
         """Return the reason why a pass does not look up stored KV, or an empty string."""
         if sequence.approximate and not isinstance(sequence.method, Passages):  # passages are restored after any KV
@@ -522,120 +350,6 @@ class Executor:
         if reason == reasons.NOTHING and self.conversation is not None:
             return self.conversation.why_nothing(sequence.identity, sequence.method)
         return reason
-
-    # --- between passes
-
-    def store_now(self) -> tuple[str, ...]:
-        """Queue computed KV that is not stored yet, and return the ids of the segments of the first row's tokens."""
-        if self.sequence is None:
-            return ()
-        self.sequence.recorder.seal()
-        return self.sequence.recorder.segments(0)
-
-    def num_dropped(self, cache: LayeredCache, prompt: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """Return how many cached positions a prompt, int `[rows, positions]`, lacks; at least all if that is not known.
-
-        Raises CacheMismatchError if there are such positions, and the cache is strict.
-        """
-        self.unreported = True
-        sequence, num_positions = self.sequence, cache.get_seq_length()
-        history = self.plain if sequence is None else sequence.history
-        if history is None:
-            return 0
-        if num_positions != history.num_positions:  # interrupted between a pass and its bookkeeping
-            if sequence is not None:
-                sequence.recorder.abandon()
-            return max(num_positions, history.num_positions)
-        shared = num_common(history, prompt, None if sequence is None else mask)
-        dropped = num_positions - shared
-        if dropped > 0 and self.options.strict:
-            raise CacheMismatchError(
-                f"this cache holds {num_positions} tokens, but the prompt begins with only {shared} of them; create a "
-                "new TieredCache for each prompt (it is cheap, and finds stored KV), pass the whole conversation so "
-                "far to continue this one, or use strict=False"
-            )
-        if dropped and sequence is None:  # masks and images of these tokens are not known
-            shared, dropped = 0, num_positions
-        self.collector.add(tokens_dropped=history.tokens_in(num_positions) - history.tokens_in(shared))
-        return dropped
-
-    def crop(self, count: int) -> None:
-        """Remove the last `count` positions."""
-        if self.sequence is not None:
-            self.sequence.recorder.crop(count)
-            if self.observer is not None:
-                self.observer.crop(self.sequence.num_positions)
-        elif self.plain is not None:
-            self.plain.crop(min(count, self.plain.num_positions))
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the known tokens; 0 if there are none."""
-        history = self.plain if self.sequence is None else self.sequence.history
-        return 0 if history is None else history.rows
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Reorder the rows: row i becomes the former row `rows[i]`."""
-        if self.sequence is not None:
-            self.sequence.recorder.select(rows)
-            if self.observer is not None:
-                self.observer.select(rows)
-        elif self.plain is not None:
-            self.plain.select(rows.tolist())
-
-    def finish(self) -> None:
-        """Store the computed KV before the cache is cleared, so that the next lookup finds it."""
-        self._finish()
-        if self.sequence is not None:
-            self.sequence.recorder.finish()
-
-    # --- reporting
-
-    def _run_plain(self, reason: str, rest: torch.Tensor | None = None) -> None:
-        """Run later passes without the store. `rest` are cached tokens that the history lacks, int `[rows, n]`."""
-        self.bypass = reason
-        if (ended := self.sequence) is not None:
-            self.plain, self.sequence, self.ended = ended.history.fork(), None, ended
-            if rest is not None:
-                self.plain.append(rest)
-            with suppress(StoreClosedError):  # the request itself continues
-                ended.recorder.seal()
-
-    def _note_plain(self, cache: LayeredCache, ids: torch.Tensor | None) -> None:
-        """Note the tokens of a pass without the store, int `[rows, n]`, if all cached tokens are known."""
-        before = 0 if self.plain is None else self.plain.num_positions
-        if ids is None or ids.ndim != 2 or before + ids.shape[1] != cache.get_seq_length():
-            return
-        if self.plain is None or not before:
-            self.plain = History(PrefixHasher(()), [0] * len(ids))
-        self.plain.append(ids)
-
-    def _report_prompt(self, reason: str, tokens_kept: int = 0) -> None:
-        """Count a prompt after its first pass, and report the result."""
-        self.unreported = False
-        self.collector.add(requests=1, tokens_kept=tokens_kept)
-        if reason:
-            self.explain(reason)
-        stats = self.collector.stats
-        logger.info(
-            "%d tokens restored (slowest tier: %s), %d computed, %.0f ms waiting for KV%s",
-            stats.tokens_restored,
-            stats.tier,
-            stats.tokens_computed,
-            1e3 * stats.stall_seconds,
-            reason and f"; {reason}",
-        )
-
-    def explain_once(self, reason: str) -> None:
-        """Report a reason, unless it is empty or was reported for this cache before."""
-        if reason and reason not in self.collector.stats.reasons:
-            self.explain(reason)
-
-    def explain(self, reason: str) -> None:
-        """Count a reason, and report it unless it is expected."""
-        self.collector.explain(reason)
-        if not reasons.is_expected(reason):
-            self.store.disk.warn(reason, reason)
 
 
 def _suffix(plan: Plan | None) -> int:

@@ -22,7 +22,8 @@ from ..restore.plan import Plan
 from ..restore.rows import SegmentSlice
 from ..stats import RequestStats, StatsCollector
 from ..store.geometry import HASH_TOKENS
-from .executor import CacheOptions, Executor
+from .cache_state import CacheOptions
+from .executor import Executor
 from .spot_check import deviation, held_from, tolerance
 from .storage import Storage
 from .suitability import cannot_mask, check_causal, check_depth, check_suits

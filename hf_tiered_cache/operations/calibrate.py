@@ -15,8 +15,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
+from ..cache.cache_state import CacheOptions
 from ..cache.calibrations import Calibration, PrefixCosts, keep, keep_prefix_costs, prefix_costs
-from ..cache.executor import CacheOptions
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, DynamicCache
 
+from ..cache.cache_state import CacheOptions
 from ..cache.calibrations import change_records, records_of
-from ..cache.executor import CacheOptions, Executor
+from ..cache.executor import Executor
 from ..cache.recorder import Recorder
 from ..cache.request import Request
 from ..cache.sequence import SequenceState

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..cache.executor import CacheOptions
+from ..cache.cache_state import CacheOptions
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from tqdm.auto import tqdm
 
+from ..cache.cache_state import CacheOptions
 from ..cache.calibrations import QualityFinding, keep_quality
-from ..cache.executor import CacheOptions
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError
