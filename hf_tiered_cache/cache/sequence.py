@@ -82,11 +82,11 @@ class SequenceState:
     _unusable_reason: str = ""  # reason why the method cannot use all of the match, if so
     _in_prompt: bool = False  # whether the last pass had several positions
     _report: PassageReport = field(default_factory=PassageReport)
-    history: History = field(init=False)
-    """History of the tokens."""
 
-    def __post_init__(self) -> None:
-        self.history = self.recorder.history
+    @property
+    def history(self) -> History:
+        """History of the tokens."""
+        return self.recorder.history
 
     @property
     def num_positions(self) -> int:
