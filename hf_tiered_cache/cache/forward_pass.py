@@ -156,7 +156,7 @@ class RestoringForward(ForwardPass):
         self.captures = True
         self.front = store.fronts.to_compute(plan) if self.recorder is not None else None
         """First tokens that segments lack and this pass computes; None if there are none, or memory has no room."""
-        self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        self._positions_from: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._deferred_layer: int | None = None  # its computed KV is appended, and its queries will select the rest
         self._devices = self.attachment.devices
@@ -290,12 +290,12 @@ class RestoringForward(ForwardPass):
 
     # --- called by sources (see `layers.dense`)
 
-    def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
+    def computed_positions(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         computed = self.plan.computed[layer]
         key = id(computed), first, device
-        if key not in self._columns:
-            self._columns[key] = to_device(computed - first, device)
-        return self._columns[key]
+        if key not in self._positions_from:
+            self._positions_from[key] = to_device(computed - first, device)
+        return self._positions_from[key]
 
     def cannot_select(self) -> UnsupportedModelError:
         return cannot_select(self.method, self.attachment.model)
@@ -359,7 +359,7 @@ class RefiningForward(RestoringForward):
             positions = self.method.narrow(self._choice, plan.computed[layer], kv_deviation, attention)
         plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
         self.plan = self.prefetch.plan = plan
-        self._columns.clear()  # keyed by arrays of the old plan
+        self._positions_from.clear()  # keyed by arrays of the old plan
         self._drop_with_depth(plan)
         self._compares, self._attention = False, None
 

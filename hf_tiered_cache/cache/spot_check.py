@@ -126,7 +126,7 @@ def deviation(stored: Sequence[Any], computed: Sequence[Any], pad: int, first: i
     """
     largest = None
     for layer, again_layer in zip(stored, computed, strict=True):
-        begin = pad + first - (layer.columns - layer.held)
+        begin = pad + first - (layer.num_positions - layer.held)
         if begin < 0 or again_layer.held < HASH_TOKENS or begin + HASH_TOKENS > layer.held:
             continue  # a layer with a sliding window no longer holds them
         for tensor, again in ((layer.keys, again_layer.keys), (layer.values, again_layer.values)):
@@ -150,4 +150,4 @@ def held_from(layers: Sequence[Any]) -> int | None:
 
     if not all(isinstance(layer, DenseSource) and layer.is_initialized and not layer.selects for layer in layers):
         return None
-    return min(layer.columns - layer.held for layer in layers)
+    return min(layer.num_positions - layer.held for layer in layers)

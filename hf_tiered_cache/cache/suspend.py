@@ -208,13 +208,13 @@ class CacheReplay:
     ) -> None:
         self._run, self._ids, self._layers = run, ids[:, -count:], list[_FixedLayer]()
         for layer in layers:
-            if not isinstance(layer, DenseSource) or layer.selects or layer.columns != ids.shape[1]:
+            if not isinstance(layer, DenseSource) or layer.selects or layer.num_positions != ids.shape[1]:
                 raise ValueError("a layer does not hold the KV of the conversation")
             if layer.held <= count or layer.keys is None or layer.values is None:
                 raise ValueError(f"a layer holds only the last {layer.held} tokens")
             held = slice(0, layer.held - count)
             keys, values = (tensor[:1, :, held] for tensor in (layer.keys, layer.values))
-            self._layers.append(_FixedLayer(keys, values, layer.columns - layer.held, layer.is_sliding))
+            self._layers.append(_FixedLayer(keys, values, layer.num_positions - layer.held, layer.is_sliding))
         self._expected: torch.Tensor | None = None
 
     def kv(self, layer: int) -> LayerTensors:

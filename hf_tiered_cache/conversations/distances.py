@@ -192,7 +192,7 @@ def _attention(
 
 
 class KeysOfLayer(Protocol):
-    """Rotated keys of a layer, `[batch, kv_heads, held, dim]`, for the last `held` of `columns` positions, or None."""
+    """Rotated keys of a layer, `[batch, kv_heads, held, dim]`, of the last `held` of its positions, or None."""
 
     index: int
     window: int
@@ -201,7 +201,7 @@ class KeysOfLayer(Protocol):
     def keys(self) -> torch.Tensor | None: ...
 
     @property
-    def columns(self) -> int: ...
+    def num_positions(self) -> int: ...
 
     @property
     def held(self) -> int: ...
@@ -279,7 +279,7 @@ class AttentionDistances:
         keys = [source.keys[row : row + 1] for source in self._sources if source.keys is not None]
         try:
             layers = [source.index for source in self._sources]
-            return layer_distances(layers, joined(samples, row), keys, self._sources[0].columns)
+            return layer_distances(layers, joined(samples, row), keys, self._sources[0].num_positions)
         except Exception as error:  # no request depends on it
             logger.warning("the attention of a conversation is not compared: %s: %s", type(error).__name__, error)
             return LayerDistances.none(f"comparing attention failed: {error}")
@@ -332,7 +332,7 @@ class SampledPass:
             return self._owner.cannot_see(
                 f"the attention of layers {missing_layers} is not computed from queries and keys alone"
             )
-        if any(source.held < source.columns for source in self._sources):
+        if any(source.held < source.num_positions for source in self._sources):
             return self._owner.cannot_see("layers hold only a part of their keys")
         queries, scalings = zip(*(self._queries[layer] for layer in layers), strict=True)
         keys = [source.keys for source in self._sources if source.keys is not None]

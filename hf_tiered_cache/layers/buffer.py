@@ -58,7 +58,7 @@ class KVBuffer:
         return None if self._values is None else self._values.narrow(2, self._start, self.held)
 
     @property
-    def columns(self) -> int:
+    def num_positions(self) -> int:
         """Number of positions of the sequence so far, held or not."""
         return self._first + self._stop - self._start
 
@@ -68,31 +68,31 @@ class KVBuffer:
         return self._stop - self._start
 
     def extend(
-        self, like_keys: torch.Tensor, like_values: torch.Tensor, columns: int, first: int = 0
+        self, like_keys: torch.Tensor, like_values: torch.Tensor, num_positions: int, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add `columns` positions to the sequence; the first `first` of them are not held.
+        """Add `num_positions` positions to the sequence; the first `first` of them are not held.
 
         `first` is above 0 only if no later query sees the entries held so far, which are then released. Buffers get
         shape, dtype and device of `like_keys` and `like_values`, `[batch, heads, _, dim]`.
 
         Returns:
-            Uninitialised views of the new positions, `[batch, heads, columns - first, dim]` each.
+            Uninitialised views of the new positions, `[batch, heads, num_positions - first, dim]` each.
         """
         if first:
-            self._first = self.columns + first
+            self._first = self.num_positions + first
             self._start = self._stop
-        count, keys, values = columns - first, self._keys, self._values
+        count, keys, values = num_positions - first, self._keys, self._values
         if keys is None or values is None or self._shared or self._stop + count > keys.shape[2]:
             keys, values = self._reallocate(like_keys, like_values, count)
         begin, self._stop = self._stop, self._stop + count
         return keys.narrow(2, begin, count), values.narrow(2, begin, count)
 
-    def adopt(self, keys: torch.Tensor, values: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Use these buffers, `[batch, heads, capacity, dim]`, which hold the first `columns` positions of the sequence.
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Use buffers, `[batch, heads, capacity, dim]`, that hold the first `num_positions` positions of the sequence.
 
         This buffer must be empty. Returns views of these positions.
         """
-        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=columns, _shared=False)
+        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=num_positions, _shared=False)
         return self._views()
 
     def update(
@@ -164,26 +164,26 @@ class KVBuffer:
         self.note_content()
 
 
-def _moved(before: torch.Tensor | None, like: torch.Tensor, columns: int, count: int) -> torch.Tensor:
-    """Allocate a buffer for the `columns` held positions, `count` more and spare room, and copy the held positions."""
-    buffer = empty_buffer(like, like.shape[0], max(columns + count, columns + min(columns, _LARGEST_GROWTH)))
-    if before is not None and columns:
-        buffer[:, :, :columns] = before
+def _moved(before: torch.Tensor | None, like: torch.Tensor, held: int, count: int) -> torch.Tensor:
+    """Allocate a buffer for `held` positions, `count` more and spare room, and copy the held positions."""
+    buffer = empty_buffer(like, like.shape[0], held + max(count, min(held, _LARGEST_GROWTH)))
+    if before is not None and held:
+        buffer[:, :, :held] = before
     return buffer
 
 
-def empty_buffer(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Allocate a buffer for `columns` positions and spare room, with heads and dims of `like`."""
-    room = columns + _HEADROOM
+def empty_buffer(like: torch.Tensor, rows: int, num_positions: int) -> torch.Tensor:
+    """Allocate a buffer for `num_positions` positions and spare room, with heads and dims of `like`."""
+    room = num_positions + _HEADROOM
     return _empty(like, rows, room + -room % HASH_TOKENS)  # chunks of all heads are rows of one matrix
 
 
-def _empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Allocate `[rows, heads, columns, dim]`, not an inference tensor, so that later passes may write to it.
+def _empty(like: torch.Tensor, rows: int, num_positions: int) -> torch.Tensor:
+    """Allocate `[rows, heads, num_positions, dim]`, not an inference tensor, so that later passes may write to it.
 
     Large tensors on the CPU use huge pages: restored KV is written once, which takes twice as long with small pages.
     """
-    shape = rows, like.shape[1], columns, like.shape[3]
+    shape = rows, like.shape[1], num_positions, like.shape[3]
     nbytes = prod(shape) * like.element_size()
     with torch.inference_mode(False):  # this may be called in inference mode
         if like.device.type == "cpu" and nbytes >= HUGE_PAGE:

@@ -51,7 +51,7 @@ class RestoringPass(Pass, Protocol):
     streamed: StreamedPrefix | None
     """All restored tokens, for layers that attend to them without holding them; None if not streamed."""
 
-    def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
+    def computed_positions(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         """Return the positions that a layer computes, int64 `[n]` or `[batch, n]`, counted from `first`.
 
         Layers that compute the same positions share one tensor.
@@ -163,12 +163,12 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 target[:, :, :front] = computed[:, :, :front]
                 target[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
-        columns = restoring.columns(self.index, first, keys.device)
+        positions = restoring.computed_positions(self.index, first, keys.device)
         if may_preview and not is_filled:
-            stored = picked(keys, columns, 2), picked(values, columns, 2)
+            stored = picked(keys, positions, 2), picked(values, positions, 2)
             cast(RefiningPass, restoring).compare(self.index, stored, (key_states, value_states))
         for target, computed in ((keys, key_states), (values, value_states)):
-            _put(target, columns, computed)
+            _put(target, positions, computed)
         return self._views() if may_preview else self._visible(None)  # a preview forgets nothing
 
     def _fill(
@@ -244,13 +244,13 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` positions. A positive number (as in 5.17) is the number to keep."""
         if tokens_to_remove > 0:
-            tokens_to_remove = min(0, tokens_to_remove - self.columns)
+            tokens_to_remove = min(0, tokens_to_remove - self.num_positions)
         if self.is_initialized:
             self._take_back(-tokens_to_remove)
 
-    def _take_back(self, columns: int) -> None:
-        self._stop = max(self._start, self._stop - columns)
-        if not self.columns:
+    def _take_back(self, num_positions: int) -> None:
+        self._stop = max(self._start, self._stop - num_positions)
+        if not self.num_positions:
             self._drop()  # the next prompt may have another number of rows
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -310,7 +310,7 @@ class SlidingSource(DenseSource):
     def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._views()
         if queries is not None:
-            past = min(self.columns - queries, self.window - 1)
+            past = min(self.num_positions - queries, self.window - 1)
             keys, values = keys[:, :, -(past + queries) :], values[:, :, -(past + queries) :]
         if not self.record_past:
             self._forget_unseen()
@@ -318,15 +318,15 @@ class SlidingSource(DenseSource):
 
     def _forget_unseen(self) -> None:
         """Drop positions that no later query sees; shrink the buffers if mostly unused, as after a long prompt."""
-        unseen = self.held - min(self.columns, self.window - 1)
+        unseen = self.held - min(self.num_positions, self.window - 1)
         if unseen > 0:
             self._start, self._first = self._start + unseen, self._first + unseen
         if self._start > 4 * self.window:
             self._shrink()
 
-    def _take_back(self, columns: int) -> None:
-        super()._take_back(columns)
-        if self.held < min(self.columns, self.window - 1):
+    def _take_back(self, num_positions: int) -> None:
+        super()._take_back(num_positions)
+        if self.held < min(self.num_positions, self.window - 1):
             raise RuntimeError(
                 "a sliding-window layer cannot remove tokens, because it no longer holds the window before them; "
                 "call `activate_past_recording` on the cache first"
@@ -334,13 +334,13 @@ class SlidingSource(DenseSource):
         self._forget_unseen()
 
 
-def _put(target: torch.Tensor, columns: torch.Tensor, computed: torch.Tensor) -> None:
+def _put(target: torch.Tensor, positions: torch.Tensor, computed: torch.Tensor) -> None:
     """Write computed keys or values, `[batch, heads, n, dim]`, to some positions of `target`.
 
     Rows have the same positions, int64 `[n]`, or their own, `[batch, n]`. A repeated position gets the same values.
     """
-    if columns.ndim == 1:
-        target.index_copy_(2, columns, computed)
+    if positions.ndim == 1:
+        target.index_copy_(2, positions, computed)
     else:
-        rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
-        target[rows, :, columns] = computed.transpose(1, 2)
+        rows = torch.arange(len(positions), device=positions.device).unsqueeze(1)
+        target[rows, :, positions] = computed.transpose(1, 2)

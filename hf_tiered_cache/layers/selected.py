@@ -181,13 +181,13 @@ class SelectedSource(DenseSource):
         if self.decode_selector is not None:
             self._rows = _forked([self._rows[row] for row in rows])
 
-    def _take_back(self, columns: int) -> None:
-        if self._num_selected and self.held - columns < self._num_selected:
+    def _take_back(self, num_positions: int) -> None:
+        if self._num_selected and self.held - num_positions < self._num_selected:
             raise RuntimeError(
                 "a cache that holds a selection of its prompt, within a budget, cannot remove tokens of that prompt; "
                 "create a new cache"
             )
-        super()._take_back(columns)
+        super()._take_back(num_positions)
 
     def fork(self) -> DenseSource:
         twin = super().fork()
