@@ -107,14 +107,11 @@ class KVBuffer:
     def _reallocate(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count_held = self._stop - self._start
-        before = (None, None) if self._keys is None else self._views()
-        keys, values = (
-            _moved(tensor, like, count_held, count)
-            for tensor, like in zip(before, (like_keys, like_values), strict=True)
-        )
+        held = self.held
+        pairs = (self.keys, like_keys), (self.values, like_values)
+        keys, values = (_moved(before, like, held, count) for before, like in pairs)
         # one atomic update, so that a Ctrl-C cannot leave one without the other
-        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=count_held, _shared=False)
+        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=held, _shared=False)
         return keys, values
 
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
