@@ -97,18 +97,10 @@ def attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention with the fastest kernel that gives the same bits as the model's own.
+    """Compute attention with the fastest kernel that gives the same bits as the model's own, `base`.
 
-    Args:
-        scope: Current pass.
-        base: Registered attention function of the model.
-        module: Attention module of the layer.
-        query: `[batch, heads, queries, dim]`.
-        key: `[batch, kv_heads, positions, dim]`. Only the computed positions, if the pass attends to a part of what it
-            restores.
-        value: Like `key`.
-        attention_mask: Result of `make_mask`.
-        **kwargs: Further arguments of the attention function.
+    The query is `[batch, heads, queries, dim]`. Key and value are `[batch, kv_heads, positions, dim]`: only computed
+    positions, if the pass attends to a part of what it restores. The mask is the result of `make_mask`.
 
     Returns:
         `[batch, queries, heads, dim]`, and the attention weights if the base returns them.

@@ -26,12 +26,8 @@ _SAMPLED = 16
 class Call:
     """Recorded call that can be repeated.
 
-    Args:
-        function: Called function.
-        places: Index of each parameter, by name. Binding a signature at every layer and token would cost more than the
-            rotation.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+    `places` holds the index of each parameter by name: binding a signature at every layer and token would cost more
+    than the rotation.
     """
 
     function: Callable[..., Any]

@@ -93,12 +93,7 @@ _reporters_lock = threading.Lock()
 
 @contextmanager
 def watching_compiled(tables: Iterable[tuple[nn.Module, RemovableHandle]], patches: Iterable[Patch]) -> Iterator[None]:
-    """Let compiled code report, for the duration of the context.
-
-    Args:
-        tables: What `watch_tables` has returned.
-        patches: Applied patches.
-    """
+    """Let compiled code report to the hooks of `watch_tables` and to applied patches, within this context."""
     hooks = (module._forward_hooks.get(handle.id) for module, handle in tables)
     observers = (*hooks, *(patch.get() for patch in patches))
     reporters = [observer for observer in observers if isinstance(observer, _Reporter)]
