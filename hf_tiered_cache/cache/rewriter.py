@@ -35,56 +35,6 @@ from ..tiers.scores import TokenImportance, size_of
 
 logger = logging.getLogger("hf_tiered_cache")
 
-
-class Handover:
-    """Migration from a segment to its replacement: indexes, number of cached chunks, and scores of all chunks.
-
-    Create it before the old segment is deleted.
-    """
-
-    def __init__(self, residency: Residency, old: SegmentReader) -> None:
-        self._residency, self._old = residency, old
-        self._num_cached: dict[int, int] = {}
-        self._scores: dict[int, np.ndarray] = {}  # float64 [2, chunks]
-        for group in old.shape.block_groups:
-            owner, chunks = old.owners[group.index], np.arange(old.shape.chunks_in(group))
-            self._num_cached[group.index] = residency.num_cached(owner, chunks)
-            self._scores[group.index] = residency.scores.of(owner, chunks)
-
-    def give_indexes_to(self, new: SegmentReader) -> None:
-        """Assign the cached indexes to `new`, which has the same keys.
-
-        Call this as soon as look-ups can find `new`.
-        """
-        content = new.header.digests.digest
-        self._residency.index_cache.rename(self._old.id, lambda owner: (new.id, owner[1], content, owner[3]))
-
-    def give_to(self, new: SegmentReader) -> None:
-        """Fetch as many chunks of `new` to the host as were cached of the old segment, which is already deleted.
-
-        The first chunks of each KV cache group are fetched, with the most important tokens, within the host budget.
-        The scores of a chunk are the mean of its tokens' old scores. Read errors are logged and otherwise ignored.
-        """
-        shape, requests = new.shape, list[BlockRequest]()
-        for group in shape.block_groups:
-            step, tokens = shape.geometry.chunk_tokens, np.arange(shape.tokens)
-            was, now = (reader.shape.slot_of_token(group, tokens) // step for reader in (self._old, new))
-            count, scores = shape.chunks_in(group), self._scores[group.index]
-            if scores.any():
-                sums = np.stack([np.bincount(now, row[was], count) for row in scores])
-                self._residency.scores.put(new.owners[group.index], sums / np.bincount(now, minlength=count))
-            if num_cached := min(self._num_cached[group.index], count):
-                requests.append(BlockRequest(new, group.index, np.arange(num_cached)))
-        for request in requests:
-            handle = self._residency.fetch([request], torch.device("cpu"), StatsCollector(), ahead=True)
-            try:
-                handle.wait()
-            except Exception as error:
-                logger.debug("the blocks of segment %s could not be loaded into memory: %r", new.id, error)
-            finally:
-                handle.release()
-
-
 _IMPORTANCE = "importance"
 """Kind of the sidecar with the importance of a segment's tokens, and the number of prompts it comes from."""
 
@@ -242,7 +192,7 @@ class SegmentRewriter:
         if reader is None or not self._disk.backend.writable:
             return False
         sidecars = self._disk.sidecars.all_of(reader)  # before the new segment needs their room on disk
-        handover = Handover(self._residency, reader) if hand_over else None
+        kept = _kept_of(self._residency, reader) if hand_over else None
         header, prefix_hashes, block_groups = join_segments([reader], geometry, tables)
         try:
             if not self._disk.publish(header, prefix_hashes, block_groups):
@@ -254,8 +204,9 @@ class SegmentRewriter:
             return False  # the old segment is the only one
         if pinned:
             self._disk.pin([header.id])
-        if handover is not None:
-            handover.give_indexes_to(replacement)
+        if kept is not None:  # as soon as look-ups can find the new segment, which has the same keys
+            content = replacement.header.digests.digest
+            self._residency.index_cache.rename(old, lambda owner: (header.id, owner[1], content, owner[3]))
         for sidecar in sidecars:
             self._disk.sidecars.keep(replacement, *sidecar)  # without room it is dropped and counted
         with self._disk.backend.locked():  # until the old one is removed: whatever else keeps it takes the lock
@@ -271,9 +222,43 @@ class SegmentRewriter:
             self._disk.remove([old])
         if is_pinned and not pinned:
             self._disk.tell_kept([header.id])
-        if handover is not None:
-            handover.give_to(replacement)
+        if kept is not None:
+            self._migrate(reader, replacement, kept)
         return True
+
+    def _migrate(self, old: SegmentReader, new: SegmentReader, kept: list[tuple[int, np.ndarray]]) -> None:
+        """Fetch as many chunks of `new` to the host as memory kept of the old segment, which is already deleted.
+
+        The first chunks of each KV cache group are fetched, with the most important tokens, within the host budget.
+        The scores of a chunk are the mean of its tokens' old scores. Read errors are logged and otherwise ignored.
+        """
+        shape, requests = new.shape, list[BlockRequest]()
+        for group, (num_cached, scores) in zip(shape.block_groups, kept, strict=True):
+            step, tokens = shape.geometry.chunk_tokens, np.arange(shape.tokens)
+            was, now = (reader.shape.slot_of_token(group, tokens) // step for reader in (old, new))
+            count = shape.chunks_in(group)
+            if scores.any():
+                sums = np.stack([np.bincount(now, row[was], count) for row in scores])
+                self._residency.scores.put(new.owners[group.index], sums / np.bincount(now, minlength=count))
+            if num_cached := min(num_cached, count):
+                requests.append(BlockRequest(new, group.index, np.arange(num_cached)))
+        for request in requests:
+            handle = self._residency.fetch([request], torch.device("cpu"), StatsCollector(), ahead=True)
+            try:
+                handle.wait()
+            except Exception as error:
+                logger.debug("the blocks of segment %s could not be loaded into memory: %r", new.id, error)
+            finally:
+                handle.release()
+
+
+def _kept_of(residency: Residency, segment: SegmentReader) -> list[tuple[int, np.ndarray]]:
+    """Return what memory knows of each KV cache group: number of cached chunks, and scores, float64 `[2, chunks]`."""
+    kept = []
+    for group in segment.shape.block_groups:
+        owner, chunks = segment.owners[group.index], np.arange(segment.shape.chunks_in(group))
+        kept.append((residency.num_cached(owner, chunks), residency.scores.of(owner, chunks)))
+    return kept
 
 
 def _is_prefix(reader: SegmentReader) -> bool:
