@@ -172,7 +172,7 @@ class DecodingCheck:
 
     _odd: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # bool scalars
     _was_odd: bool = False  # whether one of those read so far was true
-    _expected: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = field(default_factory=dict)
+    _padding_of: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = field(default_factory=dict)
 
     def add(self, kwargs: dict[str, Any], base: int, pads: list[int]) -> str:
         """Check a single-token pass with the arguments `kwargs`, given the number of cached positions and left padding.
@@ -185,15 +185,14 @@ class DecodingCheck:
         if mask is not None:
             if not isinstance(mask, torch.Tensor) or mask.shape != (len(pads), base + 1):
                 return ODD_MASK
-            present = self._mask(pads, base + 1, mask.device)  # [rows, positions]
-            self._note((mask != 0) != present)
+            present = torch.arange(base + 1, device=mask.device) >= self._padding(pads, mask.device)
+            self._note((mask != 0) != present)  # [rows, positions]
         if positions is None and any(pads):
             return ODD_POSITIONS
         if positions is not None:
             if positions.ndim not in (2, 3) or positions.shape[-1] != 1:
                 return ODD_POSITIONS
-            numbers = self._mask(pads, 0, positions.device)  # [rows, 1]
-            self._note(positions != base - numbers)
+            self._note(positions != base - self._padding(pads, positions.device))
         return ""
 
     def odd(self) -> bool:
@@ -204,15 +203,14 @@ class DecodingCheck:
 
     def fork(self) -> DecodingCheck:
         """Return a check of the same passes, to which others are added independently."""
-        return replace(self, _odd=dict(self._odd), _expected=dict(self._expected))
+        return replace(self, _odd=dict(self._odd), _padding_of=dict(self._padding_of))
 
-    def _mask(self, pads: list[int], num_positions: int, device: torch.device) -> torch.Tensor:
-        """Return the mask of plain padding, bool `[rows, positions]`, or for 0 positions the padding, `[rows, 1]`."""
+    def _padding(self, pads: list[int], device: torch.device) -> torch.Tensor:
+        """Return the left padding of each row on a device, int64 `[rows, 1]`."""
         key = (tuple(pads), device)
-        if key not in self._expected:
-            self._expected[key] = torch.tensor(pads, device=device).unsqueeze(1)
-        numbers = self._expected[key]
-        return torch.arange(num_positions, device=device) >= numbers if num_positions else numbers
+        if key not in self._padding_of:
+            self._padding_of[key] = torch.tensor(pads, device=device).unsqueeze(1)
+        return self._padding_of[key]
 
     def _note(self, differs: torch.Tensor) -> None:
         odd = differs.any()
