@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -154,21 +155,15 @@ class Fetcher:
         handles = dict.fromkeys(handle for unit in units for handle in unit.handles)  # a batch serves several units
         for handle in handles:
             try:
-                self._wait(handle)
+                with nullcontext() if handle.has_arrived else self.collector.timing("stall_seconds"):
+                    handle.wait()
             except Exception as error:
                 raise self._failure(handle, error) from error
+            if not handle.is_confirmed:
+                self._unconfirmed[handle] = None
         for unit in units:
             self._ahead.pop(unit, None)
             unit.blocks = Blocks.join([part for fetched in unit.fetched for part in fetched.parts])
-
-    def _wait(self, handle: BlockHandle) -> None:
-        if handle.has_arrived:
-            handle.wait()
-        else:
-            with self.collector.timing("stall_seconds"):
-                handle.wait()
-        if not handle.is_confirmed:
-            self._unconfirmed[handle] = None
 
     def _failure(self, handle: BlockHandle, error: Exception) -> RestoreError:
         return restore_error(self.collector, handle.failed or handle.fetched[0].request.reader, error)
