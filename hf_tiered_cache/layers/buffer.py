@@ -140,10 +140,10 @@ class KVBuffer:
         state = {"_keys": keys, "_values": values, "_start": 0, "_stop": self.held - fewest, "_shared": False}
         return state | {"_first": self._first + fewest}
 
-    def _select(self, rows: torch.Tensor) -> None:
-        """Replace row i by the former row `rows[i]`."""
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Replace row i by the former row `indices[i]`."""
         if self._keys is not None and self._values is not None:
-            self._keys, self._values = (self._rows_of(buffer, rows) for buffer in (self._keys, self._values))
+            self._keys, self._values = (self._rows_of(buffer, indices) for buffer in (self._keys, self._values))
             self._shared = False
 
     def _rows_of(self, buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -261,10 +261,6 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             rows = torch.arange(self._keys.shape[0], device=self._keys.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Replace row i by the former row `indices[i]`."""
-        self._select(indices)
-
     def reset(self) -> None:
         self._drop()
         self.end_pass()
