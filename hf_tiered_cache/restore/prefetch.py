@@ -82,7 +82,7 @@ class Prefetch:
         self.joined: dict[int, JoinedLayers] = {}
         """Layers that were restored together with an earlier one, and have not run yet."""
         self._by_layer: dict[int, list[PlanUnit]] = {}
-        self._gathers: dict[tuple[int, int], Gather] = {}  # by KV cache group and row
+        self._gathers: dict[tuple[int, int], tuple[int, BlockGroup, Gather]] = {}  # by KV cache group and row
         order = units_of(plan)
         for unit in order:
             for layer in unit.block_group.layers:
@@ -96,14 +96,10 @@ class Prefetch:
         self._layer = -1  # layer with blocks in use
         self._furthest = -1  # first layer of the last unit that was started
 
-    def start(self) -> None:
-        """Start to fetch. Raises RestoreError if that fails."""
-        self._issue()
-
     def units(self, layer: int) -> list[PlanUnit]:
         """Wait for the units of `layer`, and return them. Raises RestoreError if a block is missing or damaged."""
         self._layer = layer
-        self._issue()
+        self.start()
         units = self._by_layer.get(layer, [])
         self.fetcher.wait_for(units)
         return units
@@ -119,12 +115,12 @@ class Prefetch:
                 row, shape = group.rows[0], unit.reader.shape
                 key = id(unit.block_group), row  # segments of one geometry share their KV cache groups
                 if key in self._gathers:
-                    gathers[key] = row, unit.block_group, self._gathers[key]
+                    gathers[key] = self._gathers[key]
                     continue
-                gather = gathers.setdefault(key, (row, unit.block_group, Gather(shape, unit.block_group)))[2]
+                _, _, gather = gathers.setdefault(key, (row, unit.block_group, Gather(shape, unit.block_group)))
                 shift = piece.at - piece.first + group.pad - self.plan.base - first_position
                 gather.add(shape, unit.blocks, tokens, tokens + shift)
-        self._gathers.update({key: gather for key, (_, _, gather) in gathers.items()})
+        self._gathers.update(gathers)
         return iter(gathers.values())
 
     def join(
@@ -174,7 +170,7 @@ class Prefetch:
             for group, _, _ in unit.pieces:
                 self._gathers.pop((id(unit.block_group), group.rows[0]), None)
         self.fetcher.finish(finished)
-        self._issue()
+        self.start()
 
     def _note_use(self, unit: PlanUnit) -> None:
         alike = self.plan.suffix is not None
@@ -185,8 +181,11 @@ class Prefetch:
             for layer in unit.block_group.layers:
                 unit.use((layer,), [self.plan.tokens_to_restore(unit.block_group, group, piece, layer)])
 
-    def _issue(self) -> None:
-        """Start to fetch what the current layer needs, and more within the bound; one unit ahead whatever its size."""
+    def start(self) -> None:
+        """Start to fetch what the current layer needs, and more within the bound; one unit ahead whatever its size.
+
+        Raises RestoreError if that fails.
+        """
         if not self._waiting:
             return
         units: list[PlanUnit] = []
