@@ -24,7 +24,7 @@ from ..identity import varying_rope
 from ..layers import DenseSource, sources_for
 from ..patches.attach import Attachment
 from ..patches.rope import PreRopeKV, RotaryTap
-from ..patches.scope import Scope, cache_argument, enter, leave_to
+from ..patches.scope import Scope, enter, leave_to
 from ..restore.fetch import Fetcher
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch, restore_layer
