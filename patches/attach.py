@@ -15,14 +15,14 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from . import rope, rotary
 from .attention import PATCHES
 from .layers import decoder_layers, devices_of
 from .replacement import Replacement, pickle_as_it_is, pickle_without, without_hook
-from .scope import CACHE_ARGUMENTS, ServedCache, Session, cache_argument, current
+from .scope import CACHE_ARGUMENTS, ServedCache, Session, current
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -442,3 +442,13 @@ def detach(model: nn.Module) -> None:
 def attachment_of(model: nn.Module) -> Attachment | None:
     """Return the attachment of `model`, or None."""
     return base_model(model).__dict__.get(_ATTRIBUTE)
+
+
+def cache_argument(signature: inspect.Signature) -> str:
+    """Return the name of the argument in which a method of a model takes its cache.
+
+    Args:
+        signature: Signature of the method. If it names no such argument, the name is that of this transformers version.
+    """
+    names = [*signature.parameters, *inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+    return next(name for name in names if name in CACHE_ARGUMENTS)

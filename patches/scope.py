@@ -1,8 +1,7 @@
-"""What the patches know of a cache: its interface, how a model takes it, and the scope of a thread's forward pass."""
+"""What the patches know of a cache: its interface and its argument; and the scope of a forward pass of a thread."""
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,22 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from transformers import GenerationMixin
 
 from .rope import RotaryTap
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the argument that holds the cache: since transformers 5.24, and before."""
-
-
-def cache_argument(signature: inspect.Signature) -> str:
-    """Return the name of the argument in which a method of a model takes its cache.
-
-    Args:
-        signature: Signature of the method. If it names no such argument, the name is that of this transformers version.
-    """
-    names = [*signature.parameters, *inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
-    return next(name for name in names if name in CACHE_ARGUMENTS)
 
 
 class ServedCache(ABC):
