@@ -64,7 +64,7 @@ class Fingerprinter:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._lock = fork_lock()
-        self._step = Step(self._mend)
+        self._step = Step(self._read_again)
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())
         self._statics: Statics = {}
@@ -84,12 +84,11 @@ class Fingerprinter:
         with self._lock, self._step:
             if not self._unsteady:
                 self._watch()
-            key = tag, active_mode(), computing_state(self._devices)
             if self._weights.has_moved():
-                self._weights = WeightDigests(self._description.named_tensors)
-                self._identities = {}
+                self._read_again()
             elif self._weights.changed(reread=closely):
                 self._identities = {}
+            key = tag, active_mode(), computing_state(self._devices)
             if key not in self._identities:
                 self._identities[key] = self._identify(*key)
             return self._identities[key]
@@ -122,8 +121,8 @@ class Fingerprinter:
         if self._changes == _MOST_CHANGES:  # for example a counter: a description at each token would take too long
             self._unsteady = name or "something"
 
-    def _mend(self) -> None:
-        """Read everything again after an interrupt: a change may have been noted whose weights were not read."""
+    def _read_again(self) -> None:
+        """Describe the model and read all weights again: memory was replaced, or a look was interrupted."""
         self._weights = WeightDigests(())
         self._describe()
 

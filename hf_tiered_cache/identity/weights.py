@@ -1,8 +1,8 @@
 """Digests of a model's weights, also quantized ones: all bytes are digested once on their device, then checked.
 
 - A write through PyTorch increments the version of a tensor, which is then digested again.
-- A tensor with replaced memory (`weight.data = ...`, `set_`, `swap_tensors`) has another address or other strides. Then
-  all weights are read again.
+- A tensor with replaced memory (`weight.data = ...`, `set_`, `swap_tensors`) has another address, shape or layout. Then
+  the model is described and all weights are read again.
 - A write into `.data` is not visible to PyTorch. So each look reads the next `REREAD_BYTES` and the first bytes of all
   tensors again. An edit of a model of B bytes is found within B / REREAD_BYTES looks, and an edit of many tensors at
   once. Until then KV would have the wrong fingerprint. So KV is published only if a complete read of the weights after
@@ -15,7 +15,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from typing import Any
@@ -67,6 +67,11 @@ WINDOW_BYTES = 64
 """Bytes at the beginning of each tensor that are read again at each look."""
 _RUN_ROWS = 16
 _version = attrgetter("_version")
+_PLACE: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(torch.Tensor.data_ptr, torch.Tensor.storage_offset, torch.Tensor.size, torch.Tensor.stride),
+    *(torch.Tensor.is_neg, torch.Tensor.is_conj, attrgetter("dtype")),
+)
+"""Functions that show which memory a tensor has, and how its elements are read from it."""
 _Numbered = Sequence[tuple[int, torch.Tensor]]
 """Pairs of the number of a tensor and its bytes, uint8 `[n]`."""
 
@@ -112,7 +117,7 @@ class WeightDigests:
         return all(name == other_name and tensor is other for (name, tensor), (other_name, other) in pairs)
 
     def has_moved(self) -> bool:
-        """Return whether a tensor has other memory now, so that the digests are of unused memory."""
+        """Return whether a tensor has other memory or another layout now, so that its elements were not digested."""
         return self._read_places() != self._places
 
     def changed(self, reread: bool = True) -> bool:
@@ -166,8 +171,7 @@ class WeightDigests:
 
     def _read_places(self) -> tuple[list[Any], ...]:
         return (
-            list(map(torch.Tensor.data_ptr, self._watched)),
-            list(map(torch.Tensor.stride, self._watched)),
+            *(list(map(read, self._watched)) for read in _PLACE),
             [id(plain) for wrapper in self._wrappers for plain in plain_tensors(wrapper)],
             list(map(_version, self._copied)),
         )

@@ -1,0 +1,71 @@
+"""Weights that are read from the same memory in another way have another fingerprint, also those cast before."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from families import build
+
+from hf_tiered_cache.identity import Fingerprinter, fingerprint
+
+
+def cut(weight):
+    weight.data = weight.data[:48]
+
+
+def cut_storage(weight):
+    weight.set_(weight.untyped_storage(), 0, (48, 64), (64, 1))
+
+
+def read_as_half(weight):
+    weight.data = weight.data.view(torch.float16)[:, :64]
+
+
+@pytest.mark.parametrize("edit", [cut, cut_storage, read_as_half])
+def test_another_layout_of_the_same_memory_is_noticed(edit):
+    model = build("llama")
+    name = Fingerprinter(model)
+    before = name()
+    with torch.no_grad():
+        edit(model.model.layers[1].mlp.up_proj.weight)
+    assert name() == fingerprint(model) != before
+
+
+def test_the_same_bits_of_another_dtype_are_noticed():
+    model = build("llama", torch.float16)
+    name = Fingerprinter(model)
+    before = name()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.view(torch.bfloat16)
+    assert name() == fingerprint(model) != before
+
+
+def test_a_negative_bit_gives_a_reason():
+    model = build("llama", torch.float64)
+    weight, pair = model.model.layers[1].input_layernorm.weight, torch.ones(64, dtype=torch.complex128)
+    weight.data = pair.imag
+    name = Fingerprinter(model)
+    assert not name.look().problem
+    weight.data = pair.conj().imag
+    assert "lazily" in name.look().problem
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_model_that_becomes_half_precision_has_the_fingerprint_of_a_new_one(family):
+    model = build(family)
+    name = Fingerprinter(model)
+    name()
+    model.half()
+    assert name() == fingerprint(model)
+
+
+def test_the_devices_of_a_moved_model_are_those_of_its_weights(monkeypatch):
+    """OPT has no buffers: moving it replaces the memory of its parameters, but no object."""
+    model = build("opt")
+    name = Fingerprinter(model)
+    name()
+    monkeypatch.setattr(sys.modules[Fingerprinter.__module__], "devices", lambda model: "cuda")
+    model.half()
+    assert name.look().facts["device"] == "cuda" and name._devices == ("cuda", "cpu")
