@@ -88,6 +88,8 @@ class Fingerprinter:
                 self._read_again()
             elif self._weights.changed(reread=closely):
                 self._identities = {}
+            if closely:
+                torch.clear_autocast_cache()  # it may hold casts of earlier weights
             key = tag, active_mode(), computing_state(self._devices)
             if key not in self._identities:
                 self._identities[key] = self._identify(*key)

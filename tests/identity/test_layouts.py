@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
-from families import build
+from families import build, prompt
 
+from hf_tiered_cache import TieredCache
 from hf_tiered_cache.identity import Fingerprinter, fingerprint
 
 
@@ -69,3 +70,23 @@ def test_the_devices_of_a_moved_model_are_those_of_its_weights(monkeypatch):
     monkeypatch.setattr(sys.modules[Fingerprinter.__module__], "devices", lambda model: "cuda")
     model.half()
     assert name.look().facts["device"] == "cuda" and name._devices == ("cuda", "cpu")
+
+
+def test_casts_of_earlier_weights_are_not_used_under_the_new_fingerprint(store):
+    """Within one autocast context, PyTorch keeps casts of weights, which an edit in place does not change."""
+
+    def first_logits(cache=None):
+        return model(prompt(60), past_key_values=cache, logits_to_keep=1).logits
+
+    model = build("llama", initializer_range=0.3)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            first_logits(TieredCache(model, store, record=False))
+            for layer in model.model.layers:
+                layer.mlp.up_proj.weight.neg_()
+            first_logits(TieredCache(model, store))
+        store.flush()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, cache = first_logits(), TieredCache(model, store)
+            torch.testing.assert_close(first_logits(cache), expected, rtol=0, atol=5e-2)
+            assert cache.stats.tokens_restored == 48
