@@ -210,7 +210,7 @@ class LayerRotations:
 
 def observe_rotations(attachment: Attachment, fingerprint: str) -> LayerRotations | str:
     """Return the rotations of a model's layers, or the reason why its KV cannot be restored into pages."""
-    if varying_rope(attachment.config) is not None:
+    if varying_rope(attachment.config):
         return reasons.VARYING_ROPE
     rotations = LayerRotations(attachment, fingerprint)
     return rotations if len(rotations.layers) == attachment.depth else reasons.SHARED_LAYERS

@@ -170,7 +170,7 @@ class Fingerprinter:
             problem,
             looks_ahead(model),
             any(map(trains, model.modules())),
-            varying_rope(text) is not None,
+            bool(varying_rope(text)),
             partial(self._weights.held_since, self._weights.digest),
         )
 

@@ -79,7 +79,7 @@ class ModelDescription(CodeDescription):
         self.tuned: list[Any] = []
         """Layers wrapped by an adapter."""
         self._text = model.config.get_text_config(decoder=True)
-        self._varies = varying_rope(self._text) is not None
+        self._varies = bool(varying_rope(self._text))
         self._head = model.get_output_embeddings()
         self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
         self._idle = _NONE  # inactive adapters that parts of the next module may belong to

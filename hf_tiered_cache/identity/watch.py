@@ -238,14 +238,11 @@ def rows_have_adapters(layers: Iterable[Any]) -> bool:
 # --- RoPE
 
 
-def varying_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """Return the RoPE parameters of a model if its frequencies depend on the prompt length, otherwise None."""
+def varying_rope(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the groups of RoPE parameters of a model with frequencies that depend on the prompt length."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    for group in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        kind = group.get("rope_type") or ""
-        if kind == "longrope" or "dynamic" in kind:
-            return group
-    return None
+    groups = (parameters, *(value for value in parameters.values() if isinstance(value, dict)))
+    return [group for group in groups if _varies(group.get("rope_type"))]
 
 
 def rope_regime(config: PreTrainedConfig, length: int) -> str | None:
@@ -254,13 +251,19 @@ def rope_regime(config: PreTrainedConfig, length: int) -> str | None:
     KV computed under one regime is not served under another.
 
     Returns:
-        "short" or "long" for longrope. Otherwise "", or None if the frequencies depend on the exact length (dynamic NTK
-        scaling beyond the trained length), so that nothing can be reused.
+        "short" or "long" for longrope, joined if several kinds of layers have their own. Otherwise "", or None if some
+        frequencies depend on the exact length (dynamic NTK scaling beyond the trained length), so that nothing can be
+        reused.
     """
-    group = varying_rope(config)
-    if group is None:
-        return ""
-    if group["rope_type"] == "longrope":
-        original = group.get("original_max_position_embeddings") or config.max_position_embeddings
-        return "long" if length > original else "short"
-    return "" if length < config.max_position_embeddings else None
+    regimes = []
+    for group in varying_rope(config):
+        if group["rope_type"] == "longrope":
+            original = group.get("original_max_position_embeddings") or config.max_position_embeddings
+            regimes.append("long" if length > original else "short")
+        elif length >= config.max_position_embeddings:
+            return None
+    return " ".join(regimes)
+
+
+def _varies(kind: Any) -> bool:
+    return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)

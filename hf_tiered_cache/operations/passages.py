@@ -140,7 +140,7 @@ class _Call:
         for label in labels or ():
             check_label(label)
         self.labels = list(dict.fromkeys(labels or ()))
-        cut = varying_rope(self.like.attachment.config) is None  # otherwise RoPE frequencies may depend on the length
+        cut = not varying_rope(self.like.attachment.config)  # otherwise RoPE frequencies may depend on the length
         by_ids: dict[tuple[int, ...], _Passage] = {}
         for number, prompt in enumerate(prompts):
             ids = prompt[: whole_tokens(len(prompt))] if cut and len(prompt) >= HASH_TOKENS else prompt

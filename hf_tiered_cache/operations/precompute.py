@@ -88,7 +88,7 @@ def precompute(
     with bar_over(tokens, progress) as bar:
         for prompt in prompts:
             cache = StoredCache.over(model, storage, storing_method, CacheOptions(label=label, tag=tag))
-            varies = varying_rope(cache.attachment.config) is not None  # with the length
+            varies = bool(varying_rope(cache.attachment.config))  # with the length
             for chunk in prompt.split(len(prompt) if varies else CHUNK_TOKENS):
                 run(cache, chunk)
                 bar.update(len(chunk))
