@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from ..patches.attach import Attachment
 from ..store.threads import Step, fork_lock
 from .code import Statics
 from .model import IRRELEVANT, ModelDescription, unpaged
-from .watch import active_mode, adapter_state, computing_state, rows_have_adapters, varying_rope
+from .watch import (
+    active_mode,
+    adapter_state,
+    computing_state,
+    frequencies_in_use,
+    rows_have_adapters,
+    varying_rope,
+)
 from .weights import WeightDigests
 
 _FOLLOWING = frozenset({"weights", "modules"})
@@ -112,9 +120,10 @@ class Fingerprinter:
         return bool(self._tuned) and rows_have_adapters(self._tuned)
 
     def _watch(self) -> None:
-        """Describe the model again if a watched object was replaced or the adapter state changed."""
-        watch = self._description.watch
-        if watch.holds() and (not self._tuned or adapter_state(self._tuned) == self._adapters):
+        """Describe the model again if a watched object, the adapter state or the RoPE frequencies in use changed."""
+        watch, frequencies = self._description.watch, frequencies_in_use(self._description.rotary)
+        same_adapters = not self._tuned or adapter_state(self._tuned) == self._adapters
+        if watch.holds() and same_adapters and all(map(is_, frequencies, self._frequencies)):
             self._changes = 0
             return
         name, words = watch.changed_name(), self._description.words
@@ -133,6 +142,7 @@ class Fingerprinter:
         self._description = description = ModelDescription(self._model, statics=self._statics)
         self._tuned = description.tuned  # layers wrapped by an adapter
         self._adapters = adapter_state(self._tuned)
+        self._frequencies = frequencies_in_use(description.rotary)
         self._devices = tuple(dict.fromkeys((*devices(self._model).split(), "cpu")))
         if not self._weights.are_of(description.named_tensors):
             self._weights = WeightDigests(description.named_tensors)

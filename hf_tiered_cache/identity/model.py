@@ -8,6 +8,7 @@ Those of other code are a problem: passes of the model run without the store unl
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.module_tracker import ModuleTracker
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
@@ -27,7 +29,14 @@ from ..patches.replacement import Replacement
 from .code import LEAF, CodeDescription, Statics
 from .description import Undescribable
 from .origin import TRUSTED, USER, origin_of, origin_of_class
-from .watch import active_adapters, is_tuner, merged_adapters, varying_rope
+from .watch import (
+    active_adapters,
+    frequencies_in_use,
+    is_tuner,
+    merged_adapters,
+    names_passes_replace,
+    varying_kinds,
+)
 
 IRRELEVANT = frozenset(
     {
@@ -78,8 +87,9 @@ class ModelDescription(CodeDescription):
         """Reason why the model cannot be distinguished from others, or ""."""
         self.tuned: list[Any] = []
         """Layers wrapped by an adapter."""
+        self.rotary: list[Any] = []
+        """Modules with RoPE frequencies that depend on the prompt length."""
         self._text = model.config.get_text_config(decoder=True)
-        self._varies = bool(varying_rope(self._text))
         self._head = model.get_output_embeddings()
         self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
         self._idle = _NONE  # inactive adapters that parts of the next module may belong to
@@ -151,11 +161,13 @@ class ModelDescription(CodeDescription):
         self.words.append(f"{kind.__module__}.{kind.__qualname__}")
         self._guard(self.add_members, location or kind.__name__, kind, _CALLED)
         inner_idle = _idle_adapters(module) if is_tuner(module) else _NONE
-        self._add_attributes(location, module, inner_idle)
+        kinds = varying_kinds(module)
+        replaced = names_passes_replace(kinds)
+        self._add_attributes(location, module, inner_idle, replaced)
         for parts in (module._parameters, module._buffers, module._modules):
             self.watch.content(parts)  # including the order, which matters for a list of modules
             for name, part in parts.items():
-                if name in idle or (self._varies and name.endswith("inv_freq")):
+                if name in idle or name in replaced:
                     continue
                 self.watch.item(parts, name)
                 self.words.append(name)
@@ -166,6 +178,8 @@ class ModelDescription(CodeDescription):
                     self._idle = _NONE
                 elif part is not None:
                     self._guard(self._add_part, path, part, module)
+        if kinds:
+            self._guard(self._add_frequencies, location, module, kinds)
 
     def _add_part(self, location: str, part: torch.Tensor, module: nn.Module) -> None:
         """Describe a parameter or buffer. Parts of the output head, which makes no KV, are described by type only."""
@@ -179,18 +193,25 @@ class ModelDescription(CodeDescription):
         else:
             self.add(location, part)
 
-    def _add_attributes(self, location: str, module: nn.Module, idle: frozenset[str]) -> None:
-        """Describe the attributes of a module, without entries for the inactive adapters `idle`."""
+    def _add_frequencies(self, location: str, module: nn.Module, kinds: dict[str, str]) -> None:
+        """Describe the RoPE frequencies that passes use, by names that do not depend on earlier passes."""
+        for (prefix, kind), tensor in zip(kinds.items(), frequencies_in_use([module]), strict=True):
+            if tensor is None:  # the first pass computes them
+                device, layer_type = getattr(module, f"{prefix}original_inv_freq").device, prefix[:-1] or None
+                compute: Any = ROPE_INIT_FUNCTIONS[kind]
+                tensor, _ = compute(module.config, device, seq_len=sys.maxsize, layer_type=layer_type)
+            self.words.append(f"{prefix}frequencies")
+            self.add(f"{location}.{prefix}inv_freq", tensor)
+        self.rotary.append(module)
+
+    def _add_attributes(self, location: str, module: nn.Module, idle: frozenset[str], replaced: frozenset[str]) -> None:
+        """Describe the attributes of a module, without those that passes replace and those of `idle` adapters."""
         kind, state = type(module), module.__dict__
         for name in sorted(state.keys() - _INTERNAL):
             value = state[name]
-            if isinstance(value, Replacement) or self._is_unrelated(module, name):
+            if isinstance(value, Replacement) or name in replaced or self._is_unrelated(module, name):
                 continue
-            varies = self._varies and kind.__name__.endswith("RotaryEmbedding")
-            if varies and isinstance(value, torch.Tensor):
-                continue
-            if not varies:
-                self.watch.item(state, name)
+            self.watch.item(state, name)
             self.words.append(name)
             if type(value) is dict and not idle.isdisjoint(value):
                 self.watch.content(value)

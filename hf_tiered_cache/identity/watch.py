@@ -14,7 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import flop_counter
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, modeling_rope_utils
 
 HARMLESS_MODES: tuple[type, ...] = (
     DeviceContext,
@@ -263,6 +263,47 @@ def rope_regime(config: PreTrainedConfig, length: int) -> str | None:
         elif length >= config.max_position_embeddings:
             return None
     return " ".join(regimes)
+
+
+def varying_kinds(module: Any) -> dict[str, str]:
+    """Return the kinds of RoPE of a module with frequencies that depend on the length, by prefix of its attributes.
+
+    Passes of other modules than those that transformers decorates (`dynamic_rope_update`) change no frequencies.
+    """
+    kinds, function = module.__dict__.get("rope_type"), type(module).forward
+    by_prefix = {f"{name}_": kind for name, kind in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
+    while getattr(function, "__globals__", None) is not vars(modeling_rope_utils):
+        if not hasattr(function, "__wrapped__"):
+            return {}
+        function = function.__wrapped__
+    return {prefix: kind for prefix, kind in by_prefix.items() if _varies(kind)}
+
+
+def names_passes_replace(kinds: dict[str, str]) -> frozenset[str]:
+    """Return the names of attributes and buffers that passes of a module with these varying kinds of RoPE replace."""
+    names = {prefix + name for prefix in kinds for name in ("inv_freq", "long_inv_freq", "max_seq_len_cached")}
+    names |= {f"{prefix}original_inv_freq" for prefix, kind in kinds.items() if kind != "longrope"}
+    if kinds and "" not in kinds:
+        names.add("attention_scaling")  # set by passes, but those of the layer types are used
+    return frozenset(names)
+
+
+def frequencies_in_use(modules: Iterable[Any]) -> list[torch.Tensor | None]:
+    """Return the RoPE frequencies of each varying kind that passes of modules use without computing them.
+
+    These are the long ones of longrope (None before the first pass, which computes them), and those for prompts within
+    the trained length of dynamic NTK scaling: the first pass after a longer one restores the original ones.
+    """
+    tensors = []
+    for module in modules:
+        for prefix, kind in varying_kinds(module).items():
+            if kind == "longrope":
+                tensors.append(getattr(module, f"{prefix}long_inv_freq", None))
+            else:
+                longest = getattr(module, f"{prefix}max_seq_len_cached", module.max_seq_len_cached)
+                grown = bool(longest > module.original_max_seq_len)
+                tensors.append(getattr(module, f"{prefix}original_inv_freq" if grown else f"{prefix}inv_freq"))
+    return tensors
 
 
 def _varies(kind: Any) -> bool:
