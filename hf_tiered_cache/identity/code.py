@@ -198,9 +198,8 @@ class CodeDescription(Description):
                     modules.append(value)
 
     def _add_global(self, location: str, namespace: dict[str, Any], name: str, origin: str) -> None:
-        self.watch.item(namespace, name)
         key = id(namespace), name, origin == USER
-        if key not in self._globals:
+        if self.watch.item(namespace, name) and key not in self._globals:
             self._globals.add(key)
             self.words.append(name)
             value = namespace[name]

@@ -202,9 +202,9 @@ class Description(ABC):
     def _add_state(self, location: str, value: Any, state: dict[str, Any]) -> None:
         self.watch.state_of(value)
         for name in sorted(state):
-            self.watch.item(value.__dict__, name)
-            self.words.append(name)
-            self.add(f"{location}.{name}", state[name])
+            if self.watch.item(value.__dict__, name):
+                self.words.append(name)
+                self.add(f"{location}.{name}", state[name])
 
     def _add_container(self, location: str, value: Any, kind: type) -> None:
         """Describe a container at each occurrence, because sharing of containers may differ between processes."""
@@ -232,9 +232,9 @@ class Description(ABC):
             value = dict(value)
         self.watch.content(value)
         for key, item in dict.items(value):
-            self.watch.item(value, key)
             self.add(f"{location} key", key)
-            self.add(f"{location}[{key!r}]", item)
+            if self.watch.item(value, key):
+                self.add(f"{location}[{key!r}]", item)
         if isinstance(value, collections.defaultdict):
             self.watch.slot(value, "default_factory")
             self.add(location, value.default_factory)

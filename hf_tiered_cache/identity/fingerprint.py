@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 from ..patches.attach import Attachment
 from ..store.threads import Step, fork_lock
 from .code import Statics
+from .description import PLAIN
 from .model import IRRELEVANT, ModelDescription, unpaged
 from .watch import (
+    Places,
     active_mode,
     adapter_state,
     computing_state,
@@ -76,7 +78,7 @@ class Fingerprinter:
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())
         self._statics: Statics = {}
-        self._changes, self._unsteady = 0, ""  # consecutive looks with a change; name of what always changes
+        self._forget_changes()
         self._describe()
 
     def look(self, tag: str = "", closely: bool = True) -> Identity:
@@ -90,8 +92,8 @@ class Fingerprinter:
             UnsupportedModelError: some weights cannot be read.
         """
         with self._lock, self._step:
-            if not self._unsteady:
-                self._watch()
+            if tag or not self._changing:
+                self._watch(closely)
             if self._weights.has_moved():
                 self._read_again()
             elif self._weights.changed(reread=closely):
@@ -110,7 +112,7 @@ class Fingerprinter:
     def refresh(self) -> None:
         """Describe the model and read all weights again."""
         with self._lock, self._step:
-            self._changes, self._unsteady = 0, ""
+            self._forget_changes()
             self._describe()
             if self._weights.refresh():
                 self._identities = {}
@@ -119,18 +121,26 @@ class Fingerprinter:
         """Return whether the current pass selects adapters by row."""
         return bool(self._tuned) and rows_have_adapters(self._tuned)
 
-    def _watch(self) -> None:
+    def _forget_changes(self) -> None:
+        self._changes: list[tuple[bool, Places]] = []  # of consecutive looks, with `closely`
+        self._changing = ""  # name of something that changes at every pass
+        self._unsteady: Places = {}  # values that change at every pass, which are left out of the description
+
+    def _watch(self, closely: bool) -> None:
         """Describe the model again if a watched object, the adapter state or the RoPE frequencies in use changed."""
         watch, frequencies = self._description.watch, frequencies_in_use(self._description.rotary)
         same_adapters = not self._tuned or adapter_state(self._tuned) == self._adapters
         if watch.holds() and same_adapters and all(map(is_, frequencies, self._frequencies)):
-            self._changes = 0
+            self._changes = []
             return
-        name, words = watch.changed_name(), self._description.words
+        changed, words = watch.changed(), self._description.words
         self._describe()
-        self._changes = self._changes + 1 if self._description.words != words else 0
-        if self._changes == _MOST_CHANGES:  # for example a counter: a description at each token would take too long
-            self._unsteady = name or "something"
+        self._changes = [*self._changes, (closely, changed)] if self._description.words != words else []
+        if len(self._changes) == _MOST_CHANGES:  # such as a counter: a description at each token would take too long
+            self._changing = next((str(key) for _, key in changed), "something")
+            if not all(closely for closely, _ in self._changes):  # nobody edits a model between tokens
+                self._unsteady |= _unsteady_places([places for _, places in self._changes[1:]])
+            self._changes = []
 
     def _read_again(self) -> None:
         """Describe the model and read all weights again: memory was replaced, or a look was interrupted."""
@@ -139,7 +149,7 @@ class Fingerprinter:
 
     def _describe(self) -> None:
         """Describe the model again. Read its weights again only if its tensors were replaced."""
-        self._description = description = ModelDescription(self._model, statics=self._statics)
+        self._description = description = ModelDescription(self._model, self._statics, self._unsteady)
         self._tuned = description.tuned  # layers wrapped by an adapter
         self._adapters = adapter_state(self._tuned)
         self._frequencies = frequencies_in_use(description.rotary)
@@ -162,7 +172,7 @@ class Fingerprinter:
             "config": _digest(config),
             "RoPE": _digest(rope),
             "attention": str(unpaged(text._attn_implementation)),
-            "modules": "" if self._unsteady else _digest(description.words),
+            "modules": _digest(description.words),
             "quantization": _digest(_settings({"": getattr(model.config, "quantization_config", None)})),
             "adapter": _digest([list(map(str, state)) for state in self._adapters]),
             "precision": " ".join(state),
@@ -172,7 +182,7 @@ class Fingerprinter:
             "tag": tag,
         }
         described = {fact: value for fact, value in facts.items() if fact != "name"}
-        changing = f"the attribute {self._unsteady}, which changes at every pass," if self._unsteady else ""
+        changing = f"the attribute {self._changing}, which changes at every pass," if self._changing else ""
         problem = "" if tag else mode or changing or description.problem
         return Identity(
             _digest(described),
@@ -215,6 +225,16 @@ def differing_facts(facts: Mapping[str, str], other_facts: Mapping[str, str]) ->
     """
     differing = [fact for fact in facts if fact != "name" and other_facts.get(fact, "") != facts[fact]]
     return [fact for fact in differing if fact not in _FOLLOWING or not _LEADING.intersection(differing)]
+
+
+def _unsteady_places(changes: list[Places]) -> Places:
+    """Return the places that had another plain value, such as a number, at each of these changes."""
+    unsteady: Places = {}
+    for place, (container, _) in changes[0].items():
+        values = [change[place][1] for change in changes if place in change]
+        if len(values) == len(changes) == len(set(map(repr, values))) and all(type(value) in PLAIN for value in values):
+            unsteady[place] = container, None
+    return unsteady
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:

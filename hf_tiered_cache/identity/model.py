@@ -30,6 +30,8 @@ from .code import LEAF, CodeDescription, Statics
 from .description import Undescribable
 from .origin import TRUSTED, USER, origin_of, origin_of_class
 from .watch import (
+    Places,
+    Watch,
     active_adapters,
     frequencies_in_use,
     is_tuner,
@@ -79,10 +81,13 @@ _SWITCHED_EXPERTS = (None, "grouped_mm", "batched_mm")
 
 
 class ModelDescription(CodeDescription):
-    """Description of a model, which the constructor makes. For `statics` see `CodeDescription`."""
+    """Description of a model, which the constructor makes.
 
-    def __init__(self, model: PreTrainedModel, statics: Statics | None = None) -> None:
-        super().__init__(statics=statics)
+    For `statics` see `CodeDescription`, and for `unsteady` see `Watch`.
+    """
+
+    def __init__(self, model: PreTrainedModel, statics: Statics | None = None, unsteady: Places | None = None) -> None:
+        super().__init__(Watch(unsteady), statics)
         self.problem = ""
         """Reason why the model cannot be distinguished from others, or ""."""
         self.tuned: list[Any] = []
@@ -167,9 +172,8 @@ class ModelDescription(CodeDescription):
         for parts in (module._parameters, module._buffers, module._modules):
             self.watch.content(parts)  # including the order, which matters for a list of modules
             for name, part in parts.items():
-                if name in idle or name in replaced:
+                if name in idle or name in replaced or not self.watch.item(parts, name):
                     continue
-                self.watch.item(parts, name)
                 self.words.append(name)
                 path = f"{location}.{name}" if location else name
                 if isinstance(part, nn.Module):
@@ -211,7 +215,8 @@ class ModelDescription(CodeDescription):
             value = state[name]
             if isinstance(value, Replacement) or name in replaced or self._is_unrelated(module, name):
                 continue
-            self.watch.item(state, name)
+            if not self.watch.item(state, name):
+                continue
             self.words.append(name)
             if type(value) is dict and not idle.isdisjoint(value):
                 self.watch.content(value)

@@ -24,6 +24,8 @@ HARMLESS_MODES: tuple[type, ...] = (
 _code, _defaults, _keywords = map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
 _state = attrgetter("__dict__")
 _members: Any = MappingProxyType.get
+Places = dict[tuple[int, Any], tuple[dict[Any, Any], Any]]
+"""Items of dictionaries: (id of the dictionary, key) -> (the dictionary, the value when it was described)."""
 
 
 class Watch:
@@ -33,9 +35,13 @@ class Watch:
     function, the content of a closure cell, or the items of a container. `holds` compares all places by identity, in
     loops that run in C. The watch keeps references to the objects, so that no new object reuses the address of an old
     one.
+
+    Args:
+        unsteady: items of dictionaries that change at every pass, which are not watched.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unsteady: Places | None = None) -> None:
+        self._unsteady = unsteady or {}
         self._items: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
         self._class_members: dict[tuple[type, str], tuple[Mapping[str, Any], str, Any]] = {}
         self._objects: dict[int, Any] = {}
@@ -48,9 +54,16 @@ class Watch:
 
     # --- adding places
 
-    def item(self, container: dict[Any, Any], key: Any) -> None:
-        """Watch the value of a key in a dictionary; a missing key counts as None."""
+    def item(self, container: dict[Any, Any], key: Any) -> bool:
+        """Watch the value of a key in a dictionary; a missing key counts as None.
+
+        Returns:
+            Whether the value is part of the description: unsteady ones are not.
+        """
+        if (id(container), key) in self._unsteady:
+            return False
         self._items.setdefault((id(container), key), (container, key, dict.get(container, key)))
+        return True
 
     def member(self, kind: type, name: str) -> None:
         """Watch a member of a class itself, without its bases."""
@@ -119,10 +132,14 @@ class Watch:
         except (AttributeError, RuntimeError):  # an attribute was deleted, or a container changed during the comparison
             return False
 
-    def changed_name(self) -> str:
-        """Return the first key with a replaced value in a watched dictionary, or ""."""
+    def changed(self) -> Places:
+        """Return the items of dictionaries that have another value now."""
         places = zip(*self._keyed[0], self._values[0], strict=True)
-        return next((str(key) for container, key, value in places if dict.get(container, key) is not value), "")
+        return {
+            (id(container), key): (container, value)
+            for container, key, value in places
+            if dict.get(container, key) is not value
+        }
 
 
 _EMPTY = object()

@@ -1,0 +1,103 @@
+"""A model with a value that changes at every pass, and with a tag: all other changes are noticed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from families import build, prompt
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from hf_tiered_cache.identity import Fingerprinter
+
+TAG = "counting"
+
+
+class Counting(modeling_llama.LlamaMLP):
+    """A layer that counts its passes."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+class Alternating(modeling_llama.LlamaMLP):
+    """A layer with a setting that has one of two values at each pass."""
+
+    scale = 1.0
+
+    def forward(self, x):
+        self.scale = 4.0 - self.scale
+        return super().forward(x) * self.scale
+
+
+def run(model, name, passes, tag=TAG, closely=False):
+    """Run passes with a look before each one, and return the fingerprints in the order of the passes."""
+    names = []
+    with torch.no_grad():
+        for _ in range(passes):
+            names.append(name.look(tag, closely=closely).fingerprint)
+            model(prompt(4), use_cache=False)
+    return names
+
+
+def counting():
+    """Return a model with two layers that count, and its fingerprinter after enough passes to notice that."""
+    model = build("llama", num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Counting
+    name = Fingerprinter(model)
+    run(model, name, 15)
+    return model, name
+
+
+def load(model):
+    model.load_state_dict({key: value.neg() for key, value in model.state_dict().items()}, assign=True)
+
+
+def replace(model):
+    model.model.layers[1].mlp.up_proj = nn.Linear(64, 96, bias=False)
+
+
+def rescale(model):
+    model.model.layers[1].self_attn.scaling = 3.0
+
+
+@pytest.mark.parametrize("change", [load, replace, rescale])
+def test_other_changes_are_noticed(change):
+    model, name = counting()
+    (before,) = set(run(model, name, 5))
+    change(model)
+    (after,) = set(run(model, name, 5))
+    assert after != before
+
+
+def test_a_count_is_no_part_of_the_fingerprint_in_any_process():
+    names = [set(run(*counting(), passes)) for passes in (3, 5)]
+    assert names[0] == names[1] and len(names[0]) == 1
+
+
+def test_without_a_tag_it_is_a_reason():
+    _, name = counting()
+    assert "calls" in name.look().problem
+    assert not name.look(TAG).problem
+
+
+def test_a_setting_that_returns_to_earlier_values_stays_in_the_fingerprint():
+    model = build("llama", num_hidden_layers=2)
+    model.model.layers[1].mlp.__class__ = Alternating
+    model.model.layers[1].mlp.scale = 1.0
+    name = Fingerprinter(model)
+    names = run(model, name, 16)
+    assert len(set(names)) == 2 and all(first != second for first, second in itertools.pairwise(names))
+
+
+def test_a_setting_that_a_user_changes_before_each_request_stays_in_the_fingerprint():
+    model = build("llama", num_hidden_layers=2)
+    name, names = Fingerprinter(model), []
+    for step in range(16):
+        model.model.layers[1].self_attn.scaling = 1.0 + step
+        names += run(model, name, 1, closely=True)
+    assert len(set(names)) == 16
