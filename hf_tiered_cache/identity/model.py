@@ -220,6 +220,8 @@ class ModelDescription(CodeDescription):
             self.words.append(name)
             if type(value) is dict and not idle.isdisjoint(value):
                 self.watch.content(value)
+                for key in value.keys() - idle:
+                    self.watch.item(value, key)
                 value = {key: item for key, item in value.items() if key not in idle}
             self._guard(self.add, f"the attribute {location}.{name}" if location else f"the attribute {name}", value)
         if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # packed and scaled weights of int8 layers
