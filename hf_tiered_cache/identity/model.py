@@ -95,9 +95,9 @@ class ModelDescription(CodeDescription):
         self.rotary: list[Any] = []
         """Modules with RoPE frequencies that depend on the prompt length."""
         self._text = model.config.get_text_config(decoder=True)
-        self._head = model.get_output_embeddings()
         self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
         self._idle = _NONE  # inactive adapters that parts of the next module may belong to
+        self._head = self.original("the output head", model.get_output_embeddings())
         self._add_model(model)
         self.watch.complete()
 
@@ -145,13 +145,15 @@ class ModelDescription(CodeDescription):
             self.watch.type_of(value)
             self.watch.item(value._modules, "_orig_mod")
             return self.original(location, value._modules["_orig_mod"])
-        if isinstance(value, nn.Module) and is_tuner(value) and not (active_adapters(value) or merged_adapters(value)):
+        tuner = isinstance(value, nn.Module) and is_tuner(value)
+        base = next((name for name in _BASES if name in value._modules), "") if tuner else ""
+        if base and not (active_adapters(value) or merged_adapters(value)):
             self.tuned.append(value)
             self.watch.type_of(value)
-            self.watch.item(value._modules, "base_layer")
+            self.watch.item(value._modules, base)
             self._add_runners(location, value)
             self._check_class(f"the code of {location}", type(value), _CALLED)
-            return self.original(location, value._modules["base_layer"])
+            return self.original(location, value._modules[base])
         return value
 
     def add_module(self, location: str, module: nn.Module) -> None:
@@ -177,7 +179,7 @@ class ModelDescription(CodeDescription):
                 self.words.append(name)
                 path = f"{location}.{name}" if location else name
                 if isinstance(part, nn.Module):
-                    self._idle = _NONE if name == "base_layer" else inner_idle
+                    self._idle = _NONE if name in _BASES else inner_idle
                     self.add(path, part)
                     self._idle = _NONE
                 elif part is not None:
@@ -392,6 +394,8 @@ def unpaged(attention: Any) -> Any:
 
 _INTERNAL = frozenset(nn.Module().__dict__)
 _NONE: frozenset[str] = frozenset()
+_BASES = ("base_layer", "token_adapter", "original_module")
+"""Names of the module that a layer with inactive adapters runs, depending on its class."""
 
 
 def _layer_number(layer: nn.Module) -> int | None:

@@ -241,7 +241,7 @@ def adapter_state(layers: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
         merged = merged_adapters(layer)
         active = active_adapters(layer)
         if active or merged:
-            scaling = getattr(layer, "scaling", {})
+            scaling = layer.__dict__.get("scaling", {})  # not of the module that a wrapper of PEFT wraps
             states.append((number, active, merged, tuple(scaling.get(adapter) for adapter in active)))
     return tuple(states)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from families import build
 
 from hf_tiered_cache.identity import Fingerprinter, fingerprint
@@ -30,3 +31,37 @@ def test_a_setting_of_the_active_adapter_counts_while_another_is_idle(setting):
             settings["one"] = not settings["one"] if isinstance(settings["one"], bool) else settings["one"] * 3
     assert name() == fingerprint(base) != before
 
+
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["lm_head"]}, {"modules_to_save": ["self_attn"]}, {"trainable_token_indices": [3, 4]}],
+)
+def test_a_wrapped_module_is_the_original_while_adapters_are_disabled(options):
+    base = build("llama")
+    plain = fingerprint(base)
+    targets = ["up_proj"] if "self_attn" in options.get("modules_to_save", ()) else ["v_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
+    tuned = peft.get_peft_model(base, config).eval()
+    name = Fingerprinter(base)
+    enabled = name.look()
+    with tuned.disable_adapter():
+        disabled = name.look()
+    assert not enabled.problem and not disabled.problem
+    assert disabled.fingerprint == plain != enabled.fingerprint
+    assert name() == enabled.fingerprint
+
+
+def test_an_edit_of_a_saved_module_counts_while_adapters_are_enabled_only():
+    base = build("llama")
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["up_proj"])
+    tuned = peft.get_peft_model(base, config).eval()
+    name = Fingerprinter(base)
+    names = []
+    for _ in range(2):
+        with tuned.disable_adapter():
+            names.append((name(), fingerprint(base)))
+        names.append((name(), fingerprint(base)))
+        with torch.no_grad():
+            base.model.layers[1].mlp.up_proj.modules_to_save["default"].weight.add_(1)
+    assert all(watched == new for watched, new in names)
+    assert names[0] == names[2] and names[1] != names[3]
