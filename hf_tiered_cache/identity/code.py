@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..patches.replacement import Replacement
@@ -27,7 +28,7 @@ from .origin import (
     imported_names,
     origin_of,
     origin_of_class,
-    origin_of_file,
+    origin_of_module,
     referenced_names,
     text_names,
 )
@@ -54,6 +55,9 @@ _FOREIGN_DEPTH = 1
 LEAF = 1 << 10
 """Depth at which no call is followed."""
 _STATIC_ITEMS = 64
+_NONE: frozenset[str] = frozenset()
+_NOT_CONSTRUCTED = (BaseException, enum.Enum, nn.Module, torch.Tensor, PreTrainedConfig)
+"""Classes with instances that no pass creates, or whose constructors pass values on only."""
 _DESCRIBED = (
     *(type, types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper),
     *(property, staticmethod, classmethod, Replacement, torch.Tensor, nn.Module, enum.Enum, np.generic),
@@ -189,8 +193,9 @@ class CodeDescription(Description):
             if id(module) in visited:
                 continue
             visited.add(id(module))
-            module_origin = origin if origin == USER else _origin_of_module(module)
-            for name in sorted(names & module.__dict__.keys()):
+            module_origin = origin if origin == USER else origin_of_module(module)
+            own = {"__getattr__"} if origin_of_module(module) == USER else _NONE
+            for name in sorted((names | own) & module.__dict__.keys()):
                 value = module.__dict__[name]
                 if not isinstance(value, types.ModuleType):
                     self._add_global(f"{location}, module {module.__name__}", module.__dict__, name, module_origin)
@@ -246,7 +251,7 @@ class CodeDescription(Description):
     def _describe_class(self, location: str, kind: type) -> None:
         if origin_of_class(kind) != USER:  # of a package: calls of its constructors are not followed
             self._depth = LEAF
-        constructed = not issubclass(kind, BaseException | enum.Enum | nn.Module | torch.Tensor)
+        constructed = not issubclass(kind, _NOT_CONSTRUCTED)
         self.add_members(location, kind, _CONSTRUCTORS | {"__call__"} if constructed else frozenset(), special=False)
 
     def add_members(self, location: str, kind: type, names: frozenset[str], special: bool = True) -> None:
@@ -309,11 +314,6 @@ def _functions_of(member: Any, functions: list[types.FunctionType]) -> list[type
             with suppress(ValueError):  # the cell is empty
                 _functions_of(cell.cell_contents, functions)
     return functions
-
-
-def _origin_of_module(module: types.ModuleType) -> str:
-    file = getattr(module, "__file__", None)
-    return PYTHON if file is None else origin_of_file(file)
 
 
 def _is_opaque(value: Any, kind: type) -> bool:

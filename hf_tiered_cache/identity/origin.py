@@ -26,6 +26,9 @@ _SITE_PACKAGES = tuple(
     path + os.sep for path in dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
 )
 
+_IMMUTABLE = 1 << 8
+"""Flag of classes that are not made by Python code (`Py_TPFLAGS_IMMUTABLETYPE`)."""
+
 
 @functools.lru_cache(maxsize=4096)
 def origin_of_file(file: str) -> str:
@@ -54,7 +57,7 @@ def origin_of(function: types.FunctionType) -> str:
 
 
 def origin_of_class(kind: Any) -> str:
-    """Return the origin of a class: that of the module that defines its name, otherwise that of its methods' code."""
+    """Return the origin of a class: that of the module that defines it under its name, otherwise user code."""
     return _origin_of_class(kind)
 
 
@@ -64,11 +67,22 @@ def _origin_of_class(kind: Any) -> str:
     candidate: object = module
     for part in kind.__qualname__.split("."):
         candidate = getattr(candidate, part, None)
-    if candidate is kind:
-        file = getattr(module, "__file__", None)
-        return PYTHON if file is None else origin_of_file(file)
-    origins = {origin_of(member) for member in kind.__dict__.values() if isinstance(member, types.FunctionType)}
-    return USER if USER in origins else min(origins, default=PYTHON)
+    known = candidate is kind or kind.__flags__ & _IMMUTABLE
+    return origin_of_module(module) if module is not None and known else USER
+
+
+def origin_of_module(module: types.ModuleType) -> str:
+    """Return the origin of a module. One without a file is user code unless it is built in, frozen or part of another.
+
+    Modules that an extension creates, such as `torch._C._nn`, have no file of their own.
+    """
+    file = module.__dict__.get("__file__")
+    if file is not None:
+        return origin_of_file(file)
+    if getattr(module.__dict__.get("__spec__"), "origin", None) in ("built-in", "frozen"):
+        return PYTHON
+    parent = sys.modules.get(module.__name__.rpartition(".")[0])
+    return USER if parent is None else origin_of_module(parent)
 
 
 @functools.lru_cache(maxsize=16384)
