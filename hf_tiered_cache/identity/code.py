@@ -133,6 +133,8 @@ class CodeDescription(Description):
         self.has_user_code |= origin == USER
         if origin == INSTALLED:
             self.words.append(file_digest(code.co_filename))
+        elif origin == USER:
+            self._add_state(location, function, function.__dict__)
         for value in function.__defaults__ or ():
             self._refer(location, value, origin)
         keywords = function.__kwdefaults__ or {}
@@ -270,8 +272,12 @@ class CodeDescription(Description):
             self.words.append(" ".join(f"{base.__module__}.{base.__qualname__}" for base in bases))
             for base in bases:
                 self.watch.size(base.__dict__)
+                self.watch.slot(base, "__bases__")
                 if origin_of_class(base) == USER:
-                    pending |= base.__dict__.keys()
+                    pending |= base.__dict__.keys() - (_CONSTRUCTORS if issubclass(kind, PreTrainedConfig) else _NONE)
+            if origin_of_class(type(kind)) == USER:  # a metaclass
+                self.watch.type_of(kind)
+                self.add(location, type(kind))
         if special and kind not in self._with_special:
             self._with_special.add(kind)
             pending |= {name for base in bases for name in base.__dict__ if _is_special(name)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import copyreg
-import enum
 import functools
 import gc
 import logging
@@ -31,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
 from ..patches.replacement import Replacement
+from .origin import USER, origin_of_class
 from .watch import Watch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice)
@@ -45,16 +45,25 @@ BUILTIN = (
     types.MemberDescriptorType,
 )
 _SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
-_MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict, types.MappingProxyType)
+_MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 HEAP_TYPE = 1 << 9
 """Flag of classes that are created at runtime (`Py_TPFLAGS_HEAPTYPE`), such as all classes in Python code."""
 _VALUES = (int, float, complex, str, bytes, tuple, frozenset)
 """Built-in immutable types. Subclasses may add state to the value."""
 _CONTAINERS = (collections.OrderedDict, collections.defaultdict, dict, list, set, deque)
+_PARTS: Any = {
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget", "fset"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+}
+"""Built-in types with attributes that are their state."""
 _CALLS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar)
 _INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle)
 """Types with instances that do not affect computation."""
+_TENSOR_MARKS = frozenset({"_is_hf_initialized", "_is_param", "_is_buffer", "persistent"})
+"""Attributes that torch and transformers set on tensors without effect on results, besides those of `torch.compile`."""
 _MOST_PARTS = 200_000
 
 
@@ -86,7 +95,7 @@ class Description(ABC):
         kind = type(value)
         if kind in PLAIN or isinstance(value, PLAIN_TORCH):
             self.words.append(repr(value))
-        elif isinstance(value, (np.generic, np.dtype)):
+        elif isinstance(value, np.dtype) or (isinstance(value, np.generic) and not kind.__flags__ & HEAP_TYPE):
             self.words.append(
                 f"{value.dtype.str} {value.tobytes().hex()}" if isinstance(value, np.generic) else str(value)
             )
@@ -111,7 +120,7 @@ class Description(ABC):
     def _add_new(self, location: str, value: Any, kind: type) -> None:
         if isinstance(value, torch.Tensor):
             self.add_tensor(location, value)
-        elif isinstance(value, np.ndarray):
+        elif kind is np.ndarray:
             self._add_array(location, value)
         elif isinstance(value, nn.Module):
             self.add_module(location, value)
@@ -127,19 +136,17 @@ class Description(ABC):
             self._add_object(location, value, kind)
 
     def _add_object(self, location: str, value: Any, kind: type) -> None:
-        if isinstance(value, enum.Enum):
-            self.words.append(f"{kind.__qualname__}.{value.name}")
-            self.watch.item(value.__dict__, "_value_")
-            self.add(location, value._value_)
-        elif isinstance(value, types.MethodType):
+        """Describe an object of a built-in type; one of a subclass, which may add state and code, as an instance."""
+        if kind is types.MethodType:
             self.words.append("method")
             self.add(location, value.__func__)
             self.add(location, value.__self__)
-        elif isinstance(value, functools.partial):
+        elif kind is functools.partial:
             self.words.append("partial")
-            for name in ("func", "args", "keywords"):
+            for name in _PARTS[kind]:
                 self.watch.slot(value, name)
                 self.add(location, getattr(value, name))
+            self._add_state(location, value, value.__dict__)
         elif isinstance(value, BUILTIN):
             owner = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
             self.words.append(f"builtin {getattr(owner, '__name__', owner)}.{value.__qualname__}")
@@ -149,25 +156,32 @@ class Description(ABC):
             )
             if bound is not None and not native:
                 self.add(location, bound)
-        elif isinstance(value, property):
+        elif kind is types.MappingProxyType:
+            self.words.append("mappingproxy")
+            self.add(location, gc.get_referents(value)[0])
+        elif kind is property:
             self.words.append("property")
             for accessor in (value.fget, value.fset):
                 self.add(location, accessor)
-        elif isinstance(value, (staticmethod, classmethod)):
+        elif kind in (staticmethod, classmethod):
             self.words.append(kind.__name__)
             self.add(location, value.__func__)
-        elif isinstance(value, functools._lru_cache_wrapper):
+        elif kind is functools._lru_cache_wrapper:
             self.words.append("lru_cache")
             self._add_items(location, cached_functions(value), list)
-        elif isinstance(value, weakref.ref):
+            self._add_state(location, value, value.__dict__, frozenset({"__wrapped__"}))
+        elif kind is weakref.ref:
             self.words.append("weakref")
             self.add(location, value())
-        elif isinstance(value, types.SimpleNamespace):
+        elif kind is types.SimpleNamespace:
             self.words.append("namespace")
             self._add_state(location, value, vars(value))
         elif isinstance(value, re.Pattern):
             self.words.append(f"pattern {value.pattern!r} {value.flags}")
         elif isinstance(value, torch.jit.ScriptFunction):
+            # its text lacks constants, and the functions that it calls
+            if "CONSTANTS." in value.code or "__torch__." in value.code:
+                raise Undescribable(f"{location}, a script with constants or calls,")
             self.words.append(f"script {value.code}")
         elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             if str(value).partition(".")[0] not in ("aten", "prims", "prim"):
@@ -175,7 +189,7 @@ class Description(ABC):
             self.words.append(f"operator {value}")
         elif kind is torch.ScriptObject:  # packed weights; the module saves them as tensors
             self.words.append(f"script object {value._type().name()}")
-        elif isinstance(value, _INERT):
+        elif isinstance(value, _INERT) and origin_of_class(kind) != USER:
             self.words.append(kind.__qualname__)
         else:
             self._add_instance(location, value, kind)
@@ -199,9 +213,11 @@ class Description(ABC):
         if state.base is not None:
             self._add_container(location, value, state.base)
 
-    def _add_state(self, location: str, value: Any, state: dict[str, Any]) -> None:
+    def _add_state(
+        self, location: str, value: Any, state: dict[str, Any], ignored: frozenset[str] = frozenset()
+    ) -> None:
         self.watch.state_of(value)
-        for name in sorted(state):
+        for name in sorted(state.keys() - ignored):
             if self.watch.item(value.__dict__, name):
                 self.words.append(name)
                 self.add(f"{location}.{name}", state[name])
@@ -228,8 +244,6 @@ class Description(ABC):
 
     def _add_mapping(self, location: str, value: Any, kind: type) -> None:
         self.words.append(f"{kind.__name__} of {len(value)}")
-        if isinstance(value, types.MappingProxyType):
-            value = dict(value)
         self.watch.content(value)
         for key, item in dict.items(value):
             self.add(f"{location} key", key)
@@ -250,16 +264,12 @@ class Description(ABC):
             raise Undescribable(f"{location}, a tensor {state},")
         self.tensors[id(tensor)] = location, tensor
         self.words.append(f"tensor {tensor.dtype} {tuple(tensor.shape)}")
-        if kind in (torch.Tensor, nn.Parameter, nn.Buffer):
-            return
-        self.add(location, kind)
-        if is_traceable_wrapper_subclass(tensor):
-            self.add(location, tensor.__tensor_flatten__()[1])
-        for name, value in sorted(tensor.__dict__.items()):
-            if not name.startswith("_"):
-                self.watch.item(tensor.__dict__, name)
-                self.words.append(name)
-                self.add(f"{location}.{name}", value)
+        if kind not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            self.add(location, kind)
+            if is_traceable_wrapper_subclass(tensor):
+                self.add(location, tensor.__tensor_flatten__()[1])
+        compiled = {name for name in tensor.__dict__ if name.startswith("_dynamo")}
+        self._add_state(location, tensor, tensor.__dict__, _TENSOR_MARKS | compiled)
 
     def _add_array(self, location: str, array: np.ndarray) -> None:
         try:
@@ -327,10 +337,11 @@ def _state_of(value: Any) -> _State:
         return _State(value.__reduce__())
     if kind in _TYPES:
         return _State((repr(value), *typing.get_args(value)))
-    base: Any = next(base for base in kind.__mro__ if base in (*_VALUES, *_CONTAINERS, object))
+    base: Any = next(base for base in kind.__mro__ if base in (*_VALUES, *_CONTAINERS, *_PARTS, object))
     if _has_hidden_state(kind, base):  # type: ignore[arg-type]  # classes are hashable
         return _State((_member_name(value, kind),))
-    slots = {name: getattr(value, name) for name in sorted(copyreg._slotnames(kind)) if hasattr(value, name)}  # type: ignore[attr-defined]
+    names = (*copyreg._slotnames(kind), *_PARTS.get(base, ()))  # type: ignore[attr-defined]
+    slots = {name: getattr(value, name) for name in sorted(names) if hasattr(value, name)}
     return _State(
         (_plain(value, base),) if base in _VALUES else (),
         value.__dict__ if kind.__dictoffset__ else None,
