@@ -99,6 +99,7 @@ class CodeDescription(Description):
         """True if a described function is user code."""
         self._names: set[str] = set()  # names that user code refers to
         self._held_modules: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
+        self._ignored: list[tuple[str, dict[str, Any], str]] = []  # what packages do not compute with
         self._depth = 0  # depth of calls within foreign packages
 
     def add_code(self, location: str, value: types.FunctionType | type) -> None:
@@ -108,6 +109,10 @@ class CodeDescription(Description):
     def add_namespace(self, location: str, module: types.ModuleType) -> None:
         """Queue a Python module that an object holds; `finish` describes the members that user code may refer to."""
         self._held_modules[id(module)] = location, module
+
+    def ignore(self, location: str, state: dict[str, Any], name: str) -> None:
+        """Leave out an entry of an object's `__dict__`, unless user code refers to its name, which `finish` checks."""
+        self._ignored.append((location, state, name))
 
     def finish(self) -> None:
         """Describe the queued functions, classes and modules. Call this after all values are added."""
@@ -122,6 +127,15 @@ class CodeDescription(Description):
             names = len(self._names)
             for location, module in list(self._held_modules.values()):
                 self._add_modules(location, [module], frozenset(self._names), USER)
+            self._depth = 0
+            ignored, self._ignored = self._ignored, []
+            for location, state, name in ignored:
+                if name not in self._names:
+                    self.ignore(location, state, name)
+                elif name in state:
+                    self.watch.item(state, name)
+                    self.words.append(name)
+                    self.add(f"{location}.{name}", state[name])
         self._depth = 0
 
     # --- functions

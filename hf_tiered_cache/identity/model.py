@@ -51,6 +51,13 @@ IRRELEVANT = frozenset(
     }
 )
 """Settings of a configuration that affect neither keys nor values."""
+_PRIVATE_SETTINGS = frozenset(
+    {
+        *("_name_or_path", "_commit_hash", "_auto_class", "_output_attentions", "_post_init_done", "_is_quantized"),
+        *("_attn_implementation_autoset", "_original_object_hash", "_pre_quantization_dtype"),
+    }
+)
+"""Private settings of a configuration that transformers sets without effect on keys and values."""
 _METHODS = ("forward", "_call_impl", "_compiled_call_impl")
 """Methods that run a module and may be replaced by an attribute of the module."""
 _DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", "__reduce_ex__", *_METHODS})
@@ -62,6 +69,15 @@ _UNRELATED = frozenset(
         *("prepare_inputs_for_generation", "quantization_method", "is_quantized", "is_loaded_in_4bit", "hf_quantizer"),
         *("hf_device_map", "warnings_issued", "is_gradient_checkpointing", "peft_config", "vocab_size"),
         *("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa", "train", "eval"),
+        *("_no_split_modules", "_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+        *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save"),
+        *("_tied_weights_keys", "_weight_conversions", "_use_kernels", "_loss_function"),
+        *("_gradient_checkpointing_func", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size"),
+        *("_device_mesh", "_is_quantized_training_enabled"),
+        *("_hf_peft_config_loaded", "_hotswap_enabled", "_prepare_peft_hotswap_kwargs"),
+        *("_require_grads_hook", "_require_grads_hooks", "_compiled_call", "_last_compile_config"),
+        *("_output_capturing_hooks_installed", "_is_accelerate_prepared"),
+        *("_cache", "_previous_max_cache_length", "_prefill_len", "_cached_decode_position_ids"),
     }
 )
 """Attributes of torch, transformers, accelerate and peft that affect no KV or depend on the prompt."""
@@ -215,7 +231,10 @@ class ModelDescription(CodeDescription):
         kind, state = type(module), module.__dict__
         for name in sorted(state.keys() - _INTERNAL):
             value = state[name]
-            if isinstance(value, Replacement) or name in replaced or self._is_unrelated(module, name):
+            if isinstance(value, Replacement) or name in replaced or name in _DESCRIBED_OTHERWISE:
+                continue
+            if name in _UNRELATED or (is_tuner(module) and name in _ADAPTER_STATE):
+                self.ignore(f"the attribute {location or kind.__name__}", state, name)
                 continue
             if not self.watch.item(state, name):
                 continue
@@ -235,30 +254,23 @@ class ModelDescription(CodeDescription):
                     self.words.append(name)
                     self.add_tensor(f"{location}.{name}", tensor)
 
-    def _is_unrelated(self, module: nn.Module, name: str) -> bool:
-        """Return whether an attribute is described elsewhere, or belongs to a package and affects no KV."""
-        if name in _DESCRIBED_OTHERWISE:
-            return True
-        if origin_of_class(type(module)) == USER and name in self._members[type(module)]:  # user code may use it
-            return False
-        if name in _UNRELATED or (is_tuner(module) and name in _ADAPTER_STATE):
-            return True
-        return isinstance(module, PreTrainedModel) and name.startswith("_")
-
     def add_config(self, location: str, config: PreTrainedConfig) -> None:
         """Describe a configuration, without settings that affect no KV."""
         self.watch.type_of(config)
         self.watch.state_of(config)
         self.words.append(type(config).__name__)
+        if origin_of_class(type(config)) == USER:
+            self.add_members(location, type(config), _NONE, special=False)
         for name, value in sorted(config.__dict__.items()):
-            if name in IRRELEVANT:
+            if name in IRRELEVANT | _PRIVATE_SETTINGS:
+                self.ignore(location, config.__dict__, name)
                 continue
             self.watch.item(config.__dict__, name)
             if name == "_attn_implementation_internal":
                 self._guard(self._add_attention, value)
             elif name == "_experts_implementation_internal":
                 self._guard(self._add_experts, value)
-            elif not name.startswith("_"):
+            else:
                 self.words.append(name)
                 self.add(f"{location}.{name}", value)
 
