@@ -11,7 +11,6 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..patches.attach import Attachment
@@ -189,7 +188,7 @@ class Fingerprinter:
             facts,
             problem,
             looks_ahead(model),
-            any(map(trains, model.modules())),
+            description.trains,
             bool(varying_rope(text)),
             partial(self._weights.held_since, self._weights.digest),
         )
@@ -254,16 +253,6 @@ def devices(model: PreTrainedModel) -> str:
         if device is not None:
             types.add("cuda" if isinstance(device, int) else torch.device(device).type)
     return " ".join(sorted(types - {"meta"})) or "cpu"
-
-
-def trains(module: nn.Module) -> bool:
-    """Return whether a module is in training mode and computes different results for that reason."""
-    if not module.training:
-        return False
-    if isinstance(module, PreTrainedModel | nn.modules.batchnorm._BatchNorm):
-        return True
-    rates = (value for name, value in module.__dict__.items() if "drop" in name or "jitter" in name or name == "p")
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from .watch import (
     is_tuner,
     merged_adapters,
     names_passes_replace,
+    trains,
     varying_kinds,
 )
 
@@ -110,6 +111,7 @@ class ModelDescription(CodeDescription):
         """Layers wrapped by an adapter."""
         self.rotary: list[Any] = []
         """Modules with RoPE frequencies that depend on the prompt length."""
+        self._trains = self._in_training = False
         self._text = model.config.get_text_config(decoder=True)
         self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
         self._idle = _NONE  # inactive adapters that parts of the next module may belong to
@@ -121,6 +123,11 @@ class ModelDescription(CodeDescription):
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and tensors that KV is computed from, in the order of the description."""
         return list(self.tensors.values())
+
+    @property
+    def trains(self) -> bool:
+        """Whether a module is in training mode and may compute different results for that reason."""
+        return self._trains or (self._in_training and "training" in self._names)
 
     def _add_model(self, model: PreTrainedModel) -> None:
         for name in _GLOBAL_HOOKS:
@@ -183,6 +190,11 @@ class ModelDescription(CodeDescription):
             self.tuned.append(module)
         self.words.append(f"{kind.__module__}.{kind.__qualname__}")
         self._guard(self.add_members, location or kind.__name__, kind, _CALLED)
+        self._trains |= trains(module)
+        if module.training and "training" in self._members.get(kind, _NONE):
+            self._in_training = True
+            self.words.append("training")
+        self.ignore(location or kind.__name__, module.__dict__, "training")
         inner_idle = _idle_adapters(module) if is_tuner(module) else _NONE
         kinds = varying_kinds(module)
         replaced = names_passes_replace(kinds)

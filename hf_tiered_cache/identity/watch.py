@@ -10,11 +10,12 @@ from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import flop_counter
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers import PreTrainedConfig, modeling_rope_utils
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
 
 HARMLESS_MODES: tuple[type, ...] = (
     DeviceContext,
@@ -209,6 +210,19 @@ def active_mode() -> str:
     modes: Iterable[Any] = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     unknown = next((type(mode) for mode in modes if type(mode) not in HARMLESS_MODES), None)
     return "" if unknown is None else f"the active mode {unknown.__name__}"
+
+
+# --- training mode
+
+
+def trains(module: nn.Module) -> bool:
+    """Return whether a module of torch or transformers is in training mode and computes different results therefore."""
+    if not module.training:
+        return False
+    if isinstance(module, PreTrainedModel | nn.modules.batchnorm._NormBase | nn.RReLU):
+        return True
+    rates = (value for name, value in module.__dict__.items() if "drop" in name or "jitter" in name or name == "p")
+    return any(type(rate) in (int, float) and rate > 0 for rate in rates)
 
 
 # --- adapters
