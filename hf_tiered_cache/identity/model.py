@@ -167,6 +167,7 @@ class ModelDescription(CodeDescription):
         if type(value) is OptimizedModule:  # passes with a tiered cache run uncompiled
             self.watch.type_of(value)
             self.watch.item(value._modules, "_orig_mod")
+            self._add_runners(location, value)
             return self.original(location, value._modules["_orig_mod"])
         tuner = isinstance(value, nn.Module) and is_tuner(value)
         base = next((name for name in _BASES if name in value._modules), "") if tuner else ""
@@ -184,7 +185,6 @@ class ModelDescription(CodeDescription):
         kind = type(module)
         idle, self._idle = self._idle, _NONE
         self.watch.type_of(module)
-        self.watch.state_of(module)
         self._add_runners(location or kind.__name__, module)
         if is_tuner(module):
             self.tuned.append(module)
@@ -323,6 +323,7 @@ class ModelDescription(CodeDescription):
 
     def _add_runners(self, location: str, module: nn.Module) -> None:
         """Watch and describe the hooks of a module and the replacements of its methods."""
+        self.watch.state_of(module)
         for name in _WATCHED & module.__dict__.keys():  # an added attribute changes the size of the dictionary
             self.watch.item(module.__dict__, name)
         for name in _HOOKS:
@@ -357,7 +358,7 @@ class ModelDescription(CodeDescription):
             elif _is_accelerates(method, module):
                 self._check_hook(location, module.__dict__.get("_hf_hook"))
                 method = module.__dict__.get("_old_forward")
-            elif isinstance(method, types.MethodType) and method.__self__ is module and _is_member(method, module):
+            elif _is_own(method, module, name) or (type(module) is OptimizedModule and _runs_inner(method, module)):
                 return
             elif _is_trusted(method) and _home(method) != "accelerate":
                 self._guard(self.add, f"the replaced {name} of {location}", method)
@@ -372,6 +373,7 @@ class ModelDescription(CodeDescription):
             self.problem = self.problem or f"the accelerate hook of {location}"
             return
         self.watch.type_of(hook)
+        self.watch.item(hook.__dict__, "hooks")
         for name in ("pre_forward", "post_forward"):
             self.watch.item(hook.__dict__, name)
             if name in hook.__dict__:
@@ -433,8 +435,16 @@ def _idle_adapters(layer: Any) -> frozenset[str]:
     return frozenset(names - set(active_adapters(layer)))
 
 
-def _is_member(method: types.MethodType, module: nn.Module) -> bool:
-    return any(method.__func__ is value for base in type(module).__mro__ for value in base.__dict__.values())
+def _is_own(method: Any, module: nn.Module, name: str) -> bool:
+    """Return whether a method is the one that the class of a module has under this name."""
+    own = isinstance(method, types.MethodType) and method.__self__ is module
+    return own and method.__func__ is getattr(type(module), name.removeprefix("_compiled"), None)  # `module.compile()`
+
+
+def _runs_inner(method: Any, wrapper: nn.Module) -> bool:
+    """Return whether a method of a compiled module, uncompiled, calls the module in it."""
+    inner = wrapper._modules["_orig_mod"]
+    return method is inner or method == types.MethodType(type(inner).__call__, inner)
 
 
 def _is_accelerates(method: Any, module: nn.Module) -> bool:
