@@ -79,6 +79,8 @@ class Description(ABC):
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         """Names and tensors that were found, by id of the tensor."""
         self.words: list[str] = []
+        self.caches: list[Any] = []
+        """Functions with a `functools.lru_cache` that were found."""
         self._seen: dict[int, tuple[int, Any]] = {}
         self._open_containers: set[int] = set()  # containers that are being described
         self._parts = 0
@@ -168,6 +170,7 @@ class Description(ABC):
             self.add(location, value.__func__)
         elif kind is functools._lru_cache_wrapper:
             self.words.append("lru_cache")
+            self.caches.append(value)
             self._add_items(location, cached_functions(value), list)
             self._add_state(location, value, value.__dict__, frozenset({"__wrapped__"}))
         elif kind is weakref.ref:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..patches.attach import Attachment
 from ..store.threads import Step, fork_lock
+from .caches import CacheCheck
 from .code import Statics
 from .description import PLAIN
 from .model import IRRELEVANT, ModelDescription, unpaged
@@ -77,6 +78,7 @@ class Fingerprinter:
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())
         self._statics: Statics = {}
+        self._caches = CacheCheck(self._statics)
         self._forget_changes()
         self._describe()
 
@@ -97,9 +99,11 @@ class Fingerprinter:
                 self._read_again()
             elif self._weights.changed(reread=closely):
                 self._identities = {}
+            if not self._identities:
+                self._caches.update(self._description.caches)
             if closely:
                 torch.clear_autocast_cache()  # it may hold casts of earlier weights
-            key = tag, active_mode(), computing_state(self._devices)
+            key = tag, active_mode() or self._caches.problem(), computing_state(self._devices)
             if key not in self._identities:
                 self._identities[key] = self._identify(*key)
             return self._identities[key]
