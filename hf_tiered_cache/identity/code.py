@@ -71,8 +71,10 @@ _LOADED = frozenset(
     }
 )
 """Submodules that are loaded whenever torch is. The set of other loaded submodules differs between processes."""
-_DYNAMIC = frozenset({"globals", "eval", "exec", "__import__", "open", "input", "compile", "breakpoint"})
+_DYNAMIC = frozenset({"globals", "vars", "eval", "exec", "__import__", "open", "input", "compile", "breakpoint"})
 """Builtins through which code can reach objects that its names do not show."""
+_HIDDEN = frozenset({"import_module", "getenv", "getenvb", "read_text", "read_bytes", "getcontext", "localcontext"})
+"""Functions and methods of the standard library through which code can."""
 
 
 Statics = dict[tuple[int, str], tuple[dict[str, Any], Any]]
@@ -171,6 +173,8 @@ class CodeDescription(Description):
         if origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
             names = referenced_names(code)
             if origin == USER:
+                if hidden := sorted(names & _HIDDEN):
+                    raise Undescribable(f"{location}, which calls {hidden[0]}(),")
                 names |= text_names(code)  # for example arguments of `getattr`
                 self._names |= names
                 self._add_imports(location, code, function.__globals__, names)
