@@ -30,14 +30,26 @@ _CHECKED_BYTES = 32 << 20  # databases up to this size are checked when opened; 
 _WAL_PAGES = 32  # small, since the log counts against the quota
 _LOG_BYTES = _WAL_PAGES * 4096
 _MOST_TRIES = 4
+_NO_DAMAGE = (
+    *("locked", "locking protocol", "full", "readonly", "I/O error", "unable to open", "permission denied"),
+    "interrupted",
+)
+"""Parts of SQLite's messages that say nothing about the content of the file."""
 _T = TypeVar("_T")
 _D = TypeVar("_D", bound="Database")
 _File = Hashable | None
 
 
+class UnavailableError(sqlite3.OperationalError):
+    """Database that this process cannot use, whatever its content."""
+
+
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether SQLite found the file damaged, rather than locked, full or temporarily unreadable."""
-    return type(error) is sqlite3.DatabaseError or str(error).startswith("no such table")
+    """Return whether the content of the file causes an error, as every error does that has no other known cause."""
+    if isinstance(error, UnavailableError | sqlite3.ProgrammingError):
+        return False
+    message = str(error).partition(" column ")[0]  # "Could not decode to UTF-8 column" precedes what is stored there
+    return not any(part in message for part in _NO_DAMAGE)
 
 
 class Database(ABC):
@@ -96,11 +108,11 @@ class Database(ABC):
     def run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
         """Run `action`, and again if the file was replaced meanwhile: it must be repeatable. Raises sqlite3.Error."""
         if os.getpid() != self._pid:
-            raise sqlite3.OperationalError("the database was opened before this process was forked")
+            raise UnavailableError("the database was opened before this process was forked")
         with self._lock:
             for _ in range(_MOST_TRIES):
                 if self._closed:
-                    raise sqlite3.ProgrammingError("the database is closed")
+                    raise UnavailableError("the database is closed")
                 db = self._db or self._open()
                 try:
                     result = action(db)
@@ -114,7 +126,7 @@ class Database(ABC):
                     if self._in_place():
                         return result
                 self._open()
-            raise sqlite3.OperationalError("the database is replaced repeatedly")
+            raise UnavailableError("the database is replaced repeatedly")
 
     def execute(self, query: str, *args: Any) -> list[Any]:
         """Run one statement, and return all rows of its result. See `run`."""
@@ -170,13 +182,13 @@ class Database(ABC):
                 self._identity = self._identify()
                 return self._db
         except OSError as error:
-            raise sqlite3.OperationalError(f"the database cannot be opened: {error}") from error
+            raise UnavailableError(f"the database cannot be opened: {error}") from error
 
     def _check(self, files: StoreRoot) -> None:
         """Make sure that SQLite opens only the library's own files. It would follow a link and overwrite any content.
 
         A file that was opened here before counts as own, whatever its content is now. If a file has a second name, such
-        as from a hard-link backup, a new database is created. Raises sqlite3.OperationalError.
+        as from a hard-link backup, a new database is created. Raises UnavailableError.
         """
         opened = None if self._identity is None else self._identity[0]
         linked = False
@@ -186,9 +198,7 @@ class Database(ABC):
                 continue
             is_opened = opened is not None and self._identify()[0] == opened
             if not S_ISREG(status.st_mode) or not (is_opened or files.is_own(kind, name)):
-                raise sqlite3.OperationalError(
-                    f"{files.where(kind, name)} was not written by this library; move it elsewhere"
-                )
+                raise UnavailableError(f"{files.where(kind, name)} was not written by this library; move it elsewhere")
             linked |= status.st_nlink > 1
         if linked:
             self._discard(files)
@@ -201,7 +211,7 @@ class Database(ABC):
         db = self._connect(str(path))
         if status is None or not os.path.samestat(status, os.stat(path, follow_symlinks=False)):  # SQLite opens by path
             db.close()
-            raise sqlite3.OperationalError(f"{path} was replaced")
+            raise UnavailableError(f"{path} was replaced")
         return db
 
     def _connect(self, path: str) -> sqlite3.Connection:
