@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields, replace
+from math import inf, isclose
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -105,12 +106,23 @@ class SegmentRow:
     def fits(self, header: SegmentHeader, chain: bytes) -> bool:
         """Return whether the row agrees with its file, so that a lookup by the row finds what the file contains."""
         expected = SegmentRow.of(header, chain, self.nbytes)
-        return self == replace(expected, **{name: getattr(self, name) for name in _OWN_FIELDS})
+        has_times = self.has_times(header.created, header.expires)
+        return has_times and self == replace(expected, **{name: getattr(self, name) for name in _OWN_FIELDS})
+
+    def has_times(self, created: float, expires: float | None) -> bool:
+        """Return whether its times are those in its file, or corrected with the same lifetime (`set_right_clocks`)."""
+        lifetime = inf if expires is None else expires - created
+        return self.created <= created and isclose(self.lifetime, lifetime, abs_tol=1)
 
     @property
     def usable_tokens(self) -> int:
         """Number of tokens before the first block that failed its checksum."""
         return self.tokens * self.valid_hashes // max(1, len(self.chain) // HASH_BYTES)
+
+    @property
+    def lifetime(self) -> float:
+        """Seconds from its creation to its expiry."""
+        return inf if self.expires is None else self.expires - self.created
 
     @property
     def is_expired(self) -> bool:
@@ -288,6 +300,11 @@ class Catalogue(Database):
         """Store rows in the form of `scores`, for segments that still exist."""
         query = """INSERT OR REPLACE INTO scores SELECT ?, ?, ? WHERE EXISTS (SELECT 1 FROM segments WHERE id = ?)"""
         self.run(lambda db: db.executemany(query, [(*row, row[0]) for row in rows]))
+
+    def set_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Set the bytes on disk of segments."""
+        query = "UPDATE segments SET nbytes = ? WHERE id = ?"
+        self.run(lambda db: db.executemany(query, [(nbytes, segment_id) for segment_id, nbytes in sizes.items()]))
 
     def limit(self, segment_id: str, num_hashes: int) -> None:
         """Mark only the first `num_hashes` prefix hashes of this segment as usable."""

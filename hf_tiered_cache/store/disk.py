@@ -101,12 +101,7 @@ class SegmentStore(Space):
         The segment file is authoritative: a wrong row would serve the KV of other tokens. It is read again.
         """
         reader = self.reader(row.id)
-        if reader is None or row.fits(reader.header, reader.chain):
-            return reader
-        message = f"the catalogue entry of segment {row.id} differs from its file, and is replaced"
-        self._faults.note("catalogue_errors", "row", message)
-        self.index.adopt([row.id])
-        return None
+        return reader if reader is None or self.index.check(row, reader.header, reader.chain) else None
 
     def _open(self, segment_id: str) -> SegmentReader:
         try:
@@ -214,7 +209,7 @@ class SegmentStore(Space):
             nbytes, replaced = self._write(header, prefix_hashes, block_groups, written)
         except FileExistsError:
             self.counters.add("duplicate_writes")
-            if self.index.row(header.id) is None:
+            if self.index.confirm(header.id) is None:
                 self.index.adopt([header.id])
         except (OSError, NotOursError, QuotaError, StoreBusyError, KVRefusedError) as error:
             message = f"a segment of {header.file_bytes} bytes was not stored: {error}"

@@ -214,14 +214,27 @@ def sections(header: SegmentHeader) -> dict[str, Section]:
 
 def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
     """Decode the first page of a file to the header and the number of prefix hashes. Raises FormatError."""
+    page_json = _json_of(page)
+    with decoding("the header cannot be read"):
+        header, num_hashes = _header_of(page_json)
+        _check_sections(header, num_hashes)
+    return header, num_hashes
+
+
+def decode_times(page: bytes) -> tuple[float, float | None]:
+    """Return creation and expiry in the first page of a file. Needs no torch, unlike its layout. Raises FormatError."""
+    page_json = _json_of(page)
+    with decoding("the header cannot be read"):
+        data = json.loads(page_json)
+        return seconds(data["created"]), None if data["expires"] is None else seconds(data["expires"])
+
+
+def _json_of(page: bytes) -> bytes:
     if len(page) < HEADER_BYTES:
         raise FormatError("it is too short")
     length, _ = parse_prefix(PREFIX, page, MAGIC, FORMAT_VERSION, OLDEST_VERSION)
     check_head(PREFIX, page[:HEADER_BYTES])
-    with decoding("the header cannot be read"):
-        header, num_hashes = _header_of(page[PREFIX.size : PREFIX.size + length])
-        _check_sections(header, num_hashes)
-    return header, num_hashes
+    return page[PREFIX.size : PREFIX.size + length]
 
 
 def _check_sections(header: SegmentHeader, num_hashes: int) -> None:

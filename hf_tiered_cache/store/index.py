@@ -6,9 +6,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import methodcaller
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from ..errors import FormatError, NotOursError
 from .backend import SegmentBackend
@@ -16,6 +17,9 @@ from .catalogue import Catalogue, SegmentRow
 from .database import is_damage
 from .faults import Faults
 from .segment import read_head
+
+if TYPE_CHECKING:
+    from .format import SegmentHeader
 
 _MENDING_SECONDS = 10.0
 """Seconds between two attempts to rebuild a damaged catalogue, or to open one that could not be opened."""
@@ -177,6 +181,25 @@ class Index:
                 return rejected + list(ids[first:])
             rejected += [segment_id for segment_id, row in batch.items() if row is None]
         return [segment_id for segment_id in rejected if not self._is_gone(segment_id)]
+
+    def confirm(self, segment_id: str) -> SegmentRow | None:
+        """Return the row of a segment, read again if it differs from the file. Returns None without a row or file."""
+        with suppress(FormatError, OSError, MemoryError):
+            head = read_head(partial(self._backend.head, segment_id))
+            row = self.row(segment_id)
+            if row is not None and not self.check(row, head.header, head.chain):
+                row = self.row(segment_id)
+            return row if row is not None and row.fits(head.header, head.chain) else None
+        return None
+
+    def check(self, row: SegmentRow, header: SegmentHeader, chain: bytes) -> bool:
+        """Return whether a row agrees with its file. If not, the row is counted, and read again from the file."""
+        if row.fits(header, chain):
+            return True
+        message = f"the catalogue entry of segment {row.id} differs from its file, and is replaced"
+        self._note("catalogue_errors", "row", message)
+        self.adopt([row.id])
+        return False
 
     def _is_gone(self, segment_id: str) -> bool:
         try:

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, StoreError
 from .catalogue import SegmentRow
 from .disk import SegmentStore
+from .format import HEADER_BYTES, decode_times
 from .memory import aligned_bytes
 from .segment import SegmentReader, read_head
 
@@ -100,6 +101,8 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         try:
             if is_segment:
                 reader = SegmentReader(backend, name, True, store.cipher)
+                if (row := store.index.row(name)) is not None:
+                    store.index.check(row, reader.header, reader.chain)
                 bar.update(reader.header.blocks.offset)
                 for nbytes, blocks in _read_all(reader):
                     report.blocks += blocks
@@ -153,9 +156,11 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
             pinned = store.backend.pinned()
         except OSError as error:
             raise StoreError(f"{store.place}: pins cannot be listed ({error.strerror}); check the disk") from error
+        store.correct_sizes()
         rows = {row.id: row for row in store.index.rows()}
-        expired = [row.id for row in rows.values() if row.is_expired and row.id not in pinned]
-        damaged = [row.id for row in rows.values() if row.valid_hashes == 0 and row.id not in expired]
+        expired = [row.id for row in rows.values() if _is_expired(store, row) and row.id not in pinned]
+        useless = [row.id for row in rows.values() if row.valid_hashes == 0 and row.id not in expired]
+        damaged = [segment_id for segment_id in useless if _begins_damaged(store, segment_id)]
         damaged += [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
         report.expired, report.damaged = len(expired), len(damaged)
         report.deleted |= _files(store, expired, "expired") | _files(store, damaged, "damaged")
@@ -182,6 +187,31 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
 
 def _files(store: SegmentStore, ids: Iterable[str], reason: str) -> dict[str, str]:
     return {store.backend.where(segment_id): reason for segment_id in ids}
+
+
+def _is_expired(store: SegmentStore, row: SegmentRow) -> bool:
+    """Return whether a segment has expired, as its row says. If its file says otherwise, its row is read again."""
+    if row.is_expired:
+        with suppress(FormatError, OSError):
+            _, page = store.backend.head(row.id, lambda stored, page: HEADER_BYTES)
+            if row.has_times(*decode_times(page)):
+                return True
+            store.index.adopt([row.id])
+    return False
+
+
+def _begins_damaged(store: SegmentStore, segment_id: str) -> bool:
+    """Return whether the first blocks of a segment are damaged. If they are intact, its row is read again."""
+    try:
+        for _ in _read_all(SegmentReader(store.backend, segment_id, True, store.cipher)):
+            pass
+    except IntegrityError as error:
+        if not error.valid_hashes:
+            return True
+    except (FormatError, OSError):  # such as another key
+        return False
+    store.index.adopt([segment_id])
+    return False
 
 
 def _is_damaged(store: SegmentStore, segment_id: str) -> bool:

@@ -104,6 +104,15 @@ class Space:
         stored = self.backend.find(segment_id)
         return 0 if stored is None else stored.nbytes
 
+    def correct_sizes(self) -> bool:
+        """Compare the sizes in a shared catalogue with the files. Returns whether some were wrong. Raises OSError."""
+        uses = self.index.ask(Catalogue.by_use, []) if self.index.catalogue.is_shared else []
+        sizes = {segment_id: self.nbytes_of(segment_id) for segment_id, *_ in uses}
+        wrong = {segment_id: sizes[segment_id] for segment_id, nbytes, _ in uses if nbytes != sizes[segment_id]}
+        if wrong:
+            self.index.ask(lambda catalogue: catalogue.set_sizes(wrong), None)
+        return bool(wrong)
+
     def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
         """Evict segments until `nbytes` more fit, except pinned ones and `spared`. The caller holds the backend's lock.
 
@@ -116,6 +125,8 @@ class Space:
         if self.limits.shortfall(nbytes, used, self.backend.free())[1] <= 0:
             return
         self.forget_lost_readers()
+        if self.correct_sizes() and self.limits.quota is not None:
+            used = self.used_bytes()
         needed, desired = self.limits.shortfall(nbytes, used, self.backend.free())
         if desired <= 0:
             return
