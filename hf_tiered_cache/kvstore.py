@@ -302,13 +302,16 @@ class KVStore:
 
         Args:
             disk: whether to also delete all segments on disk, including pinned ones.
+
+        Raises:
+            StoreError: not all segments on disk are known; then nothing on disk is deleted.
         """
         storage = self._opened
         if disk:
             storage.disk.check_writable()
         storage.flush()
         if disk:
-            storage.remove(row.id for row in storage.disk.index.rows())
+            storage.remove(row.id for row in storage.disk.index.complete_rows())
             storage.conversations.sweep(())
             storage.documents.sweep(())
         storage.residency.clear()
@@ -495,7 +498,7 @@ class KVStore:
     # --- contents
 
     def segments(self) -> list[SegmentRow]:
-        """Return the stored segments, most recently used last."""
+        """Return the stored segments, most recently used last. Raises StoreError if the catalogue fails."""
         return self._opened.disk.index.rows()
 
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
@@ -515,11 +518,14 @@ class KVStore:
 
         Args:
             dry_run: whether to only report what would be deleted.
+
+        Raises:
+            StoreError: not all stored segments are known; then no record and no segment is deleted.
         """
         storage = self._opened
         documents = finish_documents(storage, dry_run)
-        stored = storage.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
-        conversations = [] if stored is None else storage.conversations.sweep(stored, dry_run)
+        stored = {row.id for row in storage.disk.index.complete_rows()}  # before anything is deleted, as in a dry run
+        conversations = storage.conversations.sweep(stored, dry_run)
         report = maintain.gc(storage.disk, dry_run=dry_run)
         report.conversations, report.documents = len(conversations), len(documents)
         report.deleted |= dict.fromkeys(conversations, "its segments no longer exist")
@@ -553,7 +559,8 @@ class KVStore:
         Raises:
             ConfigError: there is no conversation with this id.
             ConversationInUseError: a cache uses the conversation.
-            OtherFormatError: a newer version of the library wrote another conversation with the same segments.
+            StoreError: not all stored segments are known, or another conversation's record is damaged, or of a newer
+                version of the library.
             OSError: another conversation's record cannot be read.
         """
         return remove_conversations(self._opened, [conversation_id])
@@ -577,6 +584,9 @@ class KVStore:
 
         Raises:
             ConfigError: there is no document with this label.
+            StoreError: not all stored segments are known, or another document's record is damaged, or of a newer
+                version of the library.
+            OSError: another document's record cannot be read.
         """
         return remove_documents(self._opened, [label])
 

@@ -139,7 +139,7 @@ class Conversation:
 def segments_of_conversations(storage: Storage, ids: Sequence[str]) -> list[SegmentRow]:
     """Return the segments that only these conversations use, without pinned ones. Raises ConfigError."""
     pinned = storage.disk.backend.pinned()
-    rows = storage.conversations.segments_of(ids, storage.disk.index.rows())
+    rows = storage.conversations.segments_of(ids, storage.disk.index.complete_rows())
     return [row for row in rows if row.id not in pinned]
 
 

@@ -122,7 +122,7 @@ def rm(
     with open_store(store) as kv_store:
         contents = contents_of_open(kv_store)
         if everything:
-            rows = contents.rows
+            rows = storage_of(kv_store).disk.index.complete_rows()
         elif model is not None:
             rows = contents.of_model(model)
         else:

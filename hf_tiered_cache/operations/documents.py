@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ..cache.storage import Storage
-from ..errors import ConfigError, FormatError, StoreError
+from ..errors import ConfigError, StoreError
 from ..store.catalogue import SegmentRow
 from ..store.documents import DocumentRecord, by_passage
 from ..store.geometry import ALIGNMENT, aligned
@@ -30,7 +30,7 @@ def enter_documents(storage: Storage, records: Sequence[DocumentRecord]) -> int:
     with storage.disk.backend.locked():
         records = [record.in_place_of(documents.read(*record.key)) for record in records]
         passage_names = {name for record in records for name in record.passages}
-        kept_ids = [row.id for row in rows_of(storage, passage_names)]
+        kept_ids = [row.id for row in rows_of(passage_names, storage.disk.index.rows())]
         storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), kept_ids)
         documents.write(records)
         return _delete_replaced(storage, [record for record in records if record.leaving])
@@ -48,7 +48,7 @@ def segments_of_documents(storage: Storage, labels: Collection[str]) -> list[Seg
     """Return the segments that only these labels name. Raise ConfigError if a label does not exist."""
     records = find_documents(storage, labels)
     names = {name for record in records for name in (*record.passages, *record.leaving)}
-    return rows_of(storage, storage.documents.only_of(records, names))
+    return rows_of(storage.documents.only_of(records, names), storage.disk.index.complete_rows())
 
 
 def remove_documents(storage: Storage, labels: Collection[str]) -> int:
@@ -76,14 +76,12 @@ def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
     with storage.disk.backend.locked():
         if not dry_run:
             _delete_replaced(storage, [record for record in storage.documents.all() if record.leaving])
-        return storage.documents.sweep(storage.disk.index.rows(), dry_run)
+        return storage.documents.sweep(storage.disk.index.complete_rows(), dry_run)
 
 
-def rows_of(storage: Storage, names: Collection[str]) -> list[SegmentRow]:
-    """Return the segments of passages, given the names of the passages."""
-    if not names:
-        return []
-    rows_by_passage = by_passage(storage.disk.index.rows())
+def rows_of(names: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:
+    """Return the segments of passages, given the names of the passages and the rows of all stored segments."""
+    rows_by_passage = by_passage(rows)
     return [row for name in sorted(names) for row in rows_by_passage.get(name, ())]
 
 
@@ -93,9 +91,10 @@ def _delete_replaced(storage: Storage, records: Sequence[DocumentRecord]) -> int
         return 0
     try:
         unshared_names = storage.documents.only_of((), {name for record in records for name in record.leaving})
-    except (FormatError, OSError) as error:  # an unreadable record may name any passage
+        rows = rows_of(unshared_names, storage.disk.index.complete_rows())
+    except (StoreError, OSError) as error:  # an unreadable record may name any passage
         storage.disk.warn("documents", f"replaced passages of documents could not be deleted yet: {error}")
         return 0
-    removed = storage.remove(row.id for row in rows_of(storage, unshared_names))
+    removed = storage.remove(row.id for row in rows)
     storage.documents.write([replace(record, leaving=()) for record in records])
     return removed

@@ -11,7 +11,7 @@ from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from ..errors import FormatError, NotOursError
+from ..errors import FormatError, NotOursError, StoreError
 from .backend import SegmentBackend
 from .catalogue import Catalogue, SegmentRow
 from .database import is_damage
@@ -52,7 +52,9 @@ class Index:
         self._backend, self._note = backend, faults.note
         self.unlisted: list[str] = []
         """Names in the backend without a catalogue row: damaged, of another format, or not readable yet."""
-        self._unread = False  # whether some unlisted names may be valid segments
+        self._unread = ""  # why some stored segments may have no row
+        self._is_complete = False  # whether the last scan that ended has added all
+        self._failure = ""  # why the catalogue failed last
         self._scanned = 0.0
         self._mending = threading.Lock()
         self._mended = self._opened = -_MENDING_SECONDS
@@ -106,7 +108,6 @@ class Index:
 
     # --- queries, as in `Catalogue`; they return the default if the catalogue fails
 
-    rows = _query(Catalogue.all, list)
     row = _query(Catalogue.get, lambda: None)
     beginning_with = _query(Catalogue.beginning_with, list)
     passages_since = _query(Catalogue.passages_since, lambda: (None, []))
@@ -116,6 +117,32 @@ class Index:
     scores = _query(Catalogue.scores, list)
     keep_scores = _query(Catalogue.keep_scores, lambda: None)
     add = _query(Catalogue.add, lambda: False)
+
+    def rows(self) -> list[SegmentRow]:
+        """Return all rows, most recently used last. Raises StoreError if the catalogue fails."""
+        rows = self.ask(Catalogue.all, None)
+        if rows is None:
+            raise StoreError(self._advice(f"the catalogue failed ({self._failure})"))
+        return rows
+
+    def complete_rows(self) -> list[SegmentRow]:
+        """Return all rows, to delete what has none. Raises StoreError if a stored segment may lack one."""
+        for _ in range(2):  # again if the catalogue was replaced meanwhile
+            if self._unread or not self._is_complete:
+                with self._mending:
+                    self.scan()
+            before, rows = self._scanned_generation, self.rows()
+            if (
+                self._is_complete
+                and not self._unread
+                and before == self._scanned_generation == self.catalogue.generation
+            ):
+                return rows
+        raise StoreError(self._advice(self._unread or "the catalogue is being filled"))
+
+    def _advice(self, reason: str) -> str:
+        place = self._backend.place
+        return f"the segments of {place} are not all known: {reason}; check that they can be read, and try again"
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
         """Return the given segments that exist and are usable, or None if the catalogue fails."""
@@ -134,6 +161,8 @@ class Index:
         try:
             present = set(self._backend.names())
         except OSError as error:
+            self._unread, self._is_complete = f"they cannot be listed ({error.strerror})", False
+            self._scanned = time.monotonic()
             self._note(
                 "read_errors",
                 "listing",
@@ -141,14 +170,15 @@ class Index:
                 "far are kept",
             )
             return
-        self._unread, self._scanned = listed is None, time.monotonic()
+        self._unread, self._scanned = "", time.monotonic()
         if listed is None:
+            self._unread = f"the catalogue failed ({self._failure})"
             self.unlisted = list(present)
         else:
             self.remove(listed - present)
             self.unlisted = self.adopt(list(present - listed))
         self.ask(Catalogue.set_right_clocks, None)
-        self._scanned_generation = generation
+        self._scanned_generation, self._is_complete = generation, not self._unread
 
     def remove(self, ids: Iterable[str]) -> None:
         """Remove the rows of those segments that are not stored. Other threads may store them again meanwhile.
@@ -177,7 +207,7 @@ class Index:
             batch = {segment_id: self._read(segment_id) for segment_id in ids[first : first + _AT_ONCE]}
             rows = [row for row in batch.values() if row is not None]
             if rows and not self.add(rows):
-                self._unread = True
+                self._unread = f"the catalogue failed ({self._failure})"
                 return rejected + list(ids[first:])
             rejected += [segment_id for segment_id, row in batch.items() if row is None]
         return [segment_id for segment_id in rejected if not self._is_gone(segment_id)]
@@ -225,8 +255,8 @@ class Index:
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (OSError, MemoryError) as error:
-            self._note("read_errors", "unreadable", f"{where} cannot be read ({error})")
-            self._unread = True
+            self._unread = f"{where} cannot be read ({error})"
+            self._note("read_errors", "unreadable", self._unread)
         else:
             return SegmentRow.of(header, chain, nbytes), header.model
         return None
@@ -249,6 +279,7 @@ class Index:
                     break
             except _FAULTS as error:
                 damaged = isinstance(error, sqlite3.Error) and is_damage(error)
+                self._failure = str(error)
                 self._note(
                     "catalogue_errors", "catalogue", f"the catalogue {'is damaged' if damaged else 'failed'} ({error})"
                 )
