@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ConversationInUseError, FormatError
 from .catalogue import SegmentRow
-from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of
+from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, FileKind, name_of, record_name
 from .records import Record, RecordFiles, Records, check_name, seconds
 from .threads import PerProcess
 
@@ -141,7 +141,7 @@ class Conversations(Records[ConversationRecord]):
 
         Segments that no record names are included: of an edited history, or of a process that was killed.
 
-        Raises ConfigError if a conversation does not exist; OSError or OtherFormatError if the record of another one
+        Raises ConfigError if a conversation does not exist; OSError or FormatError if the record of another one
         cannot be read.
         """
         provenances, own_segments = set[str](), set[str]()
@@ -154,9 +154,8 @@ class Conversations(Records[ConversationRecord]):
             if name in record.provenance:
                 provenances.add(record.provenance)
             own_segments.update(record.segments)
-        for record in self.naming(own_segments.copy()):
-            if record.id not in ids:
-                own_segments.difference_update(record.segments)
+        for record in self.naming(own_segments.copy(), but=set(map(record_name, ids))):
+            own_segments.difference_update(record.segments)
         return [row for row in rows if row.id in own_segments or row.provenance in provenances]
 
     def remove(self, ids: Collection[str]) -> None:
@@ -172,7 +171,7 @@ class Conversations(Records[ConversationRecord]):
     def rename_segment(self, old: str, new: str) -> None:
         """Replace a segment in all records that name it. The caller holds the store's lock.
 
-        Raises OSError or OtherFormatError if a record cannot be read or written.
+        Raises OSError or FormatError if a record cannot be read or written.
         """
         self.write(
             [
@@ -182,7 +181,7 @@ class Conversations(Records[ConversationRecord]):
         )
 
     def sweep(self, stored_ids: Collection[str], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or have no stored segment left, and locks of dead processes. See `_sweep`."""
+        """Delete records that are blank or have no stored segment left, and locks of dead processes. See `_sweep`."""
         removed = self._sweep(lambda record: any(segment in stored_ids for segment in record.segments), dry_run)
         if not dry_run:
             with suppress(OSError):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from . import HASH_BYTES
 from .catalogue import SegmentRow
-from .kinds import DOCUMENT, FileKind
+from .kinds import DOCUMENT, FileKind, record_name
 from .records import Record, Records, check_name
 
 MOST_LETTERS = 1000
@@ -123,15 +123,14 @@ class Documents(Records[DocumentRecord]):
         return [_describe(record, stored_rows, named) for record in records]
 
     def only_of(self, leaving: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
-        """Return those passages that no record uses but those in `leaving`. Raises OtherFormatError or OSError."""
-        keys, unused = {record.key for record in leaving}, set(names)
-        for record in self.naming(unused.copy()):
-            if record.key not in keys:
-                unused.difference_update(record.passages)
+        """Return those passages that no record uses but those in `leaving`. Raises FormatError or OSError."""
+        unused = set(names)
+        for record in self.naming(unused.copy(), but={record_name(*record.key) for record in leaving}):
+            unused.difference_update(record.passages)
         return unused
 
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or have no stored passage left. See `_sweep`."""
+        """Delete records that are blank or have no stored passage left. See `_sweep`."""
         stored = by_passage(rows).keys()
         return self._sweep(lambda record: not stored.isdisjoint((*record.passages, *record.leaving)), dry_run)
 

@@ -6,6 +6,7 @@ JSON: every value that is read from a file of a store passes one of them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -16,13 +17,14 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ..errors import ConfigError, FormatError, OtherFormatError
 from . import HASH_BYTES
-from .kinds import CALIBRATIONS, CALIBRATIONS_NAME, FileKind, encode_record, record_name
+from .kinds import CALIBRATIONS, CALIBRATIONS_NAME, FileKind, encode_record, is_blank, record_name
 from .tree import Stored
 
 _MOST_SECONDS = 1e12
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Exceptions raised when decoding invalid JSON."""
 _ID = re.compile(rb'"([0-9a-f]{32})"')
+_CHECKSUM = b',\n "checksum": "'
 _T = TypeVar("_T")
 
 
@@ -150,7 +152,8 @@ class Record:
 
     def encode(self) -> bytes:
         """Return the content of its file."""
-        return encode_record(asdict(self) | {"format": FORMAT_VERSION})
+        facts = asdict(self) | {"format": FORMAT_VERSION}
+        return encode_record(facts | {"checksum": _checksum_of(encode_record(facts))})
 
     @classmethod
     def decode(cls: type[R], data: bytes) -> R:
@@ -160,6 +163,17 @@ class Record:
             if isinstance(version := facts["format"], int) and version > FORMAT_VERSION:
                 raise OtherFormatError(f"it is a record of format {version}, which this version does not support")
             return checked(cls, facts)
+
+
+def _checksum_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _has_checksum(content: bytes) -> bool:
+    """Return whether a record ends with its own checksum, which older versions did not write."""
+    before, _, end = content.rpartition(_CHECKSUM)
+    checksum = _checksum_of(before + b"\n}\n")
+    return end == f'{checksum}"\n}}\n'.encode()
 
 
 class Records(Generic[R]):
@@ -192,27 +206,43 @@ class Records(Generic[R]):
             names = self.files.names(self.record.kind)
         return [record for record in map(self._get, names) if record is not None]
 
-    def naming(self, ids: Collection[str]) -> Iterator[R]:
-        """Yield the records that contain some of these ids of 32 hexadecimal digits.
+    def naming(self, ids: Collection[str], but: Collection[str] = ()) -> Iterator[R]:
+        """Yield the records that contain some of these ids of 32 hexadecimal digits, but those in the files `but`.
 
-        Raises OSError or OtherFormatError for a record that cannot be read, since it may contain any of them.
+        Raises OSError, FormatError or OtherFormatError for a record that cannot be read, is damaged or of a newer
+        format: it may contain any of them.
         """
         names: list[str] = []
         with suppress(FileNotFoundError):
             names = self.files.names(self.record.kind) if ids else []
         wanted = {id.encode() for id in ids}
         for name in names:
+            if name in but:
+                continue
             try:
                 content = self.files.read(self.record.kind, name)
-                if wanted.isdisjoint(_ID.findall(content)):  # decoding takes ten times as long
+                is_named = not wanted.isdisjoint(_ID.findall(content))
+                if not is_named and _has_checksum(content):  # decoding takes ten times as long
                     continue
-                record = self.record.decode(content)
-            except OtherFormatError:
-                raise
-            except (FormatError, FileNotFoundError):
+                record = self._undamaged(name, content)
+            except FileNotFoundError:
                 continue
-            if record_name(*record.key) == name:
+            except FormatError as error:
+                where, do = self.files.where(self.record.kind, name), "move it elsewhere, and try again"
+                if isinstance(error, OtherFormatError):
+                    do = "upgrade hf-tiered-cache"
+                raise type(error)(f"{where}: {error}, so nothing is deleted that it may name; {do}") from error
+            if is_named:
                 yield record
+
+    def _undamaged(self, name: str, content: bytes) -> R:
+        """Decode the content of a file. Raises FormatError also for another checksum, or the name of another record."""
+        record = self.record.decode(content)
+        if b'"checksum"' in content and not _has_checksum(content):
+            raise FormatError("the record is damaged: it does not match its checksum")
+        if record_name(*record.key) != name:
+            raise FormatError("it is a record of another name")
+        return record
 
     def write(self, records: Sequence[R]) -> None:
         """Write records in place of the previous ones, each atomically, and durably. Raises OSError."""
@@ -226,7 +256,7 @@ class Records(Generic[R]):
         self.files.delete(self.record.kind, record_name(*key))
 
     def _sweep(self, is_needed: Callable[[R], bool], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged or not needed, unless they have a newer format, are in use or unreadable.
+        """Delete records that are blank or not needed, unless they are damaged, in use or of a newer format.
 
         Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
         """
@@ -242,11 +272,10 @@ class Records(Generic[R]):
 
     def _may_be_needed(self, name: str, is_needed: Callable[[R], bool]) -> bool:
         try:
-            return is_needed(self.load(name))
-        except (OSError, OtherFormatError):
+            content = self.files.read(self.record.kind, name)
+            return not is_blank(content) and is_needed(self._undamaged(name, content))
+        except (OSError, FormatError):
             return True
-        except FormatError:
-            return False
 
     def _is_in_use(self, name: str) -> bool:
         """Return whether a process uses the record in a file."""
