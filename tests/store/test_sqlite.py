@@ -16,7 +16,7 @@ from hf_tiered_cache.cache.observed import Pace
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.store.backends import open_remote
 from hf_tiered_cache.store.backends.sqlite import SQLiteBackend
-from hf_tiered_cache.store.backends.values import Range
+from hf_tiered_cache.store.backends.values import HEAD, Range
 
 NAME, CONTENT = "segments/" + "a" * 32 + ".kv", bytes(range(256)) * 20_000  # of several parts
 
@@ -191,3 +191,30 @@ def test_a_segment_that_has_lost_a_part_is_sent_again(path, tmp_path, monkeypatc
     assert [restored("a"), restored("b")] == [0, 192]
     lose_a_part(path)
     assert [restored("c"), restored("d")] == [0, 192]
+
+
+def test_an_impossible_size_of_an_object_is_not_believed(path):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=False)
+    with sqlite3.connect(path) as connection:
+        key = f"{remote.keys}{NAME}"
+        (value,) = connection.execute("SELECT content FROM parts WHERE key = ?", (key,)).fetchone()
+        value = value[: HEAD.size - 1] + bytes([value[HEAD.size - 1] ^ 4]) + value[HEAD.size :]
+        connection.execute("UPDATE parts SET content = ? WHERE key = ?", (value, key))
+    connection.close()
+    stored = remote.find_object(NAME)
+    assert stored.size > 1 << 57 and stored.nbytes < 1 << 10
+    assert remote.get_object(NAME, stored.version, 0, len(CONTENT)) == CONTENT
+    assert remote.delete_object(NAME) and remote.find_object(NAME) is None
+
+
+def test_a_text_in_place_of_an_object_is_left_alone(path):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=False)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE parts SET content = 'HFTCRD' || char(13, 10) || hex(content)")
+    connection.close()
+    assert remote.find_object(NAME) is None and remote.list_objects("segments") == {}
+    assert not remote.delete_object(NAME)
+    with pytest.raises(FileExistsError):
+        remote.put_object(NAME, CONTENT, replace=False)

@@ -20,6 +20,8 @@ from ..tree import Stored
 
 HEAD = struct.Struct("<8s16sQ")  # magic, version, bytes of the object
 _MAGIC = b"HFTCRD\r\n"
+_MOST_BYTES = 1 << 38
+"""Maximum size of an object."""
 PREFIX = "hf_tiered_cache"
 """Beginning of the keys, if an address names none."""
 
@@ -31,9 +33,9 @@ class Head(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, value: bytes) -> Head | None:
+    def of(cls, value: Any) -> Head | None:
         """Decode the beginning of a value. Returns None if this library did not write it."""
-        if len(value) < HEAD.size or not value.startswith(_MAGIC):
+        if not isinstance(value, bytes) or len(value) < HEAD.size or not value.startswith(_MAGIC):
             return None
         return cls(*HEAD.unpack_from(value)[1:])
 
@@ -42,9 +44,14 @@ class Head(NamedTuple):
         return HEAD.pack(_MAGIC, *self)
 
     @property
+    def extent(self) -> int:
+        """Bytes of the object, as far as known: an impossible size is damage, and says nothing about parts."""
+        return self.size if self.size <= _MOST_BYTES else 0
+
+    @property
     def stored(self) -> Stored:
         """Metadata of the object."""
-        return Stored(self.version, self.size, HEAD.size + self.size)
+        return Stored(self.version, self.size, HEAD.size + self.extent)
 
 
 class Range(NamedTuple):
@@ -126,6 +133,8 @@ class ValueBackend(ObjectBackend):
         return {name: value[HEAD.size :] for name, value in zip(names, values, strict=True) if Head.of(value)}
 
     def put_object(self, name: str, content: bytes, replace: bool) -> None:
+        if len(content) > _MOST_BYTES:
+            raise OSError(errno.EFBIG, f"an object has at most {_MOST_BYTES} bytes", name)
         before = self._head(name)
         if before is not None and not replace:
             raise FileExistsError(errno.EEXIST, "it exists", name)
@@ -183,7 +192,7 @@ class ValueBackend(ObjectBackend):
 
     def _parts(self, name: str, head: Head) -> list[str]:
         """Return the keys of all parts but the first."""
-        return [self._part(name, head.version, number) for number in range(1, self._count(head.size))]
+        return [self._part(name, head.version, number) for number in range(1, self._count(head.extent))]
 
     def _discard(self, parts: Sequence[str]) -> None:
         """Delete parts without an object. What cannot be deleted now is left to the server."""
