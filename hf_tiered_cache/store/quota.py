@@ -232,8 +232,11 @@ class Space:
         with self.backend.locked():  # else a segment could be evicted that was just pinned
             unknown = set(ids) - self.index.ask(Catalogue.ids, set(ids)) if pinned else set[str]()
             if not unknown:
-                for segment_id in ids:
-                    self.backend.pin(segment_id, pinned)
+                try:
+                    for segment_id in ids:
+                        self.backend.pin(segment_id, pinned)
+                except FileExistsError as error:
+                    raise StoreError(error.strerror) from error
                 unknown = {name for name in ids if pinned and self.backend.find(name) is None}  # deleted meanwhile
                 for segment_id in unknown:
                     self.backend.pin(segment_id, False)

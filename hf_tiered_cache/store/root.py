@@ -172,7 +172,8 @@ class StoreRoot(FolderTree):
             open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder).close()
         except FileExistsError:
             if not self.is_own(kind, name):
-                raise
+                message = f"{self.where(kind, name)} already exists and was not written by this library"
+                raise FileExistsError(errno.EEXIST, f"{message}; move it elsewhere") from None
 
     def delete(self, kind: FileKind, name: str, is_checked: bool = False) -> bool:
         """Delete a file of the library (known to be one: `is_checked`). Returns whether it existed. Raises OSError."""

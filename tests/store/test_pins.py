@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
 from memory_backend import MemoryBackend
 from segments import hashes, open_store, segment, store_over
 
-from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.errors import ConfigError, StoreError
 from hf_tiered_cache.store import maintain
 
 SEGMENTS = [segment(hashes(4, name)) for name in "abc"]
@@ -75,3 +76,14 @@ def test_no_pin_of_a_segment_stays_that_is_deleted_meanwhile(stores, monkeypatch
     assert ours.publish(*SEGMENTS[0])
     theirs.pin([OLDEST])
     assert ours.backend.pinned() == {OLDEST}
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_a_file_of_others_in_place_of_a_pin_is_named(tmp_path, kind):
+    store, path = open_store(tmp_path), tmp_path / "pins" / OLDEST
+    assert store.publish(*SEGMENTS[0])
+    {"file": lambda: path.write_text("x"), "folder": path.mkdir, "link": lambda: path.symlink_to("x")}[kind]()
+    with pytest.raises(StoreError, match=rf"{re.escape(str(path))} .*; move it elsewhere"):
+        store.pin([OLDEST])
+    assert path.exists() or path.is_symlink()
+    store.close()
