@@ -18,6 +18,10 @@ from hf_tiered_cache.store.backends import open_remote
 from hf_tiered_cache.store.backends.sqlite import SQLiteBackend
 from hf_tiered_cache.store.backends.values import HEAD, Range
 
+
+from hf_tiered_cache.store.backends.sqlite import SQLiteBackend, _check
+from hf_tiered_cache.store.backends.values import Range
+
 NAME, CONTENT = "segments/" + "a" * 32 + ".kv", bytes(range(256)) * 20_000  # of several parts
 
 WRITES_AND_DIES = """
@@ -218,3 +222,75 @@ def test_a_text_in_place_of_an_object_is_left_alone(path):
     assert not remote.delete_object(NAME)
     with pytest.raises(FileExistsError):
         remote.put_object(NAME, CONTENT, replace=False)
+
+
+def files_of(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("suffix", ["-journal", "-wal", "-shm"])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_neighbor_that_sqlite_would_delete_is_refused(path, suffix, is_new):
+    path.parent.mkdir()
+    if not is_new:
+        remote = open_remote(f"sqlite://{path}")
+        remote.put_object(NAME, CONTENT, replace=False)
+        remote.close()
+    path.with_name(path.name + suffix).write_bytes(b"precious notes\n" * 1000)
+    before = files_of(path.parent)
+    with pytest.raises(ConfigError, match=f"{suffix} is next to it"):
+        open_remote(f"sqlite://{path}")
+    assert files_of(path.parent) == before
+
+
+KILLED = """
+import os, sqlite3, sys
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+db.executescript(sys.argv[2])
+os._exit(0)
+"""
+IN_A_TRANSACTION = """PRAGMA cache_size = 2; CREATE TABLE t (a); INSERT INTO t VALUES (randomblob(99999));
+BEGIN; UPDATE t SET a = randomblob(99999); INSERT INTO t VALUES (randomblob(99999));"""
+
+
+@pytest.mark.parametrize("script", ["PRAGMA journal_mode = WAL; CREATE TABLE t (a); INSERT INTO t VALUES (1)",
+                                    IN_A_TRANSACTION])  # fmt: skip
+def test_a_database_of_a_killed_program_does_not_change(path, script):
+    path.parent.mkdir()
+    subprocess.run([sys.executable, "-c", KILLED, str(path), script], check=True)
+    before = files_of(path.parent)
+    assert len(before) > 1
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_remote(f"sqlite://{path}")
+    assert files_of(path.parent) == before
+
+
+def test_a_transaction_of_a_killed_process_is_undone(path):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=False)
+    remote.close()
+    script = "PRAGMA cache_size = 2; BEGIN; DELETE FROM parts; CREATE TABLE t AS SELECT randomblob(99999);"
+    subprocess.run([sys.executable, "-c", KILLED, str(path), script], check=True)
+    assert len(files_of(path.parent)) == 2
+    assert content_of(open_remote(f"sqlite://{path}")) == CONTENT
+
+
+def test_a_file_that_another_process_is_writing_is_opened(path):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=False)
+    path.with_name(path.name + "-journal").write_bytes(bytes(12) + b"\1" * 500)  # a journal that is not synced yet
+    assert content_of(open_remote(f"sqlite://{path}")) == CONTENT
+    remote.close()
+    os.truncate(path, path.stat().st_size - 4096)  # the pages at the end are not written yet
+    assert not _check(path)
+
+
+def test_a_pipe_is_refused_and_a_link_is_followed(path):
+    path.parent.mkdir()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        open_remote(f"sqlite://{path}")
+    link = path.with_name("link.db")
+    link.symlink_to(path.with_name("target.db"))
+    open_remote(f"sqlite://{link}").put_object(NAME, CONTENT, replace=False)
+    assert link.is_symlink() and content_of(open_remote(f"sqlite://{link}")) == CONTENT

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
 from urllib.parse import unquote, urlsplit
 
-from ...errors import ConfigError
+from ...errors import ConfigError, FormatError
+from ..kinds import CATALOGUE_JOURNAL
 from ..threads import fork_lock
+from ..tree import open_regular, read_all
 from .values import Range, ValueBackend
 
 _APPLICATION = 0x48465443  # "HFTC", in the header of the file
@@ -45,13 +49,14 @@ class SQLiteBackend(ValueBackend):
         parts = urlsplit(address)
         if not parts.netloc + parts.path.strip("/") or parts.query or parts.fragment:
             raise ConfigError(f"{address} is not the address of a file, such as sqlite:///data/prompts.db")
-        self.path = Path(unquote(parts.netloc + parts.path)).absolute()
+        self.path = Path(os.path.realpath(unquote(parts.netloc + parts.path)))
         self._connection: sqlite3.Connection | None = None
         self._using = fork_lock()
         super().__init__(address, "")
         try:
-            with self._transaction():
-                pass
+            with self._transaction() as connection:
+                if connection is None:
+                    _check(self.path)
         except OSError as error:
             raise ConfigError(f"{address} cannot be used: {error.strerror}") from error
 
@@ -124,22 +129,54 @@ class SQLiteBackend(ValueBackend):
 
 def _open(path: Path) -> sqlite3.Connection:
     """Open a file of this library, or an empty or new one. Raises OSError for files of others."""
+    is_new = _check(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
-        application, num_tables = (
-            connection.execute(query).fetchone()[0]
-            for query in ("PRAGMA application_id", "SELECT count(*) FROM sqlite_master")
-        )
-        if application != _APPLICATION:
-            if application or num_tables:
-                raise FileExistsError(errno.EEXIST, "it is another program's file; choose another name", str(path))
+        if is_new:
+            connection.execute("PRAGMA journal_mode = MEMORY")  # see `_check`
+            connection.execute("BEGIN")
             connection.execute("PRAGMA auto_vacuum = FULL")  # what is deleted makes the file smaller
-            connection.execute("BEGIN IMMEDIATE")
             connection.execute("CREATE TABLE IF NOT EXISTS parts (key TEXT PRIMARY KEY, content BLOB NOT NULL)")
             connection.execute(f"PRAGMA application_id = {_APPLICATION}")
             connection.execute("COMMIT")
+            connection.execute("PRAGMA journal_mode = DELETE")
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _check(path: Path) -> bool:
+    """Return whether the file is new or empty. Raises FileExistsError if SQLite would change files of others.
+
+    SQLite deletes or applies what has the name of a journal, next to a new file, too. Only SQLite opens the file: to
+    close another descriptor of it would release the locks that this process has.
+    """
+    size, neighbors = 0, [path.with_name(path.name + suffix) for suffix in ("-journal", "-wal", "-shm")]
+    neighbors = [neighbor for neighbor in neighbors if os.path.lexists(neighbor)]  # first: creation has no journal
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        if not S_ISREG(status.st_mode):
+            raise FileExistsError(errno.EEXIST, "it is not a regular file; choose another name", str(path))
+        size = status.st_size
+    if size:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+            connection.execute("PRAGMA writable_schema = ON")  # accept that a process is making the file longer
+            if connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
+                raise FileExistsError(errno.EEXIST, "it is another program's file; choose another name", str(path))
+    for neighbor in neighbors:
+        if not (size and neighbor.name.endswith("-journal") and _is_journal(neighbor)):
+            reason = f"{neighbor.name} is next to it, and was not written by this library; choose another name"
+            raise FileExistsError(errno.EEXIST, reason, str(path))
+    return not size
+
+
+def _is_journal(path: Path) -> bool:
+    try:
+        with open_regular(path) as (fd, _):
+            return CATALOGUE_JOURNAL.is_own(path.name, read_all(fd, 8, 0))  # zeros until it is synced
+    except FileNotFoundError:  # its transaction has ended
+        return True
+    except FormatError:
+        return False
