@@ -30,20 +30,18 @@ from .kinds import (
     DATABASE_FILES,
     KINDS,
     LOCK,
-    LOCK_SUFFIX,
     PIN,
     SEGMENT,
     SEGMENT_SUFFIX,
     SIDECAR,
-    TEMPORARY,
-    TEMPORARY_LOCK,
     FileKind,
     file_of,
 )
 from .lazy import torch
+from .orphans import remove_orphans
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
-from .tree import Stored, nbytes_of, open_regular, read_all, stored_in
+from .tree import Stored, open_regular, read_all, stored_in
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -165,35 +163,7 @@ class FolderBackend(SegmentBackend):
         return shutil.disk_usage(self.root).free
 
     def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
-        try:
-            names = self.files.names(TEMPORARY)
-            names = sorted({*names, *(name.removesuffix(LOCK_SUFFIX) for name in self.files.names(TEMPORARY_LOCK))})
-        except OSError:
-            return {}, False
-        orphans: dict[str, int] = {}
-        published = False
-        for name in names:
-            with suppress(OSError):
-                published |= self._remove_orphan(name, dry_run, orphans)
-        return orphans, published
-
-    def _remove_orphan(self, name: str, dry_run: bool, orphans: dict[str, int]) -> bool:
-        """Delete a temporary file if its lock is free. Returns whether it was also published; that name is kept."""
-        files, lock_name = self.files, name + LOCK_SUFFIX
-        status = files.find(TEMPORARY, name)
-        if files.is_locked(TEMPORARY_LOCK, lock_name) or (status is not None and not files.is_own(TEMPORARY, name)):
-            return False
-        named = status is not None and status.st_nlink > 1
-        if not dry_run:
-            lock = files.lock(TEMPORARY_LOCK, lock_name)
-            if lock is None:
-                return False
-            with lock:
-                files.delete(TEMPORARY, name)
-                files.delete(TEMPORARY_LOCK, lock_name)
-        if status is not None:
-            orphans[str(files.where(TEMPORARY, name))] = 0 if named else nbytes_of(status)
-        return named
+        return remove_orphans(self.files, dry_run)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -226,15 +226,21 @@ class FolderTree:
                             unknown.append(os.path.join(folder, name))
         return sorted(unknown)
 
+    def statuses(self, folder: str) -> dict[str, os.stat_result]:
+        """Return the status of each file and folder in a subfolder, by name. Links are not followed. Raises OSError."""
+        statuses: dict[str, os.stat_result] = {}
+        with self._listing(folder) as descriptor, os.scandir(descriptor) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    statuses[entry.name] = entry.stat(follow_symlinks=False)
+        return statuses
+
     def sizes(self, kind: FileKind) -> dict[str, int]:
         """Return the bytes on disk of all files of a kind, by name; {} without the subfolder. Raises OSError."""
-        sizes: dict[str, int] = {}
-        with suppress(FileNotFoundError), self._listing(kind.folder) as descriptor, os.scandir(descriptor) as entries:
-            for entry in entries:
-                if kind.names.fullmatch(entry.name):
-                    with suppress(FileNotFoundError):  # deleted meanwhile
-                        sizes[entry.name] = nbytes_of(entry.stat(follow_symlinks=False))
-        return sizes
+        with suppress(FileNotFoundError):
+            statuses = self.statuses(kind.folder).items()
+            return {name: nbytes_of(status) for name, status in statuses if kind.names.fullmatch(name)}
+        return {}
 
 
 def stored_in(status: os.stat_result) -> Stored:

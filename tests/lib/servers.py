@@ -94,10 +94,11 @@ def place_of(tmp_path_factory):
             number = next(_numbers)
             if kind == "sqlite":
                 return f"sqlite://{tmp_path_factory.mktemp('remote')}/{number}.db"
-            if kind in ("file", "memory"):
+            if kind == "file":
+                return f"file://{tmp_path_factory.mktemp('remote')}/{number}"
+            if kind == "memory":
                 pytest.importorskip("obstore", reason="install obstore: pip install '.[remote]'")
-                folder = tmp_path_factory.mktemp("remote")
-                return f"file://{folder}/{number}" if kind == "file" else f"memory://{number}"
+                return f"memory://{number}"
             server = server_of(kind)
             if kind == "redis":
                 return f"redis://127.0.0.1:{server.port}/0/{number}"

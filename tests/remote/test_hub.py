@@ -90,7 +90,6 @@ def model():
 
 def publish(model, repository, tmp_path, ids=IDS):
     """Store a prompt in the folder that is the repository, as the documentation says."""
-    pytest.importorskip("obstore", reason="install obstore: pip install '.[remote]'")
     with KVStore(tmp_path / "corpus") as store:
         store.precompute(model, ids[0], progress=False)
     done = CliRunner().invoke(app, ["copy", str(tmp_path / "corpus"), f"file://{repository.root}/kv"])

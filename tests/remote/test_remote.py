@@ -308,7 +308,6 @@ def test_wrong_arguments_are_refused(arguments, message, tmp_path):
 
 
 def test_settings_name_the_remote(model, tmp_path, monkeypatch):
-    pytest.importorskip("obstore", reason="install obstore: pip install '.[remote]'")
     monkeypatch.setenv("HF_TIERED_CACHE_REMOTE", f"file://{tmp_path}/shared")
     monkeypatch.setenv("HF_TIERED_CACHE_REMOTE_WRITE", "always")
     with KVStore(tmp_path / "a") as store:

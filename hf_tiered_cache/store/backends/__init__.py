@@ -41,8 +41,9 @@ def _in_module(module: str, name: str, needs: str) -> Opener:
 _OBJECT_STORE = _in_module("object_store", "ObjectStoreBackend", "obstore; pip install 'hf-tiered-cache[remote]'")
 _REDIS = _in_module("redis", "RedisBackend", "redis; pip install 'hf-tiered-cache[redis]'")
 _BUILT_IN = {
-    **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _OBJECT_STORE),
+    **dict.fromkeys(("s3", "gs", "az", "memory"), _OBJECT_STORE),
     **dict.fromkeys(("redis", "rediss"), _REDIS),
+    "file": _in_module("shared_folder", "SharedFolderBackend", "a POSIX system"),
     "hf": _in_module("hub", "HubBackend", "huggingface_hub; pip install huggingface_hub"),
     "sqlite": _in_module("sqlite", "SQLiteBackend", "a Python with sqlite3"),
     "mooncake": _in_module(

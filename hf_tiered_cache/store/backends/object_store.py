@@ -1,4 +1,4 @@
-"""Object stores: S3 and what is compatible with it, Google Cloud Storage, Azure, and a folder. Needs obstore.
+"""Object stores: S3 and what is compatible with it, Google Cloud Storage, and Azure. Needs obstore.
 
 Credentials, endpoints and regions are taken from the environment, as the tools of each provider do: AWS_ACCESS_KEY_ID,
 AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, ...
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import obstore
 
@@ -37,8 +37,8 @@ class ObjectStoreBackend(ObjectBackend):
     """Backend with one object for each segment, sidecar and record.
 
     Processes that share a bucket see each other's segments. A lock holds within one process. An address is
-    "s3://bucket/prefix", "gs://bucket/prefix", "az://account/container/prefix", "file:///folder", or "memory://name"
-    for objects in the memory of this process. Raises ConfigError if the address or the environment is not valid.
+    "s3://bucket/prefix", "gs://bucket/prefix", "az://account/container/prefix", or "memory://name" for objects in
+    the memory of this process. Raises ConfigError if the address or the environment is not valid.
     """
 
     def __init__(self, address: str) -> None:
@@ -137,20 +137,11 @@ class ObjectStoreBackend(ObjectBackend):
 
 
 def _open(client: Any, address: str) -> Any:
-    parts = urlsplit(address)
     try:
-        if parts.scheme == "memory":
+        if urlsplit(address).scheme == "memory":
             return _memories.setdefault(address, client.store.MemoryStore())
-        if parts.scheme == "file":
-            if parts.netloc or not parts.path.strip("/"):
-                raise ConfigError(f"{address} names no folder; write file:///folder")
-            folder = unquote(parts.path)
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            return client.store.LocalStore(folder)
         return client.store.from_url(address, client_options=_client_options(), retry_config=_RETRIES)
     except (client.exceptions.BaseError, ValueError, OSError) as error:
-        if isinstance(error, ConfigError):
-            raise
         reason, shown = str(error).partition("\n")[0], without_secrets(address)
         raise ConfigError(f"{shown} cannot be opened: {reason.replace(address, shown)}") from None
 

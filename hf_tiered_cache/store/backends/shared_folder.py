@@ -1,0 +1,97 @@
+"""A folder for several machines, such as one on a network file system. Needs only Python."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from contextlib import suppress
+from stat import S_ISDIR, S_ISREG
+from urllib.parse import unquote, urlsplit
+
+from ...errors import ConfigError, FormatError
+from ..kinds import FileKind
+from ..objects import ObjectBackend
+from ..orphans import remove_orphans
+from ..root import StoreRoot
+from ..tree import Stored, open_regular, read_all
+
+_THREADS = 32
+"""Reads in flight: a server of files answers each slowly, and many at once."""
+_ANY = re.compile(".*", re.DOTALL)
+
+
+class SharedFolderBackend(ObjectBackend):
+    """Backend with the objects of a store as files of a folder, which is protected as that of any store.
+
+    Unlike `FolderBackend`, machines share no database, and no lock but those of temporary files. An address is
+    "file:///folder".
+
+    Raises:
+        ConfigError: the address is not valid.
+        StoreError: the folder is no store and not empty, or a part of it is a link.
+    """
+
+    def __init__(self, address: str) -> None:
+        parts = urlsplit(address)
+        if parts.netloc or not parts.path.strip("/"):
+            raise ConfigError(f"{address} names no folder; write file:///folder")
+        super().__init__(address.rstrip("/"), threads=_THREADS)
+        self.files = StoreRoot(unquote(parts.path))
+        self.writable = self.files.writable
+
+    def find_object(self, name: str) -> Stored | None:
+        folder, file = os.path.split(name)
+        with suppress(FileNotFoundError):
+            status = os.stat(file, dir_fd=self.files.folder_descriptor(folder), follow_symlinks=False)
+            return _stored(status) if S_ISREG(status.st_mode) else None
+        return None
+
+    def list_objects(self, folder: str) -> dict[str, Stored]:
+        try:
+            statuses = self.files.statuses(folder).items()
+        except FileNotFoundError:
+            if not self.files.is_reachable():
+                raise
+            return {}
+        # links and pipes, too: `unknown` lists them, and nothing reads them
+        return {name: _stored(status) for name, status in statuses if not S_ISDIR(status.st_mode)}
+
+    def get_object(self, name: str, version: object, offset: int, nbytes: int) -> bytes:
+        folder, file = os.path.split(name)
+        with suppress(FormatError), open_regular(file, self.files.folder_descriptor(folder)) as (fd, status):
+            if _stored(status).version == version:
+                return read_all(fd, nbytes, offset)
+        raise FileNotFoundError(errno.ENOENT, "it was replaced or deleted", name)
+
+    def put_object(self, name: str, content: bytes, replace: bool) -> None:
+        folder, file = os.path.split(name)
+        kind = FileKind(folder, _ANY, lambda *_: True)  # `ObjectRecords` replaces only what the library wrote
+        with self.files.temporary(kind, file, len(content)) as temporary:
+            temporary.write(memoryview(content), 0)
+            os.fdatasync(temporary.file.fileno())
+            temporary.publish(replace)
+
+    def delete_object(self, name: str) -> bool:
+        if self.find_object(name) is None:
+            return False
+        folder, file = os.path.split(name)
+        with suppress(FileNotFoundError):
+            os.unlink(file, dir_fd=self.files.folder_descriptor(folder))
+            return True
+        return False
+
+    def is_reachable(self) -> bool:
+        return self.files.is_reachable()
+
+    def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
+        return remove_orphans(self.files, dry_run)
+
+    def close(self) -> None:
+        super().close()
+        self.files.close()
+
+
+def _stored(status: os.stat_result) -> Stored:
+    """Return metadata with a version that differs for a file that gets the inode of a deleted one."""
+    return Stored((status.st_ino, status.st_mtime_ns, status.st_size), status.st_size, status.st_size)
