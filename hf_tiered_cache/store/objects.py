@@ -327,10 +327,15 @@ class ObjectRecords:
     def put(self, kind: FileKind, name: str, content: bytes, replace: bool) -> None:
         """Write an object. Raises FileExistsError if it exists, and is not to be replaced or not the library's."""
         path = _object_name(kind, name)
-        if replace and self._backend.find_object(path) is not None and not self.is_own(kind, name):
+        if not replace:
+            return self._backend.put_object(path, content, replace=False)
+        with suppress(FileExistsError):  # never replace what appears after this look
+            if self._backend.find_object(path) is None:
+                return self._backend.put_object(path, content, replace=False)
+        if not self.is_own(kind, name):
             message = f"{self.where(kind, name)} was not written by this library; move it elsewhere"
             raise FileExistsError(errno.EEXIST, message)
-        self._backend.put_object(path, content, replace)
+        self._backend.put_object(path, content, replace=True)
 
     def make_empty(self, kind: FileKind, name: str) -> None:
         self.write(kind, name, b"")

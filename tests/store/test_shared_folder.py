@@ -12,7 +12,7 @@ import pytest
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError, StoreError
 from hf_tiered_cache.store.backends import open_remote
-from hf_tiered_cache.store.kinds import SEGMENT, SEGMENT_MAGIC
+from hf_tiered_cache.store.kinds import CALIBRATIONS, SEGMENT, SEGMENT_MAGIC
 
 A, B = "a" * 32, "b" * 32
 NAME = f"segments/{A}.kv"
@@ -126,3 +126,18 @@ def test_a_folder_that_is_gone_is_not_empty(remote, folder):
     with pytest.raises(FileNotFoundError):
         remote.records.names(SEGMENT)
     assert not remote.is_reachable()
+
+
+def test_a_foreign_file_that_appears_before_a_record_is_written_is_not_replaced(remote, folder, monkeypatch):
+    path, find_object = folder / "calibrations.json", type(remote).find_object
+
+    def find(self, name):
+        stored = find_object(self, name)
+        if not path.exists():
+            path.write_text("precious")
+        return stored
+
+    monkeypatch.setattr(type(remote), "find_object", find)
+    with pytest.raises(FileExistsError, match="was not written by this library"):
+        remote.records.write(CALIBRATIONS, path.name, b"{}")
+    assert path.read_text() == "precious"
