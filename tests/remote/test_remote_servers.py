@@ -260,3 +260,18 @@ def test_an_s3_server_that_is_killed(model, tmp_path, pace, monkeypatch):
             stats = reader.stats.remote
             refused = len(PROMPTS) - 1 - link._FAILURES
             assert stats.misses == {link.FAILED: link._FAILURES, link.UNAVAILABLE: refused}
+
+
+def test_a_redis_value_of_another_type_is_not_read_replaced_or_deleted(tmp_path):
+    with redis_server(tmp_path) as server, closing(open_remote(f"redis://127.0.0.1:{server.port}/0/kv")) as remote:
+        remote.put_object("segments/a", b"content", replace=False)
+        for name in ("segments/notes", "pins/notes", "calibrations.json"):
+            remote.client.rpush(f"kv:{name}", "precious")
+        assert list(remote.list_objects("segments")) == ["a"]
+        assert remote.find_object("segments/notes") is None
+        assert remote.get_beginnings(["segments/a", "segments/notes"], 7) == {"segments/a": b"content"}
+        for replace in (False, True):
+            with pytest.raises(FileExistsError):
+                remote.put_object("segments/notes", b"content", replace)
+        assert not remote.delete_object("segments/notes")
+        assert remote.client.lrange("kv:segments/notes", 0, -1) == [b"precious"]

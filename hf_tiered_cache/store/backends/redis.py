@@ -58,10 +58,13 @@ class RedisBackend(ValueBackend):
         with self._connected(), self.client.pipeline(transaction=False) as pipeline:
             for key, start, stop in ranges:
                 pipeline.getrange(key, start, stop - 1)
-            values: list[bytes] = pipeline.execute()
-            if not all(isinstance(value, bytes) for value in values):
-                raise redis.exceptions.InvalidResponse("values are bytes")
-        return values
+            values = pipeline.execute(raise_on_error=False)
+            for number, value in enumerate(values):
+                if isinstance(value, redis.exceptions.ResponseError) and "WRONGTYPE" in str(value):
+                    values[number] = b""  # of another program, such as a list
+                elif not isinstance(value, bytes):
+                    raise value if isinstance(value, Exception) else redis.exceptions.InvalidResponse("no bytes")
+        return list(values)
 
     def set_part(self, key: str, content: bytes) -> None:
         with self._connected():
