@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -50,9 +51,9 @@ class GgufPackages:
         """Return the folder if it holds the model converted from this GGUF file, complete by size; else None."""
         try:
             provenance, weight_bytes = self.provenance(), (self.folder / _WEIGHTS).stat().st_size
-        except (OSError, ValueError):
+            complete = provenance.get("gguf_sha256") == self.gguf_sha256 and provenance.get("bytes") == weight_bytes
+        except (OSError, ValueError, AttributeError):
             return None
-        complete = provenance.get("gguf_sha256") == self.gguf_sha256 and provenance.get("bytes") == weight_bytes
         return self.folder if complete else None
 
     def provenance(self) -> dict[str, Any]:
@@ -67,6 +68,7 @@ class GgufPackages:
         """
         if importlib.util.find_spec("gguf") is None:
             raise EvalError(f"{self.name} is converted from a GGUF file: install the reader with pip install gguf")
+        self._check_replaceable()
         parent = cache_folder()
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -110,8 +112,19 @@ class GgufPackages:
     def _publish(self, converted: Path) -> None:
         """Move the converted model to its final folder, unless another process has already done so."""
         if self.cached() is None:
+            self._check_replaceable()
             shutil.rmtree(self.folder, ignore_errors=True)  # damaged, or converted from another file
             converted.rename(self.folder)
+
+    def _check_replaceable(self) -> None:
+        """Raise EvalError if the final folder exists without a record of this class, which may be truncated."""
+        text, record = "", None
+        with contextlib.suppress(OSError, ValueError):
+            text = (self.folder / _PROVENANCE).read_text(encoding="utf-8")
+            record = json.loads(text)
+        is_own = "gguf_sha256" in record if isinstance(record, dict) else text.startswith("{")
+        if os.path.lexists(self.folder) and not is_own:
+            raise EvalError(f"{self.folder} was not made by this program; move it elsewhere")
 
 
 def cache_folder() -> Path:

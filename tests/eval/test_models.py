@@ -106,6 +106,18 @@ def test_a_damaged_folder_is_made_again(registry, damage):
     assert (folder / "model.safetensors").read_bytes() == GGUF[::-1]
 
 
+@pytest.mark.parametrize("record", [None, '{"made": "by me"}', "[1]", "notes"])
+def test_a_model_of_the_user_is_left_alone(registry, record):
+    folder = gguf_packages.cache_folder() / "toy"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"tuned for weeks")
+    if record is not None:
+        (folder / "provenance.json").write_text(record)
+    with pytest.raises(EvalError, match="toy was not made by this program; move it elsewhere"):
+        models.folder_of("toy")
+    assert (folder / "model.safetensors").read_bytes() == b"tuned for weeks" and registry.downloaded == []
+
+
 def test_another_checksum_is_refused(registry, monkeypatch, tmp_path):
     monkeypatch.setitem(models.MODELS, "toy", replace(MODEL, gguf_sha256="0" * 64))
     with pytest.raises(EvalError, match=f"SHA-256 {MODEL.gguf_sha256} in place of 0000"):
