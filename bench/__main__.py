@@ -20,6 +20,8 @@ else:
     import tomli as tomllib
 
 HERE = Path(__file__).parent
+_TITLE = "# Results of python -m bench"
+"""First line of the page of results."""
 sys.path.insert(0, str(HERE))
 
 
@@ -38,6 +40,7 @@ def run(suite: str, out: Path) -> int:
     Returns:
         Number of benchmarks that failed.
     """
+    _page(out)
     out.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     runs, failed_runs = read_suites()[suite], []
@@ -61,20 +64,28 @@ def report(folder: Path) -> Path:
     """Write one page with all results of a folder, plots included, and return its path.
 
     Raises:
-        SystemExit: There are no results.
+        SystemExit: There are no results, or the page is a file of something else.
     """
-    page = folder / "README.md"
+    page = _page(folder)
     pages = [path for path in sorted(folder.glob("*.md")) if path != page]
     if not pages:
         raise SystemExit(f"error: {folder} has no results; run: python -m bench run --suite quick --out {folder}")
     titles = [path.read_text().splitlines()[0].lstrip("# ") for path in pages]
-    parts = ["# Results\n", *(f"- [{title}]({path.name})" for title, path in zip(titles, pages, strict=True)), ""]
+    parts = [f"{_TITLE}\n", *(f"- [{title}]({path.name})" for title, path in zip(titles, pages, strict=True)), ""]
     for path in pages:
         text = "\n".join(f"#{line}" if line.startswith("#") else line for line in path.read_text().splitlines())
         plots = [f"![{path.stem}]({path.stem}.png)\n"] if path.with_suffix(".png").exists() else []
         parts += [text, "", *plots]
     page.write_text("\n".join(parts))
     print(f"wrote {page}: {len(pages)} results")
+    return page
+
+
+def _page(folder: Path) -> Path:
+    """Return the path of the page of results. Raises SystemExit if it is a file of something else."""
+    page = folder / "README.md"
+    if page.exists() and page.read_text(errors="replace").partition("\n")[0] != _TITLE:
+        raise SystemExit(f"error: {page} was not written by this program; name another folder")
     return page
 
 

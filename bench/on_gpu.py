@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lib.gpu_run import REPORT, ROWS, Run, described, read_rows, run_all, stages_of
+from lib.gpu_run import REPORT, ROWS, Run, described, foreign_file, read_rows, run_all, stages_of
 
 BEGAN = time.monotonic()
 
@@ -43,6 +43,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         disk_bytes = parse_bytes(arguments.disk, "--disk")
     except ConfigError as error:
         parser.error(str(error))
+    if (foreign := foreign_file(out)) is not None:
+        parser.error(f"{foreign} was not written by this program; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     (out / ROWS).unlink(missing_ok=True)
     work = Path(arguments.folder or tempfile.gettempdir()) / f"on-gpu-{os.getpid()}"

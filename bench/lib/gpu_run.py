@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -23,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROWS, LOG, TESTS, TRACE, REPORT = "rows.jsonl", "log.txt", "gpu-tests.txt", "trace.json.gz", "report.md"
+FILES = (ROWS, LOG, TESTS, TRACE, REPORT)
 """All files that a run leaves."""
+_MARK = "hf_tiered_cache_bench"
+"""File in the folder of the stores of a run."""
 LOG_BYTES = 512 << 10
 _GRACE_S = 3.0
 _PR_SET_PDEATHSIG = 1
@@ -132,20 +136,25 @@ def run_all(run: Run, stages: list[Stage], seconds: float) -> None:
     """Run the stages in order, each until its share of the time is used."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that folders are removed on the way out
     _sweep(run.folder)
-    context = _context()
-    total = sum(stage.seconds for stage in stages)
-    first, allotted = time.monotonic(), 0.0  # importing has taken some already
-    for stage in stages:
-        allotted += stage.seconds
-        until = first + (run.began + seconds - first) * allotted / total
-        _run(replace(run, stage=stage.name, until=until), stage, context)
+    run.folder.mkdir(parents=True)
+    (run.folder / _MARK).touch()
+    try:
+        context = _context()
+        total = sum(stage.seconds for stage in stages)
+        first, allotted = time.monotonic(), 0.0  # importing has taken some already
+        for stage in stages:
+            allotted += stage.seconds
+            until = first + (run.began + seconds - first) * allotted / total
+            _run(replace(run, folder=run.folder / "stage", stage=stage.name, until=until), stage, context)
+    finally:
+        shutil.rmtree(run.folder, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:
-    """Remove folders of runs that were killed."""
+    """Remove folders of runs that were killed. Those without the mark are of other programs."""
     for leftover in folder.parent.glob("on-gpu-*"):
         pid = leftover.name.removeprefix("on-gpu-")
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        if pid.isdigit() and (leftover / _MARK).is_file() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -239,3 +248,11 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 def described(run: Run) -> dict[str, Any]:
     """Return the settings, JSON-ready."""
     return {name: value for name, value in asdict(run).items() if name not in ("out", "folder", "began", "until")}
+
+
+def foreign_file(folder: Path) -> Path | None:
+    """Return a file that a run would replace and no run has written, or None."""
+    with suppress(OSError, ValueError, KeyError, TypeError), open(folder / ROWS) as file:
+        if json.loads(file.readline())["stage"] == "run":
+            return None
+    return next((folder / name for name in FILES if os.path.lexists(folder / name)), None)

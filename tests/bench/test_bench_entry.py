@@ -58,6 +58,46 @@ def test_a_folder_without_results_is_an_error_that_says_what_to_run(entry, tmp_p
         entry.main(["compare", str(tmp_path), str(tmp_path)])
 
 
+def test_a_page_of_something_else_is_not_replaced(entry, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("# Notes\n")
+    (tmp_path / "notes.md").write_text("# Notes\n")
+    for arguments in (["report", str(tmp_path)], ["run", "--out", str(tmp_path)]):
+        with pytest.raises(SystemExit, match=r"README\.md was not written by this program"):
+            entry.main(arguments)
+    assert page.read_text() == "# Notes\n"
+
+
+def test_files_of_others_are_not_replaced_by_a_run_on_a_gpu(tmp_path, monkeypatch, capsys):
+    from lib import gpu_run
+
+    assert gpu_run.foreign_file(tmp_path) is None
+    (tmp_path / "log.txt").write_text("precious")
+    assert gpu_run.foreign_file(tmp_path) == tmp_path / "log.txt"
+    for rows in ("", "precious", "[]", '{"stage": "a"}'):
+        (tmp_path / gpu_run.ROWS).write_text(rows)
+        assert gpu_run.foreign_file(tmp_path) == tmp_path / gpu_run.ROWS
+    spec = importlib.util.spec_from_file_location("on_gpu", BENCH / "on_gpu.py")
+    on_gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(on_gpu)
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "run", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        on_gpu.main()
+    assert "rows.jsonl was not written by this program" in capsys.readouterr().err
+    (tmp_path / gpu_run.ROWS).write_text('{"stage": "run"}\n')
+    assert gpu_run.foreign_file(tmp_path) is None
+
+
+def test_folders_without_the_mark_are_not_swept(tmp_path):
+    from lib import gpu_run
+
+    for name in ("on-gpu-999999999", "on-gpu-999999998"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "on-gpu-999999998" / gpu_run._MARK).touch()
+    gpu_run._sweep(tmp_path / "on-gpu-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["on-gpu-999999999"]
+
+
 def test_only_what_is_slower_beyond_noise_is_told(entry, tmp_path, capsys):
     before = write(tmp_path / "before", steady=[1.0, 1.1, 0.9, 1.05], slow=[1.0, 1.01, 0.99], quick=[1.0, 1.01, 0.99])
     after = write(tmp_path / "after", steady=[1.05, 0.95, 1.1, 1.0], slow=[1.2, 1.21, 1.19], quick=[0.8, 0.81, 0.79])
