@@ -52,12 +52,13 @@ class Timeline:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()  # independent of later changes of the working directory
+        self.path = Path(os.path.realpath(path))  # independent of later changes of the working directory
         try:
             if self.path.exists():
-                with self.path.open("rb") as file:
-                    if file.read(len(_MARK)) != _MARK:
-                        raise ConfigError(f"trace={str(path)!r} is a file of something else; name a new file")
+                if not (self.path.is_file() and _MARK.startswith(_beginning(self.path))):  # blank after a full disk
+                    raise ConfigError(f"trace={str(path)!r} is a file of something else; name a new file")
+                if self.path.stat().st_nlink > 1:
+                    self.path.unlink()  # another link keeps the earlier trace
             self.path.write_text(f"{_MARK.decode()}, {self._ids(0)}}},\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"trace={str(path)!r} cannot be written ({error.strerror})") from None
@@ -96,6 +97,12 @@ class Timeline:
     def watch(self, cache: StoredCache) -> None:
         """Trace all passes of a cache."""
         _CacheWatch(self, cache)
+
+
+def _beginning(path: Path) -> bytes:
+    """Return the bytes by which a trace is recognized."""
+    with path.open("rb") as file:
+        return file.read(len(_MARK))
 
 
 class _CacheWatch:

@@ -99,6 +99,21 @@ def test_an_earlier_trace_is_replaced_and_another_file_is_not(model, tmp_path):
     assert len(read_trace(tmp_path / "trace.json")) == 1
 
 
+def test_a_second_link_to_an_earlier_trace_keeps_it(model, tmp_path):
+    trace, backup = tmp_path / "trace.json", tmp_path / "backup.json"
+    with KVStore(tmp_path / "kv") as store:
+        for content in (b"", b'[{"name": "proc'):  # of a disk that was full
+            trace.write_bytes(content)
+            TieredCache(model, store, trace=trace)
+        before = trace.read_bytes()
+        backup.hardlink_to(trace)
+        generate(model, prompt(40), TieredCache(model, store, trace=trace), tokens=1)
+        with pytest.raises(ConfigError, match="is a file of something else"):
+            TieredCache(model, store, trace="/dev/null")
+    assert backup.read_bytes() == before
+    assert len(read_trace(trace)) == 1
+
+
 def test_a_trace_stays_in_its_folder_when_the_process_changes_to_another(model, tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
