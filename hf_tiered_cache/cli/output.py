@@ -20,6 +20,8 @@ from ..errors import TieredCacheError
 from ..store import KEY_FILE_VARIABLE
 
 _GAP = "  "
+_NO_TIME = "unknown"
+"""Text for a number that is no time, as in a damaged catalogue."""
 
 
 class Table:
@@ -122,12 +124,18 @@ def count(number: int, noun: str) -> str:
 
 def ago(moment: float) -> str:
     """Return how long ago a time was, in words."""
-    return humanize.naturaltime(max(0.0, time.time() - moment))
+    try:
+        return humanize.naturaltime(max(0.0, time.time() - moment))
+    except (ValueError, OverflowError):
+        return _NO_TIME
 
 
 def date(moment: float) -> str:
     """Return a time as local date and time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (ValueError, OverflowError, OSError):
+        return _NO_TIME
 
 
 def confirm(question: str) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import time
 from contextlib import redirect_stdout
 
 import pytest
 from rich.cells import cell_len
 
-from hf_tiered_cache.cli.output import Table, facts
+from hf_tiered_cache.cli.output import Table, ago, date, facts
 
 
 class Terminal(io.StringIO):
@@ -78,3 +79,11 @@ def test_facts_fold_what_is_long_and_have_no_heading(show):
 def test_an_empty_table_of_facts_shows_nothing(capsys):
     facts().show()
     assert capsys.readouterr().out == ""
+
+
+def test_a_number_that_is_no_time_is_shown_as_unknown():
+    for moment in (-1e163, float("-inf")):
+        assert ago(moment) == date(moment) == "unknown"
+    for moment in (1e163, float("inf")):
+        assert (ago(moment), date(moment)) == ("now", "unknown")
+    assert ago(time.time()) == "now" and date(0.0) != "unknown"
