@@ -11,7 +11,7 @@ import typer
 
 from ..errors import TieredCacheError
 from ..units import parse_bytes
-from .output import AsJson, KeyFile, Refused, Table, plotting, print_json, read_text
+from .output import AsJson, KeyFile, Refused, Table, picture, plotting, print_json, read_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,7 +110,8 @@ def calibrate(
     _check_together(context, [name for name in measurements if measurements[name]])
     if quality is not None and not text:
         raise Refused("--quality measures the loss on your own text: pass it with --text FILE")
-    plt = plotting() if plot is not None else None
+    if plot is not None:
+        plt, plot = plotting(), picture(plot)
     amount = f"{passages} passages of {tokens} tokens"
     with _measuring(store, model, dtype, memory, key_file, amount) as (kv_store, torch_model):
         if quality is not None:

@@ -165,3 +165,11 @@ def plotting() -> Any:
     from matplotlib import pyplot as plt
 
     return plt
+
+
+def picture(plot: Path) -> Path:
+    """Return the file of a picture, by default a .png. Raises Refused if it exists and `plot` does not name it."""
+    path = plot if plot.suffix else Path(f"{str(plot).rstrip('.')}.png")
+    if path != plot and path.exists():
+        raise Refused(f"{path} exists; replace it with --plot {path}, or name another file")
+    return path

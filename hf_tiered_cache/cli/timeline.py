@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import Refused, Table, plotting
+from .output import Refused, Table, picture, plotting
 
 TRACKS = ("model", "cache", "disk")
 _MARK = "hf-tiered-cache timeline"
@@ -129,7 +129,7 @@ def timeline(
     https://ui.perfetto.dev.
     """
     chosen = typical(read_trace(trace))
-    out = plot or trace.with_suffix(".png")
+    out = picture(plot) if plot is not None else trace.with_suffix(".png")
     if plot is None and out.exists() and not (out.is_file() and _MARK.encode() in out.read_bytes()[:4096]):
         raise Refused(f"{out} exists, and this command did not draw it; name another file with --plot")
     sums = {title: one.sums() for title, one in chosen.items()}

@@ -154,6 +154,9 @@ def test_the_command_draws_a_trace_and_sums_it(model, tmp_path):
     result = CliRunner().invoke(app, ["timeline", str(trace)])
     assert "this command did not draw it; name another file with --plot" in str(result.exception)
     assert picture.read_bytes() == b"\x89PNG of somebody else"
+    result = CliRunner().invoke(app, ["timeline", str(trace), "--plot", str(tmp_path / "trace")])
+    assert f"{picture} exists; replace it with --plot {picture}" in str(result.exception)
+    assert picture.read_bytes() == b"\x89PNG of somebody else"
     event = {"ph": "X", "name": "pass", "ts": 1, "dur": 1, "args": {"restored": 1, "computed": 1}}
     others = [event | {"ts": "soon"}, event | {"args": {"restored": "all", "computed": 1}}]
     for text in (json.dumps({"some": "thing"}), "[" * 100_000, *(json.dumps([one]) for one in others)):

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 import pytest
 from rich.cells import cell_len
 
-from hf_tiered_cache.cli.output import Table, ago, date, facts
+from hf_tiered_cache.cli.output import Refused, Table, ago, date, facts, picture
 
 
 class Terminal(io.StringIO):
@@ -87,3 +87,11 @@ def test_a_number_that_is_no_time_is_shown_as_unknown():
     for moment in (1e163, float("inf")):
         assert (ago(moment), date(moment)) == ("now", "unknown")
     assert ago(time.time()) == "now" and date(0.0) != "unknown"
+
+
+def test_the_ending_of_a_picture_does_not_hide_an_existing_file(tmp_path):
+    assert picture(tmp_path / "losses") == tmp_path / "losses.png"
+    (tmp_path / "losses.png").write_bytes(b"precious")
+    assert picture(tmp_path / "losses.png") == tmp_path / "losses.png"  # named
+    with pytest.raises(Refused, match=r"losses\.png exists"):
+        picture(tmp_path / "losses")
