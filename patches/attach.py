@@ -21,7 +21,7 @@ from ..errors import UnsupportedModelError
 from . import rope, rotary
 from .attention import PATCHES
 from .layers import decoder_layers, devices_of
-from .replacement import Replacement, pickle_as_it_is, pickle_without, without_hook
+from .replacement import Replacement, copy_as_it_is, copy_without, without_hook
 from .scope import CACHE_ARGUMENTS, ServedCache, Session, current
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -66,8 +66,8 @@ class Attachment:
         self._fingerprint = ""  # of that state
         self._tables = rotary.watch_tables(model)
         for module, handle in self._tables:
-            pickle_without(module, without_hook(handle))
-        pickle_without(model, _detached)
+            copy_without(module, without_hook(handle))
+        copy_without(model, _detached)
         self._patches = [*rotary.patches_of(model), *PATCHES]
         for patch in self._patches:
             patch.apply()
@@ -147,9 +147,9 @@ class Attachment:
         """Restore the model exactly as it was."""
         self.active = False
         _detached(self.model.__dict__)
-        pickle_as_it_is(self.model)
+        copy_as_it_is(self.model)
         for module, handle in self._tables:
-            pickle_as_it_is(module)
+            copy_as_it_is(module)
             handle.remove()
         for patch in self._patches:
             patch.undo()

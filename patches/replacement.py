@@ -1,4 +1,4 @@
-"""Replacement of functions while a model is attached, and copies and pickles of the model as if it never had been."""
+"""Replacement of functions while a model is attached, and copies of the model as if it never had been."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ class Patch:
                     self.put(function.original)
 
 
-_NAME = "__reduce_ex__"
 State = dict[str, Any]
 
 
@@ -73,24 +72,42 @@ def _reduce(module: nn.Module, clean: Callable[[State], None], protocol: Any) ->
     assert isinstance(reduced, tuple)  # a string names a global, which no module instance is
     function, arguments, state, *items = reduced
     if isinstance(state, dict):
-        state = {name: value for name, value in state.items() if name != _NAME}
+        state = _without_added(state)
         clean(state)
     return function, arguments, state, *items
 
 
-def pickle_without(module: nn.Module, clean: Callable[[State], None]) -> None:
-    """Omit from later copies and pickles of `module` what `clean` removes from its state.
+def _replicate(module: nn.Module, clean: Callable[[State], None]) -> Any:
+    """Replicate a module as its class does for `nn.DataParallel`, and let `clean` remove what was added."""
+    replica = type(module)._replicate_for_data_parallel(module)
+    replica.__dict__ = _without_added(replica.__dict__)
+    clean(replica.__dict__)
+    return replica
+
+
+def _without_added(state: State) -> State:
+    return {name: value for name, value in state.items() if name not in ADDED}
+
+
+ADDED: dict[str, Callable[..., Any]] = {"__reduce_ex__": _reduce, "_replicate_for_data_parallel": _replicate}
+"""Attributes of an attached module: the methods with which it is copied, pickled and replicated."""
+
+
+def copy_without(module: nn.Module, clean: Callable[[State], None]) -> None:
+    """Omit from later copies, pickles and replicas of `module` what `clean` removes from its state.
 
     `pickle`, `torch.save` and `copy.deepcopy` call `__reduce_ex__` of an object. The result can be loaded where this
-    library is not installed.
+    library is not installed. A replica with our bound methods would compute with the weights of the original.
     """
-    module.__dict__[_NAME] = functools.partial(_reduce, module, clean)
+    for name, method in ADDED.items():
+        module.__dict__[name] = functools.partial(method, module, clean)
 
 
-def pickle_as_it_is(module: nn.Module) -> None:
-    """Undo `pickle_without`."""
-    if getattr(module.__dict__.get(_NAME), "func", None) is _reduce:
-        del module.__dict__[_NAME]
+def copy_as_it_is(module: nn.Module) -> None:
+    """Undo `copy_without`."""
+    for name, method in ADDED.items():
+        if getattr(module.__dict__.get(name), "func", None) is method:
+            del module.__dict__[name]
 
 
 def without_hook(handle: RemovableHandle) -> Callable[[State], None]:

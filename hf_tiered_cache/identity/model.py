@@ -25,7 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
-from ..patches.replacement import Replacement
+from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, CodeDescription, Statics
 from .description import Undescribable
 from .origin import TRUSTED, USER, origin_of, origin_of_class
@@ -61,7 +61,7 @@ _PRIVATE_SETTINGS = frozenset(
 """Private settings of a configuration that transformers sets without effect on keys and values."""
 _METHODS = ("forward", "_call_impl", "_compiled_call_impl")
 """Methods that run a module and may be replaced by an attribute of the module."""
-_DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", "__reduce_ex__", *_METHODS})
+_DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", *ADDED, *_METHODS})
 _UNRELATED = frozenset(
     {
         *("_is_hf_initialized", "_is_torch_compile"),

@@ -175,6 +175,30 @@ def test_a_deep_copy_of_an_attached_model_is_a_model_of_its_own(tmp_path):
         )
 
 
+def replica(model, other):
+    """Return a replica of a model with the weights of another one, as `nn.DataParallel` makes it for a device."""
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for (module, made), source in zip(replicas.items(), other.modules(), strict=True):
+        made._modules = {name: replicas.get(child) for name, child in module._modules.items()}
+        for name, parameter in source._parameters.items():
+            if parameter is None:
+                made._parameters[name] = None
+            else:
+                setattr(made, name, parameter.detach())
+    return replicas[model]
+
+
+def test_a_replica_of_an_attached_model_computes_with_its_own_weights():
+    model, other = build("llama"), build("llama", seed=2)
+    expected = other(prompt(20)).logits
+    attach(model)
+    twin = replica(model, other)
+    assert attachment_of(twin) is None
+    assert torch.equal(twin(prompt(20)).logits, expected)
+    detach(model)
+    assert torch.equal(replica(model, other)(prompt(20)).logits, expected)
+
+
 def test_an_attached_model_can_be_saved_and_loaded(tmp_path):
     model = build("llama")
     attach(model)
