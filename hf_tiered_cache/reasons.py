@@ -34,7 +34,7 @@ TRAINING = "the model is in training mode, so nothing is restored or stored; cal
 ROW_ADAPTERS = "the rows of the batch use different adapters, so nothing is restored or stored"
 FILLED_ELSEWHERE = (
     "the cache is filled outside of the forward passes of its model, so nothing is restored, selected or stored; call "
-    "the causal LM that the cache was created for"
+    "the causal LM that the cache was created for, and create a new cache after detach() or the end of a session"
 )
 ODD_MASK = "the attention mask contains more than left padding, so nothing is restored or stored from that position on"
 ODD_POSITIONS = "position_ids do not count the tokens, so nothing is restored or stored from that position on"

@@ -101,6 +101,11 @@ class StoredCache(Cache, ServedCache):
     def run(self, attachment: object, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run one forward pass of the model: restore what is stored, compute the rest, record it."""
         if attachment is not self._executor.attachment:
+            if getattr(attachment, "model", None) is self.model:
+                raise CacheMismatchError(
+                    "the model was detached after this cache was created (by detach(), or at the end of a session); "
+                    "create a new cache"
+                )
             raise CacheMismatchError(
                 f"this cache belongs to another {type(self.model).__name__}; create one for this model"
             )

@@ -215,6 +215,14 @@ def test_a_cache_of_another_model_is_refused(tmp_path):
             two.generate(prompt(40), past_key_values=TieredCache(one, store), **GREEDY)
 
 
+def test_a_cache_of_a_session_that_has_ended_is_refused_with_advice(store):
+    model = build("llama")
+    with tiered(model, store):
+        cache = TieredCache(model, store)
+    with tiered(model, store), pytest.raises(CacheMismatchError, match=r"was detached .* create a new cache"):
+        model.generate(prompt(40), past_key_values=cache, **GREEDY)
+
+
 def test_what_is_no_transformers_model_is_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="Linear"):
         TieredCache(nn.Linear(2, 2), tmp_path)
