@@ -273,6 +273,9 @@ class StoredCache(Cache, ServedCache):
             twin._executor.observer = executor.observer.fork(twin.kv_sources)
         return twin
 
+    def __copy__(self) -> Self:
+        return self.fork()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
 

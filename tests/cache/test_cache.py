@@ -73,14 +73,15 @@ def test_a_parent_that_goes_on_leaves_its_forks_alone(model, store):
     assert torch.equal(model.generate(other, past_key_values=fork, **GREEDY), plain(model, other))
 
 
-def test_deepcopy_is_a_fork(model, store):
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_is_a_fork(model, store, copied):
     """The documentation of transformers recommends this for a cache of a prompt."""
     parent = TieredCache(model, store)
     with torch.no_grad():
         model(input_ids=prompt(50), past_key_values=parent)
     for seed in (3, 4):
         ids = torch.cat([prompt(50), prompt(6, seed=seed)], dim=1)
-        assert torch.equal(model.generate(ids, past_key_values=copy.deepcopy(parent), **GREEDY), plain(model, ids))
+        assert torch.equal(model.generate(ids, past_key_values=copied(parent), **GREEDY), plain(model, ids))
 
 
 def test_forks_record_what_they_compute(model, store):
