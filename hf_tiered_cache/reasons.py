@@ -92,6 +92,10 @@ OLDER_GRAPH = (
 OWN_CACHE = "generate() was called with another kind of cache, which is used unchanged"
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
+PAGED_ATTENTION = (
+    "continuous batching has switched the model to paged attention, with which other passes are wrong, so they neither "
+    "restore nor store anything; stop its manager first, or load the model with attn_implementation='sdpa'"
+)
 SHARED_LAYERS = (
     "layers of this model use the keys and values of other layers, so continuous batching restores and stores nothing; "
     "call generate()"

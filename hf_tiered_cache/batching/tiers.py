@@ -86,8 +86,12 @@ class PagedTiers(Listener):
         self._fingerprint: str | None = None  # of the last pass
         self.reason = ""
         """Reason why the engine runs without the store, or an empty string."""
-        self._lookups = Lookups(attachment, storage, self._method.ahead_bytes, self._observe(), self._wake)
-        self.manager = create()
+        rotations = self._observe()
+        self.manager = create()  # may switch to another attention function, which rotations do not depend on
+        self._fingerprint = self._identify()
+        if rotations is not None:
+            rotations.fingerprint = self._fingerprint or ""
+        self._lookups = Lookups(attachment, storage, self._method.ahead_bytes, rotations, self._wake)
         self._engine = Engine(self.manager, self)
         self._changed = not self._engine.is_fresh  # whether pages may hold KV of another state of the model
 
@@ -98,8 +102,21 @@ class PagedTiers(Listener):
         if isinstance(observed, str):
             self.refused(observed)
             return None
-        self._fingerprint = observed.fingerprint
         return observed
+
+    def _identify(self) -> str | None:
+        """Return the fingerprint of the model, or None if its KV can be neither stored nor restored."""
+        identity = self._identifier.identify(closely=False)
+        return identity.fingerprint if isinstance(identity, Identity) else None
+
+    def _note_model(self) -> str | None:
+        """Return the fingerprint of the model. If it has changed, pages hold KV of another state of the model."""
+        fingerprint = None if self._closed else self._identify()
+        if fingerprint != self._fingerprint:
+            self._fingerprint, self._changed = fingerprint, True
+            for request in self._requests.values():
+                request.stop_recording()
+        return fingerprint
 
     def serves(self, manager: Any) -> bool:
         """Return whether this object serves the requests of `manager`."""
@@ -216,12 +233,7 @@ class PagedTiers(Listener):
             self._store_leaving()
 
     def step(self, run: Callable[[], None], rows: Sequence[Packed]) -> None:
-        identity = None if self._closed else self._identifier.identify(closely=False)
-        fingerprint = identity.fingerprint if isinstance(identity, Identity) else None
-        if fingerprint != self._fingerprint:  # pages hold KV of another state of the model
-            self._fingerprint, self._changed = fingerprint, True
-            for request in self._requests.values():
-                request.stop_recording()
+        fingerprint = self._note_model()
         self._passed = None
         with self._attachment.batched_pass():
             run()

@@ -66,6 +66,11 @@ class Executor(CacheState):
     def _admit_and_run(
         self, cache: LayeredCache, forward: Callable[..., Any], kwargs: dict[str, Any], is_prompt: bool
     ) -> Any:
+        if str(self.attachment.config._attn_implementation).startswith("paged|"):
+            self._run_plain(reasons.PAGED_ATTENTION)
+            output = self._run_without_store(cache, forward, kwargs)
+            self.explain_once(reasons.PAGED_ATTENTION)
+            return output
         admitted = self.admit(cache, kwargs)
         if admitted is None:
             return self._run_without_store(cache, forward, kwargs)

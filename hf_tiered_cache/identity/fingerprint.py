@@ -174,7 +174,7 @@ class Fingerprinter:
             "torch": torch.__version__,
             "config": _digest(config),
             "RoPE": _digest(rope),
-            "attention": str(unpaged(text._attn_implementation)),
+            "attention": str(unpaged(model, text._attn_implementation)),
             "modules": _digest(description.words),
             "quantization": _digest(_settings({"": getattr(model.config, "quantization_config", None)})),
             "adapter": _digest([list(map(str, state)) for state in self._adapters]),

@@ -8,6 +8,7 @@ Those of other code are a problem: passes of the model run without the store unl
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -112,6 +113,7 @@ class ModelDescription(CodeDescription):
         self.rotary: list[Any] = []
         """Modules with RoPE frequencies that depend on the prompt length."""
         self._trains = self._in_training = False
+        self._model = model
         self._text = model.config.get_text_config(decoder=True)
         self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
         self._idle = _NONE  # inactive adapters that parts of the next module may belong to
@@ -289,9 +291,9 @@ class ModelDescription(CodeDescription):
     def _add_attention(self, name: Any) -> None:
         """Describe the attention function called `name` and its mask function.
 
-        A paged function is described as the function that `generate()` uses.
+        A paged function is described as the function that `generate()` uses, if both compute the same.
         """
-        base = unpaged(name)
+        base = unpaged(self._model, name)
         self.words.append(f"attention {base}")
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             for registered in dict.fromkeys((base, name)):
@@ -410,12 +412,25 @@ class ModelDescription(CodeDescription):
                     self.problem = self.problem or "the order of the layers, which differs from their `layer_idx`,"
 
 
-def unpaged(attention: Any) -> Any:
-    """Return the name of the attention that `generate()` uses in place of a paged one.
+def unpaged(model: PreTrainedModel, attention: Any) -> Any:
+    """Return the name of the attention that `generate()` uses in place of a paged one, if both compute the same.
 
-    While continuous batching runs, the model uses the same attention with a paged cache. KV serves both.
+    While continuous batching runs, the model may use another function of that name, "paged|" before it. KV serves both,
+    unless the paged function ignores arguments of the other one, such as `softcap`.
     """
-    return attention.removeprefix("paged|") if isinstance(attention, str) else attention
+    base = attention.removeprefix("paged|") if isinstance(attention, str) else attention
+    if base == attention or base not in ("eager", "sdpa") or attention not in ALL_ATTENTION_FUNCTIONS:
+        return attention
+    files = (sys.modules.get(name) for name in {type(module).__module__ for module in model.modules()})
+    own = [vars(file)["eager_attention_forward"] for file in files if hasattr(file, "eager_attention_forward")]
+    passed = set[str]().union(*map(_parameters, own))
+    taken = passed if base == "eager" else passed & _parameters(ALL_ATTENTION_FUNCTIONS[base])
+    ignored = taken - _parameters(ALL_ATTENTION_FUNCTIONS[attention]) - {"dropout"}  # 0 in eval mode
+    return base if own and not ignored else attention
+
+
+def _parameters(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
 
 
 _INTERNAL = frozenset(nn.Module().__dict__)

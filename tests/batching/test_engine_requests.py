@@ -1,0 +1,51 @@
+"""Requests of continuous batching: KV of the right model, and each one counted, with a reason if nothing is reused."""
+
+from __future__ import annotations
+
+import pytest
+from families import build, prompt
+from paged import batched, running
+
+from hf_tiered_cache import KVStore, TieredCache, reasons, tiered
+
+IDS = prompt(70)[0].tolist()
+
+
+# --- the right model
+
+
+def test_paged_attention_that_ignores_the_softcap_shares_no_kv_with_generate(root):
+    model = build("gemma2", attn_implementation="eager")
+    for restored in (0, 64):
+        with KVStore(root) as store, tiered(model, store) as session:
+            batched(model, [IDS])
+            assert session.stats.tokens_restored == restored
+    with KVStore(root) as store:
+        cache = TieredCache(model, store, record=False)
+        model(prompt(70), past_key_values=cache, logits_to_keep=1)
+        assert cache.stats.tokens_restored == 0
+        store.precompute(model, prompt(70, seed=2), progress=False)
+        with tiered(model, store) as session:
+            batched(model, [prompt(70, seed=2)[0].tolist()])
+            assert session.stats.tokens_restored == 0
+
+
+def test_generate_during_paged_attention_neither_restores_nor_stores(root):
+    """The model then computes no causal mask, or raises."""
+    model, ids = build("llama", attn_implementation="eager"), prompt(70)
+    with KVStore(root) as store:
+        store.precompute(model, ids, progress=False)
+        stored, cache = store.stats.segments, TieredCache(model, store)
+        with running(model):
+            if not model.config._attn_implementation.startswith("paged|"):
+                pytest.skip("this version of transformers does not switch")
+            try:
+                for tokens in (ids, prompt(40, seed=3)):
+                    cache.reset()
+                    model(tokens, past_key_values=cache, logits_to_keep=1)
+                    assert cache.stats.reasons == {reasons.PAGED_ATTENTION: 1}
+            except ValueError as error:
+                assert "paged attention cache" in str(error)
+        assert cache.stats.tokens_restored == 0
+        store.flush()
+        assert store.stats.segments == stored
