@@ -211,6 +211,7 @@ class PagedTiers(Listener):
                 return tokens
             try:
                 return self._place(request, restored, tokens)
+            self._note_model()
             finally:
                 self._lookups.release(request)
 

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch
 from families import build, prompt
-from paged import batched, running
+from paged import alone, batched, finished, running
 
 from hf_tiered_cache import KVStore, TieredCache, reasons, tiered
+from hf_tiered_cache.batching import lookups
 
 IDS = prompt(70)[0].tolist()
+OPTIONS = {"max_new_tokens": 8, "eos_token_id": -1}
+
+
+@pytest.fixture
+def model():
+    return build("llama", initializer_range=0.3)
+
+
+@pytest.fixture
+def stored(root, model):
+    """Return the folder of a store with the prompt."""
+    with KVStore(root) as store:
+        store.precompute(model, prompt(70), progress=False)
+    return root
+
+
+def edit(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+
+
+def held_lookups(monkeypatch):
+    """Return events: a lookup has read its KV, and it may end."""
+    assemble, has_read, may_end = lookups.Lookups._assemble, threading.Event(), threading.Event()
+
+    def hold(*args):
+        kv = assemble(*args)
+        has_read.set()
+        assert may_end.wait(30)
+        return kv
+
+    monkeypatch.setattr(lookups.Lookups, "_assemble", hold)
+    return has_read, may_end
 
 
 # --- the right model
@@ -49,3 +87,17 @@ def test_generate_during_paged_attention_neither_restores_nor_stores(root):
         assert cache.stats.tokens_restored == 0
         store.flush()
         assert store.stats.segments == stored
+
+
+def test_kv_that_was_read_before_the_weights_changed_is_not_restored(stored, model, monkeypatch):
+    has_read, may_end = held_lookups(monkeypatch)
+    edited = build("llama", initializer_range=0.3)
+    edit(edited)
+    expected = alone(edited, [IDS])
+    with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
+        name = manager.add_request(IDS, **OPTIONS)
+        assert has_read.wait(10)
+        edit(model)
+        may_end.set()
+        assert finished(manager, [name]) == expected
+        assert session.stats.tokens_restored == 0
