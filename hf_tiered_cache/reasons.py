@@ -92,6 +92,27 @@ OLDER_GRAPH = (
 OWN_CACHE = "generate() was called with another kind of cache, which is used unchanged"
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
+ENGINE_CHANGED = (
+    "the model may have changed since continuous batching filled its pages, so nothing is restored into them; create a "
+    "new manager"
+)
+ENGINE_FAILED = (
+    "the store has failed in continuous batching, so requests of this manager are computed without it; see the "
+    "traceback in the log, and create a new manager"
+)
+LOOKUP_FAILED = "the lookup of a prompt has failed, so the prompt was computed; see the traceback in the log"
+SLOW_LOOKUP = (
+    "the lookup of a prompt took so long that continuous batching computed the prompt; see whether the disk or the "
+    "server of the store is slow"
+)
+NOT_WRITTEN = (
+    "restored KV could not be written into the pages of continuous batching, so the prompt was computed; see the "
+    "warning in the log"
+)
+NOT_IN_TIME = (
+    "continuous batching computed a prompt before its KV was restored, for lack of free pages or of time; create its "
+    "manager with more pages"
+)
 PAGED_ATTENTION = (
     "continuous batching has switched the model to paged attention, with which other passes are wrong, so they neither "
     "restore nor store anything; stop its manager first, or load the model with attn_implementation='sdpa'"

@@ -82,6 +82,9 @@ class Listener(Protocol):
     def refused(self, reason: str) -> None:
         """Note why the engine runs without the store. Only `arrived` is called then."""
 
+    def failed(self) -> None:
+        """Note that an event has failed. Only `arrived` is called then."""
+
     def arrived(self, state: Any) -> None:
         """Note a request that begins to wait."""
 
@@ -187,13 +190,15 @@ class Engine:
 
     def _tell(self, default: Any, event: Callable[..., Any], *args: Any) -> Any:
         """Raise an event, and return its result. If it fails, the engine goes on without the store."""
-        if self._failed:
+        if self._failed and event not in (self._listener.failed, self._listener.arrived):
             return default
         try:
             return event(*args)
         except Exception:
-            self._failed = True
             logger.exception("continuous batching goes on without the store, which has failed")
+            if not self._failed:
+                self._failed = True
+                self._tell(None, self._listener.failed)
             return default
 
     def _prepare(self, original: Callable[[], bool]) -> bool:

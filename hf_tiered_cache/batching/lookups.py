@@ -81,6 +81,7 @@ class Lookups:
     def note_overdue(self, request: BatchedRequest) -> None:
         """Note that a request no longer waits for its lookup."""
         if request.lookup is not None and not request.lookup.done():
+            request.note_reason(reasons.SLOW_LOOKUP)
             self._overdue.append(request.lookup)
 
     def release(self, request: BatchedRequest) -> None:
@@ -101,44 +102,44 @@ class Lookups:
         wait([request.lookup for request in requests if request.lookup is not None], PATIENCE_SECONDS)
 
     def _look_up(self, request: BatchedRequest, restores: bool) -> None:
+        restored: Restored | None = None
+        reason = ""
         try:
-            restored = self._restore(request, restores)
+            restored, reason = self._restore(request, restores)
         except (TieredCacheError, OSError) as error:
-            request.reason = request.reason or reasons.DAMAGED
+            reason = reasons.DAMAGED
             self._storage.disk.warn("lookup", f"prompts of continuous batching are computed without the store: {error}")
-            return
         except Exception:
+            reason = reasons.LOOKUP_FAILED
             logger.exception("a prompt of continuous batching is computed, because its lookup has failed")
-            return
+        request.note_reason(reason)
         with self._room:
             request.restored = restored
             self._restored_bytes += 0 if restored is None else restored.nbytes
 
-    def _restore(self, request: BatchedRequest, restores: bool) -> Restored | None:
-        """Look a request up, and return the KV that the store holds after what the pages hold."""
+    def _restore(self, request: BatchedRequest, restores: bool) -> tuple[Restored | None, str]:
+        """Look a request up. Return the KV that the store holds after what the pages hold, and why there is none."""
         executor, replans = request.executor, REPLANS
         if request.admitted is None:
-            request.reason = executor.bypass
-            return None
+            return None, executor.bypass
         sequence, rotations = request.admitted[1], self._rotations
         while replans:
-            plan, request.reason = executor.look_up_admitted(*request.admitted)
+            plan, reason = executor.look_up_admitted(*request.admitted)
             if replans < REPLANS:
-                request.reason = reasons.DAMAGED
+                reason = reasons.DAMAGED
             stop = None if plan is None or not (restores and request.waits) else plan.suffix
             if plan is None or stop is None or stop - request.held < HASH_TOKENS:
-                return None
+                return None, reason
             if rotations is None or sequence.identity.fingerprint != rotations.fingerprint:
-                request.reason = reasons.MODEL_CHANGED
-                return None
+                return None, reasons.ENGINE_CHANGED
             self._await_room(request)
             try:
                 kv = self._assemble(request, plan, rotations)
             except RestoreError as error:
                 replans = executor.replans_after(error, replans)
                 continue
-            return None if kv is None else Restored(request.held, stop, kv)
-        return None
+            return None if kv is None else Restored(request.held, stop, kv), reason
+        return None, reasons.DAMAGED
 
     def _assemble(self, request: BatchedRequest, plan: Plan, rotations: LayerRotations) -> PagedKV | None:
         """Fetch what a plan restores after the tokens that the pages hold, and rotate its keys.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import reasons
 from ..cache.captured import SegmentTable
 from ..cache.executor import Executor
 from ..cache.request import Request
@@ -76,11 +77,11 @@ class BatchedRequest:
         self.restored: Restored | None = None
         """Restored KV that is not written to pages yet."""
         self.reason = ""
-        """Reason why nothing was restored, after the lookup."""
+        """Reason why nothing was restored; the first one holds."""
         self.held = 0
         """Number of leading tokens that were in shared pages when the lookup was started."""
         self.matched = 0
-        """Number of leading tokens in the pages when the request was scheduled."""
+        """Number of leading tokens that the pages held when the request was scheduled."""
         self.deadline = time.monotonic() + PATIENCE_SECONDS
         """Time at which the request no longer waits."""
         self.leader: BatchedRequest | None = None
@@ -115,6 +116,11 @@ class BatchedRequest:
         return 0 if self._first is None else self._end - self._first
 
     @property
+    def has_begun(self) -> bool:
+        """True if pages hold KV of the request."""
+        return bool(self.matched or self.placed or self._stop)
+
+    @property
     def prompt_is_computed(self) -> bool:
         """True if the pages hold the whole prompt."""
         return self._stop >= len(self.prompt)
@@ -127,10 +133,20 @@ class BatchedRequest:
     def fork(self, state: Any, executor: Executor) -> BatchedRequest:
         """Return a request that continues independently from the same tokens."""
         twin = BatchedRequest(state, executor, len(self.cache.layers))
-        twin.matched, twin.recording, twin.decided = self.matched, self.recording, True
+        twin.recording, twin.decided, twin.placed, twin.reason = self.recording, True, self.placed, self.reason
+        twin.note_match(self.matched)
         twin._first, twin._end, twin._stop = self._first, self._end, self._stop
         twin._pieces = list(self._pieces)
         return twin
+
+    def note_match(self, tokens: int) -> None:
+        """Count the tokens that the pages hold at the begin of the request, before any of its answer is delivered."""
+        self.executor.collector.add(tokens_kept=tokens - self.matched)
+        self.matched = tokens
+
+    def note_reason(self, reason: str) -> None:
+        """Note why nothing is restored, unless a reason is known."""
+        self.reason = self.reason or reason
 
     def note_pass(self, packed: PackedKV | None, row: int, first: int, count: int) -> None:
         """Note that a pass has computed `count` tokens from position `first` on, as tokens `row` and following.
@@ -165,16 +181,16 @@ class BatchedRequest:
             self._computed = 0
         if not self.reported:
             self.reported = True
-            collector.add(requests=1, tokens_kept=0 if self.placed else self.matched)
-            is_reused = self.placed or self.matched
-            if self.reason and not is_reused:
-                self.executor.explain(self.reason)
+            collector.add(requests=1)
+            reason = "" if self.placed or self.matched else self.reason or reasons.NOT_IN_TIME
+            if reason:
+                self.executor.explain(reason)
             logger.info(
                 "%d tokens restored, %d shared in pages, %d computed%s",
                 collector.stats.tokens_restored,
                 collector.stats.details.tokens_kept,
                 collector.stats.tokens_computed,
-                "" if is_reused or not self.reason else f"; {self.reason}",
+                reason and f"; {reason}",
             )
 
     def store(self, table: SegmentTable) -> None:

@@ -146,6 +146,13 @@ class PagedTiers(Listener):
         self.reason = self.reason or reason
         self._storage.disk.warn(reason, reason)
 
+    def failed(self) -> None:
+        with self._lock:
+            self.refused(reasons.ENGINE_FAILED)
+            for request in self._requests.values():
+                request.note_reason(self.reason)
+                request.report()
+
     def arrived(self, state: Any) -> None:
         if self._closed:
             return
@@ -160,11 +167,12 @@ class PagedTiers(Listener):
                 collector = before.executor.collector
                 self._end(before)
             request = BatchedRequest(state, self._new_executor(collector), self._attachment.depth)
+            if before is not None:
+                request.reported, request.matched = before.reported, before.matched
             if self.reason:
-                request.reason = self.reason
+                request.note_reason(self.reason)
                 request.report()
                 return
-            request.reported = before is not None and before.reported
             self._requests[request_id] = request
             request.admit()
             self._look_up(request)
@@ -179,6 +187,7 @@ class PagedTiers(Listener):
                 if not leader.decided and time.monotonic() < request.deadline:
                     return False
                 request.leader = None
+                request.note_reason(leader.reason)
                 self._look_up(request, follows=False, waits=leader.placed or leader.gone)
                 if request.decided:
                     return True
@@ -198,20 +207,19 @@ class PagedTiers(Listener):
         if request is None or request.state is not state or self._closed:
             return tokens
         with self._lock:
-            request.matched = tokens
+            request.note_match(tokens)
             if not tokens and not self._has_room(request, tokens):
                 return tokens  # it waits for pages
             request.decided = True
+            self._note_model()
             if self._changed and self._pages.held(request.prompt):  # it gets pages of another state of the model
+                request.note_reason(reasons.ENGINE_CHANGED)
                 request.stop_recording()
                 self._lookups.release(request)
             restored = request.restored
-            if restored is None or not self._is_placeable(request, restored, tokens):
-                self._lookups.release(request)
-                return tokens
             try:
-                return self._place(request, restored, tokens)
-            self._note_model()
+                is_placed = restored is not None and self._is_placeable(request, restored, tokens)
+                return self._place(request, restored, tokens) if is_placed else tokens
             finally:
                 self._lookups.release(request)
 
@@ -322,7 +330,7 @@ class PagedTiers(Listener):
         self._requests.pop(request.id, None)
         request.gone = True
         request.decided = True
-        if request.matched or request.num_captured:
+        if request.has_begun:
             request.report()
         self._leaving.append(request)
 
@@ -352,7 +360,10 @@ class PagedTiers(Listener):
         held = self._pages.held(prompt) if are_shared else 0
         follows = are_shared and (follows or held > request.held)
         request.held, request.deadline = held, time.monotonic() + PATIENCE_SECONDS
-        waits = waits and self._options.restore and not self._lookups.are_hung
+        if waits and self._lookups.are_hung:
+            request.note_reason(reasons.SLOW_LOOKUP)
+            waits = False
+        waits = waits and self._options.restore
         if not waits or len(prompt) - 1 - held < HASH_TOKENS:
             request.decided = True
         elif follows:
@@ -377,8 +388,10 @@ class PagedTiers(Listener):
     def _is_placeable(self, request: BatchedRequest, restored: Restored, held: int) -> bool:
         """Return whether restored KV continues the pages, and was computed by the model of the next pass."""
         sequence = request.executor.sequence
-        is_current = sequence is not None and sequence.identity.fingerprint == self._fingerprint
-        return is_current and restored.first <= held < restored.stop and self._has_room(request, held)
+        if sequence is None or sequence.identity.fingerprint != self._fingerprint:
+            request.note_reason(reasons.ENGINE_CHANGED)
+            return False
+        return restored.first <= held < restored.stop and self._has_room(request, held)
 
     def _place(self, request: BatchedRequest, restored: Restored, held: int) -> int:
         """Write restored KV from token `held` on into pages, and return the number of tokens that they hold."""
@@ -389,12 +402,13 @@ class PagedTiers(Listener):
             engine.write(request.id, stop, restored.since(held))
         except Exception as error:
             self._storage.disk.warn("pages", f"restored KV could not be written into pages: {error!r}")
+            request.note_reason(reasons.NOT_WRITTEN)
             if not held:
                 pages.free(request.id)
             return held
         pages.complete(state, stop - held)
         request.placed = True
-        request.executor.collector.add(tokens_restored=stop - held, tokens_attended=stop - held, tokens_kept=held)
+        request.executor.collector.add(tokens_restored=stop - held, tokens_attended=stop - held)
         return stop
 
 

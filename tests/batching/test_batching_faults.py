@@ -223,6 +223,7 @@ def test_no_request_waits_longer_than_its_patience(stored, model, prompts, expec
         held.go_on.set()
         assert settled(manager) == 0
         assert session.stats.tokens_restored == 0
+        assert set(session.stats.reasons) == {reasons.SLOW_LOOKUP}
 
 
 @pytest.mark.parametrize("part", ["_has_room", "_look_up", "_note", "_place", "computed", "between_steps", "step"])

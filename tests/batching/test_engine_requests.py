@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 from families import build, prompt
-from paged import alone, batched, finished, running
+from paged import alone, arriving, batched, finished, running, settled
 
 from hf_tiered_cache import KVStore, TieredCache, reasons, tiered
-from hf_tiered_cache.batching import lookups
+from hf_tiered_cache.batching import lookups, tiers
+from hf_tiered_cache.batching.engine import Engine
 
 IDS = prompt(70)[0].tolist()
 OPTIONS = {"max_new_tokens": 8, "eos_token_id": -1}
@@ -100,4 +101,70 @@ def test_kv_that_was_read_before_the_weights_changed_is_not_restored(stored, mod
         edit(model)
         may_end.set()
         assert finished(manager, [name]) == expected
+        settled(manager)
         assert session.stats.tokens_restored == 0
+        assert session.stats.reasons == {reasons.ENGINE_CHANGED: 1}
+
+
+def test_an_engine_of_an_earlier_state_of_the_model_says_so(root, model):
+    edited = build("llama", initializer_range=0.3)
+    edit(edited)
+    with KVStore(root) as store:
+        store.precompute(edited, prompt(70), progress=False)
+        with tiered(model, store) as session, running(model) as manager:
+            edit(model)
+            arriving(manager, [IDS])
+        assert session.stats.reasons == {reasons.ENGINE_CHANGED: 1}
+
+
+# --- counted
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_request_of_one_token_is_counted(store, model, is_edited):
+    with tiered(model, store, record=is_edited) as session, running(model) as manager:
+        if is_edited:
+            edit(model)
+        finished(manager, [manager.add_request(IDS, max_new_tokens=1, eos_token_id=-1)])
+    assert (session.stats.requests, session.stats.tokens_computed) == (1, 70)
+    assert session.stats.reasons == {reasons.NOTHING: 1}
+
+
+@pytest.mark.parametrize("part", ["_look_up", "matched", "step", "between_steps"])
+def test_requests_are_counted_after_a_fault_of_this_library(stored, model, monkeypatch, part):
+    monkeypatch.setattr(tiers.PagedTiers, part, lambda *args: 1 / 0)
+    with KVStore(stored) as store, tiered(model, store) as session:
+        with running(model) as manager:
+            for count in (1, 2):
+                arriving(manager, [IDS])
+                assert session.stats.requests == count
+        assert session.stats.reasons == {reasons.ENGINE_FAILED: 2 if part != "step" else 1}
+
+
+@pytest.mark.parametrize(
+    ("owner", "part", "reason"),
+    [
+        (Engine, "write", reasons.NOT_WRITTEN),
+        (lookups.Lookups, "_assemble", reasons.LOOKUP_FAILED),
+        (tiers.PagedTiers, "_is_placeable", reasons.NOT_IN_TIME),
+    ],
+)
+def test_a_prompt_that_is_not_restored_has_a_reason(stored, model, monkeypatch, owner, part, reason):
+    expected = alone(model, [IDS])
+    monkeypatch.setattr(owner, part, (lambda *args: 1 / 0) if reason != reasons.NOT_IN_TIME else lambda *args: False)
+    with KVStore(stored) as store, tiered(model, store) as session:
+        assert batched(model, [IDS]) == expected
+        assert session.stats.tokens_restored == 0
+        assert session.stats.reasons == {reason: 1}
+
+
+def test_shared_pages_are_counted_before_the_answer(store, model, monkeypatch):
+    """A server reads the figures of a request when its answer is there."""
+    kept, step = [], tiers.PagedTiers.step
+    with tiered(model, store) as session, running(model) as manager:
+        arriving(manager, [IDS])
+        noting = lambda self, *args: (kept.append(session.stats.details.tokens_kept), step(self, *args))  # noqa: E731
+        monkeypatch.setattr(tiers.PagedTiers, "step", noting)
+        arriving(manager, [IDS])
+        settled(manager)
+        assert kept[0] == session.stats.details.tokens_kept == 64
