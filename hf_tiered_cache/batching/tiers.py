@@ -1,7 +1,7 @@
 """Store of continuous batching: stored KV is written into pages, and new KV is recorded.
 
 The engine's thread calls `PagedTiers` (see `Listener`). It never reads the store: lookups and fetches run in other
-threads. Their requests wait in line meanwhile, for at most `PATIENCE_SECONDS`.
+threads. Their requests wait in line meanwhile, for at most `PATIENCE_SECONDS` each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..store.geometry import HASH_TOKENS
 from .engine import Engine, Listener, Pages, id_of, parent_id_of
 from .lookups import LayerRotations, Lookups, observe_rotations, windows_of
 from .packed import GraphKV, Packed, PackedKV, PassCapture, PassJoiner
-from .requests import PATIENCE_SECONDS, BatchedRequest, Restored
+from .requests import BatchedRequest, Restored
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -359,8 +359,8 @@ class PagedTiers(Listener):
         prompt, are_shared = request.prompt, self._pages.are_shared
         held = self._pages.held(prompt) if are_shared else 0
         follows = are_shared and (follows or held > request.held)
-        request.held, request.deadline = held, time.monotonic() + PATIENCE_SECONDS
-        if waits and self._lookups.are_hung:
+        request.held = held
+        if waits and (self._lookups.are_hung or time.monotonic() > request.deadline):
             request.note_reason(reasons.SLOW_LOOKUP)
             waits = False
         waits = waits and self._options.restore

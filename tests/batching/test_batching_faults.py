@@ -156,7 +156,7 @@ def test_a_request_that_is_cancelled_during_its_restore_leaves_nothing(stored, m
 
 def test_a_request_whose_lookup_ends_just_after_it_is_stored(store, model, prompts, expected, monkeypatch):
     gate, look_up = threading.Event(), lookups.Lookups._look_up
-    monkeypatch.setattr(tiers, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(lookups.Lookups, "_look_up", lambda *given: gate.wait(30) and look_up(*given))
 
     def is_looked_up(request):
@@ -213,7 +213,7 @@ def test_other_requests_go_on_while_one_is_restored(stored, model, prompts, expe
 
 def test_no_request_waits_longer_than_its_patience(stored, model, prompts, expected, monkeypatch):
     held = Held(monkeypatch)
-    for module in (requests, tiers, lookups):
+    for module in (requests, lookups):
         monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.3)
     with KVStore(stored) as store, tiered(model, store) as session, running(model) as manager:
         began = time.monotonic()

@@ -168,3 +168,23 @@ def test_shared_pages_are_counted_before_the_answer(store, model, monkeypatch):
         arriving(manager, [IDS])
         settled(manager)
         assert kept[0] == session.stats.details.tokens_kept == 64
+
+
+def test_a_request_that_followed_another_one_keeps_its_deadline(stored, model, monkeypatch):
+    has_read, may_end = held_lookups(monkeypatch)
+    deadlines, look_up = {}, tiers.PagedTiers._look_up
+
+    def noting(self, request, **options):
+        look_up(self, request, **options)
+        deadlines.setdefault(request.id, []).append(request.deadline)
+
+    monkeypatch.setattr(tiers.PagedTiers, "_look_up", noting)
+    with KVStore(stored) as store, tiered(model, store), running(model) as manager:
+        first = manager.add_request(IDS, **OPTIONS)
+        assert has_read.wait(10)
+        second = manager.add_request(IDS, **OPTIONS)
+        manager.cancel_request(first)
+        may_end.set()
+        finished(manager, [second])
+    assert len(deadlines[second]) == 2
+    assert len(set(deadlines[second])) == 1
