@@ -13,6 +13,9 @@ from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, sho
 from ..patches.layers import can_drop
 from ..patches.scope import CACHE_ARGUMENTS
 
+_OWN_POSITIONS = ("create_position_ids_from_input_ids", "rope_deltas")
+"""Members of modules that number tokens by themselves."""
+
 
 def check_causal(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if a prefix's KV depends on later tokens, or on the input of an encoder."""
@@ -36,15 +39,16 @@ def check_causal(model: PreTrainedModel) -> None:
 def counts_positions(model: PreTrainedModel) -> bool:
     """Return whether tokens without `position_ids` have the positions that `generate()` passes: 0, 1, and so on.
 
-    RoBERTa and its relatives count from behind the number of the padding token. Of code from elsewhere that is not
-    known, unless it uses RoPE, whose positions are relative.
+    RoBERTa and its relatives count from behind the number of the padding token, and vision models from where the last
+    image moved the count (`rope_deltas`). Of code from elsewhere that is not known, unless it uses RoPE, whose
+    positions are relative.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return True
     modules = list(model.modules())
     for module in modules:
         table = getattr(module, "position_embeddings", None)
-        if getattr(table, "padding_idx", None) is not None or hasattr(module, "create_position_ids_from_input_ids"):
+        if getattr(table, "padding_idx", None) is not None or any(hasattr(module, name) for name in _OWN_POSITIONS):
             return False
     owners = (type(model).forward.__module__, type(model.base_model).forward.__module__)
     is_known = all(owner.partition(".")[0] == "transformers" for owner in owners)

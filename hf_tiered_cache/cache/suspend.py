@@ -164,8 +164,10 @@ def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:
         return None
 
     def run(ids: torch.Tensor, replayed: Cache) -> torch.Tensor:
+        ids = ids.to(attachment.devices[0])
+        positions = executor.arguments.positions(ids, replayed.get_seq_length())
         with attachment.running_eagerly():
-            logits: torch.Tensor = attachment.forward(ids.to(attachment.devices[0]), replayed, return_dict=True).logits
+            logits: torch.Tensor = attachment.forward(ids, replayed, return_dict=True, **positions).logits
         return logits
 
     try:

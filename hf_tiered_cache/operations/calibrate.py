@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.cache_state import CacheOptions
 from ..cache.calibrations import Calibration, PrefixCosts, keep, keep_prefix_costs, prefix_costs
+from ..cache.request import ForwardArguments
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError
@@ -247,7 +248,8 @@ def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> 
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(context):
             cache.update(keys, values, layer)
-        return _seconds(lambda: attachment.forward(chunk, cache, logits_to_keep=1), model.device), cache
+        positions = ForwardArguments.of(attachment).positions(chunk, cache.get_seq_length())
+        return _seconds(lambda: attachment.forward(chunk, cache, logits_to_keep=1, **positions), model.device), cache
 
     _, computed = continued([])
     layers: list[Any] = computed.layers

@@ -20,7 +20,7 @@ from ..cache.cache_state import CacheOptions
 from ..cache.calibrations import change_records, records_of
 from ..cache.executor import Executor
 from ..cache.recorder import Recorder
-from ..cache.request import Request
+from ..cache.request import ForwardArguments, Request
 from ..cache.sequence import SequenceState
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache, prepare
@@ -96,10 +96,11 @@ def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
     """Generate `tokens` tokens after `first` by sampling from the model, with a fixed seed, without special tokens."""
     cache, text = DynamicCache(config=attachment.config), [first]
     generator = torch.Generator().manual_seed(0)
-    special = _special_tokens(attachment)
+    special, arguments = _special_tokens(attachment), ForwardArguments.of(attachment)
     for _ in range(tokens):
         ids = torch.tensor([text[-1:]], device=attachment.devices[0])  # [1, 1]
-        logits = attachment.forward(ids, cache, logits_to_keep=1).logits[0, -1]
+        positions = arguments.positions(ids, len(text) - 1)
+        logits = attachment.forward(ids, cache, logits_to_keep=1, **positions).logits[0, -1]
         probabilities = logits.float().cpu().index_fill(0, special, -torch.inf).softmax(0)  # [vocabulary]
         text.append(int(probabilities.multinomial(1, generator=generator)))
     return text[1:]

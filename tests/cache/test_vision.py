@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers
 from families import prompt
+from reference import kv_of
 
 from hf_tiered_cache import TieredCache, reasons
 from hf_tiered_cache.methods import CacheTune
+from hf_tiered_cache.operations import precompute
 
 GREEDY = {"do_sample": False, "max_new_tokens": 5}
 IMAGE, START, END = 150, 152, 153
@@ -131,6 +133,29 @@ def test_text_after_a_request_with_an_image(model, store):
         assert torch.equal(model.generate(alone, past_key_values=cache, **GREEDY), want)
 
 
+def test_text_without_positions_after_a_request_with_an_image(model, store, monkeypatch):
+    """Vision models add what the last image took of the positions, as soon as a cache holds something."""
+    monkeypatch.setattr(precompute, "CHUNK_TOKENS", 48)
+    ids, arguments = seen()
+    alone = text(120)
+    with torch.no_grad():
+        expected = model(alone, logits_to_keep=1).logits
+        model.generate(ids, past_key_values=TieredCache(model, store), **GREEDY, **arguments)
+        assert model.model.rope_deltas.any()
+        store.precompute(model, [alone[0, :64], alone[0]], progress=False)
+        cache = TieredCache(model, store, record=False)
+        found = model(alone, past_key_values=cache, logits_to_keep=1).logits
+        assert (cache.stats.tokens_restored, cache.stats.reason) == (0, reasons.OWN_POSITIONS)
+        torch.testing.assert_close(found, expected)
+        model.model.rope_deltas = None
+        cache = TieredCache(model, store, record=False)
+        model.generate(alone, past_key_values=cache, do_sample=False, max_new_tokens=1)
+        assert cache.stats.tokens_restored == 112
+        for layer, kv in zip(cache.layers, kv_of(model, alone), strict=True):
+            torch.testing.assert_close(layer.keys, kv[0])
+            torch.testing.assert_close(layer.values, kv[1])
+
+
 def test_an_image_at_once(model, store):
     ids, arguments = seen(before=3)
     want = model.generate(ids, **GREEDY, **arguments)
@@ -157,5 +182,6 @@ def test_passages_are_reused_by_a_model_with_as_many_vision_layers(model, store)
     passages = [text(48, seed=seed) for seed in (1, 2, 3)]
     store.precompute(model, [ids[0] for ids in passages], passages=True, method=method, progress=False)
     cache = TieredCache(model, store, method=method, record=False)
-    model(torch.cat([text(8, seed=9), *passages, text(20, seed=10)], dim=1), past_key_values=cache, logits_to_keep=1)
+    ids = torch.cat([text(8, seed=9), *passages, text(20, seed=10)], dim=1)
+    model(ids, position_ids=torch.arange(ids.shape[1])[None], past_key_values=cache, logits_to_keep=1)
     assert cache.stats.tokens_restored > 0
