@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+def code_of(function: Callable[..., Any]) -> CodeType | None:
+    """Return the code of a function without its decorators, or None if it is not written in Python."""
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def devices_of(layers: nn.ModuleList) -> list[torch.device]:

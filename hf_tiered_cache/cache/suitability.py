@@ -10,7 +10,7 @@ from ..errors import CacheMismatchError, ConfigError, TieredCacheError, Unsuppor
 from ..methods import BudgetMethod, Method, Passages
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
-from ..patches.layers import can_drop
+from ..patches.layers import can_drop, code_of
 from ..patches.scope import CACHE_ARGUMENTS
 
 _OWN_POSITIONS = ("create_position_ids_from_input_ids", "rope_deltas")
@@ -29,11 +29,18 @@ def check_causal(model: PreTrainedModel) -> None:
         module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
     ]
     takes_cache = {*CACHE_ARGUMENTS, "cache_params"} & inspect.signature(model.forward).parameters.keys()
-    if not (any(causal_flags) if causal_flags else takes_cache):
+    if not (any(causal_flags) if causal_flags else takes_cache and not _is_set_to_encode(model)):
         raise UnsupportedModelError(
             f"{name} is an encoder: its tokens attend to later tokens, so the KV of a prefix cannot be reused; pass a "
             "causal LM"
         )
+
+
+def _is_set_to_encode(model: PreTrainedModel) -> bool:
+    """Return whether the model is a decoder only if its configuration says so, and it does not."""
+    code = code_of(type(model.base_model).forward)
+    names = {"is_decoder", "causal"}.intersection(code.co_names if code else ())
+    return any(getattr(model.config, name, True) is False for name in names)
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
