@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+from itertools import pairwise
 
 from transformers import PreTrainedModel
 
@@ -34,6 +36,10 @@ def check_causal(model: PreTrainedModel) -> None:
             f"{name} is an encoder: its tokens attend to later tokens, so the KV of a prefix cannot be reused; pass a "
             "causal LM"
         )
+    if any(_refers_to_layers(module) for module in model.modules() if isinstance(module, PreTrainedModel)):
+        raise UnsupportedModelError(
+            f"{name} reads or adds layers of its cache itself, so they cannot be restored; use DynamicCache"
+        )
 
 
 def _is_set_to_encode(model: PreTrainedModel) -> bool:
@@ -41,6 +47,17 @@ def _is_set_to_encode(model: PreTrainedModel) -> bool:
     code = code_of(type(model.base_model).forward)
     names = {"is_decoder", "causal"}.intersection(code.co_names if code else ())
     return any(getattr(model.config, name, True) is False for name in names)
+
+
+def _refers_to_layers(module: PreTrainedModel) -> bool:
+    """Return whether the code of `forward` refers to `layers` of its cache argument."""
+    code = code_of(type(module).forward)
+    for before, step in pairwise(dis.get_instructions(code) if code else ()):
+        if step.argval == "layers" and step.opname == "LOAD_ATTR":
+            loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
+            if loaded in CACHE_ARGUMENTS:
+                return True
+    return False
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
