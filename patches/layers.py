@@ -36,7 +36,9 @@ def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no list of {count} decoder layers; use the exact method with this model"
+    )
 
 
 def code_of(function: Callable[..., Any]) -> CodeType | None:

@@ -13,6 +13,7 @@ import torch
 from .. import reasons
 from ..methods import BudgetMethod, Method, Passages, PrefixMethod
 from ..patches.attach import Attachment
+from ..patches.layers import can_drop
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
 from ..restore.schedule import RATIOS, STEEPNESS, Load, Streams, fastest, recompute_lengths
@@ -264,6 +265,8 @@ def with_measured_settings(
     if isinstance(method, Passages):
         ratio = partial(calibrated_ratio, storage, fingerprint, attachment.model.device, tokens)
         method = method.with_calibrated_ratio(ratio).with_few_layers(attachment.depth)
+        if not can_drop(attachment.model, attachment.depth):
+            method = method.with_equal_positions()
     if isinstance(method, BudgetMethod):
         method = method.with_measured_budget(partial(quality_budget, storage, fingerprint))
         if method.selects:

@@ -102,8 +102,11 @@ def check_suits(method: Method, model: PreTrainedModel) -> None:
             raise cannot_select(method, model)
         if not can_select(config):
             raise needs_attention(method, model, SELECTING)
-    elif isinstance(method, Passages) and not can_scatter(config):
-        raise needs_attention(method, model, WRAPPED)
+    elif isinstance(method, Passages):
+        if not can_scatter(config):
+            raise needs_attention(method, model, WRAPPED)
+        if not can_drop(model, config.num_hidden_layers):
+            method.with_equal_positions()  # raises if it cannot
 
 
 def cannot_observe(model: PreTrainedModel) -> str:

@@ -87,6 +87,9 @@ class CacheTune(Passages):
             )
         return replace(self, recompute=LOWEST if measured_ratio is None else measured_ratio)
 
+    def with_equal_positions(self) -> Self:
+        return replace(self, widen=1.0)
+
     # --- tokens to compute
 
     def narrowing(self, layers: int) -> tuple[int, float] | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..errors import ConfigError, unknown_name
+from ..errors import ConfigError, UnsupportedModelError, unknown_name
 from ..passages.finder import sink_token
 from ..passages.ranking import RANKED_IN_CONTEXT, RANKINGS, Ranking
 from ..passages.recompute import ProbeAttention
@@ -96,6 +96,19 @@ class Passages(Method):
 
         `ratio` returns the ratio measured on this machine, or None.
         """
+        return self
+
+    def with_equal_positions(self) -> Self:
+        """Return this method for a model with layers that cannot compute fewer positions than those before.
+
+        Raises:
+            UnsupportedModelError: The method computes fewer in later layers.
+        """
+        if type(self).narrowing is not Passages.narrowing:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} computes fewer tokens in later layers, but this model's layers take arguments "
+                "for each token; use CacheTune or Epic"
+            )
         return self
 
     # --- tokens to compute

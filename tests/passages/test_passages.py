@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import transformers
 from families import build_deep as build
 from families import prompt
 from hypothesis import given
@@ -118,6 +119,19 @@ def chosen_by(store, share, ranking="context"):
         return sorted(order[int(share * len(passage)) :].tolist())
 
     return restored
+
+
+@pytest.mark.skipif(not hasattr(transformers, "BeamConfig"), reason="newer transformers")
+def test_layers_that_take_more_of_each_token_compute_the_same_ones(store):
+    """Beam scales the queries of each token."""
+    sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "mlp_layer_types": ["dense"] * 6, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.BeamForCausalLM(transformers.BeamConfig(**sizes, **heads)).eval()
+    fill(store, model)
+    logits, cache = ask(model, store, PROMPT, tune(0.3))
+    assert cache.stats.tokens_restored > 0
+    torch.testing.assert_close(logits, ask(model, store, PROMPT, tune(0.3, widen=1))[0], rtol=0, atol=0)
 
 
 # --- exactness
