@@ -7,18 +7,20 @@ wrappers only call the original functions.
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .layers import decoder_layers
+from .layers import code_of, decoder_layers
 from .replacement import Patch, Replacement
 from .rope import on
 from .scope import AttentionCall, Scope, current
@@ -38,13 +40,34 @@ def can_select(config: PreTrainedConfig) -> bool:
 def shows_queries(model: PreTrainedModel) -> bool:
     """Return whether the model attends through the registered functions, to the keys that it passes to its cache.
 
-    Latent attention (MLA) caches what keys are computed from.
+    Latent attention (MLA) caches what keys are computed from. Some layers attend to the keys of an earlier layer.
     """
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+    config = model.config.get_text_config(decoder=True)
+    num_caching = sum(isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers)
+    if getattr(config, "kv_lora_rank", None) or num_caching < config.num_hidden_layers:
         return False
-    layers = decoder_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
-    names = {type(module).__module__ for module in layers.modules() if "Attention" in type(module).__name__}
+    names = {kind.__module__ for kind in _attention_classes(model)}
     return all(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in names)
+
+
+def passes_mask_on(model: PreTrainedModel) -> bool:
+    """Return whether the model makes no mask in its attention, but passes on what `make_mask` returned."""
+    kinds = _attention_classes(model)
+    return bool(kinds) and all(_passes_mask_on(kind.forward) for kind in kinds)
+
+
+@cache
+def _passes_mask_on(forward: Callable[..., Any]) -> bool:
+    if (code := code_of(forward)) is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+        return False
+    names = {name for name in (*code.co_varnames, *code.co_names) if "mask" in name}
+    stores = (str(step.argval) for step in dis.get_instructions(code) if step.opname.startswith("STORE_FAST"))
+    return names == {"attention_mask"} and not any("attention_mask" in store for store in stores)
+
+
+def _attention_classes(model: PreTrainedModel) -> set[Any]:
+    layers = decoder_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
+    return {kind for kind in map(type, layers.modules()) if "Attention" in kind.__name__}
 
 
 def can_scatter(config: PreTrainedConfig) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import CacheMismatchError, ConfigError, TieredCacheError, UnsupportedModelError
 from ..methods import BudgetMethod, Method, Passages
 from ..patches.attach import Attachment
-from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
+from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, passes_mask_on, shows_queries
 from ..patches.layers import can_drop, code_of
 from ..patches.scope import CACHE_ARGUMENTS
 
@@ -129,14 +129,15 @@ def can_recompute_prefix(attachment: Attachment) -> bool:
     """Return whether layers can compute a prefix besides their suffix, and later layers a shorter one.
 
     This requires masks that can give the position of each query, and layers that take only the hidden state and the
-    position of each token.
+    position of each token. Attention that makes a mask of its own would take queries for the last ones.
     """
     model, config = attachment.model, attachment.config
     try:
         one_position = model.config is config  # per token; tokens of images have several
         # the mask of a recomputed prefix is causal, maybe with a sliding window (see `Scope.recompute_mask`)
         has_other_mask = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-        return one_position and not has_other_mask and can_scatter(config) and can_drop(model, attachment.depth)
+        can_mask = can_scatter(config) and not has_other_mask and passes_mask_on(model)
+        return one_position and can_mask and can_drop(model, attachment.depth)
     except UnsupportedModelError:
         return False
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+import transformers
 from families import build_deep as build
 from families import prompt
 from hypothesis import example, given, settings
@@ -369,6 +370,27 @@ def test_an_attention_that_cannot_be_told_where_queries_stand_loads_all(root, mo
     monkeypatch.setattr("hf_tiered_cache.cache.suitability.can_scatter", lambda config: False)
     cache, ours = ask(model, store, ids, 0.5)
     close(ours, full)
+    assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (STORED, 0)
+
+
+@pytest.mark.parametrize("kind", ["GPTNeo", "Doge"])
+def test_an_attention_that_makes_a_mask_of_its_own_loads_all(root, kind):
+    """They take all queries for the last ones, or expect a mask of all queries."""
+    sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    if kind == "GPTNeo":
+        sizes |= {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 24}
+    else:
+        sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model, ids = (
+        getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)),
+        prompt(TOKENS),
+    )
+    with KVStore(root / kind, engine="posix", host_memory=0) as store, torch.no_grad():
+        store.precompute(model.eval(), ids[:, :STORED], progress=False)
+        cache, ours = ask(model, store, ids, 0.5)
+        close(ours, model(input_ids=ids, logits_to_keep=2).logits)
     assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (STORED, 0)
 
 
