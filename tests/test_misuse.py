@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from dataclasses import fields
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from families import build, prompt
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from eval.baselines import H2O
@@ -81,6 +82,80 @@ def test_encoders_are_refused(kind, store):
     config = getattr(transformers, f"{family}Config")(**sizes, **tokens, num_attention_heads=2)
     with pytest.raises(ConfigError, match="is an encoder"):
         TieredCache(getattr(transformers, kind)(config), store)
+
+
+@pytest.mark.parametrize("family", ["BigBird", "MegatronBert", "RemBert", "RoFormer"])
+def test_decoders_that_are_set_to_encode_are_refused(family, store):
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id"), 1)
+    for decodes in (False, True):
+        kind = getattr(transformers, f"{family}Config")
+        config = kind(**sizes, **tokens, num_attention_heads=2, is_decoder=decodes)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        if decodes:
+            TieredCache(model, store)
+        else:
+            with pytest.raises(UnsupportedModelError, match="is an encoder"):
+                TieredCache(model, store)
+
+
+def test_a_decoder_with_an_unused_setting_is_none_of_them(store):
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.GPTNeoXJapaneseForCausalLM(transformers.GPTNeoXJapaneseConfig(**sizes))
+    assert model.config.is_decoder is False
+    TieredCache(model, store)
+
+
+class Looping(LlamaForCausalLM):
+    """Model that adds layers to its cache, as Dory does."""
+
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+        past_key_values.layers += [copy.deepcopy(layer) for layer in past_key_values.layers[1:]]
+        return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+
+
+def test_a_model_that_changes_the_layers_of_its_cache_is_refused(store):
+    model = Looping(build("llama").config)
+    with pytest.raises(UnsupportedModelError, match=r"layers of its cache itself.*DynamicCache"):
+        TieredCache(model, store)
+
+
+@pytest.mark.parametrize("method", ["contiguous_kv", "impress", "kv_drive"])
+def test_a_budget_needs_layers_with_keys_of_their_own(method, store):
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=100,
+        vocab_size_per_layer_input=100,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        laurel_rank=4,
+        altup_num_inputs=2,
+    )
+    model = transformers.Gemma3nForCausalLM(config)
+    with pytest.raises(UnsupportedModelError, match=r"other keys than it passes to its cache.*exact method"):
+        TieredCache(model, store, method=method)
+
+
+@pytest.mark.parametrize("method", ["cache_tune", "cache_blend", "epic", "contiguous_kv"])
+def test_a_model_without_a_list_of_its_layers_is_refused_at_once(method, store):
+    model = build("llama")
+    model.model.layers = torch.nn.ModuleDict({str(at): layer for at, layer in enumerate(model.model.layers)})
+    with pytest.raises(UnsupportedModelError, match=r"no list of 4 decoder layers.*exact method"):
+        TieredCache(model, store, method=method)
+
+
+def test_layers_that_take_more_of_each_token_compute_no_fewer(store):
+    model = build("falcon")
+    with pytest.raises(UnsupportedModelError, match="use CacheTune or Epic"):
+        TieredCache(model, store, method="cache_blend")
+    for method in ("cache_tune", "epic"):
+        TieredCache(model, store, method=method)
 
 
 def test_a_refused_method_leaves_the_model_unattached(store):
