@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,14 @@ ones comes from the system each time, page by page. At 4096 tokens that took lon
 
 _SAMPLED = 16
 """Number of positions at which two rotations are compared."""
+
+
+def writes_to(*tensors: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the number of in-place writes to each tensor so far; None in inference mode, which does not count them."""
+    try:
+        return tuple(tensor._version for tensor in tensors)
+    except RuntimeError:
+        return None
 
 
 @dataclass(eq=False)
@@ -68,6 +77,21 @@ class RotaryTable:
     cos: torch.Tensor
     sin: torch.Tensor
 
+    def __post_init__(self) -> None:
+        self.writes = writes_to(self.cos, self.sin)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Key of the tables of this kind in all passes: one module may make tables of several kinds of layers."""
+        return self.call.function, *(value for _, value in self.call.named() if isinstance(value, str))
+
+    def is_repeatable(self) -> bool:
+        """Return whether the module makes these tables itself, bit for bit: no hook has changed them since."""
+        pass_positions: torch.Tensor = self.call["position_ids"]
+        latest = pass_positions.max().expand(*pass_positions.shape[:-1], 1)  # see `at`
+        cos, sin = self.call.repeat(position_ids=torch.cat([pass_positions[..., :_SAMPLED], latest], dim=-1))
+        return _equal(cos[:, :-1], self.cos[:, :_SAMPLED]) and _equal(sin[:, :-1], self.sin[:, :_SAMPLED])
+
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[1, n, dims]` at text positions, int64 `[n]`, with the frequencies of this pass."""
         pass_positions: torch.Tensor = self.call["position_ids"]
@@ -88,6 +112,7 @@ class TableCache:
     def __init__(self) -> None:
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._by_halves: dict[tuple[Any, ...], bool] = {}
+        self._repeatable: dict[tuple[Any, ...], bool] = {}
         self.partial: set[tuple[int, int, int]] = set()
         """Layers that were seen to concatenate the rotated dimensions with the others: index and both widths."""
         self.copied: dict[tuple[int, int], int] = {}
@@ -95,14 +120,27 @@ class TableCache:
 
     def at(self, table: RotaryTable, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[1, stop or more, dims]`, with the frequencies of the pass of `table`."""
-        call = table.call
-        layer_kinds = (argument for argument in (*call.args, *call.kwargs.values()) if isinstance(argument, str))
-        key = call.function, *layer_kinds  # one module may make tables of several kinds of layers
-        tables = self._tables.get(key)
+        tables = self._tables.get(table.key)
         if tables is None or tables[0].shape[1] < stop or not _agree(tables, table, stop):
             with torch.inference_mode(False), torch.no_grad():  # later passes may run without inference mode
-                tables = self._tables[key] = table.at(torch.arange(stop))
+                tables = self._tables[table.key] = table.at(torch.arange(stop))
         return tables
+
+    def is_repeatable(self, layer: int, call: RotaryCall, table: RotaryTable) -> bool:
+        """Return whether repeating the recorded calls gives the keys that a layer has.
+
+        Hooks of the module are noticed once for each kind of table, in-place writes each time. In inference mode,
+        nothing counts writes, so tables and keys are compared once for each layer.
+        """
+        if call.writes != writes_to(*call.tensors) or table.writes != writes_to(table.cos, table.sin):
+            return False
+        counted = call.writes is not None and table.writes is not None
+        case = table.key if counted else (*table.key, layer, call.rotated.shape[-1])
+        if (is_repeatable := self._repeatable.get(case)) is None:
+            is_repeatable = table.is_repeatable() and (counted or _equal(call.repeat()[1], call.rotated))
+            if not is_repeatable or bool(table.sin[:, :_SAMPLED].any()):  # position 0 alone shows little
+                self._repeatable[case] = is_repeatable
+        return is_repeatable
 
     def is_by_halves(self, call: RotaryCall, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Return whether a function's rotation of keys on the CPU equals `rotate_halves_`, bit for bit; asked once."""
@@ -136,6 +174,10 @@ class RotaryCall(Call):
 
     rotated: torch.Tensor
     table: RotaryTable | None = None
+
+    def __post_init__(self) -> None:
+        self.tensors = self.rotated, self["k"]
+        self.writes = writes_to(*self.tensors)
 
     def rotate_(
         self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0, by_halves: bool = False
@@ -265,9 +307,11 @@ class RotaryTap:
             return PreRopeKV(keys, values, position_independent=self.rotates)
         self.rotates, rotated = True, call.rotated
         unrotated, cos, sin = call.arguments("k", "cos", "sin")
-        call.table = self._table_with(layer, cos, sin)
-        if call.table is None or rotated.data_ptr() == unrotated.data_ptr():
+        call.table = table = self._table_with(layer, cos, sin)
+        if table is None or rotated.data_ptr() == unrotated.data_ptr():
             return PreRopeKV(keys, values, position_independent=False)  # unknown tables, or rotated in place
+        if not self.table_cache.is_repeatable(layer, call, table):
+            return PreRopeKV(keys, values, position_independent=False)
         dims = unrotated.shape[-1]
         if keys is rotated or _same(keys, rotated):
             return PreRopeKV(unrotated, values, "key", dims, True, call)
