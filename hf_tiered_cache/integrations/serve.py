@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jinja2
 import uvicorn
 import uvicorn.config
 from fastapi import FastAPI, HTTPException, Request
@@ -34,7 +35,7 @@ from ..batching.tiers import check_method
 from ..errors import ConfigError
 from ..kvstore import KVStore
 from ..methods import Method
-from ..stats import RequestStats, StatsCollector
+from ..stats import StatsCollector
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
 from .hub import go_offline_without_hub
@@ -42,13 +43,17 @@ from .metrics import MetricsOf, export_to_opentelemetry
 from .serve_requests import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
+    SHUTDOWN_SECONDS,
     BatchedGenerateManager,
     Batching,
     ImpatientProtocol,
     LimitedRequests,
+    PromptStats,
+    check_template_options,
     error_body,
     limit_request,
     request_stats,
+    rows_of,
 )
 
 try:
@@ -59,6 +64,12 @@ except ImportError:  # before transformers 5.23
 logger = logging.getLogger("hf_tiered_cache")
 
 _notices = Notices()
+
+_CLIENT_ERRORS = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError),
+    *(RecursionError, jinja2.TemplateError),
+)
+"""Errors that handlers raise for invalid values, which they do not check beforehand."""
 
 NewCache = Callable[[PreTrainedModel], TieredCache]
 Counted = TypeVar("Counted", TieredCache, TieredSession)
@@ -103,7 +114,7 @@ class TieredGenerateManager(GenerateManager):
         except ConfigError as error:
             logger.warning("%s is served without the store: %s", model.name_or_path, error)
             return inputs
-        request_stats.get([]).append(cache.stats)
+        request_stats.get([]).append((cache.stats, rows_of(gen_config)))
         return {**inputs, "past_key_values": cache}
 
 
@@ -119,7 +130,7 @@ class TieredGenerationState(GenerationState):
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> TieredGenerateManager | BatchedGenerateManager:
         if use_cb and self._batching is not None:
-            if self._cb_manager is None or self._cb_model_id != model_id:
+            if self._cb_manager is None or self._cb_model_id != model_id or not self._cb_manager.is_alive():
                 self.shutdown()
                 self._cb_manager, self._cb_model_id = BatchedGenerateManager(self._batching), model_id
             return self._cb_manager
@@ -168,14 +179,9 @@ class ReportsCachedTokens:
         self.handler = handler
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
-        own_stats: list[RequestStats] = []
+        own_stats: list[PromptStats] = []
         request_stats.set(own_stats)
-        template_options = body.get("chat_template_kwargs") or {}
-        if not isinstance(template_options, dict) or "chat_template" in template_options:  # a template can run code
-            return JSONResponse(
-                error_body("chat_template_kwargs must be an object with options of the model's own chat template"),
-                400,
-            )
+        check_template_options(body.get("chat_template_kwargs") or {})
         response: Response = await self.handler.handle_request(body, request_id)
         if isinstance(response, StreamingResponse):
             response.body_iterator = _events(response.body_iterator, own_stats)
@@ -184,7 +190,7 @@ class ReportsCachedTokens:
         return response
 
 
-async def _events(events: Any, own_stats: list[RequestStats]) -> AsyncIterator[str]:
+async def _events(events: Any, own_stats: list[PromptStats]) -> AsyncIterator[str]:
     """Yield server-sent events, with the number of cached tokens in the event that has `usage`."""
     try:
         async for batch in events:
@@ -194,17 +200,17 @@ async def _events(events: Any, own_stats: list[RequestStats]) -> AsyncIterator[s
         await events.aclose()
 
 
-def _event(line: str, own_stats: list[RequestStats]) -> str:
+def _event(line: str, own_stats: list[PromptStats]) -> str:
     field, _, data = line.partition(" ")
     return f"{field} {json.dumps(_with_cached_tokens(json.loads(data), own_stats), ensure_ascii=False)}"
 
 
-def _with_cached_tokens(document: dict[str, Any], own_stats: list[RequestStats]) -> dict[str, Any]:
+def _with_cached_tokens(document: dict[str, Any], own_stats: list[PromptStats]) -> dict[str, Any]:
     """Add the number of cached tokens to a response or event, in the format of OpenAI's API."""
     usage = document.get("usage") or (document.get("response") or {}).get("usage")
     if usage:
         details = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
-        cached = sum(stats.tokens_restored + stats.details.tokens_kept for stats in own_stats)
+        cached = sum((stats.tokens_restored + stats.details.tokens_kept) // rows for stats, rows in own_stats)
         usage[details] = (usage.get(details) or {}) | {"cached_tokens": cached}
     return document
 
@@ -249,7 +255,7 @@ def build_app(
     app = build_server(models, **handlers, generation_state=state, enable_cors=enable_cors)
     app.state.generation_state = state
     closed_paths = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads the model
-    for error_type in (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError):
+    for error_type in _CLIENT_ERRORS:
         app.add_exception_handler(error_type, _answer_invalid_request)
     if metrics is not None:
         app.add_api_route("/metrics", metrics.answer, response_class=Response, response_model=None)
@@ -305,6 +311,7 @@ def serve(
             limit_concurrency=MAX_CONNECTIONS,
             log_level=log_level,
             log_config=_logging(log_level),
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
         if model is None:
             logger.warning(

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import logging
+import math
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import Any
 
 from fastapi import HTTPException
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import CBGenerateManager, CBStreamer
+from transformers.processing_utils import (
+    AudioKwargs,
+    ImagesKwargs,
+    ProcessingKwargs,
+    ProcessorMixin,
+    TextKwargs,
+    VideosKwargs,
+)
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ConfigError
@@ -26,8 +39,25 @@ HEADER_SECONDS = 10.0
 BODY_SECONDS = 30.0
 MAX_CONNECTIONS = 256
 """Maximum number of concurrent connections; others are answered with status 503."""
+SHUTDOWN_SECONDS = 15
+"""Maximum seconds for running requests to end after Ctrl-C or SIGTERM."""
 MAX_SEQUENCES = 16
 """Maximum number of beams or returned sequences per request. Each takes the memory of a prompt."""
+MIN_TEMPERATURE = 1e-10
+"""Lower temperatures select the most likely token, since float32 cannot represent the quotients."""
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_new_tokens": (1, math.inf),
+    "temperature": (0, 1e10),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (0, 1),
+}
+_CLIENT_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "repetition_penalty": "frequency_penalty",
+    "sequence_bias": "logit_bias",
+    "stop_strings": "stop",
+}
+"""Names in requests of generation settings."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -151,7 +181,9 @@ class ImpatientProtocol(H11Protocol):
 
 logger = logging.getLogger("hf_tiered_cache")
 
-request_stats: ContextVar[list[RequestStats]] = ContextVar("hf_tiered_cache_request_stats")
+PromptStats = tuple[RequestStats, int]
+"""Statistics of a prompt, summed over its rows, and the number of rows."""
+request_stats: ContextVar[list[PromptStats]] = ContextVar("hf_tiered_cache_request_stats")
 """Statistics of the prompts of the current HTTP request."""
 
 
@@ -163,22 +195,47 @@ class Batching:
     config: ContinuousBatchingConfig
 
 
+_WITHOUT_EFFECT = {"use_cache", "pad_token_id", "bos_token_id"}
+_PER_REQUEST = {"max_new_tokens", "eos_token_id", "do_sample", "temperature", "top_k", "top_p"} | _WITHOUT_EFFECT
+"""Generation settings that each request in continuous batches can have for itself."""
+_GREEDY = {"temperature": 0.5, "top_k": 1, "top_p": 0.0}
+"""Sampling settings that always select the most likely token. They are not neutral, so that no processor is missing."""
+
+
 class BatchedGenerateManager(CBGenerateManager):
     """Generate manager that runs requests in continuous batches, with the store."""
 
     def __init__(self, batching: Batching) -> None:
-        super().__init__(cb_config=batching.config)
+        config = copy.copy(batching.config)
+        config.per_request_processors = True
+        super().__init__(cb_config=config)
         self._batching = batching
         self._session: TieredSession | None = None
         self._numbers = itertools.count()
+        self._sampling: dict[str, dict[str, float]] = {}
 
-    def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
-        if self._session is None and self._cb is None:
+    def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
+        """Start the engine, with the settings of the model. No request's settings must apply to the others."""
+        if self._cb is not None:
+            return
+        if self._session is None:
             try:
                 self._session = self._batching.new_session(model)
             except ConfigError as error:
                 logger.warning("%s is served without the store: %s", model.name_or_path, error)
-        super().init_cb(model, gen_config)
+        config = copy.deepcopy(model.generation_config)
+        config.update(do_sample=True, num_beams=1, num_return_sequences=1, **_GREEDY)
+        try:
+            engine = model.init_continuous_batching(
+                generation_config=config, continuous_batching_config=self._cb_config
+            )
+            engine.batch_processor = engine._create_batch_processor()  # limits of requests depend on its pages
+        except Exception as error:
+            logger.exception("continuous batching cannot start")
+            raise HTTPException(503, f"continuous batching cannot start: {error}") from error
+        engine.add_request = partial(self._add, engine.add_request)
+        engine.start()
+        self._cb = engine
 
     def generate_streaming(
         self,
@@ -208,31 +265,128 @@ class BatchedGenerateManager(CBGenerateManager):
         self, model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig, request_id: str
     ) -> str:
         """Limit and count a request, and return its name in the engine, which clients cannot repeat."""
-        limit_request(model, inputs, gen_config)
+        processor = getattr(self._cb, "batch_processor", None)
+        limit_request(model, inputs, gen_config, None if processor is None else _page_tokens(processor.cache))
+        sampling = _sampling_of(model, gen_config)
         if not inputs["input_ids"]:
             raise HTTPException(400, "the prompt has no tokens")  # the engine would end with all of its requests
         name = f"{request_id}-{next(self._numbers)}"
+        self._sampling[name] = sampling
         if self._session is not None:
-            request_stats.get([]).append(self._session.count_batched(self._cb, name))
+            request_stats.get([]).append((self._session.count_batched(self._cb, name), 1))
         return name
 
+    def _add(self, add: Callable[..., Any], input_ids: list[int], request_id: str | None = None, **options: Any) -> Any:
+        """Add a request to the engine, with its own sampling settings."""
+        sampling = self._sampling.pop(request_id or "", {})
+        return add(input_ids, request_id=request_id, **options, **sampling)
 
-def limit_request(model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig) -> None:
-    """Limit what one request computes, since requests wait for each other.
+
+def _sampling_of(model: PreTrainedModel, gen_config: GenerationConfig) -> dict[str, float]:
+    """Return the sampling settings of a request in continuous batches.
 
     Raises:
-        HTTPException: The request exceeds the model's context, or has too many sequences.
+        HTTPException: The request has settings that the engine can only have for all requests together.
     """
-    sequences = max(gen_config.num_beams or 1, gen_config.num_return_sequences or 1)
-    if sequences > MAX_SEQUENCES:
+    own, defaults = vars(model.generation_config), GenerationConfig._get_default_generation_params()
+    neutral = (own, defaults, vars(GenerationConfig()))
+    unsupported = [
+        _CLIENT_NAMES.get(name, name)
+        for name, value in vars(gen_config).items()
+        if name not in _PER_REQUEST and name[0] != "_" and all(value != values.get(name) for values in neutral)
+    ]
+    if unsupported:
+        raise HTTPException(
+            400, f"this server computes requests together and does not support {', '.join(unsupported)}: omit that"
+        )
+    eos = gen_config.eos_token_id
+    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos or 0])):
+        raise HTTPException(400, f"eos_token_id is {eos!r}, but must be a token id or a list of token ids")
+
+    def setting(name: str) -> Any:
+        values = (getattr(gen_config, name), own.get(name), defaults.get(name))
+        return next((value for value in values if value is not None), None)
+
+    if not setting("do_sample"):
+        return {}
+    size = model.config.get_text_config(decoder=True).vocab_size
+    top_k = min(int(setting("top_k") or size), size)
+    return {"temperature": float(setting("temperature")), "top_k": top_k, "top_p": float(setting("top_p"))}
+
+
+def _page_tokens(cache: Any) -> int:
+    """Return the maximum number of tokens of one request that the pages of an engine hold."""
+
+    def overflow(tokens: int) -> bool:
+        if not hasattr(cache, "cache_allocators"):  # before transformers 5.18
+            return bool(cache.blocks_needed(-(-tokens // cache.block_size), 0) > cache.num_blocks)
+        groups = cache.cache_allocators.values()
+        sectors = sum(-(-group.needs_new_blocks("", 0, tokens) // group.blocks_per_sector) for group in groups)
+        return bool(sectors > cache.num_sectors)
+
+    return bisect_left(range(1, 1 << 40), True, key=overflow)
+
+
+def limit_request(
+    model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig, page_tokens: int | None = None
+) -> None:
+    """Limit what one request computes, since requests wait for each other.
+
+    Args:
+        model: Model that computes the request.
+        inputs: Inputs of `generate()`.
+        gen_config: Generation settings of the request; `max_new_tokens` is limited in place.
+        page_tokens: Maximum number of tokens in the pages of continuous batching, if any.
+
+    Raises:
+        HTTPException: A setting is out of range, the request exceeds the model's context or the pages, or has too many
+            sequences.
+    """
+    if (sequences := rows_of(gen_config)) > MAX_SEQUENCES:
         raise HTTPException(
             400, f"the request has {sequences} beams or sequences, but this server allows at most {MAX_SEQUENCES}"
         )
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for name, (least, most) in _RANGES.items():
+        value = getattr(gen_config, name)
+        if value is not None and not (isinstance(value, (int, float)) and least <= value <= most):
+            client_name = _CLIENT_NAMES.get(name, name)
+            raise HTTPException(400, f"{client_name} is {value!r}, but must be between {least:g} and {most:g}")
+    if gen_config.temperature is not None and gen_config.temperature < MIN_TEMPERATURE:
+        gen_config.do_sample = False
     ids = inputs.get("input_ids")
-    if not isinstance(context, int) or ids is None:
+    if ids is None:
         return
-    if (tokens := len(ids) if isinstance(ids, list) else ids.shape[-1]) >= context:
-        raise HTTPException(400, f"the prompt has {tokens} tokens, but the model's context is {context}")
-    limit = context - tokens
-    gen_config.max_new_tokens = limit if gen_config.max_new_tokens is None else min(gen_config.max_new_tokens, limit)
+    tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limits = {"the model's context is": context, "the pages of this server (--cb-num-blocks) hold": page_tokens}
+    for what, limit in limits.items():
+        if not isinstance(limit, int):
+            continue
+        if tokens >= limit:
+            raise HTTPException(400, f"the prompt has {tokens} tokens, but {what} {limit}")
+        asked = gen_config.max_new_tokens
+        gen_config.max_new_tokens = limit - tokens if asked is None else min(asked, limit - tokens)
+
+
+_CALLS = (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
+_OPTIONS = (ProcessingKwargs, TextKwargs, ImagesKwargs, VideosKwargs, AudioKwargs)
+_NO_TEMPLATE_VARIABLES = {
+    *(name for call in _CALLS for name in signature(call).parameters),
+    *(name for options in _OPTIONS for name in options.__annotations__),
+} - {"documents"}
+"""Options of tokenizers and processors. Clients must not replace the template, which is code, nor pad or resize."""
+
+
+def check_template_options(options: Any) -> None:
+    """Raise HTTPException unless the value of `chat_template_kwargs` has variables of the chat template only."""
+    if not isinstance(options, dict):
+        raise HTTPException(400, "chat_template_kwargs must be an object")
+    if reserved := sorted(_NO_TEMPLATE_VARIABLES & options.keys()):
+        raise HTTPException(
+            400, f"chat_template_kwargs can set variables of the chat template only, not {', '.join(reserved)}"
+        )
+
+
+def rows_of(gen_config: GenerationConfig) -> int:
+    """Return the number of sequences that a request computes at once."""
+    return max(gen_config.num_beams or 1, gen_config.num_return_sequences or 1)

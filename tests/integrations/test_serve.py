@@ -7,7 +7,6 @@ import functools
 import http.client
 import importlib.util
 import json
-import shutil
 import signal
 import socket
 import sys
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import processes
 import pytest
-from families import CHAT_TEMPLATE, build, prompt
+from asgi_client import Client, copy_reference
+from families import build, prompt
 from paged import finished, greedy, paging
 from transformers.utils.import_utils import is_serve_available
 
@@ -34,7 +34,6 @@ limits = pytest.importorskip("hf_tiered_cache.integrations.serve_requests")
 server = pytest.importorskip("hf_tiered_cache.integrations.serve")
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / "eval" / "reference" / "xs"
 SYSTEM = "the old man saw a small house near the river , and went in to see who was there . " * 6
 QUESTIONS = ("who went in ?", "what did he see ?", "where was it ?")
 
@@ -42,9 +41,7 @@ QUESTIONS = ("who went in ?", "what did he see ?", "where was it ?")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Return the folder of the reference model, with a chat template."""
-    folder = tmp_path_factory.mktemp("model") / "xs"
-    shutil.copytree(REFERENCE, folder, ignore=shutil.ignore_patterns("curve.*", "check.json"))
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    folder = copy_reference(tmp_path_factory.mktemp("model") / "xs")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["response_template"] = {
         "defaults": {"role": "assistant"},
@@ -251,47 +248,6 @@ def test_clients_get_the_same_answers_and_restore_what_was_said(model, tmp_path)
 # --- hostile clients
 
 
-class Client:
-    """An ASGI client of the application, without a socket."""
-
-    def __init__(self, app, models=None):
-        self.app, self.models = app, models
-
-    def ask(self, path, body=b"", headers=(), method="POST", chunks=None, pause=0.0):
-        """Return status and text of the answer; the body arrives in `chunks`, `pause` seconds apart."""
-        chunks = [body] if chunks is None else chunks
-        pending, answer = list(chunks), {"text": b""}
-
-        async def receive():
-            await asyncio.sleep(pause)
-            if not pending:
-                await asyncio.sleep(60)
-            return {"type": "http.request", "body": pending.pop(0), "more_body": bool(pending)}
-
-        async def send(message):
-            answer["status"] = message.get("status", answer.get("status"))
-            answer["text"] += message.get("body", b"")
-
-        scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "headers": [(b"content-type", b"application/json"), *headers],
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 2),
-        }
-        asyncio.run(asyncio.wait_for(self.app(scope, receive, send), 60))
-        return answer["status"], answer["text"].decode()
-
-    def chat(self, body, path="/v1/chat/completions"):
-        return self.ask(path, json.dumps(body).encode())
-
-
 @pytest.fixture(scope="module")
 def app(model, tmp_path_factory):
     models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
@@ -355,6 +311,9 @@ MESSAGES = [{"role": "user", "content": "who went in ?"}]
         ("completion", {"prompt": SYSTEM, "max_tokens": -5}),
         ("completion", {"prompt": SYSTEM, "max_tokens": 0}),
         ("completion", {"prompt": SYSTEM, "generation_config": '{"num_beams": 0}'}),
+        ("completion", {"prompt": SYSTEM, "generation_config": "[" * 60_000}),
+        ("completion", {"prompt": SYSTEM, "generation_config": '{"temperature": "hot", "do_sample": true}'}),
+        ("completion", {"prompt": SYSTEM, "top_p": 2}),
         ("response", {"input": 5}),
         ("load", {"model": "gpt2"}),
         ("load", {"model": 7}),
