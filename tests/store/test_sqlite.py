@@ -15,12 +15,8 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.observed import Pace
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.store.backends import open_remote
-from hf_tiered_cache.store.backends.sqlite import SQLiteBackend
-from hf_tiered_cache.store.backends.values import HEAD, Range
-
-
 from hf_tiered_cache.store.backends.sqlite import SQLiteBackend, _check
-from hf_tiered_cache.store.backends.values import Range
+from hf_tiered_cache.store.backends.values import HEAD, Range
 
 NAME, CONTENT = "segments/" + "a" * 32 + ".kv", bytes(range(256)) * 20_000  # of several parts
 
