@@ -218,8 +218,9 @@ class PagedTiers(Listener):
                 self._lookups.release(request)
             restored = request.restored
             try:
-                is_placed = restored is not None and self._is_placeable(request, restored, tokens)
-                return self._place(request, restored, tokens) if is_placed else tokens
+                if restored is None or not self._is_placeable(request, restored, tokens):
+                    return tokens
+                return self._place(request, restored, tokens)
             finally:
                 self._lookups.release(request)
 

@@ -182,10 +182,10 @@ class Description(ABC):
         elif isinstance(value, re.Pattern):
             self.words.append(f"pattern {value.pattern!r} {value.flags}")
         elif isinstance(value, torch.jit.ScriptFunction):
-            # its text lacks constants, and the functions that it calls
-            if "CONSTANTS." in value.code or "__torch__." in value.code:
+            code: Any = value.code  # lacks constants, and the functions that it calls
+            if "CONSTANTS." in code or "__torch__." in code:
                 raise Undescribable(f"{location}, a script with constants or calls,")
-            self.words.append(f"script {value.code}")
+            self.words.append(f"script {code}")
         elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             if str(value).partition(".")[0] not in ("aten", "prims", "prim"):
                 raise Undescribable(f"{location}, the operator {value},")
