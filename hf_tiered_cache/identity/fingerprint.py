@@ -18,7 +18,8 @@ from ..store.threads import Step, fork_lock
 from .caches import CacheCheck
 from .code import Statics
 from .description import PLAIN
-from .model import IRRELEVANT, ModelDescription, unpaged
+from .ignored import IRRELEVANT
+from .model import ModelDescription, unpaged
 from .watch import (
     Places,
     active_mode,

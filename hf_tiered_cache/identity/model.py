@@ -29,6 +29,7 @@ from ..errors import UnsupportedModelError
 from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, CodeDescription, Statics
 from .description import Undescribable
+from .ignored import ADAPTER_STATE, IRRELEVANT, PRIVATE_SETTINGS, UNRELATED
 from .origin import TRUSTED, USER, origin_of, origin_of_class
 from .watch import (
     Places,
@@ -42,49 +43,9 @@ from .watch import (
     varying_kinds,
 )
 
-IRRELEVANT = frozenset(
-    {
-        *("architectures", "transformers_version", "torch_dtype", "dtype", "attn_implementation"),
-        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "gradient_checkpointing"),
-        *("problem_type", "id2label", "label2id", "num_labels", "task_specific_params", "finetuning_task"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "tokenizer_class"),
-        *("chunk_size_feed_forward", "tie_word_embeddings", "initializer_range", "keys_to_ignore_at_inference"),
-        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "name_or_path"),
-    }
-)
-"""Settings of a configuration that affect neither keys nor values."""
-_PRIVATE_SETTINGS = frozenset(
-    {
-        *("_name_or_path", "_commit_hash", "_auto_class", "_output_attentions", "_post_init_done", "_is_quantized"),
-        *("_attn_implementation_autoset", "_original_object_hash", "_pre_quantization_dtype"),
-    }
-)
-"""Private settings of a configuration that transformers sets without effect on keys and values."""
 _METHODS = ("forward", "_call_impl", "_compiled_call_impl")
 """Methods that run a module and may be replaced by an attribute of the module."""
 _DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", *ADDED, *_METHODS})
-_UNRELATED = frozenset(
-    {
-        *("_is_hf_initialized", "_is_torch_compile"),
-        *("generation_config", "name_or_path", "loss_type", "kernel_config", "all_tied_weights_keys"),
-        *("gradient_checkpointing", "rope_deltas", "max_seq_len_cached", "generate", "generate_batch"),
-        *("prepare_inputs_for_generation", "quantization_method", "is_quantized", "is_loaded_in_4bit", "hf_quantizer"),
-        *("hf_device_map", "warnings_issued", "is_gradient_checkpointing", "peft_config", "vocab_size"),
-        *("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa", "train", "eval"),
-        *("_no_split_modules", "_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
-        *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save"),
-        *("_tied_weights_keys", "_weight_conversions", "_use_kernels", "_loss_function"),
-        *("_gradient_checkpointing_func", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size"),
-        *("_device_mesh", "_is_quantized_training_enabled"),
-        *("_hf_peft_config_loaded", "_hotswap_enabled", "_prepare_peft_hotswap_kwargs"),
-        *("_require_grads_hook", "_require_grads_hooks", "_compiled_call", "_last_compile_config"),
-        *("_output_capturing_hooks_installed", "_is_accelerate_prepared"),
-        *("_cache", "_previous_max_cache_length", "_prefill_len", "_cached_decode_position_ids"),
-    }
-)
-"""Attributes of torch, transformers, accelerate and peft that affect no KV or depend on the prompt."""
-_ADAPTER_STATE = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "_caches"})
-"""Attributes of adapter layers that `adapter_state` covers."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _OURS = "hf_tiered_cache"
@@ -247,7 +208,7 @@ class ModelDescription(CodeDescription):
             value = state[name]
             if isinstance(value, Replacement) or name in replaced or name in _DESCRIBED_OTHERWISE:
                 continue
-            if name in _UNRELATED or (is_tuner(module) and name in _ADAPTER_STATE):
+            if name in UNRELATED or (is_tuner(module) and name in ADAPTER_STATE):
                 self.ignore(f"the attribute {location or kind.__name__}", state, name)
                 continue
             if not self.watch.item(state, name):
@@ -276,7 +237,7 @@ class ModelDescription(CodeDescription):
         if origin_of_class(type(config)) == USER:
             self.add_members(location, type(config), _NONE, special=False)
         for name, value in sorted(config.__dict__.items()):
-            if name in IRRELEVANT | _PRIVATE_SETTINGS:
+            if name in IRRELEVANT | PRIVATE_SETTINGS:
                 self.ignore(location, config.__dict__, name)
                 continue
             self.watch.item(config.__dict__, name)

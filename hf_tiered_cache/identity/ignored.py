@@ -1,0 +1,46 @@
+"""Names of settings and attributes that a description of a model leaves out, unless user code refers to them.
+
+A package that adds an attribute to a model without effect on its KV needs its name here. Until then, models with the
+attribute have names of their own.
+"""
+
+IRRELEVANT = frozenset(
+    {
+        *("architectures", "transformers_version", "torch_dtype", "dtype", "attn_implementation"),
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "gradient_checkpointing"),
+        *("problem_type", "id2label", "label2id", "num_labels", "task_specific_params", "finetuning_task"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "tokenizer_class"),
+        *("chunk_size_feed_forward", "tie_word_embeddings", "initializer_range", "keys_to_ignore_at_inference"),
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "name_or_path"),
+    }
+)
+"""Settings of a configuration that affect neither keys nor values."""
+PRIVATE_SETTINGS = frozenset(
+    {
+        *("_name_or_path", "_commit_hash", "_auto_class", "_output_attentions", "_post_init_done", "_is_quantized"),
+        *("_attn_implementation_autoset", "_original_object_hash", "_pre_quantization_dtype"),
+    }
+)
+"""Private settings of a configuration that transformers sets without effect on keys and values."""
+UNRELATED = frozenset(
+    {
+        *("_is_hf_initialized", "_is_torch_compile"),
+        *("generation_config", "name_or_path", "loss_type", "kernel_config", "all_tied_weights_keys"),
+        *("gradient_checkpointing", "rope_deltas", "max_seq_len_cached", "generate", "generate_batch"),
+        *("prepare_inputs_for_generation", "quantization_method", "is_quantized", "is_loaded_in_4bit", "hf_quantizer"),
+        *("hf_device_map", "warnings_issued", "is_gradient_checkpointing", "peft_config", "vocab_size"),
+        *("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa", "train", "eval"),
+        *("_no_split_modules", "_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+        *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save"),
+        *("_tied_weights_keys", "_weight_conversions", "_use_kernels", "_loss_function"),
+        *("_gradient_checkpointing_func", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size"),
+        *("_device_mesh", "_is_quantized_training_enabled"),
+        *("_hf_peft_config_loaded", "_hotswap_enabled", "_prepare_peft_hotswap_kwargs"),
+        *("_require_grads_hook", "_require_grads_hooks", "_compiled_call", "_last_compile_config"),
+        *("_output_capturing_hooks_installed", "_is_accelerate_prepared"),
+        *("_cache", "_previous_max_cache_length", "_prefill_len", "_cached_decode_position_ids"),
+    }
+)
+"""Attributes of torch, transformers, accelerate and peft that affect no KV or depend on the prompt."""
+ADAPTER_STATE = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "_caches"})
+"""Attributes of adapter layers that `adapter_state` covers."""
