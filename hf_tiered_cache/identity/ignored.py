@@ -1,7 +1,6 @@
 """Names of settings and attributes that a description of a model leaves out, unless user code refers to them.
 
-A package that adds an attribute to a model without effect on its KV needs its name here. Until then, models with the
-attribute have names of their own.
+So are private settings of a configuration, and private attributes that packages add to a model: no class has them.
 """
 
 IRRELEVANT = frozenset(
@@ -15,13 +14,6 @@ IRRELEVANT = frozenset(
     }
 )
 """Settings of a configuration that affect neither keys nor values."""
-PRIVATE_SETTINGS = frozenset(
-    {
-        *("_name_or_path", "_commit_hash", "_auto_class", "_output_attentions", "_post_init_done", "_is_quantized"),
-        *("_attn_implementation_autoset", "_original_object_hash", "_pre_quantization_dtype"),
-    }
-)
-"""Private settings of a configuration that transformers sets without effect on keys and values."""
 UNRELATED = frozenset(
     {
         *("_is_hf_initialized", "_is_torch_compile"),

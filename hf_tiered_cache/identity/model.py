@@ -29,7 +29,7 @@ from ..errors import UnsupportedModelError
 from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, CodeDescription, Statics
 from .description import Undescribable
-from .ignored import ADAPTER_STATE, IRRELEVANT, PRIVATE_SETTINGS, UNRELATED
+from .ignored import ADAPTER_STATE, IRRELEVANT, UNRELATED
 from .origin import TRUSTED, USER, origin_of, origin_of_class
 from .watch import (
     Places,
@@ -208,7 +208,8 @@ class ModelDescription(CodeDescription):
             value = state[name]
             if isinstance(value, Replacement) or name in replaced or name in _DESCRIBED_OTHERWISE:
                 continue
-            if name in UNRELATED or (is_tuner(module) and name in ADAPTER_STATE):
+            is_added = name.startswith("_") and isinstance(module, PreTrainedModel) and not hasattr(kind, name)
+            if name in UNRELATED or is_added or (is_tuner(module) and name in ADAPTER_STATE):
                 self.ignore(f"the attribute {location or kind.__name__}", state, name)
                 continue
             if not self.watch.item(state, name):
@@ -237,7 +238,8 @@ class ModelDescription(CodeDescription):
         if origin_of_class(type(config)) == USER:
             self.add_members(location, type(config), _NONE, special=False)
         for name, value in sorted(config.__dict__.items()):
-            if name in IRRELEVANT | PRIVATE_SETTINGS:
+            is_internal = name in ("_attn_implementation_internal", "_experts_implementation_internal")
+            if name in IRRELEVANT or (name.startswith("_") and not is_internal):
                 self.ignore(location, config.__dict__, name)
                 continue
             self.watch.item(config.__dict__, name)
