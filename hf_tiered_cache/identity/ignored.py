@@ -24,13 +24,9 @@ UNRELATED = frozenset(
         *("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa", "train", "eval"),
         *("_no_split_modules", "_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
         *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save"),
-        *("_tied_weights_keys", "_weight_conversions", "_use_kernels", "_loss_function"),
-        *("_gradient_checkpointing_func", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size"),
-        *("_device_mesh", "_is_quantized_training_enabled"),
-        *("_hf_peft_config_loaded", "_hotswap_enabled", "_prepare_peft_hotswap_kwargs"),
-        *("_require_grads_hook", "_require_grads_hooks", "_compiled_call", "_last_compile_config"),
-        *("_output_capturing_hooks_installed", "_is_accelerate_prepared"),
-        *("_cache", "_previous_max_cache_length", "_prefill_len", "_cached_decode_position_ids"),
+        *("_tied_weights_keys", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_device_mesh"),
+        *("_hf_peft_config_loaded", "_prepare_peft_hotswap_kwargs"),
+        *("_gradient_checkpointing_func", "_output_capturing_hooks_installed", "_is_accelerate_prepared"),
     }
 )
 """Attributes of torch, transformers, accelerate and peft that affect no KV or depend on the prompt."""
