@@ -47,6 +47,7 @@ class Lookups:
     Args:
         ahead_bytes: Maximum number of bytes that are fetched ahead for a request.
         rotations: Rotations of the layers, or None if nothing is restored.
+        fingerprint: Fingerprint of the model with these rotations.
         wake: Called after each lookup, in any thread.
     """
 
@@ -56,10 +57,11 @@ class Lookups:
         storage: Storage,
         ahead_bytes: int,
         rotations: LayerRotations | None,
+        fingerprint: str | None,
         wake: Callable[[], None],
     ) -> None:
         self._attachment, self._storage, self._ahead_bytes = attachment, storage, ahead_bytes
-        self._rotations, self._wake = rotations, wake
+        self._rotations, self._fingerprint, self._wake = rotations, fingerprint, wake
         self._threads = DaemonPool(_THREADS, "hf-tiered-batching")  # a store that hangs keeps no process alive
         weakref.finalize(self, self._threads.close, 0.0).atexit = False
         self._overdue: list[Future[None]] = []  # lookups that requests no longer wait for
@@ -130,7 +132,7 @@ class Lookups:
             stop = None if plan is None or not (restores and request.waits) else plan.suffix
             if plan is None or stop is None or stop - request.held < HASH_TOKENS:
                 return None, reason
-            if rotations is None or sequence.identity.fingerprint != rotations.fingerprint:
+            if rotations is None or sequence.identity.fingerprint != self._fingerprint:
                 return None, reasons.ENGINE_CHANGED
             self._await_room(request)
             try:
@@ -196,7 +198,6 @@ class LayerRotations:
     """
 
     def __init__(self, attachment: Attachment, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
         self.tap = RotaryTap(attachment.tables_of(fingerprint))
         cache = _ObservingCache(attachment, self.tap)
         token = enter(Scope(cache, self.tap))

@@ -83,15 +83,13 @@ class PagedTiers(Listener):
         self._graph_kv: GraphKV | None = None
         self._token_bytes = 0  # of the KV of a token
         self._closed = False
-        self._fingerprint: str | None = None  # of the last pass
         self.reason = ""
         """Reason why the engine runs without the store, or an empty string."""
         rotations = self._observe()
         self.manager = create()  # may switch to another attention function, which rotations do not depend on
-        self._fingerprint = self._identify()
-        if rotations is not None:
-            rotations.fingerprint = self._fingerprint or ""
-        self._lookups = Lookups(attachment, storage, self._method.ahead_bytes, rotations, self._wake)
+        self._fingerprint = self._identify()  # of the last pass
+        ahead_bytes = self._method.ahead_bytes
+        self._lookups = Lookups(attachment, storage, ahead_bytes, rotations, self._fingerprint, self._wake)
         self._engine = Engine(self.manager, self)
         self._changed = not self._engine.is_fresh  # whether pages may hold KV of another state of the model
 
