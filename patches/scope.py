@@ -1,4 +1,4 @@
-"""What the patches know of a cache: its interface and its argument; and the scope of a forward pass of a thread."""
+"""Interface and argument names of a cache, as the patches know it, and the scope of a thread's forward pass."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class ModelDescription(CodeDescription):
 
     @property
     def trains(self) -> bool:
-        """Whether a module is in training mode and may compute different results for that reason."""
+        """True if a module is in training mode and may compute different results for that reason."""
         return self._trains or (self._in_training and "training" in self._names)
 
     def _add_model(self, model: PreTrainedModel) -> None:

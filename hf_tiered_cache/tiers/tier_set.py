@@ -69,7 +69,7 @@ class TierSet:
         self._read_worker = Apart()  # a read interrupted while starting could not be undone
         self._slab_worker: Apart | None = None
         self._allocates_ahead = False
-        """Whether a worker thread allocates one slab of the host tier in advance."""
+        """True if a worker thread allocates one slab of the host tier in advance."""
 
     def prepare(self, device: torch.device) -> None:
         """Page-lock the host memory that is allocated from now on, if a model on `device` needs this."""

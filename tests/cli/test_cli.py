@@ -753,7 +753,7 @@ def test_gc_lists_what_goes_first(run, tmp_path):
     for dry_run in (["--dry-run"], []):
         lines = run("gc", tmp_path, *dry_run)[1].splitlines()
         assert f"{tmp_path}/segments/{expired[0].id}.kv: expired" in lines
-        assert f"{tmp_path}/tmp/1-2-3: unfinished" in lines
+        assert f"{tmp_path / 'tmp' / '1-2-3'}: unfinished" in lines
         assert "1 file not written by this library, left unchanged:" in lines and "  tmp/notes.txt" in lines
         assert lines[-1].startswith("would delete 1 expired" if dry_run else "deleted 1 expired")
         assert kept[0].id not in "".join(lines)
