@@ -73,8 +73,21 @@ _LOADED = frozenset(
 """Submodules that are loaded whenever torch is. The set of other loaded submodules differs between processes."""
 _DYNAMIC = frozenset({"globals", "vars", "eval", "exec", "__import__", "open", "input", "compile", "breakpoint"})
 """Builtins through which code can reach objects that its names do not show."""
-_HIDDEN = frozenset({"import_module", "getenv", "getenvb", "read_text", "read_bytes", "getcontext", "localcontext"})
-"""Functions and methods of the standard library through which code can."""
+_PURE = frozenset(
+    {
+        *("abc", "array", "base64", "binascii", "bisect", "builtins", "cmath", "collections", "collections_abc"),
+        *("contextlib", "copy", "copyreg", "dataclasses", "enum", "fractions", "functools", "hashlib", "heapq"),
+        *("itertools", "json", "logging", "math", "numbers", "operator", "pprint", "re", "reprlib", "statistics"),
+        *("string", "struct", "textwrap", "types", "typing", "unicodedata", "warnings", "weakref", "zlib"),
+        *("os._Environ", "os._createenviron", "time.perf_counter", "time.perf_counter_ns", "time.monotonic"),
+    }
+)
+"""Modules of the standard library, and members of others, that user code may use: what they return depends on what they
+are given. Clocks without a fixed origin are for measuring. The environment is described as data."""
+_READERS = frozenset(
+    {"load", "load_file", "safe_open", "fromfile", "from_file", "memmap", "open_memmap", "loadtxt", "genfromtxt"}
+)
+"""Functions of installed packages that read files."""
 
 
 Statics = dict[tuple[int, str], tuple[dict[str, Any], Any]]
@@ -103,6 +116,12 @@ class CodeDescription(Description):
         self._held_modules: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
         self._ignored: list[tuple[str, dict[str, Any], str]] = []  # what packages do not compute with
         self._depth = 0  # depth of calls within foreign packages
+        self._origin = USER  # of the code that refers to what is being described
+
+    def add(self, location: str, value: Any) -> None:
+        if self._origin == USER and isinstance(value, (type, types.FunctionType, *BUILTIN)):
+            _check_library(location, value)
+        super().add(location, value)
 
     def add_code(self, location: str, value: types.FunctionType | type) -> None:
         """Queue a function or class, which `finish` describes."""
@@ -173,8 +192,6 @@ class CodeDescription(Description):
         if origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
             names = referenced_names(code)
             if origin == USER:
-                if hidden := sorted(names & _HIDDEN):
-                    raise Undescribable(f"{location}, which calls {hidden[0]}(),")
                 names |= text_names(code)  # for example arguments of `getattr`
                 self._names |= names
                 self._add_imports(location, code, function.__globals__, names)
@@ -237,10 +254,12 @@ class CodeDescription(Description):
 
     def _refer(self, location: str, value: Any, origin: str) -> None:
         """Describe a value that code of the given origin refers to."""
+        before, self._origin = self._origin, origin
         if origin == USER:
             self.add(location, value)
         else:
             self._add_static(location, value, 0)
+        self._origin = before
 
     def _add_static(self, location: str, value: Any, depth: int) -> None:
         """Describe a value of a package: functions, classes and plain values in full, other objects by their type.
@@ -313,6 +332,27 @@ class CodeDescription(Description):
                     for function in _functions_of(member, []):
                         referenced |= referenced_names(function.__code__)
             pending = referenced - described - _NO_MEMBER
+
+
+def _check_library(location: str, value: Any) -> None:
+    """Check that results of a function or class that user code refers to depend only on its arguments.
+
+    Raises:
+        Undescribable: It belongs to the standard library and is not in `_PURE`, or it reads files.
+    """
+    if isinstance(value, types.FunctionType):
+        parts = [(origin_of(value), value.__globals__.get("__name__"), value.__qualname__)]
+    elif isinstance(value, type):
+        parts = [(origin_of_class(kind), kind.__module__, kind.__qualname__) for kind in value.__mro__]
+    else:
+        module = getattr(getattr(value, "__objclass__", value), "__module__", None)
+        origin = PYTHON if f"{module}".partition(".")[0] in sys.stdlib_module_names else INSTALLED
+        parts = [(origin, module, value.__qualname__)]
+    for origin, module, name in parts:
+        package, member = f"{module}".lstrip("_").partition(".")[0], f"{module}.{name.partition('.')[0]}"
+        impure = origin == PYTHON and not {package, member} & _PURE
+        if impure or (origin not in (PYTHON, USER) and name in _READERS):
+            raise Undescribable(f"{location}, which uses {module}.{name},")
 
 
 def _is_special(name: str) -> bool:

@@ -232,7 +232,9 @@ def test_the_environment_that_code_reads_is_described(monkeypatch):
     names = []
     for scale in ("1", "3", "1"):
         monkeypatch.setenv("SCALE", scale)
-        names.append(fingerprint(with_activation(reads_the_environment)))
+        model = with_activation(reads_the_environment)
+        assert not problem_of(model)
+        names.append(fingerprint(model))
     assert names[0] == names[2] != names[1]
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import decimal
 import enum
 import functools
 import os
+import random
 import sys
+import tempfile
+import threading
+import time
 import types
 from pathlib import Path
 
@@ -449,7 +454,62 @@ def from_a_module(x):
     return x * vars(sys)["maxsize"]
 
 
-HIDDEN = [masked_array(), traced(), from_a_file, from_the_environment, from_an_import, from_a_module]
+FILE = Path("scale")
+
+
+def from_a_path_elsewhere(x):
+    with FILE.open() as file:
+        return x * float(file.read())
+
+
+def from_the_clock(x):
+    return x * time.time()
+
+
+def from_chance(x):
+    return x * random.random()
+
+
+def from_a_context(x):
+    return x * float(decimal.Decimal(1) / 3)
+
+
+def from_a_command(x):
+    import subprocess
+
+    return x * float(subprocess.check_output(["cat", "scale"]))
+
+
+def from_the_size_of_a_file(x):
+    return x * os.stat("scale").st_size
+
+
+def from_an_array_in_a_file(x):
+    return x * torch.from_numpy(np.load("scale.npy"))
+
+
+def from_a_tensor_in_a_file(x):
+    return x * torch.load("scale.pt")
+
+
+def from_an_open_file():
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # the function uses it later
+    return lambda x: x * float(file.read())
+
+
+def from_a_thread():
+    class Local(threading.local):
+        scale = 1.0
+
+    local = Local()
+    return lambda x: x * local.scale
+
+
+HIDDEN = [
+    *(masked_array(), traced(), from_a_file, from_the_environment, from_an_import, from_a_module, from_the_clock),
+    *(from_a_path_elsewhere, from_chance, from_a_context, from_a_command, from_the_size_of_a_file, from_a_thread()),
+    *(from_an_array_in_a_file, from_a_tensor_in_a_file, from_an_open_file()),
+]
 
 
 @pytest.mark.parametrize("function", HIDDEN)

@@ -1,0 +1,74 @@
+"""User code may use those functions of the standard library that compute from their arguments alone."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import importlib
+import itertools
+import json
+import math
+import operator
+import os
+import re
+import time
+import types
+import warnings
+
+import pytest
+
+from hf_tiered_cache.identity.code import CodeDescription
+from hf_tiered_cache.identity.description import Undescribable
+
+IMPURE = (
+    *("asyncio", "ctypes", "datetime", "decimal", "gc", "getpass", "glob", "importlib", "io", "locale", "mmap", "os"),
+    *(
+        "pathlib",
+        "pickle",
+        "platform",
+        "queue",
+        "random",
+        "resource",
+        "secrets",
+        "select",
+        "shutil",
+        "signal",
+        "socket",
+    ),
+    *("sqlite3", "subprocess", "sys", "tempfile", "threading", "tracemalloc", "urllib.request", "uuid", "zoneinfo"),
+)
+CODE = types.FunctionType | types.BuiltinFunctionType | type
+PURE = [
+    *(math.sqrt, functools.reduce, functools.partial, itertools.accumulate, copy.deepcopy, re.compile, json.dumps),
+    *(collections.deque, collections.namedtuple, operator.itemgetter, dataclasses.replace, warnings.warn, sum, range),
+    *(os.environ.get, time.perf_counter),
+]
+
+
+def describe(value):
+    """Describe a function that calls another one."""
+    description = CodeDescription()
+    description.add("it", lambda *arguments: value(*arguments))
+    description.finish()
+    return description.words
+
+
+@pytest.mark.parametrize("name", IMPURE)
+def test_what_depends_on_more_than_its_arguments_is_not_described(name):
+    module = importlib.import_module(name)
+    home = name.partition(".")[0]
+    own = {member for member in vars(module).values() if isinstance(member, CODE)}
+    own = {member for member in own if f"{member.__module__}".lstrip("_").partition(".")[0] == home}
+    own -= {type(os.environ)}  # the environment is described as data
+    own = {member for member in own if not (isinstance(member, type) and issubclass(member, Exception | tuple))}
+    assert own
+    for member in own:
+        with pytest.raises(Undescribable, match=re.escape(member.__qualname__)):
+            describe(member)
+
+
+@pytest.mark.parametrize("function", PURE, ids=lambda function: function.__qualname__)
+def test_what_computes_from_its_arguments_is_described_alike_each_time(function):
+    assert describe(function) == describe(function)
