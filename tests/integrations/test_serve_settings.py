@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from contextlib import suppress
 
 import pytest
 import torch
@@ -161,7 +162,8 @@ def test_an_engine_that_has_ended_is_replaced(batched, monkeypatch):
 
     monkeypatch.setattr(ended._cb.batch_processor, "prepare_next_batch", fail)
     body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-    assert batched.chat(body, "/v1/completions")[0] in (200, 503)  # replaced already if it ended in between
+    with suppress(RuntimeError):  # this request may be the one that fails
+        assert batched.chat(body, "/v1/completions")[0] in (200, 503)  # replaced already if it ended in between
     assert complete(batched)["choices"]
     assert state._cb_manager is not ended
     assert state.is_cb_alive()
