@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -20,6 +21,7 @@ from hf_tiered_cache import RequestStats
 from hf_tiered_cache.store.memory import aligned_bytes
 
 T = TypeVar("T")
+_RESAMPLES = 2000
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "hidden_size": 896,
@@ -230,6 +232,15 @@ def median(values: Iterable[float]) -> float:
 def ratio(numerators: list[float], denominators: list[float]) -> float:
     """Return the median of the ratios of values that were measured in the same turn."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def ratio_interval(numerators: list[float], denominators: list[float]) -> tuple[float, float]:
+    """Return the 95 % interval of a ratio of means of values measured in the same turns, by bootstrap of the turns."""
+    pairs = np.array([numerators, denominators])  # [2, turns]
+    turns = pairs.shape[1]
+    means = pairs[:, np.random.default_rng(0).integers(turns, size=(_RESAMPLES, turns))].mean(-1)  # [2, resamples]
+    low, high = np.quantile(means[0] / means[1], (0.025, 0.975))
+    return float(low), float(high)
 
 
 def forget_page_cache(folder: Path) -> None:

@@ -975,3 +975,14 @@ def test_a_simulated_choice_is_the_methods(tmp_path, way, settings):
     torch.testing.assert_close(ours, simulated, rtol=0, atol=1e-3)
     full = simulation.first_token(ids[0, 160:].tolist(), choices.Choice(None, 1.0, prefix))
     assert (full - simulated).abs().max() > 1e-2  # so that the choice matters
+
+
+def test_an_interval_holds_the_ratio_of_means_and_narrows_with_more_turns():
+    from lib.common import ratio_interval
+
+    below = [1.0, 2.0, 3.0, 4.0]
+    assert ratio_interval([1.5 * seconds for seconds in below], below) == pytest.approx((1.5, 1.5))
+    above = [1.0, 3.0, 2.0, 5.0]
+    low, high = ratio_interval(above, below)
+    narrow_low, narrow_high = ratio_interval(20 * above, 20 * below)
+    assert low < narrow_low < 1.1 < narrow_high < high
