@@ -1,7 +1,8 @@
 """Exceptions of the library.
 
-A disk fault never raises out of a request: it counts as a miss, and the prompt is computed as if nothing were stored.
-Exceptions report errors that only the caller can fix.
+A disk fault raises no exception out of a request: it counts as a miss, and the prompt is computed as if nothing were
+stored. `LostKVError` is the only one of these: KV that decoded tokens attend to can no longer be read. All others
+report errors that only the caller can fix.
 """
 
 from __future__ import annotations
