@@ -267,8 +267,7 @@ class TieredSession:
             account.add(requests=1)
             account.explain(reason)
             logger.info("the store is not used: %s", reason)
-            if not reasons.is_expected(reason):
-                storage_of(self.store).disk.warn(reason, reason)
+            storage_of(self.store).warn_of(reason)
 
     def batching(self, create: Callable[[], Any]) -> Any:
         """Serve the requests of a manager of continuous batching. See `patches.scope.Session`."""

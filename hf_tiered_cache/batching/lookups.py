@@ -172,7 +172,7 @@ class Lookups:
                     keys = torch.empty(1, kind.key_heads, count, kind.key_dim, dtype=dtype, device=device)
                     values = torch.empty(1, kind.value_heads, count, kind.value_dim, dtype=dtype, device=device)
                     rotate_ = partial(rotations.tap.rotate_, like)
-                    restore_layer(prefetch, plan, layer, kind, dtype, keys, values, begin, rotate_)
+                    restore_layer(prefetch, layer, kind, dtype, keys, values, begin, rotate_)
                     kv[layer] = keys, values
             fetcher.confirm()
             for device in {keys.device for keys, _ in kv.values()}:

@@ -142,7 +142,7 @@ class PagedTiers(Listener):
 
     def refused(self, reason: str) -> None:
         self.reason = self.reason or reason
-        self._storage.disk.warn(reason, reason)
+        self._storage.warn_of(reason)
 
     def failed(self) -> None:
         with self._lock:

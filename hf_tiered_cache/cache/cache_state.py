@@ -89,7 +89,7 @@ class CacheState:
         self.bypass = ""  # an empty cache takes any prompt
         ids = kwargs.get("input_ids")
         identity = self.identify(closely=self.unreported or ids is None or ids.shape[-1] > 1)
-        admitted = identity if isinstance(identity, str) else self._understand(cache, kwargs, identity)
+        admitted = identity if isinstance(identity, str) else self._parse(cache, kwargs, identity)
         if not isinstance(admitted, str):
             return admitted
         self._run_plain(admitted)
@@ -118,7 +118,7 @@ class CacheState:
             return reasons.DOUBTED
         return reasons.nameless(identity.problem) if identity.problem else identity
 
-    def _understand(
+    def _parse(
         self, cache: LayeredCache, kwargs: dict[str, Any], identity: Identity
     ) -> tuple[Request, SequenceState] | str:
         """Return the request and the sequence that it begins or continues, or the reason why there is none."""
@@ -308,5 +308,4 @@ class CacheState:
     def explain(self, reason: str) -> None:
         """Count a reason, and report it unless it is expected."""
         self.collector.explain(reason)
-        if not reasons.is_expected(reason):
-            self.store.disk.warn(reason, reason)
+        self.store.warn_of(reason)

@@ -96,7 +96,7 @@ def warn_of_slow_restore(sequence: SequenceState, tokens: int, saved: float) -> 
     method = sequence.method
     declines = isinstance(method, PrefixMethod) and method.decline
     if saved < -_MUCH_SECONDS and declines and costs_of(sequence, tokens) is None:
-        sequence.store.disk.warn(reasons.SLOW_RESTORE, reasons.SLOW_RESTORE)
+        sequence.store.warn_of(reasons.SLOW_RESTORE)
 
 
 def costs_of(sequence: SequenceState, tokens: int) -> PrefixCosts | None:

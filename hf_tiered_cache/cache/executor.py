@@ -93,7 +93,7 @@ class Executor(CacheState):
         self, cache: LayeredCache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> Any:
         """Run a pass of a prompt: plan it, and plan it again if a restore fails."""
-        reason, replans, before = self._why_not_looked_for(request, sequence), REPLANS, Work.of(self.collector.stats)
+        reason, replans, before = self._lookup_refusal(request, sequence), REPLANS, Work.of(self.collector.stats)
         if not reason and sequence.can_be_cut(request):
             self._run_pieces(cache, request, sequence, forward)
         while True:
@@ -110,7 +110,7 @@ class Executor(CacheState):
         if replans < REPLANS:
             reason = reasons.DAMAGED
         elif plan is None and (self.unreported or reason == reasons.LAYER_ORDER):
-            reason = reason or self._why_nothing(request, sequence)
+            reason = reason or self._no_plan_reason(request, sequence)
         else:
             reason = ""
         self.store.note_uses()
@@ -320,13 +320,13 @@ class Executor(CacheState):
 
     def look_up_admitted(self, request: Request, sequence: SequenceState) -> tuple[Plan | None, str]:
         """Return the plan that would restore an admitted prompt and "", or None and the reason."""
-        reason = self._why_not_looked_for(request, sequence)
+        reason = self._lookup_refusal(request, sequence)
         plan = None if reason else sequence.plan(request, self.collector)
         if plan is not None:
             chosen_plan, reason = choose_strategy(plan, sequence)
             plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))
         self.store.note_uses()
-        return plan, "" if plan is not None else reason or sequence.why_nothing(request)
+        return plan, "" if plan is not None else reason or self._no_plan_reason(request, sequence)
 
     def replans_after(self, error: RestoreError, replans: int) -> int:
         """Note a failed restore, so that the next plan avoids its block. Return how many of the `replans` remain."""
@@ -337,7 +337,7 @@ class Executor(CacheState):
         self.store.disk.report(error.segment, error.__cause__ or error)
         return replans - 1 if self.store.usable else 0  # a store that was closed meanwhile cannot serve another plan
 
-    def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
+    def _lookup_refusal(self, request: Request, sequence: SequenceState) -> str:
         """Return the reason why a pass does not look up stored KV, or an empty string."""
         if sequence.approximate and not isinstance(sequence.method, Passages):  # passages are restored after any KV
             return reasons.APPROXIMATE
@@ -349,7 +349,7 @@ class Executor(CacheState):
             return reasons.SHORT if request.num_positions < HASH_TOKENS else reasons.ALL_LOGITS
         return ""
 
-    def _why_nothing(self, request: Request, sequence: SequenceState) -> str:
+    def _no_plan_reason(self, request: Request, sequence: SequenceState) -> str:
         """Return the reason why a prompt has no plan."""
         reason = sequence.why_nothing(request)
         if reason == reasons.NOTHING and self.conversation is not None:

@@ -150,7 +150,7 @@ class RestoringForward(ForwardPass):
 
     def __init__(self, *arguments: Any, plan: Plan, store: Storage, method: Method) -> None:
         super().__init__(*arguments)
-        self.plan, self.method = plan, method
+        self.method = method
         self._last_layer = -1
         self._first_narrowed: int | None = None
         self.captures = True
@@ -185,6 +185,11 @@ class RestoringForward(ForwardPass):
                 type(method).__name__,
             )
             self.selects = True
+
+    @property
+    def plan(self) -> Plan:
+        """Plan that this pass follows. A deferred plan is replaced during the pass."""
+        return self.prefetch.plan
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         try:
@@ -358,7 +363,7 @@ class RefiningForward(RestoringForward):
             (kv_deviation,) = to_host(self._kv_deviation)
             positions = self.method.narrow(self._choice, plan.computed[layer], kv_deviation, attention)
         plan = replace(plan, computed=plan.computed[:first] + (positions,) * (len(plan.computed) - first))
-        self.plan = self.prefetch.plan = plan
+        self.prefetch.plan = plan
         self._positions_from.clear()  # keyed by arrays of the old plan
         self._drop_with_depth(plan)
         self._compares, self._attention = False, None

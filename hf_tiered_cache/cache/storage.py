@@ -20,6 +20,7 @@ import numpy as np
 from ..errors import ConfigError, StoreClosedError, StoreError
 from ..passages.finder import PassageIndex, Seeds
 from ..passages.ranking import KeptRankings
+from ..reasons import is_expected
 from ..remote.tier import RemoteTier, Seconds
 from ..restore.hashes import MatchedRun, PassageHasher, PrefixHasher, longest_prefix
 from ..restore.rows import RowGroup
@@ -123,6 +124,11 @@ class Storage:
             self.rewriter.importance.forget,
         ]
         residency.scores.load(disk.index.scores())
+
+    def warn_of(self, reason: str) -> None:
+        """Log a reason as a warning, once, unless it is part of ordinary use."""
+        if reason and not is_expected(reason):
+            self.disk.warn(reason, reason)
 
     def note_policy(self, method: Method) -> None:
         """Warn if blocks leave memory by another eviction policy than the one the method was published with."""

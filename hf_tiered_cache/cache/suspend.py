@@ -104,8 +104,7 @@ def put_away(executor: Executor, cache: LayeredCache, started: float) -> Suspend
             except (StoreError, OSError) as error:
                 reason = reason or f"a segment that was replaced by a new one could not be deleted: {error}"
     storage.note_uses()
-    if reason and not reasons.is_expected(reason):
-        storage.disk.warn(reason, reason)
+    storage.warn_of(reason)
     nbytes, seconds = sum(row.nbytes for row in rows), time.perf_counter() - started
     return Suspended(tokens, unstored, nbytes, seconds, reason, decision.text)
 

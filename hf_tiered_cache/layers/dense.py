@@ -196,7 +196,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             return self.adopt(*joined.of(self.index), plan.num_positions)
         keys, values = self.extend(like_keys, like_values, plan.num_positions, first)
         rotate_ = partial(restoring.tap.rotate_, pre_rope)
-        restore_layer(prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
+        restore_layer(prefetch, self.index, kind, dtype, keys, values, first, rotate_)
         return keys, values
 
     def _joined(

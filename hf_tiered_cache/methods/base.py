@@ -91,6 +91,11 @@ class Method(ABC):
         has_codec = self.codec is not None or self.geometry.codec != RAW
         return self if has_codec or codec == RAW else replace(self, codec=codec)
 
+    def with_few_layers(self, layers: int) -> Self:
+        """Return this method with few layers per block (see `Geometry.overlapping`), but a user's own geometry."""
+        is_default = self.geometry == replace(type(self).geometry, codec=self.geometry.codec)
+        return replace(self, geometry=self.geometry.overlapping(layers)) if is_default else self
+
     def usable_hashes(self, shape: SegmentShape) -> int:
         """Return how many leading prefix hashes of a stored segment a plan of this method can use.
 
@@ -101,7 +106,7 @@ class Method(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetMethod(Method):
-    """Base of methods whose full-attention layers attend to a share of the prefix.
+    """Base of methods in which full-attention layers attend to a share of the prefix.
 
     A method must define `token_budget` and `selector`.
 
@@ -165,7 +170,7 @@ class BudgetMethod(Method):
         return self.budget < 1
 
     def streams(self, tokens: int) -> bool:
-        """Return whether `tokens` computed prompt tokens attend to the whole prefix, of which the budget then stays."""
+        """Return whether so many computed prompt tokens attend to the whole prefix before the budget applies."""
         return 0 < self.exact_from <= tokens
 
     def geometry_warning(self, geometry: Geometry) -> str:
@@ -223,12 +228,6 @@ class BudgetMethod(Method):
             return self
         budget = measured(self)
         return replace(self, budget=UNMEASURED_BUDGET if budget is None else budget)
-
-
-def overlapping_geometry(method: Method, layers: int) -> Geometry:
-    """Return a method's geometry with few layers per block (see `Geometry.overlapping`), unless it is a user's own."""
-    is_default = method.geometry == replace(type(method).geometry, codec=method.geometry.codec)
-    return method.geometry.overlapping(layers) if is_default else method.geometry
 
 
 def require(is_valid: bool, name: str, expected: str, value: object) -> None:

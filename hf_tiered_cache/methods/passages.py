@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from ..restore.rows import Positions, RowGroup, SegmentSlice, of_row, repeats
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
-from .base import Method, is_count, is_number, overlapping_geometry, require
+from .base import Method, is_count, is_number, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -85,11 +85,6 @@ class Passages(Method):
     def ranked_behind(self) -> int:
         """Number of lead tokens in that computation: 1 if passages are stored after a text, else enough for a text."""
         return 1 if self.lead > 1 else _RANKED_BEHIND
-
-    def with_few_layers(self, layers: int) -> Self:
-        """Return this method with few layers per block, unless the geometry is the user's own."""
-        geometry = overlapping_geometry(self, layers)
-        return self if geometry == self.geometry else replace(self, geometry=geometry)
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         """Return this method with its "auto" settings replaced by measured values.

@@ -230,7 +230,6 @@ def units_of(plan: Plan) -> list[PlanUnit]:
 
 def restore_layer(
     prefetch: Prefetch,
-    plan: Plan,
     layer: int,
     kind: LayerKV,
     dtype: torch.dtype,
@@ -249,6 +248,7 @@ def restore_layer(
     Raises:
         RestoreError: A block did not arrive, or its layout does not match.
     """
+    plan = prefetch.plan
     check_fit(plan, layer, kind, dtype)
     for row, block_group, gather in prefetch.gathers(layer, first_position):
         for part in block_group.parts:
