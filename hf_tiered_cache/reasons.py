@@ -55,7 +55,7 @@ OTHER_KEY = "the stored KV of this model is encrypted with another key; open the
 EVICTED = "the conversation's KV is no longer stored (evicted, expired or removed), so its history is computed"
 OTHER_HISTORY = "the history does not begin with the tokens of the stored conversation, so it is computed"
 IN_PART = "only a part of these tokens' KV is stored, which this method cannot restore; use the method that stored it"
-NO_FRONT = (
+PREFIX_NOT_STORED = (
     "the first of these tokens are not stored and must be computed while the others are loaded; this is not possible "
     "with this model, in a batch with padding, or after tokens that the cache already holds"
 )

@@ -59,7 +59,7 @@ class PartialRecompute(Exact):
     geometry: Geometry = field(default=Geometry(64, 1))
     recompute: float | Literal["auto"] = field(default="auto", kw_only=False)
 
-    front_steepness = (0,)
+    recompute_steepness = (0,)
 
 
 @dataclass(frozen=True)

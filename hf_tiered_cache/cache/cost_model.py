@@ -21,7 +21,7 @@ from ..stats import TIERS
 from ..store import EXACT
 from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import HASH_TOKENS
-from ..store.segment import FrontReader
+from ..store.segment import UnstoredPrefixReader
 from ..tiers.residency import Residency
 from .calibrations import (
     CostFactors,
@@ -71,7 +71,7 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
     decline = False
     steepness: Sequence[float] = STEEPNESS
     if isinstance(method, PrefixMethod):
-        recompute, decline, steepness = method.recompute, method.decline, method.front_steepness
+        recompute, decline, steepness = method.recompute, method.decline, method.recompute_steepness
     if plan.suffix is None:
         return plan, ""
     is_incomplete = bool(required_recompute(plan).any())
@@ -84,7 +84,7 @@ def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, s
             return plan, ""
     may_recompute = _may_recompute_prefix(plan, sequence)
     if is_incomplete and not may_recompute:
-        return None, reasons.NO_FRONT
+        return None, reasons.PREFIX_NOT_STORED
     if not may_recompute:
         recompute = 0.0
     chosen_plan = fastest_plan(plan, recompute, decline, costs, store.residency, devices.__getitem__, steepness)
@@ -158,9 +158,9 @@ def fastest_plan(
     """
     ratio, required = 0.0 if recompute == "auto" else recompute, required_recompute(plan)
     minimum = with_required_recompute(plan)
-    has_front = any(isinstance(reader, FrontReader) for reader in plan.readers)
+    has_unstored = any(isinstance(reader, UnstoredPrefixReader) for reader in plan.readers)
     compares = costs is not None and (decline or recompute == "auto")
-    units = unit_tiers_of(minimum, residency, device_of) if has_front or compares else []
+    units = unit_tiers_of(minimum, residency, device_of) if has_unstored or compares else []
     if recompute == "auto" and costs is not None:
         partial_schedules = [plan_recompute_lengths(plan, RATIOS[:-1], steep) for steep in steepness]
     else:
@@ -176,7 +176,7 @@ def fastest_plan(
         if chosen == computes_all:
             return None
     lengths = schedules[chosen]
-    if has_front:
+    if has_unstored:
         lengths = np.minimum(lengths, _read_until(minimum, units))
     lengths = np.maximum(lengths, required)
     return plan.with_recompute_lengths(lengths.tolist()) if lengths.any() else plan
@@ -274,7 +274,7 @@ def with_measured_settings(
     if isinstance(method, PrefixMethod) and can_recompute_prefix(attachment):
         codec, likely_tokens = method.geometry.codec, max(tokens, _LIKELY_TOKENS)
         share = partial(_likely_ratio, storage, fingerprint, attachment, codec, likely_tokens)
-        method = method.with_likely_front(share, attachment.depth)
+        method = method.with_likely_recompute(share, attachment.depth)
     return method
 
 

@@ -21,12 +21,12 @@ from ..store.geometry import HASH_TOKENS
 from .cache_state import CacheState
 from .cost_model import choose_strategy, costs_of, warn_of_slow_restore, with_required_recompute
 from .forward_pass import ForwardPass, RefiningForward, RestoringForward
-from .fronts import ComputedFront
 from .observed import Work, observed_ratios, renew_costs
 from .recorder import Recorder
 from .request import Request, asks_for_all, count_tokens
 from .sequence import SequenceState
 from .spot_check import RestoredRun
+from .unstored import ComputedPrefix
 
 REPLANS = 4
 """Number of times a pass is planned again after a failed restore, around the failure; then all of it is computed."""
@@ -45,7 +45,7 @@ class Executor(CacheState):
     """Pass that is running, or None."""
     restored: RestoredRun | None = None
     """Segments restored by the pass of the last prompt, for a spot check."""
-    _front: ComputedFront | None = None  # that of the last pass, until it is committed
+    _unstored: ComputedPrefix | None = None  # that of the last pass, until it is committed
 
     # --- one pass
 
@@ -221,7 +221,7 @@ class Executor(CacheState):
         output = self._run(cache, forward_pass, forward, request.only(plan.computed[0], plan.suffix is not None))
         self._observe_costs(request, sequence, plan, self._work_since(before))
         self.restored = RestoredRun.of(forward_pass.plan, before.seconds)
-        self._front = forward_pass.front
+        self._unstored = forward_pass.unstored
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
             self.explain_once(reasons.no_room_for_index(self.store.residency.index_cache.budget))
         return output, forward_pass.plan
@@ -307,14 +307,15 @@ class Executor(CacheState):
         """Record a completed pass, if the model has appended the request's tokens and no others."""
         if cache.get_seq_length() == request.base + request.num_positions:
             reason = sequence.commit(request, plan, self.collector)
-            if self._front is not None and not reason:
+            if self._unstored is not None and not reason:
                 confirmed = partial(sequence.identity.weights_held, time.monotonic())
-                self.store.writer.later(partial(self.store.fronts.put, self._front, confirmed), self._front.end())
+                put = partial(self.store.unstored.put, self._unstored, confirmed)
+                self.store.writer.later(put, self._unstored.end())
         else:
             sequence.recorder.abandon()
             self.collector.add(tokens_computed=request.ids.numel())
             reason = reasons.OTHER_TOKENS
-        self._front = None
+        self._unstored = None
         if reason:
             self._run_plain(reason, request.ids[:, request.text :])
 
@@ -331,7 +332,7 @@ class Executor(CacheState):
     def replans_after(self, error: RestoreError, replans: int) -> int:
         """Note a failed restore, so that the next plan avoids its block. Return how many of the `replans` remain."""
         if isinstance(error.__cause__, EvictedError):
-            self.store.fronts.forget([error.segment])
+            self.store.unstored.forget([error.segment])
             return replans
         self.collector.add(recomputed=1)
         self.store.disk.report(error.segment, error.__cause__ or error)

@@ -154,7 +154,7 @@ class RestoringForward(ForwardPass):
         self._last_layer = -1
         self._first_narrowed: int | None = None
         self.captures = True
-        self.front = store.fronts.to_compute(plan) if self.recorder is not None else None
+        self.unstored = store.unstored.to_compute(plan) if self.recorder is not None else None
         """First tokens that segments lack and this pass computes; None if there are none, or memory has no room."""
         self._positions_from: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._recompute_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -270,8 +270,8 @@ class RestoringForward(ForwardPass):
 
     def _record(self, recorder: Recorder, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `ForwardPass`. Only the positions after the restored ones are new to the store."""
-        if self.front is not None:
-            self.front.capture(layer, kind, keys, values)
+        if self.unstored is not None:
+            self.unstored.capture(layer, kind, keys, values)
         if self.plan.suffix is None:
             recorded = self.plan.num_positions - self.plan.restored_until
             keys, values = keys[:, :, -recorded:], values[:, :, -recorded:]

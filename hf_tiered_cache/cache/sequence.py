@@ -109,8 +109,8 @@ class SequenceState:
                 if method.reorder:
                     self.store.lay_out_after(plan.groups)
                 return plan
-        fronts = self.store.fronts
-        return fronts.added_to(plan, self.attachment.devices) if fronts.segments else plan
+        unstored = self.store.unstored
+        return unstored.added_to(plan, self.attachment.devices) if unstored.segments else plan
 
     def _look_up(self, ids: np.ndarray) -> tuple[tuple[RowGroup, ...], int]:
         """Find the longest stored prefix of each row, and the passages after it, for new tokens.

@@ -38,9 +38,9 @@ from ..store.writer import PendingSegment, Writer
 from ..tiers.residency import Residency
 from ..tiers.scores import ScoreTable
 from .captured import SegmentTable
-from .fronts import Fronts, blocks_in_memory
 from .rewriter import SegmentRewriter
 from .spot_check import SpotChecks
+from .unstored import UnstoredPrefixes, blocks_in_memory
 
 if TYPE_CHECKING:
     from ..methods import Method
@@ -85,7 +85,7 @@ class Storage:
     ) -> None:
         self.remote: RemoteTier | None = None
         self.disk, self.place, self.residency = disk, disk.place, residency
-        self.fronts = Fronts(residency)
+        self.unstored = UnstoredPrefixes(residency)
         self.records = disk.backend.records
         self.conversations, self.documents = Conversations(self.records), Documents(self.records)
         self.calibrations = Calibrations(self.records)
@@ -118,7 +118,7 @@ class Storage:
         """Segments that were stored recently, for sequences that are recorded at the same time."""
         disk.on_gone += [
             residency.forget,
-            self.fronts.forget,
+            self.unstored.forget,
             self.recent_segments.forget,
             self.rewriter.forget,
             self.rewriter.importance.forget,

@@ -98,7 +98,7 @@ def put_away(executor: Executor, cache: LayeredCache, started: float) -> Suspend
     if conversation is not None and executor.options.record:
         reason = conversation.keep(sequence, rows, tokens, decision.text, decision.refused_tokens) or reason
         if replaced and conversation.record is not None and compacted in conversation.record.segments:
-            _keep_front(storage, rows[-1], readers)
+            _keep_unstored(storage, rows[-1], readers)
             try:  # delete old segments only after the record names the new one
                 _replace(storage, [row.id for row in replaced], rows[-1].id)
             except (StoreError, OSError) as error:
@@ -118,13 +118,13 @@ def _replace(storage: Storage, old: Sequence[str], new: str) -> None:
         disk.remove(old)
 
 
-def _keep_front(storage: Storage, row: SegmentRow, readers: Sequence[SegmentReader]) -> None:
+def _keep_unstored(storage: Storage, row: SegmentRow, readers: Sequence[SegmentReader]) -> None:
     """Keep the tokens in memory that a new segment lacks. `readers` are those of the old segments of the chain."""
     segment = storage.disk.reader(row.id)
     if segment is None:
         return
     try:
-        storage.fronts.keep(segment, [reader for reader in readers if reader.header.position >= row.position])
+        storage.unstored.keep(segment, [reader for reader in readers if reader.header.position >= row.position])
     except (RuntimeError, OSError, TieredCacheError) as error:  # no memory: the next turn computes these tokens
         logger.debug("the first tokens of segment %s are not kept in memory: %r", row.id, error)
 
@@ -142,7 +142,7 @@ def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentRead
     storage, observer, method = executor.store, executor.observer, sequence.method
     attention = None if observer is None else observer.result()
 
-    def front(stored: float) -> float:
+    def recompute_share(stored: float) -> float:
         share = method.recompute if isinstance(method, PrefixMethod) else 0.0
         costs = costs_of(sequence, tokens)
         if not can_recompute_prefix(executor.attachment) or (share == "auto" and costs is None):
@@ -153,7 +153,7 @@ def _idle(executor: Executor, sequence: SequenceState, readers: list[SegmentRead
         return idle_recompute_ratio(tokens, executor.attachment.depth, costs, stored, method.geometry.chunk_tokens)
 
     admit = storage.residency.admit
-    return IdleConversation(storage.disk, readers, storage.blocks_of, admit, front, attention)
+    return IdleConversation(storage.disk, readers, storage.blocks_of, admit, recompute_share, attention)
 
 
 def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:

@@ -158,10 +158,10 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             values[:, :, plan.suffix - first :] = value_states
             return self._visible(key_states.shape[2])
         if isinstance(plan, RecomputePlan):
-            front = plan.recompute_lengths[self.index]
+            recomputed = plan.recompute_lengths[self.index]
             for target, computed in ((keys, key_states), (values, value_states)):
-                target[:, :, :front] = computed[:, :, :front]
-                target[:, :, plan.restored_until :] = computed[:, :, front:]
+                target[:, :, :recomputed] = computed[:, :, :recomputed]
+                target[:, :, plan.restored_until :] = computed[:, :, recomputed:]
             return self._visible(None)
         positions = restoring.computed_positions(self.index, first, keys.device)
         if may_preview and not is_filled:

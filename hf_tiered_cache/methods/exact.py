@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..restore.plan import PlanContext
@@ -33,7 +33,7 @@ class PrefixMethod(Method):
     calibrates = False
     """True if the first cache measures the costs of restoring and computing, if the store has none."""
 
-    front_steepness: ClassVar[Sequence[float]] = STEEPNESS
+    recompute_steepness: ClassVar[Sequence[float]] = STEEPNESS
     """How fast the length of the recomputed prefix may fall with depth, see `recompute_lengths`; the first one for a
     fixed share."""
 
@@ -46,7 +46,7 @@ class PrefixMethod(Method):
         """See `Method`. The cost model adds the recomputed prefix."""
         return context.suffix_positions()
 
-    def with_likely_front(self, share: Callable[[], float], layers: int) -> Self:
+    def with_likely_recompute(self, share: Callable[[], float], layers: int) -> Self:
         """Return this method with few layers per block if a prefix is likely to be recomputed while the rest is loaded.
 
         If nothing is recomputed, fewer and larger blocks are restored sooner. A geometry of the user's own is kept.

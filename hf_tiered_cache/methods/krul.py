@@ -70,8 +70,8 @@ class IdleConversation:
         readers: Readers of its segments, in order.
         blocks_of: Function that returns the blocks of a segment, from memory if they are there.
         admit: Function that puts blocks into memory.
-        front: Function that returns the share of the conversation to recompute when it is restored. Its argument is the
-            size of the stored KV, as a share of the unmerged size.
+        recompute_share: Function that returns the share of the conversation to recompute when it is restored. Its
+            argument is the size of the stored KV, as a share of the unmerged size.
         attention: Distances between the layers' attention; None if it was not observed.
         replay: Replay of the last tokens over changed KV; None if they cannot be replayed.
         decision: Takes the decision about shared layers.
@@ -81,7 +81,7 @@ class IdleConversation:
     readers: Sequence[SegmentReader]
     blocks_of: BlocksOf
     admit: Written
-    front: Callable[[float], float]
+    recompute_share: Callable[[float], float]
     attention: LayerDistances | None = None
     replay: Replay | None = None
     decision: MergeDecision = field(default_factory=MergeDecision)
@@ -206,11 +206,11 @@ class Krul(PrefixMethod, ForConversation):
         shared = next((pairs for reader in idle.readers[::-1] if (pairs := reader.shape.geometry.pairs)), ())
         pairs = self.accepted(idle, shared)
         merged = replace(self.geometry, layers_per_block=1, pairs=pairs)
-        front = idle.front(share_of_bytes(layout, merged, self.retained))
-        unmerged = (self.with_few_layers(len(layout.layers)) if front else self).geometry
+        recomputed = idle.recompute_share(share_of_bytes(layout, merged, self.retained))
+        unmerged = (self.with_few_layers(len(layout.layers)) if recomputed else self).geometry
         geometry = merged if pairs else unmerged
         step = self.geometry.chunk_tokens
-        stored_from = recompute_lengths(tokens_of(idle.readers), front, len(layout.layers), step=step)
+        stored_from = recompute_lengths(tokens_of(idle.readers), recomputed, len(layout.layers), step=step)
         stored_from = np.maximum(stored_from, first_stored_tokens(idle.readers))
         first = first_rewritten(idle.readers, geometry, stored_from, self.retained)
         if first is None:

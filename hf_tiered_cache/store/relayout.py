@@ -333,7 +333,7 @@ def merge_segments(
     return header.id
 
 
-def front_shape(shape: SegmentShape) -> SegmentShape:
+def unstored_shape(shape: SegmentShape) -> SegmentShape:
     """Return the shape of the first tokens of each layer that a segment of this shape lacks."""
     geometry = replace(shape.geometry, pairs=())
     groups = block_groups(shape.layout, geometry)
@@ -341,19 +341,20 @@ def front_shape(shape: SegmentShape) -> SegmentShape:
     return replace(shape, geometry=geometry, tables=tables)
 
 
-def front_blocks(
-    readers: Sequence[SegmentReader], fronts: Sequence[SegmentReader | None], shape: SegmentShape, blocks_of: BlocksOf
+def unstored_blocks(
+    readers: Sequence[SegmentReader], unstored: Sequence[SegmentReader | None], shape: SegmentShape, blocks_of: BlocksOf
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield number and blocks, uint8 `[chunks, block_bytes]`, of the groups of `shape` that are completely in memory.
 
     Args:
         readers: segments that were rewritten as one. Each segment continues the one before it.
-        fronts: readers of the tokens that each of them lacks, or None.
-        shape: see `front_shape`; that of the new segment.
+        unstored: readers of the tokens that each of them lacks, or None.
+        shape: see `unstored_shape`; that of the new segment.
         blocks_of: function that returns the blocks of an old segment, or raises EvictedError.
     """
     pieces, _ = _chain(readers)
-    pieces += [replace(piece, reader=front) for piece, front in zip(pieces, fronts, strict=True) if front is not None]
+    others = zip(pieces, unstored, strict=True)
+    pieces += [replace(piece, reader=reader) for piece, reader in others if reader is not None]
     held = np.zeros((len(shape.layout.layers), shape.tokens), bool)
     for piece in pieces:
         held[:, piece.at : piece.at + piece.count] |= piece.reader.held[:, : piece.count]

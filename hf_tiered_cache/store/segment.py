@@ -185,13 +185,13 @@ def read_batch(requests: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Futur
     return checked
 
 
-class FrontReader(SegmentReader):
+class UnstoredPrefixReader(SegmentReader):
     """Reader of the tokens that a segment lacks, as far as memory holds them (`held`). No file contains them."""
 
     def __init__(self, segment: SegmentReader, shape: SegmentShape, held: np.ndarray) -> None:
         self.id, self.shape, self.chain, self.backend = segment.id, shape, segment.chain, segment.backend
         self.header = replace(segment.header, shape=shape)
-        self.owners = owners_of_front(segment, shape)
+        self.owners = owners_of_unstored(segment, shape)
         self.gone, self._guard, self.held = False, None, held
 
     def caused(self, error: BaseException) -> bool:
@@ -202,7 +202,7 @@ class FrontReader(SegmentReader):
         raise EvictedError(self.id)
 
 
-def owners_of_front(segment: SegmentReader, shape: SegmentShape) -> tuple[tuple[str, int, int], ...]:
+def owners_of_unstored(segment: SegmentReader, shape: SegmentShape) -> tuple[tuple[str, int, int], ...]:
     """Return the keys in memory of the blocks that a segment lacks. They are forgotten with the segment."""
     first = len(segment.owners)
     return tuple((segment.id, first + group.index, segment.header.digests.digest) for group in shape.block_groups)

@@ -213,7 +213,7 @@ def test_what_lacks_its_front_is_computed_where_that_cannot_be_done(model, root)
         rows, mask = padded.repeat(2, 1), (padded != 0).long().repeat(2, 1)
         plain = TieredCache(model, store, method=method.for_conversation(cache.method.conversation), record=False)
         model.generate(rows, attention_mask=mask, past_key_values=plain, max_new_tokens=2, do_sample=False)
-        assert (plain.stats.tokens_restored, plain.stats.reason) == (0, reasons.NO_FRONT)
+        assert (plain.stats.tokens_restored, plain.stats.reason) == (0, reasons.PREFIX_NOT_STORED)
     torch.testing.assert_close(found, said(model, DynamicCache(), asked), atol=1e-4, rtol=1e-4)
 
 

@@ -95,7 +95,7 @@ def test_layers_keep_what_they_recompute_after_losing_it(root):
         run_turn(model, store, method, text[:, :TOKENS])
         storage = storage_of(store)
         (row,) = store.segments()
-        front = storage.fronts.of(storage.disk.reader(row.id), None)
+        front = storage.unstored.of(storage.disk.reader(row.id), None)
         chunk = front.shape.chunks_in(front.shape.block_groups[0]) - 1
         pool, slots, _ = storage.residency.host.pin(front.owners[0], np.array([chunk]))
         pool.pins[slots] -= 1
@@ -113,7 +113,7 @@ def test_a_front_of_changed_weights_is_not_kept(root, monkeypatch, changed):
     with KVStore(root, engine="posix") as store:
         run_turn(model, store, method, text[:, :TOKENS])
     with KVStore(root, engine="posix") as store:
-        fronts = storage_of(store).fronts
+        fronts = storage_of(store).unstored
         put = fronts.put
 
         def put_after_change(front, confirmed):
@@ -138,7 +138,7 @@ def test_each_layer_recomputes_what_it_has_lost(root):
         storage = storage_of(store)
         (row,) = store.segments()
         reader, host = storage.disk.reader(row.id), storage.residency.host
-        front = storage.fronts.of(reader, None)
+        front = storage.unstored.of(reader, None)
         owner = front.owners[front.shape.restoring_groups[2][0].index]
         pool, slots, _ = host.pin(owner, np.array([1]))
         pool.pins[slots] -= 1

@@ -231,17 +231,17 @@ def test_a_passage_is_restored_up_to_the_first_token_that_a_group_lacks(model, t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fronts(Method):
+class ComputesUnstored(Method):
     """Method that computes a prefix of the stored tokens, shorter with depth, and restores the rest."""
 
-    fronts: tuple[int, ...]
+    unstored: tuple[int, ...]
 
     def usable_hashes(self, shape: SegmentShape) -> int:
         return shape.tokens // 16
 
     def positions_to_compute(self, context):
         suffix = context.suffix_positions()
-        return tuple(np.union1d(np.arange(front), one) for front, one in zip(self.fronts, suffix, strict=True))
+        return tuple(np.union1d(np.arange(front), one) for front, one in zip(self.unstored, suffix, strict=True))
 
 
 def test_a_front_that_is_not_stored_is_computed_and_the_rest_is_restored(model, tmp_path):
@@ -252,7 +252,7 @@ def test_a_front_that_is_not_stored_is_computed_and_the_rest_is_restored(model, 
         (row,) = store.segments()
         hold_part(store, row, lambda group: np.arange(fronts[group.layers[0]], row.tokens))
         full = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)
-        found, cache = ask(model, store, question(ids), Fronts(fronts=fronts))
+        found, cache = ask(model, store, question(ids), ComputesUnstored(unstored=fronts))
         assert torch.equal(found.sequences, full.sequences)
         for a, b in zip(found.logits, full.logits, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.abs().max()))

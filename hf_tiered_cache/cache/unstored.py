@@ -1,4 +1,4 @@
-"""First tokens of conversations that are not stored, and stay in memory while they fit (see `FrontReader`)."""
+"""First tokens of conversations that are not stored, and stay in memory while they fit (see `UnstoredPrefixReader`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..stats import StatsCollector
 from ..store.container import Group
 from ..store.geometry import BlockGroup, LayerKV
 from ..store.lazy import torch
-from ..store.relayout import front_blocks, front_shape
-from ..store.segment import FrontReader, SegmentReader, owners_of_front
+from ..store.relayout import unstored_blocks, unstored_shape
+from ..store.segment import SegmentReader, UnstoredPrefixReader, owners_of_unstored
 from ..store.shape import SegmentShape
 from ..tiers.handles import BlockRequest
 from ..tiers.residency import Residency
 from .captured import CapturedKV
 
 
-class ComputedFront:
+class ComputedPrefix:
     """First tokens that segments lack, as a pass computes them; `shapes` are those of these tokens, by segment."""
 
     def __init__(self, plan: RecomputePlan, shapes: Mapping[str, SegmentShape]) -> None:
@@ -39,14 +39,14 @@ class ComputedFront:
         return self._captured.nbytes
 
     def packed(self) -> Iterator[tuple[SegmentReader, SegmentShape, list[BlockGroup], Iterator[Group]]]:
-        """Yield each segment, the shape of its front, the groups whose tokens are all computed, and their blocks.
+        """Yield each segment, the shape of what it lacks, the groups whose tokens are all computed, and their blocks.
 
         A group's blocks are uint8 `[chunks, block_bytes]`, valid until the next group's are requested.
         """
         for rows in self._plan.groups:
             for piece in rows.pieces:
                 shape, start = self._shapes.get(piece.reader.id), piece.at - piece.first
-                if shape is None or isinstance(piece.reader, FrontReader):
+                if shape is None or isinstance(piece.reader, UnstoredPrefixReader):
                     continue
                 groups = [group for group in shape.block_groups if self._has_all(shape, group, start)]
                 yield piece.reader, shape, groups, self._captured.packer(shape, rows.rows[0], start, groups)()
@@ -57,7 +57,7 @@ class ComputedFront:
         return len(tokens) > 0 and len(lengths) == len(group.layers) and start + int(tokens.max()) < min(lengths)
 
 
-class Fronts:
+class UnstoredPrefixes:
     """First tokens that segments lack and that memory may hold.
 
     Args:
@@ -81,13 +81,13 @@ class Fronts:
                 raise EvictedError(reader.id)
             return blocks
 
-        owners = owners_of_front(segment, shape)
+        owners = owners_of_unstored(segment, shape)
         self.segments.add(segment.id)
-        fronts = [self.of(reader, None) for reader in replaced]
-        for group, blocks in front_blocks(replaced, fronts, shape, blocks_of):
+        unstored = [self.of(reader, None) for reader in replaced]
+        for group, blocks in unstored_blocks(replaced, unstored, shape, blocks_of):
             self._residency.admit(owners[group], blocks)
 
-    def to_compute(self, plan: Plan) -> ComputedFront | None:
+    def to_compute(self, plan: Plan) -> ComputedPrefix | None:
         """Return an object that captures the tokens that segments lack and a pass computes.
 
         Return None if there are no such tokens, or they do not fit in memory besides their segments.
@@ -96,16 +96,16 @@ class Fronts:
             return None
         shapes: dict[str, SegmentShape] = {}
         for reader in plan.readers:
-            if not isinstance(reader, FrontReader) and (shape := self._shape_of(reader)) is not None:
+            if not isinstance(reader, UnstoredPrefixReader) and (shape := self._shape_of(reader)) is not None:
                 shapes[reader.id] = shape
-        return ComputedFront(plan, shapes) if shapes else None
+        return ComputedPrefix(plan, shapes) if shapes else None
 
-    def put(self, front: ComputedFront, confirmed: Callable[[], bool]) -> None:
+    def put(self, prefix: ComputedPrefix, confirmed: Callable[[], bool]) -> None:
         """Keep the tokens in memory that a pass has computed, if `confirmed` returns that they may be stored."""
         if not confirmed():
             return
-        for reader, shape, groups, packed in front.packed():
-            owners = owners_of_front(reader, shape)
+        for reader, shape, groups, packed in prefix.packed():
+            owners = owners_of_unstored(reader, shape)
             self.segments.add(reader.id)
             for group, blocks in zip(groups, packed, strict=True):
                 self._residency.admit(
@@ -116,7 +116,7 @@ class Fronts:
         """Return the shape of the tokens that a segment lacks, or None if there are none, or memory has no room."""
         if not any(segment.shape.held_from):
             return None
-        shape = front_shape(segment.shape)
+        shape = unstored_shape(segment.shape)
         fits = shape.blocks_bytes + segment.shape.blocks_bytes <= self._residency.host.budget
         return shape if fits else None
 
@@ -124,17 +124,17 @@ class Fronts:
         """Forget the tokens that these segments lack."""
         self.segments.difference_update(segments)
 
-    def of(self, segment: SegmentReader, devices: Sequence[torch.device] | None) -> FrontReader | None:
+    def of(self, segment: SegmentReader, devices: Sequence[torch.device] | None) -> UnstoredPrefixReader | None:
         """Return a reader of the tokens that a segment lacks, or None if memory holds none of them.
 
         `devices` are those of the layers; None for the CPU.
         """
         if segment.id not in self.segments:
             return None
-        shape = front_shape(segment.shape)
+        shape = unstored_shape(segment.shape)
         held = np.zeros((len(shape.layout.layers), shape.tokens), bool)
         step = shape.geometry.chunk_tokens
-        for group, owner in zip(shape.block_groups, owners_of_front(segment, shape), strict=True):
+        for group, owner in zip(shape.block_groups, owners_of_unstored(segment, shape), strict=True):
             device = torch.device("cpu") if devices is None else devices[group.layers[0]]
             tiers = self._residency.find(owner, np.arange(shape.chunks_in(group)), device)
             tokens = shape.tokens_by_slot(group)
@@ -143,14 +143,14 @@ class Fronts:
         if not held.any():
             self.segments.discard(segment.id)
             return None
-        return FrontReader(segment, shape, held)
+        return UnstoredPrefixReader(segment, shape, held)
 
     def added_to(self, plan: Plan, devices: Sequence[torch.device]) -> Plan:
         """Return a plan that can also restore these tokens."""
         groups = []
         for group in plan.groups:
-            fronts = ((piece, self.of(piece.reader, devices)) for piece in group.pieces)
-            added = tuple(replace(piece, reader=front) for piece, front in fronts if front is not None)
+            unstored = ((piece, self.of(piece.reader, devices)) for piece in group.pieces)
+            added = tuple(replace(piece, reader=prefix) for piece, prefix in unstored if prefix is not None)
             groups.append(replace(group, pieces=(*group.pieces, *added)))
         return replace(plan, groups=tuple(groups))
 
