@@ -227,21 +227,21 @@ def test_steps_counts_functions_entered_once_however_often_a_generator_goes_on(m
     assert steps.counted(other) == {"calls": 2, "functions": 2, "changes_of_file": 0}
 
 
-def test_pyramid(tmp_path, monkeypatch):
-    import pyramid
+def test_recompute_schedule(tmp_path, monkeypatch):
+    import recompute_schedule
 
     once = ["--repeats", "1", "--calibrate-repeats", "1"]
     options = ["--shape", "tiny", "--prefixes", "64,128", "--rates", "1,0", *once]
-    monkeypatch.setattr(sys, "argv", ["pyramid.py", *options, "--out", str(tmp_path)])
-    pyramid.main()
-    document = json.loads((tmp_path / "pyramid-tiny-float32-cpu.json").read_text())
+    monkeypatch.setattr(sys, "argv", ["recompute_schedule.py", *options, "--out", str(tmp_path)])
+    recompute_schedule.main()
+    document = json.loads((tmp_path / "recompute-schedule-tiny-float32-cpu.json").read_text())
     assert document["disks"].keys() == {"1 MB/s", "the disk"}
     for disk in document["disks"].values():
         assert all(costs["restore"].keys() == costs["load"].keys() | {"host"} for costs in disk["costs"])
         assert all(len(found["ttft_s"]["loaded"]) == 1 for found in disk["prefixes"].values())
     slow = document["disks"]["1 MB/s"]["prefixes"]["128"]
     assert slow["recomputed"] > 0  # at that rate computing 128 tokens is quicker than loading them
-    assert "auto ÷ better" in (tmp_path / "pyramid-tiny-float32-cpu.md").read_text()
+    assert "auto ÷ better" in (tmp_path / "recompute-schedule-tiny-float32-cpu.md").read_text()
 
 
 def test_rag(tmp_path, monkeypatch, caplog):
@@ -349,16 +349,16 @@ def test_turns_come_in_the_order_of_their_times_and_go_on_from_one_another():
             end = turn.end
 
 
-def test_rechoose(tmp_path, monkeypatch):
-    import rechoose
+def test_reselection(tmp_path, monkeypatch):
+    import reselection
 
     options = ["--shape", "tiny", "--prefix", "64", "--budgets", "0.5", "--periods", "1", "2", "--tokens", "1"]
-    monkeypatch.setattr(sys, "argv", ["rechoose.py", *options, "--out", str(tmp_path)])
-    rechoose.main()
-    document = json.loads((tmp_path / "rechoose-tiny-float32-cpu.json").read_text())
+    monkeypatch.setattr(sys, "argv", ["reselection.py", *options, "--out", str(tmp_path)])
+    reselection.main()
+    document = json.loads((tmp_path / "reselection-tiny-float32-cpu.json").read_text())
     assert [found["period"] for found in document["results"]] == [1, 2]
-    assert all(found[name] > 0 for found in document["results"] for name in (*rechoose.WAYS, "each token / once"))
-    assert "| 2 | 50% |" in (tmp_path / "rechoose-tiny-float32-cpu.md").read_text()
+    assert all(found[name] > 0 for found in document["results"] for name in (*reselection.WAYS, "each token / once"))
+    assert "| 2 | 50% |" in (tmp_path / "reselection-tiny-float32-cpu.md").read_text()
 
 
 def test_decode_answers(tmp_path, monkeypatch):
@@ -586,8 +586,8 @@ def test_decode_answers_of_one_way(tmp_path, monkeypatch):
     }
 
 
-def test_beside(tmp_path, monkeypatch):
-    import beside
+def test_compare_checkouts(tmp_path, monkeypatch):
+    import compare_checkouts
 
     order = []
 
@@ -595,13 +595,15 @@ def test_beside(tmp_path, monkeypatch):
         order.append(source.name)
         slow = 2.0 if source.name == "before" else 1.0
         return dict(
-            beside.figures({"results": [{"disk_s": [slow, 3 * slow, slow]}], "machine": {"cores": 2}, "a": slow})
+            compare_checkouts.figures(
+                {"results": [{"disk_s": [slow, 3 * slow, slow]}], "machine": {"cores": 2}, "a": slow}
+            )
         )
 
-    monkeypatch.setattr(beside, "run", run)
-    monkeypatch.setattr(beside, "commit_of", lambda folder: folder.name)
+    monkeypatch.setattr(compare_checkouts, "run", run)
+    monkeypatch.setattr(compare_checkouts, "commit_of", lambda folder: folder.name)
     options = [
-        "beside.py",
+        "compare_checkouts.py",
         "prefix.py",
         "--source",
         str(tmp_path / "before"),
@@ -612,13 +614,13 @@ def test_beside(tmp_path, monkeypatch):
         "1",
     ]
     monkeypatch.setattr(sys, "argv", options)
-    beside.main()
+    compare_checkouts.main()
     now = BENCH.parent.resolve().name
     assert order == ["before", now, now, "before"]
-    document = json.loads((tmp_path / "beside-prefix.json").read_text())
+    document = json.loads((tmp_path / "compare-prefix.json").read_text())
     assert document["options"] == ["--x", "1"]
     assert document["results"]["results 0 / disk_s"] == {"before": [2.0, 2.0], now: [1.0, 1.0]}
-    assert "| results 0 / disk_s | 2 | 1 | 0.500 |" in (tmp_path / "beside-prefix.md").read_text()
+    assert "| results 0 / disk_s | 2 | 1 | 0.500 |" in (tmp_path / "compare-prefix.md").read_text()
 
 
 def test_rooflines_page_holds_what_the_program_says():

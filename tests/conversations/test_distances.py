@@ -161,7 +161,7 @@ def test_of_a_restored_prefix_the_computed_rows_count(model, store):
     assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), slice(64, None)), TOKENS - 64)
 
 
-def test_rows_of_a_pyramid_count_behind_what_is_restored(model, store):
+def test_rows_that_fall_with_depth_count_after_what_is_restored(model, store):
     ids = prompt(TOKENS)
     store.precompute(model, ids[:, :96], progress=False)
     first, gone = frozenset(range(40)), (frozenset(), frozenset(range(20, 40)), frozenset(range(12, 20)))

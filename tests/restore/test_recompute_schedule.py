@@ -219,7 +219,7 @@ def stored(family, root):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("pyramid")
+    return tmp_path_factory.mktemp("schedule")
 
 
 def ask(model, store, ids, ratio, method=Exact, **options):

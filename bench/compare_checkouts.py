@@ -1,7 +1,7 @@
 """Compare a benchmark of this checkout with the same benchmark of other checkouts, to find regressions.
 
     git worktree add ../before COMMIT
-    python bench/beside.py prefix.py --source ../before -- --prefixes 4096 --repeats 5 --recompute-repeats 1
+    python bench/compare_checkouts.py prefix.py --source ../before -- --prefixes 4096 --repeats 5 --recompute-repeats 1
 
 Each round runs the script of every checkout with its own library, in a process of its own. The order alternates. All
 numbers with the same name in the JSON files are compared: medians over rounds, and the median of the ratios within a
@@ -57,7 +57,7 @@ def main() -> None:
     machine_info = machine(torch.device("cpu"), HERE)
     document = {"machine": machine_info, "options": arguments.options, "rounds": arguments.rounds, "results": results}
     text = report(results, arguments, machine_info)
-    save(arguments.out, f"beside-{Path(arguments.script).stem}", document, text)
+    save(arguments.out, f"compare-{Path(arguments.script).stem}", document, text)
     print(text)
 
 

@@ -1,7 +1,7 @@
 """Cost of reselection while decoding: tokens per second, compared with one selection for the prompt, and with all KV.
 
-    python bench/rechoose.py                                    # Qwen2.5-0.5B's shape, random weights
-    python bench/rechoose.py --model FOLDER --prefix 512  # a trained model, whose selections change less
+    python bench/reselection.py                                    # Qwen2.5-0.5B's shape, random weights
+    python bench/reselection.py --model FOLDER --prefix 512  # a trained model, whose selections change less
 
 *Each token* is the default: a new selection replaces the current one if it holds 5 % more of the token's attention.
 With *gain=0*, each new selection replaces the current one. Random weights spread attention evenly, so no selection
@@ -75,7 +75,7 @@ def main() -> None:
     name = arguments.model.name if arguments.model else arguments.shape
     document = {"machine": machine_info, "prefix": arguments.prefix, "tokens": arguments.tokens, "results": results}
     text = report(results, f"{name}, {arguments.dtype}", machine_info, arguments.prefix)
-    save(arguments.out, f"rechoose-{name}-{arguments.dtype}-{arguments.device}", document, text)
+    save(arguments.out, f"reselection-{name}-{arguments.dtype}-{arguments.device}", document, text)
     print(text)
 
 

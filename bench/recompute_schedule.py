@@ -1,8 +1,8 @@
 """Prefixes that are loaded, computed, or both at once: time to first token from cold disks of several speeds.
 
-    python bench/pyramid.py                              # Qwen2.5-0.5B's shape, float32, this machine's CPU
-    python bench/pyramid.py --shape tiny --prefixes 64,128 --rates 5 --repeats 1
-    python bench/pyramid.py --layers 6 --prefixes 512,2048 --rates 50,200,800,0
+    python bench/recompute_schedule.py                              # Qwen2.5-0.5B's shape, float32, this machine's CPU
+    python bench/recompute_schedule.py --shape tiny --prefixes 64,128 --rates 5 --repeats 1
+    python bench/recompute_schedule.py --layers 6 --prefixes 512,2048 --rates 50,200,800,0
 
 `Exact()`, calibrated on each disk, is compared with the same method that loads everything, and with recomputation. They
 answer the same prompts in turns. A rate is the bandwidth of an emulated disk, in MB/s; 0 is the real disk, without the
@@ -188,7 +188,7 @@ def main() -> None:
             "token_bytes": bench.token_bytes,
             "disks": {},
         }
-        name = f"pyramid-{arguments.shape}" + (f"-{arguments.layers}l" if arguments.layers else "")
+        name = f"recompute-schedule-{arguments.shape}" + (f"-{arguments.layers}l" if arguments.layers else "")
         for rate in arguments.rates:  # saved after each disk, so that an interrupted run keeps its results
             result["disks"][name_of(rate)] = bench.measure(rate)
             page = report(result, measured_on)
