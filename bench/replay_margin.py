@@ -38,7 +38,7 @@ NEXT_TOKENS = 99
 class Early(Krul):
     """Krul without a minimum number of tokens."""
 
-    least_tokens: ClassVar[int] = 0
+    min_tokens: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)

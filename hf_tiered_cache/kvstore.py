@@ -349,10 +349,10 @@ class KVStore:
     @contextmanager
     def _scratch(self, method: Method) -> Iterator[Storage]:
         key = os.urandom(32) if self._storage.disk.cipher.key_id else None
-        alone: dict[str, Any] = {"remote": None, "disk_quota": None, "ttl": None}  # whatever the environment says
+        isolated: dict[str, Any] = {"remote": None, "disk_quota": None, "ttl": None}  # whatever the environment says
         with (
             tempfile.TemporaryDirectory(prefix="hf-tiered-quality-") as folder,
-            KVStore(folder, policy=method.policy, codec=self.codec, key=key, **alone) as store,
+            KVStore(folder, policy=method.policy, codec=self.codec, key=key, **isolated) as store,
         ):
             yield store._storage
 
@@ -382,12 +382,13 @@ class KVStore:
         method = Exact(geometry=geometry) if isinstance(geometry, Geometry) else make_method(geometry)
         if method.geometry.codec != RAW:
             self._check_codec(method.geometry.codec, ids)
-        return self._each(partial(self._storage.rewriter.relayout, geometry=method.geometry), ids, "relayout", progress)
+        relayout = partial(self._storage.rewriter.relayout, geometry=method.geometry)
+        return self._rewrite_segments(relayout, ids, "relayout", progress)
 
     def _check_codec(self, codec: str, ids: Iterable[str] | None) -> None:
-        wanted = None if ids is None else set(ids)
+        requested_ids = None if ids is None else set(ids)
         for row in self.segments():
-            if codec_in(row.provenance) != codec and (wanted is None or row.id in wanted):
+            if codec_in(row.provenance) != codec and (requested_ids is None or row.id in requested_ids):
                 raise ConfigError(
                     f"segment {row.id} is stored with the codec {codec_in(row.provenance)}, and relayout does not "
                     f"change the codec; call store.precompute(model, input_ids, method=...) with codec={codec!r} to "
@@ -408,9 +409,11 @@ class KVStore:
             Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
             statistics.
         """
-        return self._each(self._storage.rewriter.reorder, ids, "reorder", progress)
+        return self._rewrite_segments(self._storage.rewriter.reorder, ids, "reorder", progress)
 
-    def _each(self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool) -> int:
+    def _rewrite_segments(
+        self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool
+    ) -> int:
         """Apply `action` to segments, to all if `ids` is None, and return the number of those that it changed."""
         storage = self._opened
         storage.disk.check_writable()
@@ -599,10 +602,10 @@ class KVStore:
         return self._opened.disk.backend.pinned()
 
 
-def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: dict[str, Any]) -> KVStore:
+def open_store(store: KVStore | str | os.PathLike[str], method: Method, stores_by_path: dict[str, Any]) -> KVStore:
     """Return the given store, or open the one at the given path with the eviction policy of the method.
 
-    Stores that were opened by path are in `kept`, so that each is opened once.
+    Stores that were opened by path are in `stores_by_path`, so that each is opened once.
 
     Raises:
         ConfigError: `store` is neither a store nor a path.
@@ -610,9 +613,9 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
     """
     if isinstance(store, str | os.PathLike):
         key = f"store {folder_of(store) or store}"
-        opened = kept.get(key)
+        opened = stores_by_path.get(key)
         if opened is None or not opened.usable:  # closed, or opened before this process was forked
-            opened = kept[key] = KVStore(store, policy=method.policy)
+            opened = stores_by_path[key] = KVStore(store, policy=method.policy)
         store = opened
     if not isinstance(store, KVStore):
         raise ConfigError(f"store must be a KVStore or the path of one, not {with_type(store)}")
@@ -621,5 +624,5 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
 
 
 def storage_of(store: KVStore) -> Storage:
-    """Return the `Storage` behind a store, for caches and tools."""
+    """Return the `Storage` of a store, for caches and tools."""
     return store._storage

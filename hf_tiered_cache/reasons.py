@@ -150,7 +150,7 @@ def nameless(what: str) -> str:
     )
 
 
-def moved_verbs(names: Iterable[str]) -> str:
+def missing_members(names: Iterable[str]) -> str:
     """Return the reason why continuous batching of this transformers version runs without the store."""
     return (
         f"this version of transformers has no {' and no '.join(names)}, which continuous batching with a store "

@@ -25,7 +25,7 @@ from .batching.tiers import Engines, PagedTiers, check_method
 from .cache.cache_state import CacheOptions
 from .cache.conversation import Conversation
 from .cache.stored_cache import StoredCache, prepare
-from .cache.suspend import Suspended, put_away
+from .cache.suspend import Suspended, suspend_cache
 from .cache.timeline import Timeline
 from .errors import StoreClosedError, TieredCacheError
 from .kvstore import KVStore, open_store, storage_of
@@ -103,8 +103,8 @@ class TieredCache(StoredCache):
                 parsed_method = parsed_method.for_conversation(name)
         attachment, layers = prepare(model, parsed_method)
         self._store = open_store(store, parsed_method, attachment.extras)
-        begins = None if segments is None else tuple(segments)
-        options = CacheOptions(restore, record, begins, strict, progress, label, tag, fold_heads)
+        passage_starts = None if segments is None else tuple(segments)
+        options = CacheOptions(restore, record, passage_starts, strict, progress, label, tag, fold_heads)
         storage = storage_of(self._store)
         calibrate_once(storage, model, parsed_method, progress=progress)
         super().__init__(attachment, layers, storage, parsed_method, options)
@@ -148,10 +148,10 @@ class TieredCache(StoredCache):
             stack.callback(self._start_over, executor.collector)
             started = time.perf_counter()
             self._compute_exactly()
-            return put_away(executor, self, started)
+            return suspend_cache(executor, self, started)
 
     def _compute_exactly(self) -> None:
-        """Store the exact KV of tokens that were computed after a selection; `put_away` reports what is not stored."""
+        """Store the exact KV of tokens that were computed after a selection; `suspend_cache` reports the rest."""
         executor, method = self._executor, self.method
         sequence = executor.sequence or executor.ended
         if sequence is None or not isinstance(method, BudgetMethod) or method.records_approximations:
@@ -180,7 +180,7 @@ class TieredCache(StoredCache):
                 raise
             logger.warning("the conversation was not suspended: %s", closed)  # the first exception is propagated
 
-    def _fresh(self) -> TieredCache:
+    def _new_cache(self) -> TieredCache:
         return TieredCache(self.model, self._store, method=self.method, **asdict(self._executor.options))
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ from .scope import CACHE_ARGUMENTS, ServedCache, Session, current
 logger = logging.getLogger("hf_tiered_cache")
 
 _ATTRIBUTE = "_hf_tiered_cache"
-_CHUNKS_GO_ON = Version(transformers.__version__) >= Version("5.23")
+_PREFILL_CONTINUES_CACHE = Version(transformers.__version__) >= Version("5.23")
 """True if chunked prefill continues from a cache in use; transformers 5.17 passes the whole prompt again."""
 
 _generating: ContextVar[Attachment | None] = ContextVar("hf_tiered_cache_generating", default=None)
@@ -89,8 +89,8 @@ class Attachment:
             self.batched_passes += 1
             yield
 
-    def apart_from_batches(self) -> AbstractContextManager[Any]:
-        """Return a context manager for what must not run during a pass of an engine, if there has been one."""
+    def excluding_engine_passes(self) -> AbstractContextManager[Any]:
+        """Return a context that no pass of an engine overlaps; before the first such pass, it does nothing."""
         return self._batching if self.batched_passes else nullcontext()
 
     def tables_of(self, fingerprint: str) -> rope.TableCache:
@@ -274,7 +274,7 @@ class _Generate(_Wrapper):
             if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
                 copies = max(self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
                 cache.continue_with(ids, copies, kwargs.get("attention_mask"))
-                if cache.get_seq_length() and not _CHUNKS_GO_ON:
+                if cache.get_seq_length() and not _PREFILL_CONTINUES_CACHE:
                     kwargs["prefill_chunk_size"] = None
             token = _generating.set(self.attachment)
             try:
@@ -320,7 +320,7 @@ class _PrepareCache(_Wrapper):
 
 
 class _GenerateBatch(_Wrapper):
-    """Wrapper of continuous batching, which keeps its KV in pages. A session puts its store behind them."""
+    """Wrapper of continuous batching, which keeps its KV in pages. In a session, the store fills these pages."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.serves(kwargs.values()):

@@ -1,4 +1,4 @@
-"""Verbs of transformers' continuous batching: all contact with its internals is in this file.
+"""Members of transformers' continuous batching that this library uses or replaces: all contact with its internals.
 
 | verb | purpose |
 | --- | --- |
@@ -20,7 +20,7 @@
 | `model._cached_continuous_batching_manager` | manager that outlives a call of `generate_batch` |
 | allocation and hashes of pages | see `_AllocatorPages` (since 5.18) and `_ManagerPages` (before) |
 
-Verbs are replaced on the objects of one manager only, and restored by `Engine.detach`.
+Members are replaced on the objects of one manager only, and restored by `Engine.detach`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Engine:
         self._replace(manager, "_create_batch_processor", self._create_processor)
 
     def detach(self) -> None:
-        """Restore all replaced verbs."""
+        """Restore all replaced members."""
         while self._replaced:
             delattr(*self._replaced.pop())
 
@@ -164,15 +164,15 @@ class Engine:
                         tensor.record_stream(torch.get_device_module(keys.device.type).current_stream())
                 self.pages.cache.update(keys, values, layer, *self.pages.row_arguments(rows[count]))
 
-    # --- verbs
+    # --- replaced members
 
     def _create_processor(self, original: Callable[[], Any]) -> Any:
         processor = original()
         if processor is self._processor:
             return processor
         self._processor, cache = processor, processor.cache
-        if missing := missing_verbs(self.manager, processor):
-            self._listener.refused(reasons.moved_verbs(missing))
+        if missing := missing_members(self.manager, processor):
+            self._listener.refused(reasons.missing_members(missing))
             return processor
         self.pages = _AllocatorPages(cache) if hasattr(cache, "cache_allocators") else _ManagerPages(cache)
         self._replace(processor, "prepare_next_batch", self._prepare)
@@ -398,7 +398,7 @@ class _ManagerPages(Pages):
         return [row[:0] for row in rows], rows
 
 
-_VERBS: dict[str, tuple[str, ...]] = {
+_MEMBERS: dict[str, tuple[str, ...]] = {
     "": ("_create_batch_processor", "batch_processor", "_wake_up_loop|_has_new_requests"),
     "processor": ("prepare_next_batch", "_generation_step"),
     "processor.scheduler": (
@@ -415,21 +415,21 @@ _VERBS: dict[str, tuple[str, ...]] = {
         *("mark_complete_blocks|mark_shareable_blocks_as_complete", "count_new_complete_blocks|block_size"),
     ),
 }
-"""Verbs by the path of their object from the manager; alternatives are names in different versions."""
+"""Members by the path of their object from the manager; alternatives are names in different versions."""
 
 _STATE = ("request_id", "initial_tokens", "generated_tokens", "position_offset", "current_len")
 _COUNTS = ("allocated_blocks", "num_children")
 _SCHEDULED = ("state", "query_length")
 
 
-def missing_verbs(manager: Any, processor: Any) -> list[str]:
-    """Return the verbs that a manager and its processor lack, such as "scheduler.add_waiting_request"."""
+def missing_members(manager: Any, processor: Any) -> list[str]:
+    """Return the members that a manager and its processor lack, such as "scheduler.add_waiting_request"."""
     missing = []
-    for path, verbs in _VERBS.items():
+    for path, members in _MEMBERS.items():
         part, _, rest = path.partition(".")
         owner = manager if not part else getattr(processor, rest, None) if rest else processor
-        lacks = [verb for verb in verbs if not any(hasattr(owner, name) for name in verb.split("|"))]
-        missing += [f"{rest or part or 'manager'}.{verb.replace('|', ' or ')}" for verb in lacks]
+        lacks = [member for member in members if not any(hasattr(owner, name) for name in member.split("|"))]
+        missing += [f"{rest or part or 'manager'}.{member.replace('|', ' or ')}" for member in lacks]
     state = RequestState(request_id="", initial_tokens=[])
     missing += [f"RequestState.{name}" for name in (*_STATE, *_COUNTS) if not hasattr(state, name)]
     missing += [f"FutureRequestState.{name}" for name in _SCHEDULED if not hasattr(FutureRequestState, name)]

@@ -88,7 +88,7 @@ class CacheState:
             return None
         self.bypass = ""  # an empty cache takes any prompt
         ids = kwargs.get("input_ids")
-        identity = self.identify(closely=self.unreported or ids is None or ids.shape[-1] > 1)
+        identity = self.identify(reread_weights=self.unreported or ids is None or ids.shape[-1] > 1)
         admitted = identity if isinstance(identity, str) else self._parse(cache, kwargs, identity)
         if not isinstance(admitted, str):
             return admitted
@@ -97,10 +97,10 @@ class CacheState:
             self.explain(admitted)
         return None
 
-    def identify(self, closely: bool) -> Identity | str:
+    def identify(self, reread_weights: bool) -> Identity | str:
         """Return the current identity of the model, or the reason why its KV can be neither stored nor restored.
 
-        With `closely`, a part of the weights is read again, as at the beginning of a prompt.
+        With `reread_weights`, a part of the weights is read again, as at the beginning of a prompt.
         """
         attachment = self.attachment
         if attachment.model.training:
@@ -108,8 +108,8 @@ class CacheState:
         fingerprinter = fingerprinter_of(attachment)
         if fingerprinter.rows_have_adapters():
             return reasons.ROW_ADAPTERS
-        with attachment.apart_from_batches():
-            identity = fingerprinter.look(self.options.tag, closely)
+        with attachment.excluding_engine_passes():
+            identity = fingerprinter.look(self.options.tag, reread_weights)
         if identity.training:
             return reasons.TRAINING
         if identity.looks_ahead:
@@ -135,7 +135,7 @@ class CacheState:
         request = parse_request(kwargs, num_positions, pads, self.arguments, check)
         if isinstance(request, str):
             return request
-        if check is not None and request.num_positions > 1 and check.odd():  # nothing may be restored behind it
+        if check is not None and request.num_positions > 1 and check.odd():  # nothing may be restored after it
             return reasons.ODD_MASK
         regime: str | None = ""
         if identity.rope_varies:

@@ -30,7 +30,7 @@ _MOST = 8.0
 """Maximum factor, and the inverse of the minimum."""
 _LEAST_READ = 1 << 20
 """Number of bytes read below which the latency of single reads may dominate."""
-_LEAST_TOKENS, _LEAST_PACE_TOKENS = 128, 64
+_MIN_TOKENS, _MIN_PACE_TOKENS = 128, 64
 """Number of computed tokens below which the fixed costs of a pass may dominate, for corrections and for `Pace`."""
 
 
@@ -74,7 +74,7 @@ class Pace:
             return self._seconds.get(fingerprint)
 
     def _add(self, fingerprint: str, tokens: int, elapsed: Callable[[], float | None]) -> None:
-        if tokens >= _LEAST_PACE_TOKENS:
+        if tokens >= _MIN_PACE_TOKENS:
             with self._lock:
                 self._running = [*self._running[-15:], (fingerprint, tokens, elapsed)]
 
@@ -106,7 +106,7 @@ class Work(NamedTuple):
         """Estimate `seconds_saved` of a prompt of `tokens` tokens; `seconds` to compute it, None if not known."""
         if seconds is not None:
             per_token = seconds / tokens
-        elif self.computed >= _LEAST_PACE_TOKENS and device.type == "cpu":
+        elif self.computed >= _MIN_PACE_TOKENS and device.type == "cpu":
             per_token = (self.seconds - self.restoring) / self.computed
         else:
             return 0.0
@@ -122,7 +122,7 @@ def observed_ratios(plan: Plan | None, tokens: int, costs: PrefixCosts, work: Wo
     ratios: dict[str, float] = {}
     if plan is None:  # short prompts show only fixed costs
         predicted = float(costs.computing(tokens))  # 0 if the measurement was disturbed
-        return {"compute": work.seconds / predicted} if tokens >= _LEAST_TOKENS and predicted else ratios
+        return {"compute": work.seconds / predicted} if tokens >= _MIN_TOKENS and predicted else ratios
     if isinstance(plan, RecomputePlan):
         lengths = np.array(plan.recompute_lengths)
         recomputing = float(costs.computing(lengths).mean())

@@ -221,7 +221,7 @@ class SegmentRewriter:
             self.importance.rename(old, header.id)
             self._disk.remove([old])
         if is_pinned and not pinned:
-            self._disk.tell_kept([header.id])
+            self._disk.notify_stored([header.id])
         if kept is not None:
             self._migrate(reader, replacement, kept)
         return True

@@ -124,7 +124,7 @@ class SequenceState:
         for row, pad in enumerate(history.pads):
             alike.setdefault((pad, whole_rows[row][pad:].tobytes()), []).append(row)
         match = partial(
-            self.store.match, usable=self._usable_hashes, asking=self.recorder, seconds=self.seconds_to_compute
+            self.store.match, usable=self._usable_hashes, own_recorder=self.recorder, seconds=self.seconds_to_compute
         )
         groups, restorable = [], ids.shape[1]
         for (pad, _), rows in alike.items():

@@ -155,7 +155,7 @@ class Storage:
         start: int = 0,
         *,
         usable: Callable[[SegmentShape], int] = attrgetter("whole_hashes"),
-        asking: Recorder | None = None,
+        own_recorder: Recorder | None = None,
         seconds: Seconds | None = None,
     ) -> list[tuple[MatchedRun, SegmentReader]]:
         """Return the longest stored prefix of a sequence from one of its hashes on: runs, and the open segments.
@@ -167,13 +167,13 @@ class Storage:
             prefix_hashes: Prefix hashes of the sequence.
             start: Index of the first prefix hash to match; the cache holds what precedes it.
             usable: Returns how many prefix hashes of a segment can be used; by default all that are stored completely.
-            asking: Recorder of the cache that does the lookup; its KV is not stored first.
+            own_recorder: Recorder of the cache that does the lookup; its KV is not stored first.
             seconds: Returns the time to compute a prompt, which bounds how long the remote is waited for, or None.
         """
         self.check_open()
         if start >= len(prefix_hashes):
             return []
-        self.seal(prefix_hashes[0], asking)
+        self.seal(prefix_hashes[0], own_recorder)
         self.writer.wait_for(prefix_hashes[start:])
         rows, asked_again = self.disk.find(prefix_hashes), False
         seconds = None if self._measuring else seconds

@@ -254,14 +254,14 @@ class StoredCache(Cache, ServedCache):
         self._executor = Executor(was.attachment, was.store, was.method, was.options, collector)
         self._executor.conversation = was.conversation
 
-    def _fresh(self) -> Self:
+    def _new_cache(self) -> Self:
         """Return an empty cache with the same settings."""
         executor = self._executor
         return type(self)(*prepare(self.model, executor.method), executor.store, executor.method, executor.options)
 
     def fork(self) -> Self:
         """Return a copy that continues independently, and shares memory until one of the two caches writes."""
-        executor, twin = self._executor, self._fresh()
+        executor, twin = self._executor, self._new_cache()
         twin.count_into(executor.collector.total)
         twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
         twin.kv_sources = kv_sources(twin.layers)

@@ -54,7 +54,7 @@ class Suspended:
     merging: str = ""
 
 
-def put_away(executor: Executor, cache: LayeredCache, started: float) -> Suspended:
+def suspend_cache(executor: Executor, cache: LayeredCache, started: float) -> Suspended:
     """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
     The suspension began at `started`, by `time.perf_counter`. Raises StoreClosedError if the store was closed.
@@ -178,7 +178,7 @@ def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:
 def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow], int]:
     """Return the segments that a later look-up finds for the first row, and the number of tokens in them."""
     prefix_hashes, usable = sequence.history.prefix_hashes(0), sequence.method.usable_hashes
-    runs = [run for run, _ in storage.match(prefix_hashes, usable=usable, asking=sequence.recorder)]
+    runs = [run for run, _ in storage.match(prefix_hashes, usable=usable, own_recorder=sequence.recorder)]
     return [run.row for run in runs], sum(run.num_hashes for run in runs) * HASH_TOKENS
 
 

@@ -32,7 +32,7 @@ Pairs = tuple[tuple[int, int], ...]
 """Pairs of layers, the lower one first."""
 REPLAYED_TOKENS = 32
 """Number of last tokens that are replayed."""
-LEAST_TOKENS = 128
+MIN_TOKENS = 128
 """Number of tokens of a conversation before new pairs are selected (measured in `bench/replay_margin.py`)."""
 MOST_CHANGE = 0.12
 """Default of the maximum relative distance by which a merge moves keys and values. The last tokens need not show what a

@@ -256,7 +256,7 @@ def fingerprinter_of(attachment: Attachment) -> Fingerprinter:
 
 def fingerprint_of(attachment: Attachment) -> str:
     """Return the current fingerprint of an attached model, between the passes of an engine."""
-    with attachment.apart_from_batches():
+    with attachment.excluding_engine_passes():
         return fingerprinter_of(attachment)()
 
 

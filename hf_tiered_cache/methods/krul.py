@@ -13,8 +13,8 @@ import numpy as np
 
 from ..conversations.distances import AttentionDistances
 from ..conversations.sharing import (
-    LEAST_TOKENS,
     MARGIN,
+    MIN_TOKENS,
     MOST_CHANGE,
     Pairs,
     Replay,
@@ -166,7 +166,7 @@ class Krul(PrefixMethod, ForConversation):
 
     kind: ClassVar[str] = "krul"
     """Beginning of the provenance."""
-    least_tokens: ClassVar[int] = LEAST_TOKENS
+    min_tokens: ClassVar[int] = MIN_TOKENS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,12 +222,12 @@ class Krul(PrefixMethod, ForConversation):
         return merge_segments(idle.disk, rewritten, geometry, first_tokens, *merge_options)
 
     def accepted(self, idle: IdleConversation, shared: Pairs) -> Pairs:
-        """Return the pairs that share from now on: those of `pairs`, or those of them that lose little enough."""
+        """Return the proposed pairs that lose at most the limit in a replay; all of them if `quality` is None."""
         if self.quality is None:
             return self.pairs(idle, shared)
         decision, tokens, replay = idle.decision, tokens_of(idle.readers), idle.replay
-        is_due = tokens >= max(self.least_tokens, 2 * decision.refused_tokens)
-        codec, most = merged_codec(self.geometry.codec), self.quality / MARGIN
+        is_due = tokens >= max(self.min_tokens, 2 * decision.refused_tokens)
+        codec, max_loss = merged_codec(self.geometry.codec), self.quality / MARGIN
         merge = partial(merge_layers, codec=codec, toward=self.toward, share=self.retained)
         try:
             proposed = self.pairs(idle, shared) if is_due else shared
@@ -235,7 +235,7 @@ class Krul(PrefixMethod, ForConversation):
                 return ()
             if replay is None:
                 raise ValueError(_NO_REPLAY)
-            result = accepted_pairs(replay, proposed, merge, most, self.change)
+            result = accepted_pairs(replay, proposed, merge, max_loss, self.change)
         except Exception as error:  # then nothing is merged, and the conversation is stored all the same
             decision.text = f"no layers share KV: the last tokens cannot be replayed: {error}"
             logger.warning("conversation %s: %s", self.conversation, decision.text)
@@ -243,7 +243,7 @@ class Krul(PrefixMethod, ForConversation):
         decision.text = f"{len(result.pairs)} of {len(proposed)} pairs of layers share KV"
         decision.text += f", with a loss of {result.loss:.2g} nats per token" if result.pairs else ""
         if result.refused_loss:
-            decision.text += f"; more would lose {result.refused_loss:.2g} nats, and the limit is {most:g}"
+            decision.text += f"; more would lose {result.refused_loss:.2g} nats, and the limit is {max_loss:g}"
         if result.refused_change:
             decision.text += f"; the KV of others would move by {result.refused_change:.2g}, limit {self.change:g}"
         if len(result.pairs) < len(proposed):

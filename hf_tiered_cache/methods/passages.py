@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ..layers import LayerTensors
 
-_RANKED_BEHIND = 64
+_RANKING_LEAD_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,9 @@ class Passages(Method):
         return bool(self.ranked_by) and self.ranking in RANKED_IN_CONTEXT
 
     @property
-    def ranked_behind(self) -> int:
+    def ranking_lead_tokens(self) -> int:
         """Number of lead tokens in that computation: 1 if passages are stored after a text, else enough for a text."""
-        return 1 if self.lead > 1 else _RANKED_BEHIND
+        return 1 if self.lead > 1 else _RANKING_LEAD_TOKENS
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         """Return this method with its "auto" settings replaced by measured values.

@@ -161,7 +161,7 @@ class _Call:
 
     def records(self) -> list[DocumentRecord]:
         """Return the records of the labels, with the passages that are stored for them now."""
-        identity, now = self.like.identify(closely=False), time.time()
+        identity, now = self.like.identify(reread_weights=False), time.time()
         fingerprint, facts = ("", {}) if isinstance(identity, str) else (identity.fingerprint, identity.facts)
         made = f"{self.like.method.passages} {self.like.sink}"
         records = []
@@ -251,8 +251,8 @@ def _rank(
             rank_one(storage, method, passage.reader(storage))
         return
     with bar_over(sum(passage.stored_tokens for passage in unranked), progress and bool(unranked), "rank") as bar:
-        for batch in _batches(unranked, method.ranked_behind, batch_tokens):
-            cache = PassageCache(model, storage, method, tag, ranking_lead=method.ranked_behind)
+        for batch in _batches(unranked, method.ranking_lead_tokens, batch_tokens):
+            cache = PassageCache(model, storage, method, tag, ranking_lead=method.ranking_lead_tokens)
             cache.compute(torch.stack([passage.ids[: passage.stored_tokens] for passage in batch]))
             for row, passage in enumerate(batch):
                 if row in cache.passage.computed:

@@ -17,7 +17,7 @@ from ..restore.hashes import PassageHasher
 from ..restore.rows import SegmentSlice
 from ..store import HASH_BYTES
 from ..store.catalogue import SegmentRow
-from ..store.format import is_behind_text
+from ..store.format import has_lead_text
 from ..store.geometry import HASH_TOKENS
 from ..store.index import Index
 from ..store.segment import SegmentReader
@@ -214,7 +214,7 @@ class PassageFinder:
         """Return whether a passage has the same position and preceding tokens as when its KV was computed."""
         if match.begin != (0 if self.sink is None else 1) or (self.sink is not None and tokens[0] != self.sink):
             return False
-        if is_behind_text(match.row.provenance):
+        if has_lead_text(match.row.provenance):
             return False
         prefix_bytes = match.first * HASH_BYTES
         return b"".join(hasher.hashes(tokens[match.begin : match.at])) == match.row.chain[:prefix_bytes]

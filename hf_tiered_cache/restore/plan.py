@@ -18,7 +18,8 @@ from ..store.segment import SegmentReader
 from .rows import Positions, RowGroup, SegmentSlice, by_row, of_row, places, row_by_row, side_by_side
 
 _LARGE_MASK = 1 << 28
-_LITTLE = 1 / 8
+_SHORT_PREFIX_SHARE = 1 / 8
+"""Maximum length of a stored prefix, as a share of the suffix, that is not worth a large mask."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class PlanContext:
         first = max(pad, min(restorable, self.num_positions - self.must_compute))
         suffix = self.num_positions - first
         # a whole prompt needs no mask; the suffix x prompt mask of a suffix costs more than a short prefix saves
-        if self.base == 0 and first - pad < _LITTLE * suffix and suffix * (self.num_positions - pad) > _LARGE_MASK:
+        is_short = first - pad < _SHORT_PREFIX_SHARE * suffix
+        if self.base == 0 and is_short and suffix * (self.num_positions - pad) > _LARGE_MASK:
             first = pad
         return first
 
@@ -426,5 +428,5 @@ class DeferredChoice:
 
 def _run_at_end(positions: np.ndarray) -> int:
     """Return the first position of the consecutive run that ends `positions`, ascending."""
-    alone = np.flatnonzero(np.diff(positions) > 1)
-    return int(positions[alone[-1] + 1] if len(alone) else positions[0])
+    gaps = np.flatnonzero(np.diff(positions) > 1)
+    return int(positions[gaps[-1] + 1] if len(gaps) else positions[0])

@@ -51,7 +51,7 @@ class JoinedLayers:
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffers of a layer's keys and values, `[1, heads, capacity, dim]` each."""
         layer_memory = self.memory[self.layers.index(layer)]
-        keys, values = (_alone(layer_memory[part : part + 1]) for part in (0, 1))
+        keys, values = (_without_view(layer_memory[part : part + 1]) for part in (0, 1))
         return keys, values
 
     def tensors(self, name: TensorName) -> torch.Tensor:
@@ -59,7 +59,7 @@ class JoinedLayers:
         return self.memory[:, 0 if name == "key" else 1]
 
 
-def _alone(view: torch.Tensor) -> torch.Tensor:
+def _without_view(view: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the memory of a view that is no view, so that passes with gradients may write to it."""
     with torch.inference_mode(False):
         return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
@@ -88,10 +88,10 @@ class Prefetch:
             for layer in unit.block_group.layers:
                 self._by_layer.setdefault(layer, []).append(unit)
         self._waiting = order[::-1]
-        most = fetcher.ahead_bytes
-        if most is None or (isinstance(plan, RecomputePlan) and most > 0):
-            most = sum(unit.nbytes for unit in order)
-        self._ahead_bytes = most
+        ahead_bytes = fetcher.ahead_bytes
+        if ahead_bytes is None or (isinstance(plan, RecomputePlan) and ahead_bytes > 0):
+            ahead_bytes = sum(unit.nbytes for unit in order)
+        self._ahead_bytes = ahead_bytes
         self._in_flight_bytes = 0
         self._layer = -1  # layer with blocks in use
         self._furthest = -1  # first layer of the last unit that was started

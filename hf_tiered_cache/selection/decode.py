@@ -62,7 +62,7 @@ class MicroBatches:
             if self._current_size is None and self._seconds:
                 self.size = min(self._seconds, key=lambda size: statistics.median(self._seconds[size]))
 
-    def of(self, rows: int) -> int:
+    def size_for(self, rows: int) -> int:
         """Return the micro-batch size for a layer with `rows` rows."""
         if rows != self._rows:  # first pass, or another batch size
             self._rows, self.size, self._current_size = rows, rows if rows == 1 else None, None
@@ -70,7 +70,7 @@ class MicroBatches:
             self._schedule = (size for _ in range(_ROUNDS) for size in _sizes(rows))
         return self.size or self._current_size or rows
 
-    def took(self, seconds: float) -> None:
+    def add_time(self, seconds: float) -> None:
         """Add the time of one layer of this pass."""
         self._elapsed += seconds
 
@@ -225,7 +225,7 @@ class DecodeSelection:
             layer: Index of a layer with full attention.
             rows: State of each row, updated in place; None for a row that never reselects (see `DecodeSelector.row`).
             query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, columns, dim]`, all keys that the layer holds, restored ones first.
+            keys: `[batch, kv_heads, entries, dim]`, all keys that the layer holds, restored ones first.
             values: Like `keys`.
             rotate_: Rotates stored keys.
             scaling: Scale of the logits; None for dim ** -0.5.
@@ -243,7 +243,7 @@ class DecodeSelection:
             return
         states = {row: state for row, state in enumerate(rows) if state is not None}
         updates: list[_Update] = []
-        size = decode_selector.micro_batches.of(len(rows))
+        size = decode_selector.micro_batches.size_for(len(rows))
         for first in range(0, len(rows), size):  # selection overlaps with fetches of other rows
             batch = {row: states[row] for row in range(first, first + size) if row in states}
             if selects and batch:
@@ -261,7 +261,7 @@ class DecodeSelection:
             update.state.window.commit(update.moves)
         if units:
             self._table.finish(layer)
-        decode_selector.micro_batches.took(time.perf_counter() - started)
+        decode_selector.micro_batches.add_time(time.perf_counter() - started)
 
     def _plan(self, row: int, state: HeldChunks, layers: Sequence[int]) -> _Update:
         """Plan the moves of a row, which fetches for `layers`: they hold the same, unless a pass has failed."""
@@ -285,7 +285,7 @@ class DecodeSelection:
         return _Update(row, state, moves, restored, place, row_tokens, requests)
 
     def _move(self, update: _Update, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
-        """Exchange chunks in `[kv_heads, columns, dim]`, a row's positions, with those set aside; copy fetched ones."""
+        """Exchange chunks in `[kv_heads, entries, dim]`, a row's positions, with those set aside; copy fetched ones."""
         state, (_, brought, set_aside, fetched, _) = update.state, update.moves
         slots, size, device = state.window.num_slots, state.size, keys.device
         if state.aside is None and slots:

@@ -84,7 +84,7 @@ class SegmentStore(Space):
         """Return an open segment, or None (counted and logged) if it cannot be used."""
         reader = self.readers.get(segment_id)
         if reader is not None and not reader.is_current():
-            self.let_go([segment_id])
+            self.forget([segment_id])
             reader = None
         if reader is None:
             try:
@@ -133,7 +133,7 @@ class SegmentStore(Space):
             self._handle_damage(segment_id, error)
         elif isinstance(error, FileNotFoundError):
             if self.backend.is_reachable():
-                self.let_go([segment_id])
+                self.forget([segment_id])
                 self.index.remove([segment_id])
         elif not is_of_the_process(error):
             self._hidden[segment_id] = time.monotonic() + _HIDDEN_SECONDS if isinstance(error, OSError) else inf
@@ -222,11 +222,11 @@ class SegmentStore(Space):
             self.counters.add("bytes_written", nbytes)
             if replaced:
                 self.sidecars.remove([header.id])
-                self.let_go([header.id])
+                self.forget([header.id])
             self._hidden.pop(header.id, None)
             with suppress(ValueError):
                 self._removed.remove(header.id)
-            self.tell_kept([header.id])
+            self.notify_stored([header.id])
         self.index.touch([*ancestors, header.id])
         return True
 

@@ -94,7 +94,7 @@ def is_passage(provenance: str) -> bool:
     return provenance.partition(" ")[0] == PASSAGE
 
 
-def is_behind_text(provenance: str) -> bool:
+def has_lead_text(provenance: str) -> bool:
     """Return whether KV of this provenance belongs to passages computed after other text. Such KV is never exact."""
     return provenance.startswith(f"{PASSAGE} {_BEHIND} ")
 

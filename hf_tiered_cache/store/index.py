@@ -21,7 +21,7 @@ from .segment import read_head
 if TYPE_CHECKING:
     from .format import SegmentHeader
 
-_MENDING_SECONDS = 10.0
+_REPAIR_SECONDS = 10.0
 """Seconds between two attempts to rebuild a damaged catalogue, or to open one that could not be opened."""
 _SCANNING_SECONDS = 1.0
 """Seconds before segments that could not be read or added are tried again."""
@@ -56,13 +56,13 @@ class Index:
         self._is_complete = False  # whether the last scan that ended has added all
         self._failure = ""  # why the catalogue failed last
         self._scanned = 0.0
-        self._mending = threading.Lock()
-        self._mended = self._opened = -_MENDING_SECONDS
+        self._repair_lock = threading.Lock()
+        self._repaired_at = self._opened = -_REPAIR_SECONDS
         self._scanned_generation = 0  # the catalogue generation that was last synchronized with the backend
         self._closed = False
         self.catalogue = self._open_catalogue()
         try:
-            with self._mending:
+            with self._repair_lock:
                 self.scan()
         except BaseException:  # Ctrl-C: the caller gets no object to close
             self.close()
@@ -85,8 +85,8 @@ class Index:
         """Return whether other processes see added segments. Tries again to open a catalogue that was not opened."""
         if self._backend.catalogue is None:
             return True  # other processes list the backend themselves
-        in_vain = not self.catalogue.is_shared and self._backend.writable
-        if in_vain and time.monotonic() - self._opened >= _MENDING_SECONDS:
+        should_reopen = not self.catalogue.is_shared and self._backend.writable
+        if should_reopen and time.monotonic() - self._opened >= _REPAIR_SECONDS:
             opened = self._open_catalogue()
             if opened.is_shared:
                 self.catalogue = opened
@@ -129,7 +129,7 @@ class Index:
         """Return all rows, to delete what has none. Raises StoreError if a stored segment may lack one."""
         for _ in range(2):  # again if the catalogue was replaced meanwhile
             if self._unread or not self._is_complete:
-                with self._mending:
+                with self._repair_lock:
                     self.scan()
             before, rows = self._scanned_generation, self.rows()
             if (
@@ -197,7 +197,7 @@ class Index:
     def catch_up(self) -> None:
         """Scan again if segments could not be read or added, at most every `_SCANNING_SECONDS`."""
         if self._unread and time.monotonic() - self._scanned >= _SCANNING_SECONDS:
-            with self._mending:
+            with self._repair_lock:
                 self.scan()
 
     def adopt(self, ids: Sequence[str]) -> list[str]:
@@ -289,24 +289,24 @@ class Index:
 
     def _compare(self) -> bool:
         """Scan after the catalogue was replaced. Returns False if a scan is already running."""
-        if not self._mending.acquire(blocking=False):
+        if not self._repair_lock.acquire(blocking=False):
             return False
         try:
             self.scan()
         finally:
-            self._mending.release()
+            self._repair_lock.release()
         return True
 
     def _rebuild(self, catalogue: Catalogue, generation: int) -> bool:
         """Rebuild a damaged catalogue and scan. Returns False if that fails, or is under way, or was tried recently."""
-        if time.monotonic() - self._mended < _MENDING_SECONDS or not self._mending.acquire(blocking=False):
+        if time.monotonic() - self._repaired_at < _REPAIR_SECONDS or not self._repair_lock.acquire(blocking=False):
             return False
         try:
-            self._mended = time.monotonic()
+            self._repaired_at = time.monotonic()
             catalogue.rebuild(generation)
             self.scan()
         except sqlite3.Error:
             return False
         finally:
-            self._mending.release()
+            self._repair_lock.release()
         return True

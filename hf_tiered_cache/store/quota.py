@@ -192,7 +192,7 @@ class Space:
                 self.backend.pin(segment_id, False)
             except OSError as error:
                 failed = error
-        self.let_go(removed_ids)
+        self.forget(removed_ids)
         self.index.remove(removed_ids)
         if figure:
             self.counters.add(figure, removed)
@@ -200,7 +200,7 @@ class Space:
             raise failed
         return removed
 
-    def let_go(self, ids: Collection[str]) -> None:
+    def forget(self, ids: Collection[str]) -> None:
         """Drop everything that this process holds of deleted or replaced segments."""
         for segment_id in ids:
             if (reader := self.readers.get(segment_id)) is not None:
@@ -215,7 +215,7 @@ class Space:
         opened = [(segment_id, self.readers.get(segment_id)) for segment_id in self.readers]
         lost = [name for name, reader in opened if reader is not None and not reader.is_current()]
         if lost:
-            self.let_go(lost)
+            self.forget(lost)
         now = time.monotonic()
         self._next_look = now + _PAUSE_PER_LOOK * (now - started)
 
@@ -223,7 +223,7 @@ class Space:
         """Drop the given segments that other processes deleted."""
         with suppress(OSError):  # an error proves nothing
             if lost := [segment_id for segment_id in ids if self.backend.find(segment_id) is None]:
-                self.let_go(lost)
+                self.forget(lost)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
         """Pin segments, which protects them from eviction, or unpin them. Raises ConfigError or StoreError."""
@@ -246,9 +246,9 @@ class Space:
                 "store.precompute(model, input_ids, pin=True) pins a prompt"
             )
         if pinned:
-            self.tell_kept(ids)
+            self.notify_stored(ids)
 
-    def tell_kept(self, ids: Collection[str]) -> None:
+    def notify_stored(self, ids: Collection[str]) -> None:
         """Tell that segments were stored or pinned."""
         for tell in self.on_kept:
             tell(ids)

@@ -29,7 +29,7 @@ from reference import kv_of
 from thorough import amount, pairs
 
 from hf_tiered_cache import KVStore, TieredCache, detach, reasons, tiered
-from hf_tiered_cache.batching import engine as verbs
+from hf_tiered_cache.batching import engine as engine_module
 from hf_tiered_cache.batching import tiers
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.patches.attach import attachment_of
@@ -341,24 +341,24 @@ def test_frequencies_that_depend_on_a_batch_run_without_the_store(store):
     assert store.stats.segments == 0
 
 
-def test_every_verb_of_the_engine_is_there(model):
+def test_every_member_of_the_engine_is_there(model):
     with running(model) as manager:
         arriving(manager, [[5, 6, 7]])
-        assert verbs.missing_verbs(manager, manager.batch_processor) == []
+        assert engine_module.missing_members(manager, manager.batch_processor) == []
 
 
 @pytest.mark.parametrize(
-    ("path", "verb"), [("scheduler", "_get_waiting_candidates"), ("cache", "search_prefix_match"), ("", "x")]
+    ("path", "member"), [("scheduler", "_get_waiting_candidates"), ("cache", "search_prefix_match"), ("", "x")]
 )
-def test_a_verb_that_has_moved_is_named_and_the_engine_runs_without_the_store(
-    model, store, monkeypatch, caplog, path, verb
+def test_a_member_that_has_moved_is_named_and_the_engine_runs_without_the_store(
+    model, store, monkeypatch, caplog, path, member
 ):
-    known = {**verbs._VERBS, f"processor.{path}" if path else "processor": ("gone_" + verb,)}
-    monkeypatch.setattr(verbs, "_VERBS", known)
+    known = {**engine_module._MEMBERS, f"processor.{path}" if path else "processor": ("gone_" + member,)}
+    monkeypatch.setattr(engine_module, "_MEMBERS", known)
     ids = prompt(60)[0].tolist()
     with tiered(model, store):
         assert batched(model, [ids]) == alone(model, [ids])
-    assert f"{path or 'processor'}.gone_{verb}" in caplog.text
+    assert f"{path or 'processor'}.gone_{member}" in caplog.text
 
 
 def test_detaching_restores_all_objects_and_stores_what_was_computed(model, store):

@@ -84,7 +84,7 @@ class Faults:
             patch.setattr(folder, "_LOCK_SECONDS", 0.05)
             patch.setattr(folder, "_LOCK_SECONDS_AFTERWARDS", 0.05)
             patch.setattr(index, "_SCANNING_SECONDS", 0.0)
-            patch.setattr(index, "_MENDING_SECONDS", 0.0)
+            patch.setattr(index, "_REPAIR_SECONDS", 0.0)
             patch.setattr(writer, "_PATIENCE_SECONDS", 1.0)
             yield
 

@@ -10,8 +10,8 @@ def run(sizes: MicroBatches, rows: int, seconds: dict[int, float], passes: int, 
     for number in range(passes):
         sizes.begin()
         for _ in range(layers):
-            size = sizes.of(rows)
-            sizes.took(1000.0 if number == 0 else seconds[size])
+            size = sizes.size_for(rows)
+            sizes.add_time(1000.0 if number == 0 else seconds[size])
         used.append(size)
     return used
 

@@ -332,7 +332,7 @@ def test_a_catalogue_that_is_still_being_filled_is_not_reckoned_with(tmp_path):
     before = sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*.kv"))
     for suffix in ("", "-wal", "-shm"):
         (tmp_path / f"catalogue.sqlite{suffix}").unlink()
-    with store.index._mending:  # as that thread
+    with store.index._repair_lock:  # as that thread
         assert store.used_bytes() >= before
     assert store.used_bytes() >= before
     assert len(store.index.catalogue.ids()) == 3
@@ -379,7 +379,7 @@ def test_a_segment_that_the_catalogue_cannot_be_told_of_is_not_stored(tmp_path, 
 
 
 def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "_MENDING_SECONDS", 0.0)
+    monkeypatch.setattr(index, "_REPAIR_SECONDS", 0.0)
     theirs = open_store(tmp_path)
     kept = publish(theirs)
     with pytest.MonkeyPatch.context() as patch:
