@@ -75,7 +75,7 @@ def ask(model: Any, prompts: list[Any], method: Any, findings: list[Any], target
             heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
             width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             kv = stats.tokens_restored * config.num_hidden_layers * 2 * heads * width * model.dtype.itemsize
-            read_shares.append((stats.details.bytes_brought - stats.details.brought_identifying) / max(1, kv))
+            read_shares.append((stats.details.bytes_delivered - stats.details.bytes_delivered_identifying) / max(1, kv))
             budgets.append(cache.method.budget)
             del cache
             store.flush()

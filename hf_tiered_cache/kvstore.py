@@ -24,7 +24,7 @@ from .stats import Counters, StoreStats
 from .store import maintain
 from .store.backend import SegmentBackend
 from .store.backends import open_backend, open_remote
-from .store.catalogue import Catalogue, SegmentRow
+from .store.catalogue import SegmentRow
 from .store.cipher import Hidden, cipher_of
 from .store.codecs import RAW, codec_in, make_codec
 from .store.conversations import ConversationInfo
@@ -483,8 +483,7 @@ class KVStore:
         stats, disk = self._storage.disk.counters.snapshot(), self._storage.disk
         residency, writer = self._storage.residency, self._storage.writer
         if not self._storage.is_closed:
-            counts = disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
-            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
+            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = disk.index.counts()
             with suppress(OSError):  # then without the sidecars
                 stats.disk.bytes += sum(disk.sidecars.by_segment().values())
         stats.disk.budget = disk.limits.quota

@@ -65,7 +65,7 @@ def _printed(name: str, value: object) -> str:
         return ", ".join(f"{reason}: {count}" for reason, count in value.items()) or "none"
     if isinstance(value, float):
         return _duration(value)
-    if isinstance(value, int) and ("bytes" in name or name == "brought_identifying"):
+    if isinstance(value, int) and "bytes" in name:
         return format_bytes(value)
     return str(value)
 
@@ -204,15 +204,15 @@ class RequestDetails(_Printable):
     """Bytes of `bytes_read` that went into attention."""
     bytes_identifying: int = 0
     """Bytes of `bytes_read` that were used only to select what to attend to."""
-    bytes_guessed: int = 0
+    bytes_superseded: int = 0
     """Bytes of `bytes_read` for tokens that a pass compared with computed ones, and then computed."""
-    bytes_brought: int = 0
+    bytes_delivered: int = 0
     """Bytes of all blocks delivered to layers, from any tier, including padding, and of indexes read from disk. Equal
     to `bytes_read` if no block was in memory and no gap between blocks was read. A block that is requested again
     while decoding counts again.
     """
-    brought_identifying: int = 0
-    """Bytes of `bytes_brought` in indexes, and in blocks used only for a selection that hold nothing selected."""
+    bytes_delivered_identifying: int = 0
+    """Bytes of `bytes_delivered` in indexes, and in blocks used only for a selection that hold nothing selected."""
     index_bytes: int = 0
     """Bytes of the in-memory indexes that prompts selected with: 8-bit keys, or indexes of chunks."""
     io_seconds: float = 0.0
@@ -293,7 +293,7 @@ class RequestStats(_Figures[TierStats]):
     def read_amplification(self) -> float:
         """Bytes read from disk for attention, per byte that went into attention; 1.0 if nothing was read."""
         details = self.details
-        attended_bytes = self.bytes_read - details.bytes_identifying - details.bytes_guessed
+        attended_bytes = self.bytes_read - details.bytes_identifying - details.bytes_superseded
         return attended_bytes / details.bytes_used if details.bytes_used else 1.0
 
     @property

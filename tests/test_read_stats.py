@@ -21,7 +21,7 @@ def model():
 
 
 def purposes(stats):
-    return stats.details.bytes_brought, stats.details.brought_identifying
+    return stats.details.bytes_delivered, stats.details.bytes_delivered_identifying
 
 
 def from_disk(stats):
@@ -43,7 +43,7 @@ def test_what_memory_has_counts_as_what_the_disk_has(name, model, tmp_path):
         warm = asked(model, store, ids, method)[0]
     assert purposes(cold) == purposes(warm) == from_disk(cold)
     assert warm.disk.bytes < cold.disk.bytes
-    assert cold.details.bytes_brought > cold.details.brought_identifying
+    assert cold.details.bytes_delivered > cold.details.bytes_delivered_identifying
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -56,7 +56,7 @@ def test_an_index_is_read_once_and_told(name, model, tmp_path):
     assert first.details.index_bytes == second.details.index_bytes == kept
     assert bool(kept) == (name in RESIDENT)
     if kept:
-        assert first.details.brought_identifying > 0 == second.details.brought_identifying
+        assert first.details.bytes_delivered_identifying > 0 == second.details.bytes_delivered_identifying
     else:
         assert purposes(first) == purposes(second)
 
@@ -77,7 +77,7 @@ def test_what_a_comparison_needs_and_no_layer_attends_to_counts_apart(model, tmp
         store.precompute(model, passages, method=CacheBlend(), progress=False, passages=True)
         _, cache = ask(model, store, torch.cat([passages.reshape(1, -1), prompt(24)], dim=1), CacheBlend())
     stats = cache.stats
-    assert 0 < stats.details.bytes_guessed <= stats.bytes_read - stats.details.bytes_used
+    assert 0 < stats.details.bytes_superseded <= stats.bytes_read - stats.details.bytes_used
 
 
 def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
@@ -88,7 +88,7 @@ def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
         for again in (False, True):
             stats = asked(model, store, ids, replace(METHOD, reselect=again, gain=0))[0]
             assert purposes(stats) == from_disk(stats)
-            found[again] = stats.details.bytes_brought
+            found[again] = stats.details.bytes_delivered
     assert found[1] > found[0]
 
 
@@ -100,6 +100,6 @@ def test_the_keys_of_an_index_are_brought_once(model, tmp_path):
         every = sum(store.lookup(model, question(ids), method=method).bytes.values())
         kept = store._storage.residency.index_cache.allocated
     # values are stored with the keys
-    assert (first.details.brought_identifying, stats.details.brought_identifying) == (every, 0)
+    assert (first.details.bytes_delivered_identifying, stats.details.bytes_delivered_identifying) == (every, 0)
     assert first.details.index_bytes == stats.details.index_bytes == kept > 0
-    assert stats.details.bytes_brought == sum(tier.bytes for tier in stats.tiers.values())
+    assert stats.details.bytes_delivered == sum(tier.bytes for tier in stats.tiers.values())

@@ -177,7 +177,11 @@ class Storage:
         self.writer.wait_for(prefix_hashes[start:])
         rows, asked_again = self.disk.find(prefix_hashes), False
         seconds = None if self._measuring else seconds
-        if self.remote is not None and seconds is not None and self.remote.bring(prefix_hashes, rows, start, seconds):
+        if (
+            self.remote is not None
+            and seconds is not None
+            and self.remote.fetch_for_prompt(prefix_hashes, rows, start, seconds)
+        ):
             rows = self.disk.find(prefix_hashes)
         while True:
             runs = longest_prefix(prefix_hashes, rows, start)

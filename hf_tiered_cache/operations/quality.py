@@ -144,7 +144,7 @@ def _answers(
                 log_probs = logits[0, -1].float().log_softmax(-1).cpu()
                 seconds, stats = time.perf_counter() - started, cache.stats
                 kv = max(1, stats.tokens_restored) * _token_bytes(storage)
-                brought = (stats.details.bytes_brought - stats.details.brought_identifying) / kv
+                brought = (stats.details.bytes_delivered - stats.details.bytes_delivered_identifying) / kv
                 yield _Answer(log_probs, brought, stats.details.index_bytes / kv, seconds)
                 del cache
                 storage.flush()  # the next question finds the token statistics stored, as in normal use

@@ -91,7 +91,9 @@ class RemoteTier:
 
     # --- before a prompt is matched
 
-    def bring(self, prefix_hashes: Sequence[bytes], rows: Sequence[SegmentRow], start: int, seconds: Seconds) -> bool:
+    def fetch_for_prompt(
+        self, prefix_hashes: Sequence[bytes], rows: Sequence[SegmentRow], start: int, seconds: Seconds
+    ) -> bool:
         """Fetch segments that continue what the local store has of a prompt. Returns whether it has more of it now.
 
         `rows` are the local segments that `SegmentStore.find` returns, `start` is the index of the first prefix hash to
@@ -129,8 +131,8 @@ class RemoteTier:
     ) -> str:
         """Fetch the segments that continue a prompt furthest, and return the reason if none was fetched, or "".
 
-        For arguments see `bring`. `saved` returns the seconds saved if so many prefix hashes are stored. The prompt
-        waits since `began`.
+        For arguments see `fetch_for_prompt`. `saved` returns the seconds saved if so many prefix hashes are stored. The
+        prompt waits since `began`.
         """
         local, now = {row.id for row in rows}, time.monotonic()
         others = [e.row for e in entries if e.row.id not in local and self._hidden.get(e.row.id, 0.0) <= now]

@@ -103,7 +103,7 @@ class Fetcher:
     _users: dict[BlockHandle, int] = field(default_factory=dict)
     _unconfirmed: dict[BlockHandle, None] = field(default_factory=dict)  # used before they were verified
 
-    def bring(
+    def fetch(
         self,
         requests_by_unit: Sequence[tuple[FetchUnit, np.ndarray]],
         ahead: bool = False,
@@ -191,7 +191,7 @@ class Fetcher:
             if unit.from_disk:
                 read = np.concatenate([blocks.from_disk for blocks in unit.fetched])
                 unused = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * size
-                figure = "bytes_identifying" if unit.identifies else "bytes_guessed"
+                figure = "bytes_identifying" if unit.identifies else "bytes_superseded"
                 self.collector.add(bytes_used=unit.bytes_used(read), **{figure: unused})
             self._ahead.pop(unit, None)
             for handle in unit.handles:
@@ -200,7 +200,7 @@ class Fetcher:
             unit.fetched.clear()
             unit.from_disk, unit.blocks = False, NO_BLOCKS  # releases the memory
         if brought:
-            self.collector.add(bytes_brought=brought, brought_identifying=identifying)
+            self.collector.add(bytes_delivered=brought, bytes_delivered_identifying=identifying)
 
     def _release(self, handle: BlockHandle) -> None:
         """Drop one unit's reference to a block handle, and release the handle with the last one."""

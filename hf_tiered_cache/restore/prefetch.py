@@ -198,7 +198,7 @@ class Prefetch:
         for _, batch in groupby(units, lambda unit: unit.block_group.layers[0]):  # a layer waits only for its own batch
             requests = [(unit, unit.chunks) for unit in batch]
             later = later[len(requests) :]
-            self.fetcher.bring(requests, later=later)
+            self.fetcher.fetch(requests, later=later)
         self.fetcher.collector.expect_reads(bool(self._waiting))
 
     def _may_start(self, unit: PlanUnit) -> bool:

@@ -251,7 +251,7 @@ class DecodeSelection:
                     self._choices |= decode_selector.select(layer, batch, query, keys, scaling)
             planned = [self._plan(row, state, period if selects else (layer,)) for row, state in batch.items()]
             if requests := [request for update in planned for request in update.requests]:
-                self._fetcher.bring(requests)
+                self._fetcher.fetch(requests)
             updates += planned
         if units := self._table.wait(layer):
             self._fetcher.confirm()  # writes in place cannot be undone

@@ -1,7 +1,7 @@
 """Tokens of rows to fetch, and the table of fetched units that hold them.
 
 Restoring a selected prompt, reselecting while decoding and streaming a prefix all do the same with it: want tokens,
-bring their blocks, wait, copy the tokens to contiguous positions, note their use, and finish. `Fetcher` brings blocks
+fetch their blocks, wait, copy the tokens to contiguous positions, note their use, and finish. `Fetcher` brings blocks
 and cancels fetches, and `UnitTable` does the rest.
 """
 
@@ -126,7 +126,7 @@ class UnitTable:
     _gathers: dict[RowTokens, dict[Hashable, Gather]] = field(default_factory=dict)  # see `_gather_key`
 
     def want(self, tokens: RowTokens, layers: Collection[int]) -> list[Request]:
-        """Return the units that hold tokens of some layers, and the chunks to bring of them."""
+        """Return the units that hold tokens of some layers, and the chunks to fetch of them."""
         requests = []
         for piece, block_group, held_sets in tokens.held(layers):
             token_sets = [inside for _, _, inside in held_sets]

@@ -135,7 +135,7 @@ class RowIndexes:
                 for piece in missing:
                     requests += table.want_keys(self._to_index(row, piece), layer, None)
                 self._keys[layer, place] = table, requests
-                self._fetcher.bring(requests, ahead, attends=False)
+                self._fetcher.fetch(requests, ahead, attends=False)
 
     def of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
         """Return the indexes of a row at a layer, in token order. Missing ones are built from the row's keys.
@@ -145,7 +145,7 @@ class RowIndexes:
         self.fetch(layer)
         if (keys_to_index := self._keys[layer, place]) is not None:
             table, requests = keys_to_index
-            self._fetcher.bring(requests, attends=False)  # chunks that a prefetch had no room for
+            self._fetcher.fetch(requests, attends=False)  # chunks that a prefetch had no room for
             self._keys[layer, place] = None
             table.wait(layer)
             self._fetcher.confirm()  # indexes built from keys outlive the pass
@@ -327,7 +327,9 @@ class RowIndexes:
         with collector.timing("stall_seconds"):
             indexes = self._sidecars.find(reader, self._kind, self.chunk_tokens)
         nbytes = sum(index.nbytes for index in indexes.values())
-        collector.add(bytes_read=nbytes, bytes_identifying=nbytes, bytes_brought=nbytes, brought_identifying=nbytes)
+        collector.add(
+            bytes_read=nbytes, bytes_identifying=nbytes, bytes_delivered=nbytes, bytes_delivered_identifying=nbytes
+        )
         return indexes
 
 

@@ -105,7 +105,7 @@ class SelectiveRestore:
         if number not in self._selected:
             self._choose(number, query, own_keys, rotate_, scaling)
         elif self._tables[number].begins_at(layer):
-            self._bring(number, (layer,))  # chunks that a prefetch had no room for
+            self._fetch_selection(number, (layer,))  # chunks that a prefetch had no room for
         self._selected.pop(number - 1, None)
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
@@ -228,12 +228,12 @@ class SelectiveRestore:
         self._selected[number] = [chosen.get(place) or _all_tokens(row) for place, row in enumerate(self._rows)]
         if indexes is None:
             self._tables[number].finish_keys()
-        self._bring(number, self._periods[number])
+        self._fetch_selection(number, self._periods[number])
         streams_keys = any(self.plan.streamed) and indexes is not None
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
             self._fetch_keys(number + 1, ahead=True)
 
-    def _bring(self, number: int, layers: Sequence[int]) -> None:
+    def _fetch_selection(self, number: int, layers: Sequence[int]) -> None:
         """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need."""
         table = self._tables[number]
         batches: dict[tuple[int, ...], list[Request]] = {}  # a layer waits only for its own batch
@@ -243,7 +243,7 @@ class SelectiveRestore:
         for batch_layers, requests in sorted(batches.items()):
             is_first = layers[0] in batch_layers
             if is_first or "period" in self._prefetches:
-                self.fetcher.bring(requests, ahead=not is_first)
+                self.fetcher.fetch(requests, ahead=not is_first)
 
     # --- keys for scoring
 
@@ -259,7 +259,7 @@ class SelectiveRestore:
         table, layer = self._tables[number], self._periods[number][0]
         prefixes = map(_all_tokens, self._selecting.values())
         requests = [request for tokens in prefixes for request in table.want_keys(tokens, layer, heads)]
-        self.fetcher.bring(requests, ahead, attends=False)
+        self.fetcher.fetch(requests, ahead, attends=False)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """Return the rotated keys of a row's restored tokens at a period's first layer: `[kv_heads, tokens, dim]`."""

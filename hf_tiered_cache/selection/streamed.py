@@ -143,7 +143,7 @@ class StreamedPrefix:
 
     def start(self) -> None:
         """Start to fetch the first run. Raises RestoreError if that fails."""
-        self._bring(self._layers[0], 0)
+        self._fetch_run(self._layers[0], 0)
 
     def attend(
         self, layer: int, call: AttentionCall, rotate_: Rotate, collect: Sequence[torch.Tensor | None] = ()
@@ -161,7 +161,7 @@ class StreamedPrefix:
         query, keys, values, mask, scaling = call
         merged = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
         for number, (group, run) in enumerate(self._runs):
-            self._bring(layer, number)
+            self._fetch_run(layer, number)
             self._bring_next(layer, number)
             table, rows = self._tables.pop((layer, number)), list(run.row.group.rows)
             table.wait(layer)
@@ -180,13 +180,13 @@ class StreamedPrefix:
             table.finish(layer)
         return merged.output.to(query.dtype)
 
-    def _bring(self, layer: int, number: int, ahead: bool = False) -> None:
+    def _fetch_run(self, layer: int, number: int, ahead: bool = False) -> None:
         """Start to fetch a run for a layer, or the chunks of it that a prefetch had no room for."""
         table = self._tables.setdefault((layer, number), UnitTable(self._fetcher, (layer,)))
-        self._fetcher.bring(table.want(self._runs[number][1], (layer,)), ahead)
+        self._fetcher.fetch(table.want(self._runs[number][1], (layer,)), ahead)
 
     def _bring_next(self, layer: int, number: int) -> None:
         if number + 1 < len(self._runs):
-            self._bring(layer, number + 1, ahead=True)
+            self._fetch_run(layer, number + 1, ahead=True)
         elif (place := self._layers.index(layer) + 1) < len(self._layers):
-            self._bring(self._layers[place], 0, ahead=True)
+            self._fetch_run(self._layers[place], 0, ahead=True)

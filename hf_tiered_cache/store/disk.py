@@ -145,7 +145,7 @@ class SegmentStore(Space):
             if not self._is_damaged(segment_id, error):
                 return
             if valid_hashes:
-                self.index.ask(lambda c: c.limit(segment_id, valid_hashes), None)
+                self.index.limit(segment_id, valid_hashes)
                 return
             self._hidden[segment_id] = inf
             if self.backend.writable:

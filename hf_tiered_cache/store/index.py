@@ -30,17 +30,16 @@ _AT_ONCE = 256
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Default = TypeVar("_Default")
 _Row = tuple[SegmentRow, Mapping[str, str]]
 
 
 def _query(
     query: Callable[Concatenate[Catalogue, _P], _T], default: Callable[[], _T]
 ) -> Callable[Concatenate[Index, _P], _T]:
-    """Return a method of the index that runs a query of the catalogue (see `Index.ask`)."""
+    """Return a method of the index that runs a query of the catalogue (see `Index._ask`)."""
 
     def ask(index: Index, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return index.ask(methodcaller(query.__name__, *args, **kwargs), default())
+        return index._ask(methodcaller(query.__name__, *args, **kwargs), default())
 
     return ask
 
@@ -96,7 +95,7 @@ class Index:
     def listed_bytes(self) -> int | None:
         """Return the bytes on disk of all listed segments, or None if the catalogue may be incomplete, e.g. new."""
         before = self._scanned_generation
-        total = self.ask(Catalogue.total_bytes, None)
+        total = self._total_bytes()
         is_complete = self.catalogue.is_shared and before == self._scanned_generation == self.catalogue.generation
         return total if is_complete else None
 
@@ -106,7 +105,7 @@ class Index:
             self._closed = True
             self.catalogue.release()
 
-    # --- queries, as in `Catalogue`; they return the default if the catalogue fails
+    # --- queries, as in `Catalogue`; they return a default, such as None, if the catalogue fails
 
     row = _query(Catalogue.get, lambda: None)
     beginning_with = _query(Catalogue.beginning_with, list)
@@ -117,10 +116,22 @@ class Index:
     scores = _query(Catalogue.scores, list)
     keep_scores = _query(Catalogue.keep_scores, lambda: None)
     add = _query(Catalogue.add, lambda: False)
+    live = _query(Catalogue.live, lambda: None)
+    ids = _query(Catalogue.ids, lambda: None)
+    by_use = _query(Catalogue.by_use, list)
+    counts = _query(Catalogue.counts, lambda: (0, 0, 0, 0))
+    set_sizes = _query(Catalogue.set_sizes, lambda: None)
+    limit = _query(Catalogue.limit, lambda: None)
+    _all = _query(Catalogue.all, lambda: None)
+    _total_bytes = _query(Catalogue.total_bytes, lambda: None)
+    _numbers = _query(Catalogue.numbers, dict)
+    _remove = _query(Catalogue.remove, lambda: None)
+    _touch = _query(Catalogue.touch, lambda: None)
+    _set_right_clocks = _query(Catalogue.set_right_clocks, lambda: None)
 
     def rows(self) -> list[SegmentRow]:
         """Return all rows, most recently used last. Raises StoreError if the catalogue fails."""
-        rows = self.ask(Catalogue.all, None)
+        rows = self._all()
         if rows is None:
             raise StoreError(self._advice(f"the catalogue failed ({self._failure})"))
         return rows
@@ -144,20 +155,16 @@ class Index:
         place = self._backend.place
         return f"the segments of {place} are not all known: {reason}; check that they can be read, and try again"
 
-    def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
-        """Return the given segments that exist and are usable, or None if the catalogue fails."""
-        return self.ask(methodcaller("live", ids), None)
-
     def touch(self, ids: Iterable[str]) -> None:
         """Record a use of the segments, for LRU eviction."""
-        self.ask(methodcaller("touch", ids), None)
+        self._touch(ids)
         self.catch_up()
 
     # --- segments and rows
 
     def scan(self) -> None:
         """Synchronize the catalogue with the backend: add segments without a row, and remove rows without a segment."""
-        generation, listed = self.catalogue.generation, self.ask(Catalogue.ids, None)
+        generation, listed = self.catalogue.generation, self.ids()
         try:
             present = set(self._backend.names())
         except OSError as error:
@@ -177,7 +184,7 @@ class Index:
         else:
             self.remove(listed - present)
             self.unlisted = self.adopt(list(present - listed))
-        self.ask(Catalogue.set_right_clocks, None)
+        self._set_right_clocks()
         self._scanned_generation, self._is_complete = generation, not self._unread
 
     def remove(self, ids: Iterable[str]) -> None:
@@ -185,8 +192,8 @@ class Index:
 
         Row and file are added together, so a missing file shows that a row is wrong only if the row was read before.
         """
-        numbers = self.ask(methodcaller("numbers", list(ids)), dict[str, int]())
-        self.ask(methodcaller("remove", {name: n for name, n in numbers.items() if not self._is_stored(name)}), None)
+        numbers = self._numbers(list(ids))
+        self._remove({name: number for name, number in numbers.items() if not self._is_stored(name)})
 
     def _is_stored(self, segment_id: str) -> bool:
         try:
@@ -263,13 +270,13 @@ class Index:
 
     # --- faults
 
-    def ask(self, action: Callable[[Catalogue], _T], default: _Default) -> _T | _Default:
+    def _ask(self, action: Callable[[Catalogue], _T], default: _T) -> _T:
         """Run `action` on the catalogue, and return `default` if it fails.
 
         A damaged catalogue is rebuilt, and a replaced one is synchronized with the backend. Then `action` is run once
         more. SQLite errors are never raised. Calls made during a scan do not start another scan.
         """
-        answer: _T | _Default = default
+        answer = default
         for again in () if self._closed else (True, False):
             catalogue = self.catalogue
             generation = catalogue.generation

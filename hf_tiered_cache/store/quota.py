@@ -11,7 +11,6 @@ from itertools import accumulate
 
 from ..errors import ConfigError, QuotaError, StoreError
 from .backend import SegmentBackend, Upload
-from .catalogue import Catalogue
 from .cipher import Plain
 from .faults import Faults
 from .index import Index
@@ -106,11 +105,11 @@ class Space:
 
     def correct_sizes(self) -> bool:
         """Compare the sizes in a shared catalogue with the files. Returns whether some were wrong. Raises OSError."""
-        uses = self.index.ask(Catalogue.by_use, []) if self.index.catalogue.is_shared else []
+        uses = self.index.by_use() if self.index.catalogue.is_shared else []
         sizes = {segment_id: self.nbytes_of(segment_id) for segment_id, *_ in uses}
         wrong = {segment_id: sizes[segment_id] for segment_id, nbytes, _ in uses if nbytes != sizes[segment_id]}
         if wrong:
-            self.index.ask(lambda catalogue: catalogue.set_sizes(wrong), None)
+            self.index.set_sizes(wrong)
         return bool(wrong)
 
     def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
@@ -147,10 +146,7 @@ class Space:
     def victims(self, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
         """Select the segments to evict until `nbytes` are freed, except pinned ones: ids, and bytes with sidecars."""
         sidecars = self.sidecars.by_segment()
-        uses = [
-            (name, size + sidecars.get(name, 0), expires)
-            for name, size, expires in self.index.ask(Catalogue.by_use, [])
-        ]
+        uses = [(name, size + sidecars.get(name, 0), expires) for name, size, expires in self.index.by_use()]
         return victims(uses, nbytes, self.backend.pinned().union(but), time.time())
 
     def clean_up(self, dry_run: bool = False) -> dict[str, int]:
@@ -230,7 +226,8 @@ class Space:
         self.check_writable()
         ids = list(ids)
         with self.backend.locked():  # else a segment could be evicted that was just pinned
-            unknown = set(ids) - self.index.ask(Catalogue.ids, set(ids)) if pinned else set[str]()
+            stored = self.index.ids() if pinned else None
+            unknown = set[str]() if stored is None else set(ids) - stored
             if not unknown:
                 try:
                     for segment_id in ids:

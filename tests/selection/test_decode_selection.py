@@ -289,9 +289,9 @@ def test_a_choice_that_gains_too_little_brings_nothing(model, store):
     brought = {}
     for gain in (0, 0.9):
         _, cache = ask(model, store, question(ids), replace(METHOD, gain=gain))
-        before = cache.stats.details.bytes_brought
+        before = cache.stats.details.bytes_delivered
         decode(model, cache, 4)
-        brought[gain] = cache.stats.details.bytes_brought - before
+        brought[gain] = cache.stats.details.bytes_delivered - before
     assert brought[0] > 0 == brought[0.9]
 
 
@@ -313,7 +313,7 @@ def test_single_tokens_of_each_head_are_chosen_again(family, store):
     before = [layer.keys[:, :, : layer._num_selected].clone() for layer in once.layers]
     _, cache = ask(model, store, question(ids), method)
     holds_what_it_says(cache, kv_of(model, ids))
-    assert cache.stats.details.bytes_brought > once.stats.details.bytes_brought
+    assert cache.stats.details.bytes_delivered > once.stats.details.bytes_delivered
     assert not all(
         torch.equal(layer.keys[:, :, : layer._num_selected], kept)
         for layer, kept in zip(cache.layers, before, strict=True)

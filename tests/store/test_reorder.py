@@ -589,7 +589,7 @@ def test_a_request_keeps_the_indexes_that_it_began_with(model, tmp_path, monkeyp
         _, cache = ask(model, store, question(ids, seed=3), method)
         assert moved == [1] and before.id not in {row.id for row in store.segments()}
         assert cache.stats.tokens_restored == 400
-        assert cache.stats.details.brought_identifying == 0
+        assert cache.stats.details.bytes_delivered_identifying == 0
 
 
 # --- for each head its own order
@@ -634,7 +634,7 @@ def test_each_head_chooses_among_the_chunks_of_its_own_blocks(model, tmp_path, m
                 sums = np.bincount(chunk, mass)
                 assert set(taken.tolist()) == set(np.argsort(-sums, kind="stable")[: len(taken)].tolist())
                 blocks += len(taken)
-        brought = cache.stats.details.bytes_brought - cache.stats.details.brought_identifying
+        brought = cache.stats.details.bytes_delivered - cache.stats.details.bytes_delivered_identifying
         assert brought == blocks * shape.block_groups[0].block_bytes
         stored = kv_of(model, ids)
         for layer, choice in enumerate(noted):
@@ -656,7 +656,7 @@ def test_what_earlier_prompts_attended_to_lies_together(tmp_path, monkeypatch):
                 _, cache = ask(model, store, question(ids, seed=seed), PER_HEAD)
                 store.flush()
                 # an index stays in memory
-                assert bool(cache.stats.details.brought_identifying) == (len(held) in (0, 3))
+                assert bool(cache.stats.details.bytes_delivered_identifying) == (len(held) in (0, 3))
                 held.append(
                     np.mean([np.take_along_axis(one.mass, one.tokens, 1).sum() / one.mass.sum() for one in noted])
                 )

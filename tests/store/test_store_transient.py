@@ -22,7 +22,6 @@ from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import IntegrityError, QuotaError, StoreBusyError, StoreError
 from hf_tiered_cache.store import database, disk, folder, index, maintain, quota, writer
 from hf_tiered_cache.store import segment as segment_module
-from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.store.writer import PendingSegment, Writer
 
@@ -206,8 +205,8 @@ def test_stores_of_one_folder_share_a_connection_that_the_last_one_closes(tmp_pa
     assert len(held) == 1
     for store in stores[:2]:
         store.close()
-    assert stores[2].index.ask(Catalogue.ids, None) == set()
-    assert stores[0].index.ask(Catalogue.ids, None) is None
+    assert stores[2].index.ids() == set()
+    assert stores[0].index.ids() is None
     stores[2].close()
     assert held[0] not in database._databases.get()
 
@@ -246,7 +245,7 @@ def test_a_forked_child_has_a_connection_of_its_own_and_leaves_its_parents_alone
     pid = os.fork()
     if not pid:
         try:
-            code = 0 if store.index.ask(Catalogue.ids, None) is None else 1  # the parent's is not used
+            code = 0 if store.index.ids() is None else 1  # the parent's is not used
             child = open_store(tmp_path)
             code += 2 * (len(child.index.catalogue.ids()) != 1)
             child.close()
