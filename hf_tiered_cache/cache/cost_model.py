@@ -52,14 +52,6 @@ than the optimum; without the margin, 15 to 54 %.
 _MUCH_SECONDS = 0.5
 """Seconds that a restore must lose before a warning."""
 
-_WORTH_LEAVING_OUT = 0.85
-"""Maximum expected time of a return, relative to a full load, at which the beginning of a conversation is not stored.
-
-A pass that recomputes a prefix takes time that no cost contains. With 0.95, 4 % of SmolLM2's conversations were left
-out for a disk of 20 MB/s (`bench/conversation.py --host-share 0.1`), and returns took 1.20 times as long as a full load
-in int8. With 0.85 nothing is left out there.
-"""
-
 
 def choose_strategy(plan: Plan, sequence: SequenceState) -> tuple[Plan | None, str]:
     """Choose whether to load a plan's prefix, recompute parts of it meanwhile, or compute all of it.
@@ -255,7 +247,7 @@ def idle_recompute_ratio(tokens: int, layers: int, costs: PrefixCosts, stored: f
     slower = replace(costs, compute=_MARGIN * costs.compute, growth=_MARGIN * costs.growth)
     streams = Streams(tokens, costs.overhead / layers, lambda n: slower.computing(n) / layers, restoring, loads)
     returns = streams.seconds(recompute_lengths(tokens, RATIOS, layers, step=step))
-    return float(RATIOS[fastest(returns, may_compute_all=False, worth=_WORTH_LEAVING_OUT)])
+    return float(RATIOS[fastest(returns, may_compute_all=False)])
 
 
 def with_measured_settings(

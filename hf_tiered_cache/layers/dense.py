@@ -44,12 +44,15 @@ class Pass(Protocol):
 class RestoringPass(Pass, Protocol):
     """Forward pass that restores stored KV."""
 
-    plan: Plan
     prefetch: Prefetch
     selection: SelectiveRestore | None
     """Selection of the restored tokens that layers hold; None if no tokens are selected."""
     streamed: StreamedPrefix | None
     """All restored tokens, for layers that attend to them without holding them; None if not streamed."""
+
+    @property
+    def plan(self) -> Plan:
+        """Plan that the pass follows."""
 
     def computed_positions(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         """Return the positions that a layer computes, int64 `[n]` or `[batch, n]`, counted from `first`.

@@ -21,8 +21,14 @@ STEEPNESS: tuple[float, ...] = (1, 3)
 takes at most 2.0 % longer than without idle time (0.8 % on average), 1 alone 4.3 % (2.3 %). 1 stays, because attention
 makes many tokens in few layers costly in long prompts."""
 
-_WORTH = 0.95
-"""Maximum time with overlap, as a share of the faster of loading and computing alone, for which it is used."""
+_WORTH = 0.85
+"""Maximum expected time with overlap, as a share of the faster of loading and computing alone, for which it is used.
+
+A pass that recomputes a prefix takes time that no cost contains. With 0.95, returns of SmolLM2's conversations from a
+disk of 20 MB/s recomputed 9 % of the history. They were expected to take 0.88 times as long as a full load, and took
+1.13 times as long (`bench/conversation.py --host-share 0.1`, commit a05f1153). Schedules that saved time saved 26 %
+or more (`bench/auto.py`).
+"""
 
 
 def recompute_lengths(
@@ -116,13 +122,13 @@ class Streams:
         return finished
 
 
-def fastest(seconds: np.ndarray, may_compute_all: bool = True, worth: float = _WORTH) -> int:
+def fastest(seconds: np.ndarray, may_compute_all: bool = True) -> int:
     """Return which schedule has the shortest expected time of a prompt, given float `[schedules]` seconds.
 
     The first schedule loads everything and only the last computes everything. The result is the first or, if restoring
-    nothing is allowed, the last one, if a schedule between takes more than `worth` times as long as that.
+    nothing is allowed, the last one, if a schedule between takes more than `_WORTH` times as long as that.
     """
     last = len(seconds) - 1
     alone = last if may_compute_all and seconds[last] < seconds[0] else 0
     best = int(seconds[:last].argmin())
-    return best if seconds[best] < worth * seconds[alone] else alone
+    return best if seconds[best] < _WORTH * seconds[alone] else alone

@@ -30,15 +30,16 @@ _AT_ONCE = 256
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_Default = TypeVar("_Default")
 _Row = tuple[SegmentRow, Mapping[str, str]]
 
 
 def _query(
-    query: Callable[Concatenate[Catalogue, _P], _T], default: Callable[[], _T]
-) -> Callable[Concatenate[Index, _P], _T]:
+    query: Callable[Concatenate[Catalogue, _P], _T], default: Callable[[], _Default]
+) -> Callable[Concatenate[Index, _P], _T | _Default]:
     """Return a method of the index that runs a query of the catalogue (see `Index._ask`)."""
 
-    def ask(index: Index, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def ask(index: Index, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | _Default:
         return index._ask(methodcaller(query.__name__, *args, **kwargs), default())
 
     return ask
@@ -108,23 +109,23 @@ class Index:
     # --- queries, as in `Catalogue`; they return a default, such as None, if the catalogue fails
 
     row = _query(Catalogue.get, lambda: None)
-    beginning_with = _query(Catalogue.beginning_with, list)
-    passages_since = _query(Catalogue.passages_since, lambda: (None, []))
-    models = _query(Catalogue.models, dict)
-    keys = _query(Catalogue.keys, set)
-    provenances = _query(Catalogue.provenances, list)
-    scores = _query(Catalogue.scores, list)
+    beginning_with = _query(Catalogue.beginning_with, list[SegmentRow])
+    passages_since = _query(Catalogue.passages_since, lambda: (None, list[tuple[int, str, bytes]]()))
+    models = _query(Catalogue.models, dict[str, dict[str, str]])
+    keys = _query(Catalogue.keys, set[str])
+    provenances = _query(Catalogue.provenances, list[str])
+    scores = _query(Catalogue.scores, list[tuple[str, int, bytes]])
     keep_scores = _query(Catalogue.keep_scores, lambda: None)
     add = _query(Catalogue.add, lambda: False)
     live = _query(Catalogue.live, lambda: None)
     ids = _query(Catalogue.ids, lambda: None)
-    by_use = _query(Catalogue.by_use, list)
+    by_use = _query(Catalogue.by_use, list[tuple[str, int, float | None]])
     counts = _query(Catalogue.counts, lambda: (0, 0, 0, 0))
     set_sizes = _query(Catalogue.set_sizes, lambda: None)
     limit = _query(Catalogue.limit, lambda: None)
     _all = _query(Catalogue.all, lambda: None)
     _total_bytes = _query(Catalogue.total_bytes, lambda: None)
-    _numbers = _query(Catalogue.numbers, dict)
+    _numbers = _query(Catalogue.numbers, dict[str, int])
     _remove = _query(Catalogue.remove, lambda: None)
     _touch = _query(Catalogue.touch, lambda: None)
     _set_right_clocks = _query(Catalogue.set_right_clocks, lambda: None)
@@ -270,13 +271,13 @@ class Index:
 
     # --- faults
 
-    def _ask(self, action: Callable[[Catalogue], _T], default: _T) -> _T:
+    def _ask(self, action: Callable[[Catalogue], _T], default: _Default) -> _T | _Default:
         """Run `action` on the catalogue, and return `default` if it fails.
 
         A damaged catalogue is rebuilt, and a replaced one is synchronized with the backend. Then `action` is run once
         more. SQLite errors are never raised. Calls made during a scan do not start another scan.
         """
-        answer = default
+        answer: _T | _Default = default
         for again in () if self._closed else (True, False):
             catalogue = self.catalogue
             generation = catalogue.generation
