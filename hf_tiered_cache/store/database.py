@@ -198,7 +198,9 @@ class Database(ABC):
                 continue
             is_opened = opened is not None and self._identify()[0] == opened
             if not S_ISREG(status.st_mode) or not (is_opened or files.is_own(kind, name)):
-                raise UnavailableError(f"{files.where(kind, name)} was not written by this library; move it elsewhere")
+                message = f"{files.where(kind, name)} was not written by this library; move it elsewhere"
+                # SQLite deletes a log without its database
+                raise UnavailableError(f"{message}, with {name}-*" if kind is CATALOGUE else message)
             linked |= status.st_nlink > 1
         if linked:
             self._discard(files)

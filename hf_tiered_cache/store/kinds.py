@@ -112,12 +112,6 @@ def _is_calibrations(name: str, beginning: bytes) -> bool:
     return bool(facts) and all(_FINGERPRINT.search(key) for key in facts)
 
 
-def _is_database(name: str, beginning: bytes) -> bool:
-    """Return whether this is a catalogue, with its schema in the first page, or an SQLite database without tables."""
-    has_no_cells = beginning.startswith(b"SQLite format 3\0") and beginning[103:105] in (b"", b"\0\0")
-    return has_no_cells or SCHEMA_MARK in beginning
-
-
 def _kind(folder: str, names: str, recognises: Callable[[str, bytes], bool], most_bytes: int = PAGE_BYTES) -> FileKind:
     return FileKind(folder, re.compile(names), recognises, most_bytes)
 
@@ -134,7 +128,7 @@ def _record_kind(folder: str, *key: str) -> FileKind:
 
 
 SCHEMA_MARK = b"usable_links INTEGER NOT NULL"
-"""Part of the catalogue's schema. SQLite stores the schema as text."""
+"""Part of the catalogue's schema, which SQLite stores as text. It is in the first page before there is a log."""
 _HEX = "[0-9a-f]{32}"
 _DATABASE = re.escape(CATALOGUE_NAME)
 
@@ -153,7 +147,7 @@ MARKER = _kind("", re.escape(MARKER_NAME), lambda _, beginning: json_object(begi
 # the content of these locks is never read, written or deleted
 LOCK = _kind("", "lock", lambda *_: True)
 CATALOGUE_LOCK = _kind("", rf"{_DATABASE}\.lock", lambda *_: True)
-CATALOGUE = _kind("", _DATABASE, _is_database)
+CATALOGUE = _kind("", _DATABASE, lambda _, beginning: SCHEMA_MARK in beginning)
 CATALOGUE_LOG = _kind("", rf"{_DATABASE}-wal", lambda _, beginning: beginning[:4] in _WAL_MAGIC)
 CATALOGUE_SHARED_MEMORY = _kind("", rf"{_DATABASE}-shm", lambda _, beginning: beginning[:4] == _SHM_VERSION)
 CATALOGUE_JOURNAL = _kind("", rf"{_DATABASE}-journal", lambda _, beginning: beginning[:8] == _JOURNAL_MAGIC)

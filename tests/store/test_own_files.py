@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import stat
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import processes
 import pytest
@@ -36,6 +37,8 @@ NAMES = {
     "documents": [f"{HEX}.json", f"{HEX}.partial", "letter.json", "draft.partial"],
 }
 """Names of the library's own, and of others."""
+NO_TABLES = b"SQLite format 3\0" + bytes(84) + b"\r" + bytes(3995)
+"""Database without tables, or whose tables are in its log."""
 PROMPT = prompt(60)
 LOADED = Exact(recompute=0, decline=False)
 GREEDY = {"do_sample": False, "max_new_tokens": 2}
@@ -76,7 +79,9 @@ def recognised(content):
 
 
 contents = st.one_of(
-    st.sampled_from([b"precious\n" * 600, b'{"a": 1}', b'{\n "a": 1}', b"[]", b"SQLite format 3\0 of somebody" * 9]),
+    st.sampled_from(
+        [b"precious\n" * 600, b'{"a": 1}', b'{\n "a": 1}', b"[]", b"SQLite format 3\0 of somebody" * 9, NO_TABLES]
+    ),
     st.binary(min_size=1, max_size=40),
 ).filter(lambda content: not recognised(content))
 entries = st.sampled_from([(folder, name) for folder, names in NAMES.items() for name in names]).flatmap(
@@ -396,18 +401,35 @@ def test_a_second_name_of_any_of_its_files_keeps_what_it_had(whole, model, tmp_p
     assert has(backup, model) == 48
 
 
-def test_a_catalogue_of_somebody_else_is_left_and_the_store_serves_without(whole, model, tmp_path, caplog):
+def plant_text(path):
+    path.write_bytes(b"precious" * 999)
+
+
+def plant_database(path):
+    """Write the files of a database that a killed program has left: its tables are in the log only."""
+    made = path.parent.with_name("made.sqlite")
+    with closing(sqlite3.connect(made, isolation_level=None)) as database:
+        database.executescript("PRAGMA journal_mode=WAL; CREATE TABLE models (a); INSERT INTO models VALUES (1)")
+        for suffix in ("", "-wal", "-shm"):
+            shutil.copy(f"{made}{suffix}", f"{path}{suffix}")
+
+
+@pytest.mark.parametrize("plant_catalogue", [plant_text, plant_database])
+def test_a_catalogue_of_somebody_else_is_left_and_the_store_serves_without(
+    whole, model, tmp_path, caplog, plant_catalogue
+):
     root = tmp_path / "store"
     shutil.copytree(whole, root)
     for path in root.glob("catalogue*"):
         path.unlink()
-    (root / "catalogue.sqlite").write_bytes(b"precious" * 999)
-    before = look(root / "catalogue.sqlite")
+    plant_catalogue(root / "catalogue.sqlite")
+    planted = list(root.glob("catalogue*"))
+    before = [look(path) for path in planted]
     assert has(root, model) == 48
-    assert "was not written by this library" in caplog.text
+    assert "was not written by this library; move it elsewhere, with catalogue.sqlite-*" in caplog.text
     with KVStore(root, engine="posix") as store:
         assert store.verify().unknown == store.gc().unknown == ["catalogue.sqlite"]
-    assert look(root / "catalogue.sqlite") == before
+    assert [look(path) for path in planted] == before
 
 
 def test_files_of_others_do_not_count_in_the_quota(whole, model, tmp_path):
