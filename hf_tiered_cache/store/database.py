@@ -164,7 +164,8 @@ class Database(ABC):
                 self._db.close()
             self._db = None
         if self._files is None:
-            self._db = self._connect(":memory:")
+            self._db = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+            self._set_up(self._db)
             return self._db
         try:
             with self._files.locked(CATALOGUE_LOCK, f"{CATALOGUE_NAME}{LOCK_SUFFIX}", _BUSY_SECONDS):
@@ -172,13 +173,13 @@ class Database(ABC):
                 if discard or self._log_is_lost():
                     self._discard(self._files)
                 try:
-                    self._db = self._connect_file(self._files)
+                    self._db = self._connect(self._files)
                 except sqlite3.DatabaseError as error:
                     if not is_damage(error):
                         raise
                     logger.warning("the catalogue of %s is damaged (%s); rebuilding it", self._files.path, error)
                     self._discard(self._files)
-                    self._db = self._connect_file(self._files)
+                    self._db = self._connect(self._files)
                 self._identity = self._identify()
                 return self._db
         except OSError as error:
@@ -205,23 +206,14 @@ class Database(ABC):
         if linked:
             self._discard(files)
 
-    def _connect_file(self, files: StoreRoot) -> sqlite3.Connection:
-        path = files.where(CATALOGUE, CATALOGUE_NAME)
+    def _connect(self, files: StoreRoot) -> sqlite3.Connection:
         if files.find(CATALOGUE, CATALOGUE_NAME) is None:  # with mode 0600, which SQLite gives its other files too
             files.make_empty(CATALOGUE, CATALOGUE_NAME)
-        status = files.find(CATALOGUE, CATALOGUE_NAME)
-        db = self._connect(str(path))
-        if status is None or not os.path.samestat(status, os.stat(path, follow_symlinks=False)):  # SQLite opens by path
-            db.close()
-            raise UnavailableError(f"{path} was replaced")
-        return db
-
-    def _connect(self, path: str) -> sqlite3.Connection:
-        db = sqlite3.connect(path, timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None)
+        db = _open_file(files, "rw")
         self._waits = True
         try:
-            size = os.stat(path).st_size if self._files is not None else 0
-            if self._files is not None and not size:  # first write the first page: it identifies a catalogue
+            size = os.stat(files.where(CATALOGUE, CATALOGUE_NAME)).st_size
+            if not size:  # first write the first page: it identifies a catalogue
                 db.execute("PRAGMA synchronous=OFF")
                 self._set_up(db)
             _enter_wal_mode(db)
@@ -281,15 +273,25 @@ def has_database(path: Path) -> bool:
     return path in _databases.get()
 
 
+def _open_file(files: StoreRoot, mode: str) -> sqlite3.Connection:
+    """Connect to an existing file. SQLite opens it by path, so nothing is read or written if that leads elsewhere."""
+    path, status = files.where(CATALOGUE, CATALOGUE_NAME), files.find(CATALOGUE, CATALOGUE_NAME)
+    uri = f"{path.as_uri()}?mode={mode}"
+    db = sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None)
+    with suppress(OSError):
+        if status is not None and os.path.samestat(status, os.stat(path, follow_symlinks=False)):
+            return db
+    db.close()
+    raise UnavailableError(f"{path} was replaced")
+
+
 def _connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
     """Connect to an existing database. Raises sqlite3.Error if it has another version, or is not the library's."""
-    path = files.where(CATALOGUE, CATALOGUE_NAME)
-    if not has_database(path):
+    if not has_database(files.where(CATALOGUE, CATALOGUE_NAME)):
         for name, kind in DATABASE_FILES.items():
             if files.find(kind, name) is not None and not files.is_own(kind, name):
                 raise sqlite3.DatabaseError(f"{files.where(kind, name)} was not written by this library")
-    uri = f"{path.as_uri()}?mode=ro"
-    db = sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None)
+    db = _open_file(files, "ro")
     try:
         if db.execute("PRAGMA user_version").fetchone()[0] != version:
             raise sqlite3.DatabaseError("the catalogue has another version")

@@ -211,6 +211,19 @@ def test_stores_of_one_folder_share_a_connection_that_the_last_one_closes(tmp_pa
     assert held[0] not in database._databases.get()
 
 
+def test_no_catalogue_is_created_in_a_folder_that_has_taken_the_path(tmp_path):
+    root, moved = tmp_path / "store", tmp_path / "moved"
+    store = open_store(root)
+    publish(store)
+    root.rename(moved)
+    root.mkdir()
+    for path in moved.glob("catalogue.sqlite*"):
+        path.unlink()
+    assert not store.publish(*segment(hashes(4, "b")))
+    assert list(root.iterdir()) == []
+    store.close()
+
+
 OTHER = """
 import sys
 sys.path.insert(0, sys.argv[1])
