@@ -14,10 +14,9 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ConversationInUseError, FormatError
@@ -252,6 +251,7 @@ class Ownership:
     def __init__(self, conversation_id: str, files: RecordFiles) -> None:
         self._id, self.files, self._name = conversation_id, files, conversation_name(conversation_id) + LOCK_SUFFIX
         self._path = files.where(CONVERSATION_LOCK, self._name)
+        self._key = files.identity, self._name
         self.held = False
         self.since = 0.0
         self._file: Any = None  # closing the file releases the lock; None if files cannot be locked
@@ -260,14 +260,14 @@ class Ownership:
     def take(self, over: bool) -> None:
         """Acquire ownership, with `over` also from another owner in this process. Raises ConversationInUseError."""
         with _owners.locked() as owners:
-            current = owners.get(self._path)
+            current = owners.get(self._key)
             if current is not None and current.held and current is not self:
                 if not over:
                     raise ConversationInUseError(self._id, os.getpid(), current.since)
                 self._file, current._file, current.held = current._file, None, False
             elif not self.held:
                 self._file = self._lock()
-            owners[self._path] = self
+            owners[self._key] = self
             self.held, self.since, self._pid = True, time.time(), os.getpid()
 
     def release(self) -> None:
@@ -277,7 +277,7 @@ class Ownership:
                 return
             self.held, file, self._file = False, self._file, None
             if self._pid == os.getpid():
-                owners.pop(self._path, None)
+                owners.pop(self._key, None)
                 if file is not None:
                     with suppress(OSError):  # then the file remains until the next owner or `gc` deletes it
                         self.files.delete(CONVERSATION_LOCK, self._name)
@@ -304,8 +304,10 @@ class Ownership:
         return file
 
 
-_owners: PerProcess[weakref.WeakValueDictionary[Path | str, Ownership]] = PerProcess(weakref.WeakValueDictionary)
-"""Conversations that this process owns, by the path of their lock."""
+_owners: PerProcess[weakref.WeakValueDictionary[tuple[Hashable, str], Ownership]] = PerProcess(
+    weakref.WeakValueDictionary
+)
+"""Conversations that this process owns, by the identity of the place and the name of their lock."""
 
 
 def _lock_patiently(files: RecordFiles, name: str) -> Any:

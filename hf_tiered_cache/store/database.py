@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from pathlib import Path
 from stat import S_ISREG
 from typing import Any, ClassVar, TypeVar
 
@@ -82,11 +81,11 @@ class Database(ABC):
     @classmethod
     def shared(cls: type[_D], files: StoreRoot) -> _D:
         """Return the process's connection to the database of a folder. Its users call `release`."""
-        path = files.where(CATALOGUE, CATALOGUE_NAME)
+        folder = files.identity
         with _databases.locked() as databases:
-            if path not in databases:
-                databases[path] = cls(files.again())
-            database: _D = databases[path]
+            if folder not in databases:
+                databases[folder] = cls(files.again())
+            database: _D = databases[folder]
             database.users += 1
             return database
 
@@ -96,7 +95,7 @@ class Database(ABC):
             return self.close()
         with _databases.locked() as databases:
             self.users -= 1
-            ours = [path for path, database in databases.items() if database is self]
+            ours = [folder for folder, database in databases.items() if database is self]
             if ours and not self.users:  # otherwise it is the parent's
                 del databases[ours[0]]
                 self.close()
@@ -264,13 +263,13 @@ class Database(ABC):
             self._waits = waits
 
 
-_databases: PerProcess[dict[Path, Any]] = PerProcess(dict)
-"""Shared databases by their resolved path."""
+_databases: PerProcess[dict[Hashable, Any]] = PerProcess(dict)
+"""Shared databases by the identity of their folder, which stays open with them."""
 
 
-def has_database(path: Path) -> bool:
-    """Return whether this process has opened the database at a path. If so, only SQLite may open its files."""
-    return path in _databases.get()
+def has_database(files: StoreRoot) -> bool:
+    """Return whether this process has opened the database of a folder. If so, only SQLite may open its files."""
+    return files.identity in _databases.get()
 
 
 def _open_file(files: StoreRoot, mode: str) -> sqlite3.Connection:
@@ -287,7 +286,7 @@ def _open_file(files: StoreRoot, mode: str) -> sqlite3.Connection:
 
 def _connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
     """Connect to an existing database. Raises sqlite3.Error if it has another version, or is not the library's."""
-    if not has_database(files.where(CATALOGUE, CATALOGUE_NAME)):
+    if not has_database(files):
         for name, kind in DATABASE_FILES.items():
             if files.find(kind, name) is not None and not files.is_own(kind, name):
                 raise sqlite3.DatabaseError(f"{files.where(kind, name)} was not written by this library")

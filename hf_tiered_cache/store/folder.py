@@ -25,8 +25,6 @@ from .database import has_database
 from .engines import Engine, EngineFile, ReadOp
 from .format import HEADER_BYTES
 from .kinds import (
-    CATALOGUE,
-    CATALOGUE_NAME,
     DATABASE_FILES,
     KINDS,
     LOCK,
@@ -79,7 +77,7 @@ class FolderBackend(SegmentBackend):
         return self.files.sizes(SIDECAR)
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
-        is_open = has_database(self.files.where(CATALOGUE, CATALOGUE_NAME))
+        is_open = has_database(self.files)
 
         def is_known(kind: FileKind, name: str) -> bool:
             if kind is SEGMENT:

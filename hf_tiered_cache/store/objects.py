@@ -294,6 +294,10 @@ class ObjectRecords:
         self._locks: dict[str, bytes] = {}  # content of each locked file
         self._changing = threading.Lock()
 
+    @property
+    def identity(self) -> str:
+        return self._backend.place
+
     def where(self, kind: FileKind, name: str) -> str:
         return f"{self._backend.place}/{_object_name(kind, name)}"
 

@@ -94,8 +94,12 @@ FORMAT_VERSION = 1
 class RecordFiles(Protocol):
     """Small files of a backend, by kind and name. `StoreRoot` keeps them in a folder. Faults are OSErrors."""
 
+    @property
+    def identity(self) -> Hashable:
+        """Identifier of the place. No other store of this process has the same."""
+
     def where(self, kind: FileKind, name: str) -> Path | str:
-        """Return the path or address of a file, for messages. No other store of this process has the same."""
+        """Return the path or address of a file, for messages."""
 
     def names(self, kind: FileKind) -> list[str]:
         """Return the sorted names of all files of a kind. Raises OSError."""

@@ -121,6 +121,14 @@ class FolderTree:
                     self._descriptors.extend(map(os.open, [self.path], [_FOLDER_FLAGS]))  # in C: Ctrl-C leaks none
         return self._descriptors[0]
 
+    @property
+    def identity(self) -> Hashable:
+        """Identifier of the folder, or its path if it is not open. Another folder at the same path has another one."""
+        with suppress(OSError):
+            status = os.fstat(self.root_descriptor)
+            return status.st_dev, status.st_ino
+        return self.path
+
     def folder_descriptor(self, name: str, make: bool = False) -> int:
         """Return the descriptor of a subfolder, or the root (""), opened again if it was replaced. Raises OSError."""
         if not name:

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import resource
+import shutil
 import sys
 import threading
 import time
@@ -22,7 +23,10 @@ from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import IntegrityError, QuotaError, StoreBusyError, StoreError
 from hf_tiered_cache.store import database, disk, folder, index, maintain, quota, writer
 from hf_tiered_cache.store import segment as segment_module
+from hf_tiered_cache.store.conversations import Ownership, conversation_name
+from hf_tiered_cache.store.kinds import CONVERSATION_LOCK, LOCK_SUFFIX
 from hf_tiered_cache.store.memory import aligned_bytes
+from hf_tiered_cache.store.root import StoreRoot
 from hf_tiered_cache.store.writer import PendingSegment, Writer
 
 OF_THE_PROCESS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EACCES, errno.EAGAIN]
@@ -200,15 +204,50 @@ def test_stores_of_one_folder_share_a_connection_that_the_last_one_closes(tmp_pa
     (tmp_path / "link").symlink_to(tmp_path / "store")
     (tmp_path / "store").mkdir()
     stores = [open_store(tmp_path / "store"), open_store(tmp_path / "link"), open_store(tmp_path / "store")]
+    (tmp_path / "store").rename(tmp_path / "moved")
+    stores.append(open_store(tmp_path / "moved"))
     assert len({id(store.index.catalogue) for store in stores}) == 1
-    held = [path for path in database._databases.get() if str(tmp_path) in str(path)]
+    held = [key for key, shared in database._databases.get().items() if shared is stores[0].index.catalogue]
     assert len(held) == 1
-    for store in stores[:2]:
+    for store in stores[:3]:
         store.close()
-    assert stores[2].index.ids() == set()
+    assert stores[3].index.ids() == set()
     assert stores[0].index.ids() is None
-    stores[2].close()
+    stores[3].close()
     assert held[0] not in database._databases.get()
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_store_shares_nothing_with_an_open_one_whose_path_it_has_taken(tmp_path, is_deleted):
+    root, lock = tmp_path / "store", (CONVERSATION_LOCK, conversation_name("alice") + LOCK_SUFFIX)
+    old = open_store(root)
+    publish(old, seed="old")
+    owners = [Ownership("alice", old.backend.files)]
+    owners[0].take(over=False)
+    shutil.rmtree(root) if is_deleted else root.rename(tmp_path / "moved")
+    new = open_store(root)
+    added = publish(new, seed="new")
+    old.index.scan()
+    assert new.index.catalogue.ids() == {added.id}
+    owners.append(Ownership("alice", new.backend.files))
+    owners[1].take(over=False)
+    assert new.backend.files.is_locked(*lock) and all(owner.held for owner in owners)
+    owners[0].release()
+    old.close()
+    assert new.backend.files.is_locked(*lock)
+    assert [row.id for row in new.find(hashes(4, "new"))] == [added.id]
+    owners[1].release()
+    new.close()
+
+
+def test_a_file_is_unknown_though_an_open_store_had_a_catalogue_at_its_path(tmp_path):
+    root = tmp_path / "store"
+    with KVStore(root):
+        root.rename(tmp_path / "moved")
+        StoreRoot(root).close()
+        (root / "catalogue.sqlite").write_bytes(b"precious")
+        with KVStore(root) as store:
+            assert store.verify().unknown == ["catalogue.sqlite"]
 
 
 def test_no_catalogue_is_created_in_a_folder_that_has_taken_the_path(tmp_path):
