@@ -249,11 +249,16 @@ IN_A_TRANSACTION = """PRAGMA cache_size = 2; CREATE TABLE t (a); INSERT INTO t V
 BEGIN; UPDATE t SET a = randomblob(99999); INSERT INTO t VALUES (randomblob(99999));"""
 
 
+def kill_program(path, script):
+    """Run SQL in a database, and leave its files as a killed program does."""
+    subprocess.run([sys.executable, "-c", KILLED, str(path), script], check=True)
+
+
 @pytest.mark.parametrize("script", ["PRAGMA journal_mode = WAL; CREATE TABLE t (a); INSERT INTO t VALUES (1)",
                                     IN_A_TRANSACTION])  # fmt: skip
 def test_a_database_of_a_killed_program_does_not_change(path, script):
     path.parent.mkdir()
-    subprocess.run([sys.executable, "-c", KILLED, str(path), script], check=True)
+    kill_program(path, script)
     before = files_of(path.parent)
     assert len(before) > 1
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -266,7 +271,7 @@ def test_a_transaction_of_a_killed_process_is_undone(path):
     remote.put_object(NAME, CONTENT, replace=False)
     remote.close()
     script = "PRAGMA cache_size = 2; BEGIN; DELETE FROM parts; CREATE TABLE t AS SELECT randomblob(99999);"
-    subprocess.run([sys.executable, "-c", KILLED, str(path), script], check=True)
+    kill_program(path, script)
     assert len(files_of(path.parent)) == 2
     assert content_of(open_remote(f"sqlite://{path}")) == CONTENT
 
@@ -290,3 +295,44 @@ def test_a_pipe_is_refused_and_a_link_is_followed(path):
     link.symlink_to(path.with_name("target.db"))
     open_remote(f"sqlite://{link}").put_object(NAME, CONTENT, replace=False)
     assert link.is_symlink() and content_of(open_remote(f"sqlite://{link}")) == CONTENT
+
+
+@pytest.mark.parametrize("place", ["nothing", "own", "other", "journal"])
+def test_a_file_that_was_replaced_is_checked_and_opened_again(path, tmp_path, place):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=False)
+    path.unlink()
+    if place == "own":
+        other = open_remote(f"sqlite://{tmp_path}/other.db")
+        other.put_object(NAME, b"other", replace=False)
+        other.close()
+        (tmp_path / "other.db").rename(path)
+    elif place != "nothing":
+        kill_program(path, IN_A_TRANSACTION if place == "journal" else "CREATE TABLE t (a)")
+    before = files_of(path.parent)
+    if place in ("other", "journal"):
+        # no FileExistsError, as of a stored object
+        for action in (content_of, lambda it: it.put_object(NAME, b"", False), lambda it: it.delete_object(NAME)):
+            with pytest.raises(PermissionError, match="choose another name"):
+                action(remote)
+        assert files_of(path.parent) == before
+        for file in path.parent.iterdir():
+            file.unlink()
+    assert content_of(remote) == (b"other" if place == "own" else None)
+    remote.put_object(NAME, CONTENT, replace=True)
+    assert content_of(remote) == content_of(open_remote(f"sqlite://{path}")) == CONTENT
+
+
+def test_a_file_with_a_second_name_is_refused_until_it_has_one(path):
+    remote, backup = open_remote(f"sqlite://{path}"), path.with_name("backup.db")
+    remote.put_object(NAME, CONTENT, replace=False)
+    os.link(path, backup)
+    before = backup.read_bytes()
+    for action in (lambda: remote.put_object(NAME, b"", replace=True), lambda: content_of(remote)):
+        with pytest.raises(PermissionError, match="second name"):
+            action()
+    with pytest.raises(ConfigError, match=r"second name.*copy it"):
+        open_remote(f"sqlite://{path}")
+    assert backup.read_bytes() == before
+    backup.unlink()
+    assert content_of(remote) == CONTENT

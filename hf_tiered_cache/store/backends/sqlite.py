@@ -26,7 +26,7 @@ _ERRORS = {
     "is full": errno.ENOSPC,
     "is locked": errno.EBUSY,
     "readonly": errno.EROFS,
-    "not a database": errno.EEXIST,
+    "not a database": errno.EPERM,
 }
 """Error numbers by a part of SQLite's message."""
 
@@ -36,7 +36,8 @@ class SQLiteBackend(ValueBackend):
 
     The file is created with the first object. Each object is written in one transaction, so a process that is killed
     leaves nothing unfinished. Several processes of one machine can use the file; a lock holds within one process. A
-    file on a network share is for one writer at a time, as SQLite's documentation explains.
+    file on a network share is for one writer at a time, as SQLite's documentation explains. If another file takes its
+    place, the next transaction checks and opens that one.
 
     An address is "sqlite:///absolute/path" or "sqlite://relative/path". Raises ConfigError if it is not valid, or the
     file was not written by this library.
@@ -51,6 +52,7 @@ class SQLiteBackend(ValueBackend):
             raise ConfigError(f"{address} is not the address of a file, such as sqlite:///data/prompts.db")
         self.path = Path(os.path.realpath(unquote(parts.netloc + parts.path)))
         self._connection: sqlite3.Connection | None = None
+        self._identity: tuple[int, int, int] | None = None  # of the file that is open
         self._using = fork_lock()
         super().__init__(address, "")
         try:
@@ -114,17 +116,37 @@ class SQLiteBackend(ValueBackend):
         """Run a transaction, or join that of this thread. Yields None if there is no file to read. Raises OSError."""
         with self._using:
             try:
-                if self._connection is None and (write or self.path.exists()):
-                    self._connection = _open(self.path)
-                if self._connection is None or self._connection.in_transaction:
-                    yield self._connection
+                connection = self._connect(write)
+                if connection is None or connection.in_transaction:
+                    yield connection
                     return
-                with self._connection:
-                    self._connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
-                    yield self._connection
+                with connection:
+                    connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+                    yield connection
             except sqlite3.Error as error:
                 number = next((number for text, number in _ERRORS.items() if text in str(error)), errno.EIO)
                 raise OSError(number, str(error), str(self.path)) from error
+
+    def _connect(self, write: bool) -> sqlite3.Connection | None:
+        """Return the connection, opened again if the file was replaced. Returns None if there is no file to read."""
+        if self._connection is None or not self._connection.in_transaction:
+            identity = _identify(self.path)
+            if self._connection is not None and identity != self._identity:
+                self._connection.close()
+                self._connection = None
+            if self._connection is None and (write or identity is not None):
+                self._connection = _open(self.path)
+                self._identity = identity or _identify(self.path)
+        return self._connection
+
+
+def _identify(path: Path) -> tuple[int, int, int] | None:
+    """Return device, inode and number of names of a file, or None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_nlink
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -148,7 +170,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _check(path: Path) -> bool:
-    """Return whether the file is new or empty. Raises FileExistsError if SQLite would change files of others.
+    """Return whether the file is new or empty. Raises PermissionError if SQLite would change files of others.
 
     SQLite deletes or applies what has the name of a journal, next to a new file, too. Only SQLite opens the file: to
     close another descriptor of it would release the locks that this process has.
@@ -158,17 +180,20 @@ def _check(path: Path) -> bool:
     with suppress(FileNotFoundError):
         status = path.stat()
         if not S_ISREG(status.st_mode):
-            raise FileExistsError(errno.EEXIST, "it is not a regular file; choose another name", str(path))
+            raise PermissionError(errno.EPERM, "it is not a regular file; choose another name", str(path))
+        if status.st_nlink > 1:
+            reason = "it has a second name (hard link), under which it would change, too; copy it, and use the copy"
+            raise PermissionError(errno.EPERM, reason, str(path))
         size = status.st_size
     if size:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
             connection.execute("PRAGMA writable_schema = ON")  # accept that a process is making the file longer
             if connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
-                raise FileExistsError(errno.EEXIST, "it is another program's file; choose another name", str(path))
+                raise PermissionError(errno.EPERM, "it is another program's file; choose another name", str(path))
     for neighbor in neighbors:
         if not (size and neighbor.name.endswith("-journal") and _is_journal(neighbor)):
             reason = f"{neighbor.name} is next to it, and was not written by this library; choose another name"
-            raise FileExistsError(errno.EEXIST, reason, str(path))
+            raise PermissionError(errno.EPERM, reason, str(path))
     return not size
 
 
