@@ -35,6 +35,10 @@ class Stored(NamedTuple):
     """Space that they take, in bytes."""
 
 
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags to read a file that should be regular: a link is not followed, and a pipe does not wait for a writer."""
+
+
 def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:
     """Open a file with flags as for `os.open`, and mode 0600 if it is new. It is closed with its last reference."""
     return open_as(FileIO, path, flags, folder)
@@ -59,7 +63,7 @@ def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> Ite
     """
     if not S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
         raise FormatError(f"{os.path.basename(path)} is not a regular file")
-    with open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder) as file:
+    with open_file(path, READ_FLAGS, folder) as file:
         yield file.fileno(), os.fstat(file.fileno())
 
 

@@ -147,6 +147,19 @@ def test_opening_a_missing_file_is_an_oserror(engine, tmp_path):
         engine.open(str(tmp_path / "none"))
 
 
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_pipe_is_not_waited_for_and_a_link_is_not_followed(pages, tmp_path, direct):
+    pipe, link, engine = tmp_path / "pipe", tmp_path / "link", PosixEngine(direct=direct)
+    os.mkfifo(pipe)
+    with pytest.raises(OSError):
+        engine.submit([ReadOp(engine.open(str(pipe)), 0, aligned_bytes(ALIGNMENT))]).result(timeout=10)
+    link.symlink_to(pages)
+    with pytest.raises(OSError):
+        engine.open(str(link))
+    engine.close()
+
+
 def test_a_deleted_file_stays_readable_through_its_handle(engine, pages):
     file = engine.open(pages)
     os.unlink(pages)

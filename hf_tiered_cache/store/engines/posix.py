@@ -17,7 +17,7 @@ from typing import cast
 
 from ..geometry import ALIGNMENT, BLOCK_ALIGNMENT, aligned
 from ..lazy import torch
-from ..tree import open_file
+from ..tree import READ_FLAGS, open_file
 from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, coalesce, in_threads
 
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
@@ -33,13 +33,13 @@ class PosixFile(EngineFile):
         self.direct = self.whole_pages = False
         if direct:
             try:
-                self._file = open_file(path, os.O_RDONLY | os.O_DIRECT)
+                self._file = open_file(path, READ_FLAGS | os.O_DIRECT)
                 self.direct = True
             except OSError as error:
                 if error.errno not in _NOT_DIRECT:
                     raise
         if not self.direct:
-            self._file = open_file(path, os.O_RDONLY)
+            self._file = open_file(path, READ_FLAGS)
         self.fd = self._file.fileno()
 
     def read_through_page_cache(self) -> None:
