@@ -16,7 +16,7 @@ from contextlib import suppress
 from stat import S_ISREG
 from typing import Any, ClassVar, TypeVar
 
-from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX
+from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX, not_own
 from .root import StoreRoot
 from .threads import PerProcess, fork_lock
 
@@ -198,7 +198,7 @@ class Database(ABC):
                 continue
             is_opened = opened is not None and self._identify()[0] == opened
             if not S_ISREG(status.st_mode) or not (is_opened or files.is_own(kind, name)):
-                message = f"{files.where(kind, name)} was not written by this library; move it elsewhere"
+                message = not_own(files.where(kind, name))
                 # SQLite deletes a log without its database
                 raise UnavailableError(f"{message}, with {name}-*" if kind is CATALOGUE else message)
             linked |= status.st_nlink > 1
@@ -289,7 +289,7 @@ def _connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
     if not has_database(files):
         for name, kind in DATABASE_FILES.items():
             if files.find(kind, name) is not None and not files.is_own(kind, name):
-                raise sqlite3.DatabaseError(f"{files.where(kind, name)} was not written by this library")
+                raise sqlite3.DatabaseError(not_own(files.where(kind, name)))
     db = _open_file(files, "ro")
     try:
         if db.execute("PRAGMA user_version").fetchone()[0] != version:

@@ -177,6 +177,11 @@ def kind_of(folder: str, name: str) -> FileKind | None:
     return None
 
 
+def not_own(where: object) -> str:
+    """Return the message about a file of others, at a path or address where the library has one of its own."""
+    return f"{where} was not written by this library; move it elsewhere"
+
+
 def file_of(stored_name: str) -> tuple[FileKind, str]:
     """Return kind and file name of a segment, named by its id, or of a sidecar."""
     return (SIDECAR, stored_name) if "." in stored_name else (SEGMENT, f"{stored_name}{SEGMENT_SUFFIX}")

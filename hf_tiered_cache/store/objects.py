@@ -26,7 +26,7 @@ from .engines import EngineFile, ReadOp
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
 from .hedged import HedgedReads
-from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of
+from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of, not_own
 from .lazy import torch
 from .root import StoreRoot
 from .threads import DaemonPool
@@ -337,8 +337,7 @@ class ObjectRecords:
             if self._backend.find_object(path) is None:
                 return self._backend.put_object(path, content, replace=False)
         if not self.is_own(kind, name):
-            message = f"{self.where(kind, name)} was not written by this library; move it elsewhere"
-            raise FileExistsError(errno.EEXIST, message)
+            raise FileExistsError(errno.EEXIST, not_own(self.where(kind, name)))
         self._backend.put_object(path, content, replace=True)
 
     def make_empty(self, kind: FileKind, name: str) -> None:

@@ -36,6 +36,7 @@ from .kinds import (
     is_blank,
     json_object,
     kind_of,
+    not_own,
 )
 from .tree import FolderTree, allocate, open_as, open_file, read_all, write_all
 
@@ -45,6 +46,8 @@ _MARKER_CONTENT = encode_record({"format": MARKER_FORMAT, "version": MARKER_VERS
 _ATTEMPTS = 100
 _POLL_SECONDS = 0.005
 _HAS_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_FILE_IN_PLACE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class LockFile(FileIO):
@@ -103,11 +106,11 @@ class Temporary:
             except OSError as error:
                 if error.errno not in _HAS_NO_LINKS:
                     raise
-        if files.find(kind, name) is not None and not (replace and files.is_own(kind, name)):
-            message = f"{files.where(kind, name)} already exists"
-            if replace:
-                message += " and was not written by this library; move it elsewhere"
-            raise FileExistsError(errno.EEXIST, message)
+        if files.find(kind, name) is not None:
+            if not replace:
+                raise FileExistsError(errno.EEXIST, f"{files.where(kind, name)} already exists")
+            if not files.is_own(kind, name):
+                raise FileExistsError(errno.EEXIST, not_own(files.where(kind, name)))
         os.rename(temporary_name, name, src_dir_fd=source, dst_dir_fd=target)
         self.published = True
 
@@ -153,7 +156,7 @@ class StoreRoot(FolderTree):
                 raise OSError(errno.EAGAIN, "it is locked", str(self.where(TEMPORARY_LOCK, name + LOCK_SUFFIX)))
             stack.enter_context(lock)
             stack.callback(_forget, folder, name + LOCK_SUFFIX, lock)
-            file = stack.enter_context(open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder))
+            file = stack.enter_context(open_file(name, _NEW_FILE, folder))
             stack.callback(_forget, folder, name, file)
             allocate(file.fileno(), nbytes)
             yield Temporary(self, file, name, kind, final_name)
@@ -169,11 +172,10 @@ class StoreRoot(FolderTree):
         """Create an empty file, unless the store has it. Raises OSError, FileExistsError if it is not the library's."""
         try:
             folder = self.folder_descriptor(kind.folder, make=True)
-            open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder).close()
+            open_file(name, _NEW_FILE, folder).close()
         except FileExistsError:
             if not self.is_own(kind, name):
-                message = f"{self.where(kind, name)} already exists and was not written by this library"
-                raise FileExistsError(errno.EEXIST, f"{message}; move it elsewhere") from None
+                raise FileExistsError(errno.EEXIST, not_own(self.where(kind, name))) from None
 
     def delete(self, kind: FileKind, name: str, is_checked: bool = False) -> bool:
         """Delete a file of the library (known to be one: `is_checked`). Returns whether it existed. Raises OSError."""
@@ -206,8 +208,7 @@ class StoreRoot(FolderTree):
             if status is not None and not S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is a link, or not a regular file", str(self.where(kind, name)))
             with ExitStack() as stack:
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-                file = stack.enter_context(open_as(LockFile, name, flags, folder))
+                file = stack.enter_context(open_as(LockFile, name, _FILE_IN_PLACE, folder))
                 if not file.lock():
                     return None
                 if _has_name(file, folder, name):  # otherwise the previous holder of the lock has deleted the file
@@ -241,7 +242,7 @@ class StoreRoot(FolderTree):
         """Replace the content of a locked file of the library in place. Raises OSError, also for a second link."""
         fd = lock.fileno()
         if os.fstat(fd).st_nlink != 1 or not kind.is_own(name, read_all(fd, kind.most_bytes, 0)):
-            raise FileExistsError(errno.EEXIST, "it was not written by this library", str(self.where(kind, name)))
+            raise FileExistsError(errno.EEXIST, not_own(self.where(kind, name)))
         os.ftruncate(fd, 0)
         write_all(fd, memoryview(content), 0)
 
@@ -287,7 +288,7 @@ def _claim(tree: FolderTree, make: bool) -> bool:
             return False
         _mark(tree)
         folders = [tree.root_descriptor, *(tree.folder_descriptor(name, make=True) for name in FOLDERS)]
-        open_file("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, tree.root_descriptor).close()
+        open_file("lock", _FILE_IN_PLACE, tree.root_descriptor).close()
         if all(os.access(".", os.W_OK, dir_fd=folder) for folder in folders):
             return True
         reason = os.strerror(errno.EACCES)
@@ -372,7 +373,6 @@ def _check_kinds(tree: FolderTree) -> None:
 
 
 def _mark(tree: FolderTree) -> None:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open_file(MARKER_NAME, flags, tree.root_descriptor) as file:
+    with open_file(MARKER_NAME, _FILE_IN_PLACE, tree.root_descriptor) as file:
         if os.fstat(file.fileno()).st_nlink == 1 and is_blank(read_all(file.fileno(), len(_MARKER_CONTENT), 0)):
             write_all(file.fileno(), memoryview(_MARKER_CONTENT), 0)
