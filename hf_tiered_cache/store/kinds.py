@@ -45,6 +45,7 @@ class FileKind:
         recognises: function that returns whether a name and the first bytes of the content match this kind.
         most_bytes: number of first bytes that `recognises` needs.
         key: for records, the fields that determine the name of a file (see `record_name`).
+        lock: kind of the lock file, named like the file with `LOCK_SUFFIX`, without which a file is not own.
     """
 
     folder: str
@@ -52,6 +53,7 @@ class FileKind:
     recognises: Callable[[str, bytes], bool]
     most_bytes: int = PAGE_BYTES
     key: tuple[str, ...] = ()
+    lock: FileKind | None = None
 
     def bytes_to_read(self, size: int) -> int:
         """Return how many bytes to read of a file of `size` bytes. Raises FormatError if a record is too large."""
@@ -134,8 +136,9 @@ _DATABASE = re.escape(CATALOGUE_NAME)
 
 SEGMENT = _kind("segments", rf"{_HEX}\.kv", _is_container)
 SIDECAR = _kind("beside", rf"{_HEX}\.[a-z][a-z0-9_]{{0,31}}", _is_container)
-TEMPORARY = _kind("tmp", r"\d+-\d+-\d+", _is_temporary)
+# a name such as 2024-01-15 alone proves nothing: all temporary files of the library have locks
 TEMPORARY_LOCK = _kind("tmp", r"\d+-\d+-\d+\.lock", lambda _, beginning: not beginning)
+TEMPORARY = FileKind("tmp", re.compile(r"\d+-\d+-\d+"), _is_temporary, lock=TEMPORARY_LOCK)
 PIN = _kind("pins", _HEX, lambda _, beginning: not beginning)
 CONVERSATION = _record_kind("conversations", "id")
 CONVERSATION_LOCK = _kind(

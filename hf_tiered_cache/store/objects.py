@@ -26,7 +26,7 @@ from .engines import EngineFile, ReadOp
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
 from .hedged import HedgedReads
-from .kinds import FOLDERS, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of, not_own
+from .kinds import FOLDERS, LOCK_SUFFIX, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of, not_own
 from .lazy import torch
 from .root import StoreRoot
 from .threads import DaemonPool
@@ -321,9 +321,10 @@ class ObjectRecords:
 
     def is_own(self, kind: FileKind, name: str) -> bool:
         try:
-            return kind.names.fullmatch(name) is not None and kind.is_own(name, self.read(kind, name))
+            is_own = kind.names.fullmatch(name) is not None and kind.is_own(name, self.read(kind, name))
         except (FormatError, FileNotFoundError):
             return False
+        return is_own and (kind.lock is None or self.is_own(kind.lock, name + LOCK_SUFFIX))
 
     def write(self, kind: FileKind, name: str, content: bytes) -> None:
         self.put(kind, name, content, replace=True)

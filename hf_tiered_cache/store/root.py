@@ -155,7 +155,7 @@ class StoreRoot(FolderTree):
             if lock is None:
                 raise OSError(errno.EAGAIN, "it is locked", str(self.where(TEMPORARY_LOCK, name + LOCK_SUFFIX)))
             stack.enter_context(lock)
-            stack.callback(_forget, folder, name + LOCK_SUFFIX, lock)
+            stack.callback(_forget_lock, folder, name, lock)
             file = stack.enter_context(open_file(name, _NEW_FILE, folder))
             stack.callback(_forget, folder, name, file)
             allocate(file.fileno(), nbytes)
@@ -269,6 +269,15 @@ def _forget(folder: int, name: str, file: FileIO) -> None:
     with suppress(OSError):
         if _has_name(file, folder, name):
             os.unlink(name, dir_fd=folder)
+
+
+def _forget_lock(folder: int, name: str, lock: FileIO) -> None:
+    """Delete the lock of a temporary file, unless that file is left: only with its lock is it cleaned up later."""
+    with suppress(OSError):
+        try:
+            os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            _forget(folder, name + LOCK_SUFFIX, lock)
 
 
 # --- recognition and creation

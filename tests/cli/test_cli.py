@@ -749,6 +749,7 @@ def test_gc_lists_what_goes_first(run, tmp_path):
     assert opened.publish(*expired) and opened.publish(*kept)
     opened.close()
     (tmp_path / "tmp" / "1-2-3").write_bytes(bytes(5000))
+    (tmp_path / "tmp" / "1-2-3.lock").touch()
     (tmp_path / "tmp" / "notes.txt").write_text("precious")
     for dry_run in (["--dry-run"], []):
         lines = run("gc", tmp_path, *dry_run)[1].splitlines()

@@ -27,6 +27,7 @@ IN_THE_ROOT = [
     *("catalogue.sqlite.lock", "calibrations.json", "hf_tiered_cache.json", *FOLDERS),
 ]
 HEX = "0123456789abcdef" * 2
+DIARY = b'{\n "notes": "precious"\n}'
 NAMES = {
     "": [*IN_THE_ROOT, "notes.txt", "calibrations.4711", "catalogue.sqlite.old", "source"],
     "segments": [f"{HEX}.kv", "movie.kv", f"{HEX}.kv.bak", HEX],
@@ -79,9 +80,7 @@ def recognised(content):
 
 
 contents = st.one_of(
-    st.sampled_from(
-        [b"precious\n" * 600, b'{"a": 1}', b'{\n "a": 1}', b"[]", b"SQLite format 3\0 of somebody" * 9, NO_TABLES]
-    ),
+    st.sampled_from([b"precious\n" * 600, b'{"a": 1}', DIARY, b"[]", b"SQLite format 3\0 of somebody" * 9, NO_TABLES]),
     st.binary(min_size=1, max_size=40),
 ).filter(lambda content: not recognised(content))
 entries = st.sampled_from([(folder, name) for folder, names in NAMES.items() for name in names]).flatmap(
@@ -202,6 +201,7 @@ def use(root, model):
     [(("tmp", "thesis.docx"), "file", b"precious", 0o600), (("documents", "draft.partial"), "file", b"{}", 0o600)],
     "folder",
 )
+@example([(("tmp", "2024-01-15"), "file", DIARY, 0o600)], "store")
 @example([(("", "tmp"), "link to a folder", b"precious", 0o600)], "store")
 @example([(("", "catalogue.sqlite"), "link to a file", b"precious" * 99, 0o600)], "store")
 @example([(("", "catalogue.sqlite"), "file", b"precious" * 99, 0o600)], "store")

@@ -25,8 +25,11 @@ from hf_tiered_cache.store.kinds import PAGE_BYTES, PIN, SCHEMA_MARK
 from hf_tiered_cache.store.root import StoreRoot
 from hf_tiered_cache.store.segment import SegmentReader
 
-ORPHAN = "1-2-3"
-"""Named as a temporary file."""
+
+def orphan_in(root):
+    """Return the path of a temporary file of a process that has died: its lock file exists, and is free."""
+    (root / "tmp" / "1-2-3.lock").touch()
+    return root / "tmp" / "1-2-3"
 
 
 def publish(store, count=4, seed="a", **changes):
@@ -534,11 +537,28 @@ def test_who_waited_in_vain_waits_less_until_the_lock_was_had_again(tmp_path, mo
 def test_locks_truncate_no_data(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
-    orphan = tmp_path / "tmp" / ORPHAN
+    orphan = orphan_in(tmp_path)
     os.link(store.path(header.id), orphan)  # as a writer that died after publishing left it
     assert sum(store.clean_up().values()) == 0
     assert not orphan.exists()
     assert read_back(store, header.id)
+
+
+def test_a_temporary_file_that_cannot_be_deleted_keeps_its_lock_until_it_is(tmp_path, monkeypatch):
+    """Without the lock, no clean-up would take it for a file of the library."""
+    store, unlink = open_store(tmp_path), os.unlink
+
+    def unlink_locks(name, **options):
+        if not name.endswith(".lock"):
+            raise OSError(errno.EIO, "a cable")
+        unlink(name, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink_locks)
+        publish(store)
+    assert len(list((tmp_path / "tmp").iterdir())) == 2
+    assert len(store.clean_up()) == 1
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_a_segment_whose_writer_died_before_its_row_was_there_gets_one(tmp_path):
@@ -548,7 +568,7 @@ def test_a_segment_whose_writer_died_before_its_row_was_there_gets_one(tmp_path)
     before = store.index.listed_bytes()
     store.index.catalogue.remove(store.index.catalogue.numbers([header.id]))
     assert store.index.listed_bytes() == 0
-    os.link(store.path(header.id), tmp_path / "tmp" / ORPHAN)
+    os.link(store.path(header.id), orphan_in(tmp_path))
     store.make_room(4096)
     assert [row.id for row in store.index.catalogue.all()] == [header.id]
     assert store.index.listed_bytes() == before
@@ -724,10 +744,11 @@ def test_gc_deletes_what_no_request_can_use_and_nothing_else(tmp_path):
     store.close()
     (tmp_path / "catalogue.sqlite").unlink()
     store = open_store(tmp_path)
-    (tmp_path / "tmp" / ORPHAN).write_bytes(bytes(5000))
+    orphan = orphan_in(tmp_path)
+    orphan.write_bytes(bytes(5000))
     promised = maintain.gc(store, dry_run=True)
     assert len(store.backend.names()) == 4
-    assert (tmp_path / "tmp" / ORPHAN).exists()
+    assert orphan.exists()
     report = maintain.gc(store)
     assert report == promised
     assert (report.expired, report.damaged) == (1, 1)
