@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -95,9 +95,13 @@ def json_object(beginning: bytes) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _is_container(name: str, beginning: bytes) -> bool:
-    """Return whether this is a segment or sidecar: by its magic or, if that is damaged, by the id in its first page."""
-    return _has_magic(beginning) or name[:32].encode() in beginning
+def _container(key: str) -> Callable[[str, bytes], bool]:
+    """Return a check for segments or sidecars: the magic or, if that is damaged, the id as the value of a key."""
+
+    def is_container(name: str, beginning: bytes) -> bool:
+        return _has_magic(beginning) or f'"{key}":"{name[:32]}"'.encode() in beginning  # compact, as it is written
+
+    return is_container
 
 
 def _is_temporary(name: str, beginning: bytes) -> bool:
@@ -111,7 +115,12 @@ def _has_magic(beginning: bytes) -> bool:
 
 def _is_calibrations(name: str, beginning: bytes) -> bool:
     facts = json_object(beginning)
-    return bool(facts) and all(_FINGERPRINT.search(key) for key in facts)
+    return bool(facts) and all(map(_FINGERPRINT.search, facts)) and are_lists_of_objects(facts.values())
+
+
+def are_lists_of_objects(values: Iterable[object]) -> bool:
+    """Return whether all values from JSON are lists of objects, such as the records of calibrations."""
+    return all(isinstance(value, list) and all(isinstance(entry, dict) for entry in value) for value in values)
 
 
 def _kind(folder: str, names: str, recognises: Callable[[str, bytes], bool], most_bytes: int = PAGE_BYTES) -> FileKind:
@@ -134,10 +143,10 @@ SCHEMA_MARK = b"usable_links INTEGER NOT NULL"
 _HEX = "[0-9a-f]{32}"
 _DATABASE = re.escape(CATALOGUE_NAME)
 
-SEGMENT = _kind("segments", rf"{_HEX}\.kv", _is_container)
-SIDECAR = _kind("beside", rf"{_HEX}\.[a-z][a-z0-9_]{{0,31}}", _is_container)
-# a name such as 2024-01-15 alone proves nothing: all temporary files of the library have locks
+SEGMENT = _kind("segments", rf"{_HEX}\.kv", _container("id"))
+SIDECAR = _kind("beside", rf"{_HEX}\.[a-z][a-z0-9_]{{0,31}}", _container("segment"))
 TEMPORARY_LOCK = _kind("tmp", r"\d+-\d+-\d+\.lock", lambda _, beginning: not beginning)
+# the name alone proves nothing, e.g. 2024-01-15
 TEMPORARY = FileKind("tmp", re.compile(r"\d+-\d+-\d+"), _is_temporary, lock=TEMPORARY_LOCK)
 PIN = _kind("pins", _HEX, lambda _, beginning: not beginning)
 CONVERSATION = _record_kind("conversations", "id")

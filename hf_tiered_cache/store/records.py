@@ -17,7 +17,15 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ..errors import ConfigError, FormatError, OtherFormatError
 from . import HASH_BYTES
-from .kinds import CALIBRATIONS, CALIBRATIONS_NAME, FileKind, encode_record, is_blank, record_name
+from .kinds import (
+    CALIBRATIONS,
+    CALIBRATIONS_NAME,
+    FileKind,
+    are_lists_of_objects,
+    encode_record,
+    is_blank,
+    record_name,
+)
 from .tree import Stored
 
 _MOST_SECONDS = 1e12
@@ -329,9 +337,7 @@ class Calibrations:
     def _parse(self) -> dict[str, list[dict[str, Any]]]:
         try:
             records = json.loads(self._files.read(CALIBRATIONS, CALIBRATIONS_NAME))
-            is_sound = all(isinstance(named, list) for named in records.values()) and all(
-                isinstance(record, dict) for named in records.values() for record in named
-            )
+            is_sound = are_lists_of_objects(records.values())
         except (FileNotFoundError, FormatError, *_UNREADABLE):  # deleted meanwhile, or damaged
             is_sound = False
         return records if is_sound else {}  # as if nothing had been measured

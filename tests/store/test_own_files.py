@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hf_tiered_cache import KVStore, TieredCache, cli
 from hf_tiered_cache.errors import StoreError, TieredCacheError
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
+from hf_tiered_cache.store.kinds import CATALOGUE_LOCK, LOCK, PAGE_BYTES, SEGMENT, SIDECAR, TEMPORARY, kind_of
 
 FOLDERS = ["segments", "beside", "tmp", "pins", "conversations", "documents"]
 IN_THE_ROOT = [
@@ -31,7 +32,7 @@ DIARY = b'{\n "notes": "precious"\n}'
 NAMES = {
     "": [*IN_THE_ROOT, "notes.txt", "calibrations.4711", "catalogue.sqlite.old", "source"],
     "segments": [f"{HEX}.kv", "movie.kv", f"{HEX}.kv.bak", HEX],
-    "beside": [f"{HEX}.json", f"{HEX}.index", "notes.txt"],
+    "beside": [f"{HEX}.json", f"{HEX}.index", f"{HEX}.txt", "notes.txt"],
     "tmp": ["2024-01-15", "2024-01-15.lock", "1-2-3", "archive.lock", "thesis.docx"],
     "pins": [HEX, "pin.txt"],
     "conversations": [f"{HEX}.json", f"{HEX}.lock", f"{HEX}.partial", "chat.json", "chat.lock"],
@@ -82,6 +83,12 @@ def recognised(content):
 contents = st.one_of(
     st.sampled_from([b"precious\n" * 600, b'{"a": 1}', DIARY, b"[]", b"SQLite format 3\0 of somebody" * 9, NO_TABLES]),
     st.binary(min_size=1, max_size=40),
+    st.tuples(st.text(), st.text()).map(lambda around: HEX.join(around).encode()),
+    st.dictionaries(
+        st.sampled_from([HEX, f"quality {HEX}", "id", "segment", "format"]),
+        st.sampled_from([HEX, 1, {}, {HEX: 1}, [1], [{}, 1]]),
+        min_size=1,
+    ).map(lambda facts: json.dumps(facts).encode()),
 ).filter(lambda content: not recognised(content))
 entries = st.sampled_from([(folder, name) for folder, names in NAMES.items() for name in names]).flatmap(
     lambda place: st.tuples(
@@ -201,7 +208,14 @@ def use(root, model):
     [(("tmp", "thesis.docx"), "file", b"precious", 0o600), (("documents", "draft.partial"), "file", b"{}", 0o600)],
     "folder",
 )
-@example([(("tmp", "2024-01-15"), "file", DIARY, 0o600)], "store")
+@example(
+    [
+        (("tmp", "2024-01-15"), "file", DIARY, 0o600),
+        (("beside", f"{HEX}.txt"), "file", f"segment {HEX}: contract".encode(), 0o600),
+        (("", "calibrations.json"), "file", f'{{"{HEX}": "precious"}}'.encode(), 0o600),
+    ],
+    "store",
+)
 @example([(("", "tmp"), "link to a folder", b"precious", 0o600)], "store")
 @example([(("", "catalogue.sqlite"), "link to a file", b"precious" * 99, 0o600)], "store")
 @example([(("", "catalogue.sqlite"), "file", b"precious" * 99, 0o600)], "store")
@@ -243,6 +257,22 @@ def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole
     assert {path: after.get(path) for path in before} == before  # a planted folder may hold the store's files, too
     assert root.stat().st_mode & 0o777 == 0o750
     shutil.rmtree(made)
+
+
+@given(contents)
+def test_no_content_of_others_is_recognised_although_it_names_a_segment(content):
+    for folder, names in NAMES.items():
+        for name in names:
+            kind = kind_of(folder, name)
+            if kind not in (None, LOCK, CATALOGUE_LOCK, TEMPORARY):  # recognised by other things than content
+                assert not kind.is_own(name, content)
+
+
+def test_segments_and_sidecars_with_a_damaged_magic_are_recognised(whole):
+    for kind in (SEGMENT, SIDECAR):
+        paths = list((whole / kind.folder).iterdir())
+        assert paths
+        assert all(kind.is_own(path.name, b"damaged:" + path.read_bytes()[8:PAGE_BYTES]) for path in paths)
 
 
 # --- which folders are stores
