@@ -155,7 +155,9 @@ class FolderBackend(SegmentBackend):
     # --- space
 
     def usage(self) -> int:
-        return sum(sum(self.files.sizes(kind).values()) for kind in _UNNAMED)
+        is_open = has_database(self.files)
+        sizes = [self.files.sizes(kind, is_open and kind in DATABASE_FILES.values()) for kind in _UNNAMED]
+        return sum(sum(by_name.values()) for by_name in sizes)
 
     def free(self) -> int | None:
         return shutil.disk_usage(self.root).free

@@ -194,12 +194,13 @@ class Index:
         Row and file are added together, so a missing file shows that a row is wrong only if the row was read before.
         """
         numbers = self._numbers(list(ids))
-        self._remove({name: number for name, number in numbers.items() if not self._is_stored(name)})
+        self._remove({name: number for name, number in numbers.items() if not self.is_stored(name)})
 
-    def _is_stored(self, segment_id: str) -> bool:
+    def is_stored(self, segment_id: str) -> bool:
+        """Return whether the library's file of a segment exists, or may exist since it cannot be read."""
         try:
             return self._backend.is_own(segment_id)
-        except OSError:  # an error proves nothing
+        except OSError:
             return True
 
     def catch_up(self) -> None:

@@ -238,7 +238,12 @@ class ObjectBackend(ABC, SegmentBackend):
     # --- space
 
     def usage(self) -> int:
-        records = [stored.nbytes for folder in _RECORD_FOLDERS for stored in self.list_objects(folder).values()]
+        records = [
+            stored.nbytes
+            for folder in _RECORD_FOLDERS
+            for name, stored in self.list_objects(folder).items()
+            if kind_of(folder, name) is not None
+        ]
         return sum(records) + sum(upload.nbytes() for upload in list(self._uploads))
 
     def free(self) -> int | None:

@@ -95,7 +95,7 @@ class Space:
         if segment_bytes is None:  # no shared catalogue, or a new one, which may lack segments of other processes
             total = sum(map(self.nbytes_of, self.backend.names()))
         else:
-            total = segment_bytes + sum(map(self.nbytes_of, self.index.unlisted))
+            total = segment_bytes + sum(map(self.nbytes_of, filter(self.index.is_stored, self.index.unlisted)))
         return total + CATALOGUE_GROWTH + written + sum(self.backend.sidecars().values())
 
     def nbytes_of(self, segment_id: str) -> int:

@@ -103,6 +103,8 @@ class FolderTree:
         self.path = path
         self._descriptors: list[int] = []  # all closed together, since other threads may be using them
         self._folders: dict[str, tuple[tuple[int, int], int]] = {}
+        self._checked: dict[FileKind, dict[tuple[str, int, int], bool]] = {}
+        """Whether the files of a kind are own, by name, inode and time of their last change."""
         self._opening = threading.Lock()
         self._closing = weakref.finalize(self, _close, self._descriptors)
         self._closing.atexit = False
@@ -248,12 +250,27 @@ class FolderTree:
                     statuses[entry.name] = entry.stat(follow_symlinks=False)
         return statuses
 
-    def sizes(self, kind: FileKind) -> dict[str, int]:
-        """Return the bytes on disk of all files of a kind, by name; {} without the subfolder. Raises OSError."""
-        with suppress(FileNotFoundError):
-            statuses = self.statuses(kind.folder).items()
-            return {name: nbytes_of(status) for name, status in statuses if kind.names.fullmatch(name)}
-        return {}
+    def sizes(self, kind: FileKind, is_known: bool = False) -> dict[str, int]:
+        """Return the bytes on disk of the library's files of a kind, by name; {} without the subfolder. Raises OSError.
+
+        New and changed files are read to recognize them, unless all of this kind are known to be its own (`is_known`).
+        A file that cannot be read counts: it may be one of them.
+        """
+        try:
+            statuses = self.statuses(kind.folder)
+        except FileNotFoundError:
+            return {}
+        sizes: dict[str, int] = {}
+        before, checked = self._checked.get(kind, {}), dict[tuple[str, int, int], bool]()
+        for name, status in statuses.items():
+            if kind.names.fullmatch(name) and S_ISREG(status.st_mode):
+                file = name, status.st_ino, status.st_ctime_ns
+                with suppress(OSError):
+                    checked[file] = is_known or (before[file] if file in before else self.is_own(kind, name))
+                if checked.get(file, True):
+                    sizes[name] = nbytes_of(status)
+        self._checked[kind] = checked
+        return sizes
 
 
 def stored_in(status: os.stat_result) -> Stored:

@@ -432,7 +432,7 @@ def test_a_second_name_of_any_of_its_files_keeps_what_it_had(whole, model, tmp_p
 
 
 def plant_text(path):
-    path.write_bytes(b"precious" * 999)
+    path.write_bytes(b"precious" * 99_999)
 
 
 def plant_database(path):
@@ -458,6 +458,7 @@ def test_a_catalogue_of_somebody_else_is_left_and_the_store_serves_without(
     assert has(root, model) == 48
     assert "was not written by this library; move it elsewhere, with catalogue.sqlite-*" in caplog.text
     with KVStore(root, engine="posix") as store:
+        assert store._storage.disk.backend.usage() < 99_999
         assert store.verify().unknown == store.gc().unknown == ["catalogue.sqlite"]
     assert [look(path) for path in planted] == before
 
@@ -466,17 +467,23 @@ def test_files_of_others_do_not_count_in_the_quota(whole, model, tmp_path):
     root = tmp_path / "store"
     shutil.copytree(whole, root)
     with KVStore(root, engine="posix") as store:
-        used = store._storage.disk.used_bytes()
-        for name in (
-            "notes.txt",
-            "tmp/thesis.docx",
-            "documents/letter.json",
-            "segments/movie.kv",
-            "beside/notes.txt",
-        ):
+        disk = store._storage.disk
+        used = disk.used_bytes()
+        names = [
+            *("notes.txt", "tmp/thesis.docx", "documents/letter.json", "segments/movie.kv", "beside/notes.txt"),
+            *("tmp/2024-01-15", f"beside/{HEX}.txt", f"segments/{HEX}.kv"),
+            *(f"conversations/{HEX}.json", f"conversations/{HEX}.lock", f"documents/{HEX}.json"),
+        ]
+        for name in names:
             (root / name).write_bytes(b"precious" * 99_999)
-        assert store._storage.disk.used_bytes() - used < 65_536
-        assert len(store.verify().unknown) == 5 and store.verify().ok
+        disk.index.scan()
+        assert disk.used_bytes() - used < 65_536
+        assert sorted(store.verify().unknown) == sorted(names) and store.verify().ok
+        for name in names:  # a file that has become the library's own counts again, though its name is known
+            (root / name).unlink()
+        content = (root / "segments" / f"{store.segments()[0].id}.kv").read_bytes()
+        (root / "beside" / f"{HEX}.txt").write_bytes(content)
+        assert disk.used_bytes() - used >= len(content)
 
 
 # --- stores that cannot be written

@@ -121,6 +121,14 @@ def test_a_folder_of_other_files_is_refused(folder):
             open_remote(address)
 
 
+def test_files_of_others_do_not_count_in_the_quota(remote, folder):
+    before, names = remote.usage(), ["backup.iso", "conversations/notes.txt", "documents/letter.json", "tmp/2024-01-15"]
+    for name in names:
+        (folder / name).write_bytes(b"precious" * 9999)
+    assert remote.usage() == before > 0
+    assert remote.unknown() == names
+
+
 def test_a_folder_that_is_gone_is_not_empty(remote, folder):
     shutil.rmtree(folder)
     with pytest.raises(FileNotFoundError):
