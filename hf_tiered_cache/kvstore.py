@@ -516,7 +516,7 @@ class KVStore:
         return maintain.verify(self._storage.disk, progress=progress, repair=repair)
 
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
-        """Delete data that no request can use, and evict segments above the quota.
+        """Delete data that no request can use, and evict segments above the quota, unless that would not be enough.
 
         Args:
             dry_run: whether to only report what would be deleted.

@@ -69,7 +69,7 @@ def gc(
 
     Deletes expired and damaged segments, files left by terminated writers or deleted segments, and conversations
     without segments. With --quota, also evicts the least recently used segments until the store is well below the
-    quota. Pinned segments are kept.
+    quota. Pinned segments are kept. Nothing is evicted if the store would still exceed the quota.
 
     Files to be deleted are listed first. Files that this library did not write are listed, too, but not changed. In a
     remote, which does not record uses, the oldest segments are evicted, and look-up entries without a segment deleted.
@@ -95,6 +95,8 @@ def gc(
         + (f"; no segments are left of {count(report.conversations, 'conversation')}" if report.conversations else "")
         + (f"; no passages are left of {count(report.documents, 'document')}" if report.documents else "")
     )
+    if report.not_evicted:
+        print(printable(report.not_evicted))
 
 
 def rm(

@@ -61,6 +61,8 @@ class GcReport:
     temporary_bytes: int = 0
     """Bytes of unfinished files of dead writers, and of sidecars without a segment."""
     evicted: int = 0
+    not_evicted: str = ""
+    """Why no segments were evicted, although the store is above its quota."""
     conversations: int = 0
     """Number of conversations without remaining segments."""
     documents: int = 0
@@ -139,8 +141,9 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
 def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     """Delete expired and damaged segments, and unfinished files of dead writers, and evict segments above the quota.
 
-    With `dry_run`, only report what would be deleted. The catalogue is first synchronized with the files. Raises
-    StoreError if the pins cannot be listed, the store is not writable, or another process holds its lock.
+    Nothing is evicted if that would not be enough, as in `Space.make_room`. With `dry_run`, only report what would be
+    deleted. The catalogue is first synchronized with the files. Raises StoreError if the pins cannot be listed, the
+    store is not writable, or another process holds its lock.
     """
     report = GcReport()
     if not dry_run:
@@ -172,9 +175,17 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
             report.expired = store.remove(expired, "expired_segments")
             report.damaged = store.remove(damaged)
             freed = 0
-        over = 0 if store.limits.quota is None else store.limits.overflow(store.used_bytes() - freed)
-        if over > 0:
-            victims = [name for name, _ in store.victims(over, but={*expired, *damaged})]
+        quota = store.limits.quota
+        used = 0 if quota is None else store.used_bytes() - freed
+        if quota is not None and (over := store.limits.overflow(used)) > 0:
+            candidates = store.victims(over, but={*expired, *damaged})
+            least = used - sum(nbytes for _, nbytes in candidates)
+            victims = [name for name, _ in candidates] if least <= quota else []
+            if least > quota:
+                report.not_evicted = (
+                    f"without its unpinned segments, {store.place} would still use {least} bytes, more than the quota "
+                    f"of {quota}, so none is evicted; raise the quota, or unpin segments"
+                )
             report.evicted = len(victims)
             report.deleted |= _files(store, victims, "least recently used")
             if not dry_run:

@@ -22,6 +22,7 @@ from hf_tiered_cache.errors import IntegrityError, NotOursError, StoreBusyError,
 from hf_tiered_cache.store import folder, maintain
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 from hf_tiered_cache.store.kinds import PAGE_BYTES, PIN, SCHEMA_MARK
+from hf_tiered_cache.store.quota import Limits
 from hf_tiered_cache.store.root import StoreRoot
 from hf_tiered_cache.store.segment import SegmentReader
 
@@ -770,6 +771,18 @@ def test_gc_brings_an_overfull_store_under_its_quota(tmp_path):
     assert maintain.gc(store) == promised
     assert promised.evicted > 0
     assert du(tmp_path) <= limit
+
+
+def test_gc_evicts_nothing_if_that_would_not_be_enough(tmp_path):
+    store = open_store(tmp_path)
+    pinned, other = publish(store, 40, "pinned"), publish(store, 40, "other")
+    store.pin([pinned.id])
+    least = store.used_bytes() - store.nbytes_of(other.id)
+    for quota, evicted in ((least - 1, 0), (least + 100_000, 1)):
+        store.limits = Limits(quota, floor=0)
+        for report in (maintain.gc(store, dry_run=True), maintain.gc(store)):
+            assert (report.evicted, "raise the quota" in report.not_evicted) == (evicted, not evicted)
+        assert store.index.catalogue.ids() == ({pinned.id} if evicted else {pinned.id, other.id})
 
 
 def test_a_segment_under_another_name_is_not_believed(tmp_path):
