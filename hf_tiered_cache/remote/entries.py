@@ -11,7 +11,6 @@ what they share.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,11 +21,9 @@ from ..store import EXACT, HASH_BYTES, PASSAGE, hashes_of
 from ..store.catalogue import SegmentRow
 from ..store.format import HEADER_BYTES, SegmentHeader, decode_header, end_of_chain, is_passage, segment_id
 from ..store.geometry import HASH_TOKENS
-from ..store.kinds import SEGMENT_MAGIC, FileKind
+from ..store.kinds import ENTRY
 from ..store.objects import ObjectBackend
 
-ENTRY = FileKind("prefixes", re.compile("[0-9a-f]{32}"), lambda _, beginning: beginning.startswith(SEGMENT_MAGIC))
-"""Kind of the look-up entries. Their names are prefix hashes."""
 _MOST_HASHES = 4096
 """Maximum number of prefix hashes of an entry: the first 65,536 tokens of a segment are found."""
 ENTRY_BYTES = HEADER_BYTES + _MOST_HASHES * HASH_BYTES

@@ -16,11 +16,11 @@ from ..store.catalogue import SegmentRow
 from ..store.disk import SegmentStore
 from ..store.engines import ReadOp
 from ..store.format import HEADER_BYTES, decode_header
+from ..store.kinds import ENTRY
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.threads import DaemonPool, Progress
 from .entries import (
-    ENTRY,
     Entry,
     delete_entry,
     encode_entry,

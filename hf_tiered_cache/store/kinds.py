@@ -154,6 +154,8 @@ CONVERSATION_LOCK = _kind(
     "conversations", rf"{_HEX}\.lock", lambda _, beginning: json_object(beginning).keys() == {"pid", "since"}
 )
 DOCUMENT = _record_kind("documents", "label", "fingerprint", "made")
+# look-up entries of a remote: the beginnings of segments, named by prefix hashes
+ENTRY = _kind("prefixes", _HEX, lambda _, beginning: beginning.startswith(SEGMENT_MAGIC))
 CALIBRATIONS = _kind("", re.escape(CALIBRATIONS_NAME), _is_calibrations, RECORD_BYTES)
 MARKER = _kind("", re.escape(MARKER_NAME), lambda _, beginning: json_object(beginning).get("format") == MARKER_FORMAT)
 # the content of these locks is never read, written or deleted
@@ -175,8 +177,10 @@ FIXED_FILES = {"lock": LOCK, f"{CATALOGUE_NAME}{LOCK_SUFFIX}": CATALOGUE_LOCK, M
 """Files in the root that are written in place or opened by path. They must be regular files."""
 FOLDERS = ("segments", "beside", "tmp", "pins", "conversations", "documents")
 """Subfolders, in order of creation."""
+ALL_FOLDERS = (*FOLDERS, ENTRY.folder)
+"""Subfolders that a store may have. That of the entries is created with the first one."""
 KINDS = (
-    *(SEGMENT, SIDECAR, TEMPORARY, TEMPORARY_LOCK, PIN, CONVERSATION, CONVERSATION_LOCK, DOCUMENT),
+    *(SEGMENT, SIDECAR, TEMPORARY, TEMPORARY_LOCK, PIN, CONVERSATION, CONVERSATION_LOCK, DOCUMENT, ENTRY),
     *(CALIBRATIONS, *FIXED_FILES.values()),
 )
 

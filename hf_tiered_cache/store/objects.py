@@ -26,7 +26,19 @@ from .engines import EngineFile, ReadOp
 from .engines.base import Call, coalesce, in_threads
 from .format import HEADER_BYTES
 from .hedged import HedgedReads
-from .kinds import FOLDERS, LOCK_SUFFIX, PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, FileKind, file_of, kind_of, not_own
+from .kinds import (
+    ALL_FOLDERS,
+    ENTRY,
+    LOCK_SUFFIX,
+    PIN,
+    SEGMENT,
+    SEGMENT_SUFFIX,
+    SIDECAR,
+    FileKind,
+    file_of,
+    kind_of,
+    not_own,
+)
 from .lazy import torch
 from .root import StoreRoot
 from .threads import DaemonPool
@@ -41,7 +53,7 @@ _ATTEMPTS = 100
 _HEAD_BYTES = 64 << 10
 """Bytes of a segment that are read first: for most segments, all before the blocks, in one request."""
 _T = TypeVar("_T")
-_RECORD_FOLDERS = ("", "conversations", "documents")
+_COUNTED_FOLDERS = ("", "conversations", "documents", ENTRY.folder)
 
 
 class ObjectBackend(ABC, SegmentBackend):
@@ -149,15 +161,19 @@ class ObjectBackend(ABC, SegmentBackend):
         return {name: stored.nbytes for name, stored in objects if SIDECAR.names.fullmatch(name)}
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
-        unknown = []
-        for folder in ("", *FOLDERS):
+        unknown: list[str] = []
+        checks: dict[str, Future[bool]] = {}  # several at a time: a remote has many entries
+        for folder in ("", *ALL_FOLDERS):
             for name in self.list_objects(folder):
-                kind = kind_of(folder, name)
-                if kind is SEGMENT and name.removesuffix(SEGMENT_SUFFIX) in known:
-                    continue
-                with suppress(OSError):  # not readable now, so not listed
-                    if kind is None or not self.records.is_own(kind, name):
-                        unknown.append(f"{folder}/{name}".lstrip("/"))
+                kind, path = kind_of(folder, name), f"{folder}/{name}".lstrip("/")
+                if kind is None:
+                    unknown.append(path)
+                elif kind is not SEGMENT or name.removesuffix(SEGMENT_SUFFIX) not in known:
+                    checks[path] = self._pool.submit(self.records.is_own, kind, name)
+        for path, check in checks.items():
+            with suppress(OSError):  # not readable now, so not listed
+                if not check.result():
+                    unknown.append(path)
         return sorted(unknown)
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
@@ -240,7 +256,7 @@ class ObjectBackend(ABC, SegmentBackend):
     def usage(self) -> int:
         records = [
             stored.nbytes
-            for folder in _RECORD_FOLDERS
+            for folder in _COUNTED_FOLDERS
             for name, stored in self.list_objects(folder).items()
             if kind_of(folder, name) is not None
         ]

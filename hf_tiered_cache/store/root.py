@@ -22,6 +22,7 @@ from stat import S_ISDIR, S_ISLNK, S_ISREG
 
 from ..errors import FormatError, StoreError
 from .kinds import (
+    ALL_FOLDERS,
     FIXED_FILES,
     FOLDERS,
     LOCK_SUFFIX,
@@ -359,9 +360,9 @@ def _is_marked(tree: FolderTree) -> bool:
 
 def _has_only_own_names(tree: FolderTree) -> bool:
     """Return whether all files have the place and the name of a kind. Raises OSError."""
-    if not all(name in FOLDERS or kind_of("", name) for name in tree.list_names("")):
+    if not all(name in ALL_FOLDERS or kind_of("", name) for name in tree.list_names("")):
         return False
-    for folder in FOLDERS:
+    for folder in ALL_FOLDERS:
         with suppress(FileNotFoundError, NotADirectoryError):  # `_check_kinds` refuses what is no folder
             if not all(kind_of(folder, name) for name in tree.list_names(folder)):
                 return False
@@ -370,12 +371,12 @@ def _has_only_own_names(tree: FolderTree) -> bool:
 
 def _check_kinds(tree: FolderTree) -> None:
     """Raise StoreError if a part of the store is a link, or is not the expected file or folder."""
-    for name in (*FOLDERS, *FIXED_FILES):
+    for name in (*ALL_FOLDERS, *FIXED_FILES):
         with suppress(FileNotFoundError):
             mode = os.stat(name, dir_fd=tree.root_descriptor, follow_symlinks=False).st_mode
-            if S_ISDIR(mode) if name in FOLDERS else S_ISREG(mode):
+            if S_ISDIR(mode) if name in ALL_FOLDERS else S_ISREG(mode):
                 continue
-            kind = "a link" if S_ISLNK(mode) else f"not a {'folder' if name in FOLDERS else 'regular file'}"
+            kind = "a link" if S_ISLNK(mode) else f"not a {'folder' if name in ALL_FOLDERS else 'regular file'}"
             raise StoreError(
                 f"{tree.path / name} is {kind}, so a store cannot use it; remove it, or choose another folder"
             )

@@ -19,7 +19,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import NamedTuple, TypeVar
 
 from ..errors import FormatError
-from .kinds import FOLDERS, LOCK_SUFFIX, SEGMENT, FileKind, kind_of
+from .kinds import ALL_FOLDERS, LOCK_SUFFIX, SEGMENT, FileKind, kind_of
 
 _F = TypeVar("_F", bound=FileIO)
 
@@ -230,9 +230,9 @@ class FolderTree:
     def unknown(self, is_known: Callable[[FileKind, str], bool]) -> list[str]:
         """Return the sorted paths of files that the library did not write, but `is_known` ones. Raises OSError."""
         unknown = []
-        for folder in ("", *FOLDERS):
+        for folder in ("", *ALL_FOLDERS):
             with suppress(FileNotFoundError):
-                for name in self.list_names(folder) - (set(FOLDERS) if not folder else set()):
+                for name in self.list_names(folder) - (set(ALL_FOLDERS) if not folder else set()):
                     kind = kind_of(folder, name)
                     if kind is not None and is_known(kind, name):
                         continue

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cli import app, main
 from hf_tiered_cache.methods import Epic
-from hf_tiered_cache.remote.entries import ENTRY
 from hf_tiered_cache.store.backends import open_remote
+from hf_tiered_cache.store.kinds import ENTRY
 
 IDS = prompt(100)
 

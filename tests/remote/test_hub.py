@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.remote.entries import ENTRY
 from hf_tiered_cache.store.backends import hub, open_remote
+from hf_tiered_cache.store.kinds import ENTRY
 
 IDS = prompt(100)
 REPO = "hf://datasets/me/corpus@v1/kv"

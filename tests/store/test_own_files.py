@@ -25,7 +25,7 @@ from hf_tiered_cache.store.kinds import CATALOGUE_LOCK, LOCK, PAGE_BYTES, SEGMEN
 FOLDERS = ["segments", "beside", "tmp", "pins", "conversations", "documents"]
 IN_THE_ROOT = [
     *("lock", "catalogue.sqlite", "catalogue.sqlite-wal", "catalogue.sqlite-shm", "catalogue.sqlite-journal"),
-    *("catalogue.sqlite.lock", "calibrations.json", "hf_tiered_cache.json", *FOLDERS),
+    *("catalogue.sqlite.lock", "calibrations.json", "hf_tiered_cache.json", *FOLDERS, "prefixes"),
 ]
 HEX = "0123456789abcdef" * 2
 DIARY = b'{\n "notes": "precious"\n}'
@@ -37,6 +37,7 @@ NAMES = {
     "pins": [HEX, "pin.txt"],
     "conversations": [f"{HEX}.json", f"{HEX}.lock", f"{HEX}.partial", "chat.json", "chat.lock"],
     "documents": [f"{HEX}.json", f"{HEX}.partial", "letter.json", "draft.partial"],
+    "prefixes": [HEX, "notes.txt"],
 }
 """Names of the library's own, and of others."""
 NO_TABLES = b"SQLite format 3\0" + bytes(84) + b"\r" + bytes(3995)
@@ -233,6 +234,7 @@ def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole
             (root / folder).mkdir()
     else:
         shutil.copytree(whole, root)
+        (root / "prefixes").mkdir()
     planted = {path for number, entry in enumerate(entries) if (path := plant(root, outside, number, entry))}
     planted = [path for path in planted if os.path.lexists(path)]  # a folder may have taken another's place
     root.chmod(0o750)

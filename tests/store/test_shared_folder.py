@@ -12,7 +12,7 @@ import pytest
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError, StoreError
 from hf_tiered_cache.store.backends import open_remote
-from hf_tiered_cache.store.kinds import CALIBRATIONS, SEGMENT, SEGMENT_MAGIC
+from hf_tiered_cache.store.kinds import CALIBRATIONS, ENTRY, MARKER_NAME, SEGMENT, SEGMENT_MAGIC
 
 A, B = "a" * 32, "b" * 32
 NAME = f"segments/{A}.kv"
@@ -127,6 +127,21 @@ def test_files_of_others_do_not_count_in_the_quota(remote, folder):
         (folder / name).write_bytes(b"precious" * 9999)
     assert remote.usage() == before > 0
     assert remote.unknown() == names
+
+
+def test_look_up_entries_are_files_of_the_store(remote, folder):
+    before, names = remote.usage(), [f"prefixes/{B}", "prefixes/notes.txt"]
+    remote.records.write(ENTRY, A, CONTENT)
+    assert remote.usage() - before == len(CONTENT)
+    for name in names:
+        (folder / name).write_text("precious")
+    assert remote.unknown() == names
+    with KVStore(folder) as store:
+        assert store.verify().unknown == names
+    (folder / names[1]).unlink()
+    (folder / MARKER_NAME).write_bytes(b"")
+    open_remote(f"file://{folder}").close()  # not refused
+    assert (folder / MARKER_NAME).stat().st_size
 
 
 def test_a_folder_that_is_gone_is_not_empty(remote, folder):
