@@ -386,3 +386,4 @@ def _mark(tree: FolderTree) -> None:
     with open_file(MARKER_NAME, _FILE_IN_PLACE, tree.root_descriptor) as file:
         if os.fstat(file.fileno()).st_nlink == 1 and is_blank(read_all(file.fileno(), len(_MARKER_CONTENT), 0)):
             write_all(file.fileno(), memoryview(_MARKER_CONTENT), 0)
+            os.fsync(file.fileno())  # else a power failure may blank it

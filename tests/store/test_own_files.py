@@ -290,9 +290,12 @@ def has(root, model):
         return cache.stats.tokens_restored
 
 
-def test_a_new_store_has_a_marker_with_its_format(tmp_path):
+def test_a_new_store_has_a_durable_marker_with_its_format(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino) or fsync(fd))
     KVStore(tmp_path / "store").close()
     path = tmp_path / "store" / MARKER
+    assert path.stat().st_ino in synced
     assert json.loads(path.read_text()) == {"format": "hf_tiered_cache store", "version": 1}
     assert path.stat().st_mode & 0o777 == 0o600
     written = path.stat().st_mtime_ns
