@@ -7,6 +7,7 @@ holds the time in which at least one read is in progress. On a GPU, the model's 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..store.tree import open_file
 from .stored_cache import StoredCache
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -42,7 +44,8 @@ class Timeline:
     """Writer of a trace.
 
     The file is complete after each pass of the model, also if the process is killed. Programs accept that its list is
-    not closed. If it can no longer be written, the trace ends with a warning; requests go on.
+    not closed. If it can no longer be written, or another file has its name, the trace ends with a warning; requests go
+    on.
 
     Args:
         path: File of the trace. An earlier trace is replaced.
@@ -53,13 +56,16 @@ class Timeline:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.realpath(path))  # independent of later changes of the working directory
+        self._head = f"{_MARK.decode()}, {self._ids(0)}}},\n".encode()
         try:
             if self.path.exists():
                 if not (self.path.is_file() and _MARK.startswith(_beginning(self.path))):  # blank after a full disk
                     raise ConfigError(f"trace={str(path)!r} is a file of something else; name a new file")
                 if self.path.stat().st_nlink > 1:
                     self.path.unlink()  # another link keeps the earlier trace
-            self.path.write_text(f"{_MARK.decode()}, {self._ids(0)}}},\n", encoding="utf-8")
+            with self.path.open("wb") as file:
+                file.write(self._head)
+                self._status = os.fstat(file.fileno())
         except OSError as error:
             raise ConfigError(f"trace={str(path)!r} cannot be written ({error.strerror})") from None
         self._lock = threading.Lock()
@@ -88,11 +94,25 @@ class Timeline:
             if self._ended:
                 return
             try:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.writelines(f"{line},\n" for line in lines)
+                self._append("".join(f"{line},\n" for line in lines).encode())
             except OSError as error:
                 self._ended = True
                 logger.warning("the trace %s ends here, because it cannot be written: %s", self.path, error.strerror)
+
+    def _append(self, content: bytes) -> None:
+        """Append whole lines to the file. Raises OSError, also if it is no longer this trace."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open_file(self.path, flags) as file:
+            fd, status = file.fileno(), os.fstat(file.fileno())
+            # a new file may get the inode of a deleted one
+            if not os.path.samestat(status, self._status) or os.pread(fd, len(self._head), 0) != self._head:
+                raise OSError(errno.EEXIST, "another file has its name")
+            try:
+                while content:
+                    content = content[os.write(fd, content) :]
+            except OSError:
+                os.ftruncate(fd, status.st_size)
+                raise
 
     def watch(self, cache: StoredCache) -> None:
         """Trace all passes of a cache."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import resource
 import shutil
 import weakref
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from families import build, prompt
 from typer.testing import CliRunner
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, tiered
+from hf_tiered_cache.cache.timeline import _MARK, MODEL, Timeline
 from hf_tiered_cache.cli import app
 from hf_tiered_cache.cli.timeline import read_trace, typical
 from hf_tiered_cache.methods import ContiguousKV
@@ -134,6 +138,52 @@ def test_a_trace_that_cannot_be_written_ends_and_the_request_goes_on(model, tmp_
         shutil.rmtree(folder)
         assert torch.equal(generate(model, prompt(40), cache), expected)
     assert caplog.text.count("ends here, because it cannot be written: No such file or directory") == 1
+
+
+OTHER_FILES = {
+    "nothing": lambda path: None,
+    "notes": lambda path: path.write_text("my notes\n"),
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a link to the trace": lambda path: path.symlink_to(path.with_name("moved.json")),
+    "another trace": lambda path: path.write_bytes(_MARK + b"}]"),
+    "notes in the same file": lambda path: path.write_text("my notes\n"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_what_takes_the_name_of_a_trace_stays_as_it_is(name, tmp_path, caplog):
+    def files():
+        paths = sorted(tmp_path.iterdir())
+        return [(path.name, path.lstat().st_mode, path.is_file() and path.read_bytes()) for path in paths]
+
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path)
+    timeline.flush()
+    shutil.copy(path, tmp_path / "moved.json")
+    if "same file" not in name:
+        path.unlink()  # its inode is free, and the next file may get it
+    OTHER_FILES[name](path)
+    before = files()
+    for _ in range(2):
+        timeline.add("pass", MODEL, 0, 1)
+        timeline.flush()
+    assert files() == before
+    assert caplog.text.count("ends here, because it cannot be written") == 1
+
+
+def test_a_full_disk_leaves_whole_events(tmp_path):
+    path, limits = tmp_path / "trace.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    timeline = Timeline(path)
+    timeline.add("pass", MODEL, 0, 1, restored=1, computed=1)
+    timeline.flush()
+    timeline.add("pass", MODEL, 2, 3, restored=1, computed=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        timeline.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(read_trace(path)) == 1
 
 
 def test_the_command_draws_a_trace_and_sums_it(model, tmp_path):
