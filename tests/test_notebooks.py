@@ -50,9 +50,12 @@ def in_a_forked_process(path, tmp_path):
     """Run the cells of a notebook without importing PyTorch and transformers again; returns it with its outputs."""
     folder, done = tmp_path / "run", tmp_path / "done.ipynb"
     folder.mkdir()
+    (tmp_path / "temporary").mkdir()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NOTEBOOK_MODEL": str(REFERENCE)}
+    environment["TMPDIR"] = str(tmp_path / "temporary")
     command = [sys.executable, notebook_cells.__file__, path, done]
     processes.run(command, env=environment, cwd=folder, stdout=processes.DEVNULL, check=True)
+    assert not [path.name for path in folder.iterdir() if not path.name.startswith("hf-tiered-notebook-")]
     return nbformat.read(done, as_version=4)
 
 
@@ -112,6 +115,14 @@ def test_what_is_committed_was_run_and_names_no_machine(path):
     assert not re.search(r"/(home|root|tmp|usr|work|Users)/", path.read_text())
     images = [output.data["image/png"] for output in outputs(notebook) if "image/png" in output.get("data", {})]
     assert all(len(image) * 3 // 4 < 60_000 for image in images)
+
+
+@NOTEBOOKS
+def test_it_changes_no_file_of_the_working_directory(path):
+    code = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert '\nos.chdir(tempfile.mkdtemp(prefix="hf-tiered-notebook-"' in code[1]  # the first cell installs
+    assert "".join(code).count("chdir") == 1
+    assert "rmtree" not in "".join(code)
 
 
 @NOTEBOOKS

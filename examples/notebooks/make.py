@@ -4,7 +4,7 @@
     python examples/notebooks/make.py --check              # only see that they run; nothing is written
     python examples/notebooks/make.py --model eval/reference/xs
 
-Each runs in an empty folder of its own, with the code of this repository. Which model it takes it says itself.
+Each runs in a temporary folder, with the code of this repository. Which model it takes it says itself.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def execute(path: Path, model: str | None = None, timeout: float = 600) -> Noteb
     if model is not None:
         environment["NOTEBOOK_MODEL"] = str(Path(model).resolve()) if Path(model).exists() else model
     with tempfile.TemporaryDirectory() as folder:
+        environment["TMPDIR"] = folder
         client = NotebookClient(
             notebook, timeout=timeout, record_timing=False, resources={"metadata": {"path": folder}}
         )
