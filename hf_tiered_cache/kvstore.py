@@ -109,12 +109,12 @@ class KVStore:
             is looked up there if this store lacks a part of it, and the segments are copied to this store. The remote
             never fails a request. `store.stats.remote` counts its traffic.
         remote_write: segments that are sent to the remote, in the background: "always" (all new ones), "pinned", or
-            "never".
+            "never". A store that sends none reads a folder ("file:///folder") only if it is a store already.
 
     Raises:
         ConfigError: an argument is invalid, or the store is encrypted with another key.
         StoreError: `path` cannot be a store, because it is a file or a folder with other files, or because a part of
-            the store is a link.
+            the store is a link. Or `remote` is a folder that is no store, and cannot or must not become one.
     """
 
     @configurable
@@ -163,7 +163,7 @@ class KVStore:
         sizes = parse_bytes(host_memory, "host_memory"), parse_bytes(device_memory, "device_memory")
         index_budget = parse_bytes(index_memory, "index_memory")
         make_policy(policy)  # refuses an unknown one before a folder is made
-        shared = None if remote is None else open_remote(remote)
+        shared = None if remote is None else open_remote(remote, make=remote_write != "never")
         place = open_backend(path, backend, engine)
         self.path = place.root if isinstance(place, FolderBackend) else None
         """Folder of the store, or None if it is in no folder."""

@@ -19,6 +19,7 @@ from .output import Refused
 
 if TYPE_CHECKING:
     from ..kvstore import KVStore
+    from ..store.objects import ObjectBackend
     from ..store.segment import Head
 
 _SHORTEST = 8
@@ -159,7 +160,6 @@ def open_store(
     Commands that read no blocks need no key. A folder that is no store is refused, unless `create`.
     """
     from ..kvstore import KVStore
-    from ..store.backends import open_remote
     from ..store.cipher import read_key_file
 
     options: dict[str, Any] = {"host_memory": 0, "disk_quota": disk_quota, "key": read_key_file(key_file)}
@@ -168,26 +168,31 @@ def open_store(
             with files_of(Path(store)):
                 pass
         return KVStore(store, engine="posix", remote=remote, remote_write="never", **options)
-    address = urlsplit(str(store))
-    is_file = address.scheme in ("file", "sqlite") and not create
-    if is_file and not Path(unquote(address.netloc + address.path)).exists():
-        raise Refused(f"there is no store at {store}")  # opening it would make it
-    place = open_remote(str(store))
+    place = open_place(str(store))
     if not place.is_reachable():
         place.close()
         raise Refused(f"{place.place} cannot be reached")
     return KVStore(backend=place, remote=None, **options)  # whatever the environment says
 
 
+def open_place(address: str) -> ObjectBackend:
+    """Open the remote at an address. Raises Refused or StoreError if there is none, instead of creating one."""
+    from ..store.backends import open_remote
+
+    parts = urlsplit(address)
+    if parts.scheme == "sqlite" and not Path(unquote(parts.netloc + parts.path)).exists():
+        raise Refused(f"{address} holds no segments: there is no store at this path")
+    return open_remote(address, make=False)
+
+
 def head_of(store: Path | str, segment_id: str) -> Head:
     """Return what a segment's file holds before its blocks."""
-    from ..store.backends import open_remote
     from ..store.folder import head_of_file
     from ..store.segment import read_head
 
     if not scheme_of(store):
         return read_head(partial(head_of_file, Path(store) / SEGMENT.folder / f"{segment_id}{SEGMENT_SUFFIX}"))
-    with closing(open_remote(str(store))) as place:
+    with closing(open_place(str(store))) as place:
         return read_head(partial(place.head, segment_id))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,7 @@ import typer
 from ..store.catalogue import SegmentRow
 from ..store.settings import scheme_of, without_secrets
 from ..units import format_bytes, parse_bytes
-from .contents import Contents, contents_of_open, open_store, unique_length
+from .contents import Contents, contents_of_open, open_place, open_store, unique_length
 from .output import AsJson, KeyFile, Refused, StoreAddress, Table, confirm, count, print_json, printable
 
 if TYPE_CHECKING:
@@ -217,9 +217,11 @@ def _send(source: str, target: str, names: list[str], key_file: Path | None) -> 
     from ..store.backends import open_remote
 
     copied, nbytes, present, failed = 0, 0, 0, dict[str, str]()
-    with open_store(source, key_file=key_file) as store, closing(open_remote(target)) as remote:
+    with ExitStack() as stack:
+        store = stack.enter_context(open_store(source, key_file=key_file))
         contents = contents_of_open(store)
         rows = [contents.row_of(name) for name in names] or contents.rows
+        remote = stack.enter_context(closing(open_remote(target)))  # last, since this may create a folder
         for row in tqdm(rows, unit="segment", disable=None):
             try:
                 sent = send_segment(storage_of(store).disk.backend, remote, row.id)
@@ -236,17 +238,18 @@ def _fetch(source: str, target: str, names: list[str], key_file: Path | None) ->
 
     from ..kvstore import storage_of
 
+    if wrong := [name for name in names if not re.fullmatch("[0-9a-f]{32}", name)]:
+        raise Refused(f"{wrong[0]!r} is no whole id of a segment; `hf-tiered-cache ls` lists all segments")
+    with closing(open_place(source)) as remote:  # first, since the folder becomes a store
+        names = names or sorted(remote.names())
+    if not names:
+        raise Refused(f"{without_secrets(source)} holds no segments")
     copied, present, failed = 0, 0, dict[str, str]()
     with open_store(target, key_file=key_file, remote=source, create=True) as store:
         storage = storage_of(store)
         tier = storage.remote
         assert tier is not None
         local = {row.id for row in store.segments()}
-        if wrong := [name for name in names if not re.fullmatch("[0-9a-f]{32}", name)]:
-            raise Refused(f"{wrong[0]!r} is no whole id of a segment; `hf-tiered-cache ls` lists all segments")
-        names = names or sorted(tier.remote.names())
-        if not names:
-            raise Refused(f"{without_secrets(source)} holds no segments")
         for name in tqdm(names, unit="segment", disable=None):
             if name in local:
                 present += 1

@@ -304,6 +304,8 @@ def _claim(tree: FolderTree, make: bool) -> bool:
         reason = os.strerror(errno.EACCES)
     except OSError as error:
         reason = error.strerror or str(error)
+        if not make and isinstance(error, FileNotFoundError):
+            raise StoreError(f"there is no store at {tree.path}") from error
         if not make:
             raise StoreError(f"{tree.path} cannot be read ({reason}); check the disk") from error
     logger.warning("%s is not writable (%s), so no new KV is stored", tree.path, reason)

@@ -102,12 +102,19 @@ def test_settings_of_stores_do_not_count_for_a_remote_that_is_named(corpus, tmp_
 
 
 @pytest.mark.parametrize("scheme", ["file", "sqlite"])
-def test_commands_make_no_remote(tmp_path, scheme):
-    place = tmp_path / "a mistake"
-    for command in (["ls"], ["gc"], ["verify"], ["rm", "--all", "--yes"]):
+def test_commands_make_no_remote(corpus, tmp_path, scheme):
+    place, target = tmp_path / "a mistake", tmp_path / "target"
+    target.mkdir()
+    whole_id = "0" * 32
+    for command in (["ls"], ["gc"], ["verify"], ["rm", "--all", "--yes"], ["copy", target], ["copy", target, whole_id]):
         result = run(command[0], f"{scheme}://{place}", *command[1:])
         assert result.exit_code and "there is no store at" in str(result.exception)
+    result = run("copy", corpus, f"{scheme}://{place}", "no id")
+    assert "no segments have an id" in str(result.exception)
+    result = run("copy", f"{scheme}://{place}", target, "no id")
+    assert "is no whole id of a segment" in str(result.exception)
     assert not place.exists()
+    assert not any(target.iterdir())
 
 
 def test_an_empty_name_of_a_model_deletes_nothing(corpus):

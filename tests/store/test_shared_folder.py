@@ -117,8 +117,19 @@ def test_a_folder_of_other_files_is_refused(folder):
         open_remote(f"file://{folder}")
     assert os.listdir(folder) == ["thesis.docx"]
     for address in ("file://", "file:///", "file://host/folder"):
-        with pytest.raises(ConfigError, match="names no folder"):
-            open_remote(address)
+        for make in (True, False):
+            with pytest.raises(ConfigError, match="names no folder"):
+                open_remote(address, make)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_store_that_only_reads_makes_no_remote(folder, tmp_path, exists):
+    if exists:
+        folder.mkdir()
+    with pytest.raises(StoreError, match=f"there is no store at {folder}"):
+        KVStore(tmp_path / "kv", remote=f"file://{folder}", remote_write="never")
+    assert folder.exists() == exists and not (exists and os.listdir(folder))
+    assert not (tmp_path / "kv").exists()
 
 
 def test_files_of_others_do_not_count_in_the_quota(remote, folder):

@@ -16,6 +16,7 @@ from ..backend import SegmentBackend
 from ..engines import Engine, open_engine
 from ..folder import FolderBackend
 from ..objects import ObjectBackend
+from ..root import StoreRoot
 from ..settings import folder_of, scheme_of, without_secrets
 
 Opener = Callable[[str], SegmentBackend]
@@ -98,13 +99,21 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
     return backend  # type: ignore[return-value]  # checked above
 
 
-def open_remote(address: str | ObjectBackend) -> ObjectBackend:
-    """Open the remote of a store: an address, or an open backend. Raises ConfigError if it is neither."""
+def open_remote(address: str | ObjectBackend, make: bool = True) -> ObjectBackend:
+    """Open the remote of a store: an address, or an open backend. Raises ConfigError if it is neither.
+
+    Without `make`, a missing or empty folder does not become a store: StoreError is raised.
+    """
     remote: object = address
     if isinstance(address, str):
         if not scheme_of(address):
             raise ConfigError(f"remote must be an address such as s3://bucket/prefix, not {address!r}")
-        remote = _opener(address)(address)
+        opener = _opener(address)
+        if not make and scheme_of(address) == "file":
+            from .shared_folder import folder_in
+
+            StoreRoot(folder_in(address), make=False).close()  # refuses what is no store
+        remote = opener(address)
     if not isinstance(remote, ObjectBackend):
         raise ConfigError(f"remote must be an address or an ObjectBackend, not {with_type(remote)}")
     return remote

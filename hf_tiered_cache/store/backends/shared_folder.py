@@ -33,11 +33,9 @@ class SharedFolderBackend(ObjectBackend):
     """
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
-        if parts.netloc or not parts.path.strip("/"):
-            raise ConfigError(f"{address} names no folder; write file:///folder")
+        folder = folder_in(address)
         super().__init__(address.rstrip("/"), threads=_THREADS)
-        self.files = StoreRoot(unquote(parts.path))
+        self.files = StoreRoot(folder)
         self.writable = self.files.writable
 
     def find_object(self, name: str) -> Stored | None:
@@ -90,6 +88,14 @@ class SharedFolderBackend(ObjectBackend):
     def close(self) -> None:
         super().close()
         self.files.close()
+
+
+def folder_in(address: str) -> str:
+    """Return the path of the folder that an address names. Raises ConfigError if it names none."""
+    parts = urlsplit(address)
+    if parts.netloc or not parts.path.strip("/"):
+        raise ConfigError(f"{address} names no folder; write file:///folder")
+    return unquote(parts.path)
 
 
 def _stored(status: os.stat_result) -> Stored:
