@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -110,10 +109,16 @@ class GgufPackages:
         (converted / _PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
 
     def _publish(self, converted: Path) -> None:
-        """Move the converted model to its final folder, unless another process has already done so."""
+        """Move the converted model to its final folder, unless another process has already done so.
+
+        A folder that is there already is damaged, or converted from another file. It may also hold files of the user.
+        """
         if self.cached() is None:
             self._check_replaceable()
-            shutil.rmtree(self.folder, ignore_errors=True)  # damaged, or converted from another file
+            if os.path.lexists(self.folder):
+                previous = tempfile.mkdtemp(dir=cache_folder(), prefix=f"{self.name}.previous-")
+                self.folder.rename(Path(previous) / self.name)
+                tqdm.write(f"{self.folder} is damaged or outdated; it is kept in {previous}", file=sys.stderr)
             converted.rename(self.folder)
 
     def _check_replaceable(self) -> None:

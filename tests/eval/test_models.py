@@ -92,7 +92,7 @@ def test_a_second_call_downloads_nothing(registry):
 
 
 @pytest.mark.parametrize("damage", ["cut", "of another file", "no record"])
-def test_a_damaged_folder_is_made_again(registry, damage):
+def test_a_damaged_folder_is_made_again_and_kept(registry, damage):
     folder = models.folder_of("toy")
     if damage == "cut":
         (folder / "model.safetensors").write_bytes(GGUF[:5])
@@ -101,9 +101,12 @@ def test_a_damaged_folder_is_made_again(registry, damage):
     else:
         record = json.loads((folder / "provenance.json").read_text()) | {"gguf_sha256": "0" * 64}
         (folder / "provenance.json").write_text(json.dumps(record))
+    (folder / "adapter.safetensors").write_bytes(b"tuned for weeks")
     assert models.cached_folder("toy") is None
     assert models.folder_of("toy") == models.cached_folder("toy") == folder
     assert (folder / "model.safetensors").read_bytes() == GGUF[::-1]
+    (kept,) = folder.parent.glob("toy.previous-*/toy/adapter.safetensors")
+    assert kept.read_bytes() == b"tuned for weeks"
 
 
 @pytest.mark.parametrize("record", [None, '{"made": "by me"}', "[1]", "notes"])
