@@ -67,7 +67,7 @@ def calibrate(
         int, typer.Option(min=256, help="With --quality: number of tokens of the prompts that texts are cut into.")
     ] = 1024,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --quality: plot loss over bytes, as a .png or .svg file.")
+        Path | None, typer.Option(metavar="FILE", help="With --quality: plot loss over bytes, as .png, .svg or .pdf.")
     ] = None,
     repeats: Annotated[
         int,
@@ -119,9 +119,10 @@ def calibrate(
             findings = kv_store.calibrate_quality(
                 torch_model, prompts, methods=methods.split(","), progress=not as_json
             )
+            _show_losses(findings, quality, as_json)
             if plot is not None:
                 _draw_losses(plt, plot, findings, quality)
-            return _show_losses(findings, quality, as_json)
+            return
         if lengths:
             costs = kv_store.calibrate_prefix(torch_model, tokens=lengths, repeats=repeats, progress=not as_json)
             return _show_prefixes(costs, as_json)

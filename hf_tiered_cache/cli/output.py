@@ -168,8 +168,15 @@ def plotting() -> Any:
 
 
 def picture(plot: Path) -> Path:
-    """Return the file of a picture, by default a .png. Raises Refused if it exists and `plot` does not name it."""
+    """Return the file of a picture, by default a .png.
+
+    Raises Refused if it is not a .png, .svg or .pdf file of a folder, or if it exists and `plot` does not name it.
+    """
     path = plot if plot.suffix else Path(f"{str(plot).rstrip('.')}.png")
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise Refused(f"--plot {plot} is no name of a picture; end it with .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise Refused(f"the folder of --plot {plot} does not exist; create it, or name another one")
     if path != plot and path.exists():
         raise Refused(f"{path} exists; replace it with --plot {path}, or name another file")
     return path

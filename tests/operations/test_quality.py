@@ -229,6 +229,8 @@ def test_on_the_command_line(run, tmp_path, monkeypatch):
     [
         (("--quality", "0.1", "--text", "t", "--prefix", "64"), "--prefix and --quality cannot be combined"),
         (("--plot", "a.png"), "--plot can only be used with --quality"),
+        (("--quality", "0.1", "--text", "t", "--plot", "a.txt"), "end it with .png, .svg or .pdf"),
+        (("--quality", "0.1", "--text", "t", "--plot", "nowhere/a"), "the folder of --plot nowhere/a does not exist"),
         (("--methods", "h2o", "--prefix", "64"), "--methods can only be used with --quality"),
         (("--quality", "0.1", "--text", "t", "--repeats", "1"), "--repeats can only be used without --quality"),
         (("--prefix", "64", "--warm"), "--warm can only be used without --prefix"),
