@@ -11,7 +11,7 @@ import typer
 
 from ..errors import TieredCacheError
 from ..units import parse_bytes
-from .output import AsJson, KeyFile, Refused, Table, picture, plotting, print_json, read_text
+from .output import AsJson, KeyFile, Refused, Table, picture, plotting, print_json, read_text, replacing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -205,7 +205,8 @@ def _draw_losses(plt: Any, path: Path, findings: list[QualityFinding], quality: 
     axes.axhline(quality, color="grey", linestyle=":", label=f"target: {quality:g}")
     axes.set(xlabel="KV loaded for the first token, %", ylabel="KL divergence, nats", yscale="log")
     axes.legend()
-    figure.savefig(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary)
     plt.close(figure)
 
 

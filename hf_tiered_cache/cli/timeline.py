@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import Refused, Table, picture, plotting
+from .output import Refused, Table, picture, plotting, replacing
 
 TRACKS = ("model", "cache", "disk")
 _MARK = "hf-tiered-cache timeline"
@@ -111,7 +111,8 @@ def draw(chosen: dict[str, Pass], out: Path) -> None:
         by_name = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         axes.legend(by_name.values(), by_name.keys(), fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
-    figure.savefig(out, dpi=120, metadata={"Software": _MARK} if out.suffix == ".png" else None)
+    with replacing(out) as temporary:
+        figure.savefig(temporary, dpi=120, metadata={"Software": _MARK} if out.suffix == ".png" else None)
     plt.close(figure)
 
 

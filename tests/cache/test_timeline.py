@@ -199,7 +199,10 @@ def test_the_command_draws_a_trace_and_sums_it(model, tmp_path):
     assert row.startswith("prompt: 80 tokens restored, 20 computed")
     picture = tmp_path / "trace.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
+    backup, drawn = tmp_path / "backup.png", picture.read_bytes()
+    backup.hardlink_to(picture)
     assert CliRunner().invoke(app, ["timeline", str(trace)]).exit_code == 0  # its own picture is replaced
+    assert backup.read_bytes() == drawn and not picture.samefile(backup)
     picture.write_bytes(b"\x89PNG of somebody else")
     result = CliRunner().invoke(app, ["timeline", str(trace)])
     assert "this command did not draw it; name another file with --plot" in str(result.exception)
