@@ -18,7 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from hf_tiered_cache.cli.output import replacing
+
 from .errors import EvalError
+from .files import check_picture, write
 from .plots import Row, mean_over, method_of
 from .report import read
 
@@ -256,14 +259,17 @@ def main(
     ),
 ) -> None:
     """Write the table and the figure of the page on choosing a method."""
+    picture = page.with_suffix(".png")
     try:
         text = inserted(page.read_text(encoding="utf-8"), table(page))
+        check_picture(picture, page)
     except EvalError as error:
         typer.echo(f"eval.choosing: {error}", err=True)
         raise typer.Exit(2) from None
-    page.write_text(text, encoding="utf-8")
-    draw().savefig(page.with_suffix(".png"), dpi=110)
-    typer.echo(f"{page}, {page.with_suffix('.png').name}")
+    write(page, text)
+    with replacing(picture) as temporary:
+        draw().savefig(temporary, dpi=110)
+    typer.echo(f"{page}, {picture.name}")
 
 
 if __name__ == "__main__":

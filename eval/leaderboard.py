@@ -6,12 +6,14 @@ python -m eval.leaderboard eval/results/real-* --out docs/leaderboard.md
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .errors import EvalError
+from .files import check_file, write
 from .plots import Row, mean_over, method_of, metric_label
 from .report import read
 from .runner import FULL
@@ -102,15 +104,16 @@ def _figure(row: Row, name: str, form: str) -> str:
 
 def main(
     folders: Annotated[list[Path], typer.Argument(help="Results folder of each run: the --out of eval.run.")],
-    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("docs/leaderboard.md"),
+    out: Annotated[Path, typer.Option(help="Page to write.")] = Path(__file__).parents[1] / "docs" / "leaderboard.md",
 ) -> None:
     """Write a page that compares methods over several runs."""
     try:
+        check_file(out, re.escape(_INTRODUCTION.partition(",")[0]))
         text = page(folders, out)
     except EvalError as error:
         typer.echo(f"eval.leaderboard: {error}", err=True)
         raise typer.Exit(2) from None
-    out.write_text(text, encoding="utf-8")
+    write(out, text)
     typer.echo(f"{out}: {len(folders)} runs")
 
 

@@ -8,14 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hf_tiered_cache.cli.output import replacing
+
 from .errors import EvalError
+from .files import check_file, check_picture, write
 from .plots import Row, draw_overview, draw_task, metric_label, styles_of
 from .runner import FULL
+
+_TITLE = ": methods compared with full KV"
+"""End of the first line of a report."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
     selection = "" if half is None else f"Every second example, starting with number {half}. "
     rows_of_all = [row for rows in tasks.values() for row in rows]
     lines = [
-        f"# {Path(config['model']).name}: methods compared with full KV",
+        f"# {Path(config['model']).name}{_TITLE}",
         "",
         f"{config['dtype']}, seed {config['seed']}, prefixes of up to {config['prefix_tokens']} tokens, "
         f"{config['max_length']} with question and answer. {selection}Cells are means, with 95 % bootstrap intervals "
@@ -176,21 +183,27 @@ def main(folder: Annotated[Path, typer.Argument(help="Results folder of a run: t
     Plots show metric and KL divergence over the share that was read, attended to or recomputed, and the metric over the
     time to first token.
     """
+    report, metrics = folder / "README.md", folder / "metrics.json"
     try:
         config, tasks = read(folder)
+        all_rows = [row for rows in tasks.values() for row in rows]
+        styles = styles_of(all_rows)
+        figures = {f"{task}.png": partial(draw_task, task, rows, styles) for task, rows in tasks.items()}
+        if len(tasks) > 1:
+            figures["overview.png"] = partial(draw_overview, tasks, styles)
+        check_file(report, f"# .*{_TITLE}\n")
+        check_file(metrics, r'\[\{\s*"task":')
+        for name in figures:
+            check_picture(folder / name, report)
     except EvalError as error:
         typer.echo(f"eval.report: {error}", err=True)
         raise typer.Exit(2) from None
-    all_rows = [row for rows in tasks.values() for row in rows]
-    styles = styles_of(all_rows)
-    for task, rows in tasks.items():
-        draw_task(task, rows, styles).savefig(folder / f"{task}.png")
-    if len(tasks) > 1:
-        draw_overview(tasks, styles).savefig(folder / "overview.png")
-    lines = ",\n".join(map(json.dumps, all_rows))
-    (folder / "metrics.json").write_text(f"[{lines}]\n", encoding="utf-8")
-    (folder / "README.md").write_text(page(config, tasks), encoding="utf-8")
-    typer.echo(f"wrote {folder / 'README.md'} and its plots")
+    write(metrics, "[" + ",\n".join(map(json.dumps, all_rows)) + "]\n")
+    write(report, page(config, tasks))  # first, since it shows that the pictures are its own
+    for name, draw in figures.items():
+        with replacing(folder / name) as temporary:
+            draw().savefig(temporary)
+    typer.echo(f"wrote {report} and its plots")
 
 
 if __name__ == "__main__":

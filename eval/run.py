@@ -29,6 +29,7 @@ from hf_tiered_cache.integrations.hub import go_offline_without_hub
 from .data import Data
 from .encode import encode
 from .errors import EvalError
+from .files import check_file, check_folder, write
 from .models import resolve, revision_of
 from .plots import method_of, metric_label
 from .runner import Run, draw_examples, find_variants
@@ -191,24 +192,30 @@ def _begin(out: Path, config: dict[str, Any]) -> None:
     """Write configuration and package versions to the results folder, before the run starts.
 
     Raises:
-        EvalError: the folder holds a run with another configuration (apart from tasks, variants and limit).
+        EvalError: the folder holds a run with another configuration (apart from tasks, variants and limit), or other
+            files.
     """
-    path = out / "config.json"
+    path, versions_path = out / "config.json", out / "versions.json"
+    check_folder(out, path.name)
+    check_file(versions_path, r'\{\s*"python":')
     if path.exists():
-        previous = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            previous = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise EvalError(f"{path} is damaged, or of another program; choose another --out") from None
         may_change = {"tasks", "variants", "limit"} | {"weights"} - previous.keys()  # older runs did not record them
         changed = sorted(key for key in config.keys() - may_change if previous.get(key) != config[key])
         if changed:
             raise EvalError(f"{out} holds a run with a different {', '.join(changed)}; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write(path, json.dumps(config, indent=1) + "\n")
     versions: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    (out / "versions.json").write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
+    write(versions_path, json.dumps(versions, indent=1) + "\n")
 
 
 def _show_all() -> None:

@@ -22,6 +22,7 @@ from hf_tiered_cache.store.geometry import HASH_TOKENS
 from . import baselines  # noqa: F401  # registers them
 from .encode import Prompt, encode
 from .errors import EvalError
+from .files import check_file, write
 from .metrics import METRICS, interval
 from .reading import Reading
 from .subject import Answer, Subject, likelihoods
@@ -29,6 +30,8 @@ from .tasks import Example, Task
 
 FULL = "full"
 """Name of the reference variant, which computes everything with a `DynamicCache`."""
+_LINE = b'{"id":'
+"""Beginning of each line of predictions."""
 
 _FIGURES = (
     *(
@@ -185,11 +188,12 @@ class Run:
         path = self._folder(task, variant) / "predictions.jsonl"
         if not path.exists():
             return {}
-        text = path.read_text(encoding="utf-8")
-        if text and not text.endswith("\n"):
-            text = text[: text.rfind("\n") + 1]
-            path.write_text(text, encoding="utf-8")
-        return {line["id"]: line for line in map(json.loads, text.splitlines())}
+        *lines, rest = path.read_bytes().split(b"\n")
+        if not all(line.startswith(_LINE) for line in lines) or rest[: len(_LINE)] != _LINE[: len(rest)]:
+            raise EvalError(f"{path} was not written by this program; move it elsewhere")
+        if rest:
+            write(path, "".join(f"{line.decode()}\n" for line in lines))
+        return {line["id"]: line for line in map(json.loads, lines)}
 
     def _append(self, task: Task, variant: Variant, line: dict[str, Any]) -> None:
         folder = self._folder(task, variant)
@@ -210,7 +214,8 @@ class Run:
                 low, high = interval(values)
                 result[name] = {"mean": sum(values) / len(values), "low": low, "high": high}
         path = self._folder(task, variant) / "metrics.json"
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        check_file(path, r'\{\s*"task":')
+        write(path, json.dumps(result, indent=1) + "\n")
         return result
 
 

@@ -31,11 +31,18 @@ import typer
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from hf_tiered_cache.cli.output import replacing
+
+from ..errors import EvalError
+from ..files import check_file, check_folder, write
 from .batches import draw, losses
 from .curve import draw_curve
 from .language import Language, train_tokenizer
 from .model import build, grown, lookup_layer, sharing, unshared
 from .recipes import SIZES, Size
+
+_CURVE = "curve.json"
+"""File with the course of the training, the first one in the folder of a run."""
 
 
 @dataclass
@@ -181,7 +188,7 @@ class Training:
         partial = self._checkpoint.with_suffix(".part")
         torch.save(state, partial)
         partial.replace(self._checkpoint)
-        (self.out / "curve.json").write_text(json.dumps(self.progress.curve, indent=1) + "\n")
+        write(self.out / _CURVE, json.dumps(self.progress.curve, indent=1) + "\n")
 
 
 def read_text(path: Path) -> str:
@@ -193,17 +200,26 @@ def read_text(path: Path) -> str:
 def prepare(
     text_path: Path, out: Path, megabytes: int, base: Path | None
 ) -> tuple[PreTrainedTokenizerBase, np.ndarray]:
-    """Return the tokenizer (that of `base`, if given) and the text as ids. Both are made once per output folder."""
+    """Return the tokenizer (that of `base`, if given) and the text as ids. Both are made once per output folder.
+
+    Raises:
+        EvalError: The folder has files, but is not that of a run.
+    """
+    check_folder(out, _CURVE)
+    check_file(out / _CURVE, r'\[(\]|\s*\{\s*"step":)')
     folder, encoded = out / "tokenizer", out / "text.npy"
     if not encoded.exists():
         out.mkdir(parents=True, exist_ok=True)
+        if not (out / _CURVE).exists():
+            write(out / _CURVE, "[]\n")
         text = read_text(text_path)
         step = max(1, len(text) // (megabytes << 20))  # take slices from the whole text
         pieces = [text[i : i + 4096] for i in range(0, len(text) - 4096, 4096 * step)]
         tokenizer = train_tokenizer(pieces) if base is None else PreTrainedTokenizerFast.from_pretrained(base)
         tokenizer.save_pretrained(folder)
         rows = tokenizer(pieces, add_special_tokens=False)["input_ids"]
-        np.save(encoded, np.concatenate([np.array(row, np.uint16) for row in rows]))
+        with replacing(encoded) as temporary:
+            np.save(temporary, np.concatenate([np.array(row, np.uint16) for row in rows]))
     return PreTrainedTokenizerFast.from_pretrained(folder), np.load(encoded).astype(np.int64)
 
 
@@ -251,7 +267,10 @@ def main(
         raise typer.BadParameter(f"{size} {needs}", param_hint="--continue-from")
     if threads:
         torch.set_num_threads(threads)
-    tokenizer, ids = prepare(text, out, megabytes, continue_from)
+    try:
+        tokenizer, ids = prepare(text, out, megabytes, continue_from)
+    except EvalError as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
     base = None
     if continue_from is not None:
         base = Qwen2ForCausalLM.from_pretrained(continue_from, dtype=torch.float32)
