@@ -37,7 +37,9 @@ FILLED_ELSEWHERE = (
     "the causal LM that the cache was created for, and create a new cache after detach() or the end of a session"
 )
 ODD_MASK = "the attention mask contains more than left padding, so nothing is restored or stored from that position on"
-ODD_POSITIONS = "position_ids do not count the tokens, so nothing is restored or stored from that position on"
+ODD_POSITIONS = (
+    "position_ids or cache_position do not count the tokens, so nothing is restored or stored from that position on"
+)
 OWN_POSITIONS = (
     "without position_ids this model may number tokens otherwise than in generate(), so nothing is restored or stored; "
     "pass position_ids that count from 0"

@@ -186,13 +186,17 @@ class DecodingCheck:
             if not isinstance(mask, torch.Tensor) or mask.shape != (len(pads), base + 1):
                 return ODD_MASK
             present = torch.arange(base + 1, device=mask.device) >= self._padding(pads, mask.device)
-            self._note((mask != 0) != present)  # [rows, positions]
+            self._note(mask != present)  # [rows, positions]
         if positions is None and any(pads):
             return ODD_POSITIONS
         if positions is not None:
             if positions.ndim not in (2, 3) or positions.shape[-1] != 1:
                 return ODD_POSITIONS
             self._note(positions != base - self._padding(pads, positions.device))
+        if (cache_position := kwargs.get("cache_position")) is not None:
+            if cache_position.shape != (1,):
+                return ODD_POSITIONS
+            self._note(cache_position != base)
         return ""
 
     def odd(self) -> bool:
@@ -261,7 +265,7 @@ def parse_request(
         if padding is None or (pads is not None and padding != pads):
             return ODD_MASK
         pads = padding
-        if not _counts_on(kwargs.get("position_ids"), base, pads, num_positions, text):
+        if not _counts_on(kwargs, base, pads, num_positions, text):
             return ODD_POSITIONS
     keep = kwargs.get("logits_to_keep", 0)
     is_count = isinstance(keep, int) and keep > 0
@@ -307,7 +311,7 @@ def count_tokens(kwargs: dict[str, Any]) -> int:
     tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= tokens.shape[1] > 1:
-        return int(mask[:, -tokens.shape[1] :].sum())
+        return int(mask[:, -tokens.shape[1] :].count_nonzero())
     return tokens.shape[0] * tokens.shape[1]
 
 
@@ -326,18 +330,24 @@ def left_padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> lis
         return [0] * rows
     if not isinstance(mask, torch.Tensor) or mask.shape != (rows, base + num_positions):
         return None
-    present = mask.to("cpu", torch.bool)
-    pads = (~present).sum(dim=1)
-    if not torch.equal(present, torch.arange(base + num_positions) >= pads.unsqueeze(1)):
+    mask = mask.cpu()
+    pads = (mask == 0).sum(dim=1)
+    present = torch.arange(base + num_positions) >= pads.unsqueeze(1)
+    if not torch.equal(mask, present.to(mask.dtype)):  # some models add up the values to number tokens
         return None
     return pads.tolist()
 
 
-def _counts_on(position_ids: torch.Tensor | None, base: int, pads: list[int], num_positions: int, text: int) -> bool:
+def _counts_on(kwargs: dict[str, Any], base: int, pads: list[int], num_positions: int, text: int) -> bool:
     """Return whether the position ids of the first `text` tokens count the tokens of each row.
 
-    Vision models give a token several position ids, `[kinds, rows, positions]`, which are equal for text.
+    Vision models give a token several position ids, `[kinds, rows, positions]`, which are equal for text. Code from
+    elsewhere may derive the position ids from `cache_position`, `[positions]`, which counts padding and images, too.
     """
+    position_ids, cache_position = kwargs.get("position_ids"), kwargs.get("cache_position")
+    count = np.arange(base, base + num_positions)
+    if cache_position is not None and not np.array_equal(cache_position.cpu().numpy(), count):
+        return False
     if position_ids is None:
         return not any(pads)  # the model would count the padding too
     if position_ids.ndim not in (2, 3) or position_ids.shape[-1] != num_positions:

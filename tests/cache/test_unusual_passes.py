@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from families import build, prompt
-from hypothesis import event, example, given
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
@@ -247,6 +247,46 @@ def test_a_pass_during_which_an_engine_begins_is_run_again(scaled, tmp_path, rec
         assert layers == 2 * list(range(LAYERS))
         assert cache.get_seq_length() == 60
     assert assert_right(tmp_path, scaled, [ids]) == [48 if record else 0]
+
+
+# --- arguments from which models derive positions
+
+
+class Numbered(LlamaForCausalLM):
+    """Model that numbers its tokens by an argument that transformers has for code from elsewhere."""
+
+    def forward(self, input_ids=None, cache_position=None, **kwargs):
+        if cache_position is not None:
+            kwargs["position_ids"] = cache_position.unsqueeze(0)
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def numbering(scaled):
+    """Return models by the argument from which they derive positions; OPT adds up the values of a mask."""
+    opt = build("opt", dtype=torch.float64, num_hidden_layers=2, init_std=0.3)
+    return {"cache_position": Numbered(scaled.config).double().eval(), "attention_mask": opt}
+
+
+@settings(max_examples=12)
+@given(
+    argument=st.sampled_from(["cache_position", "attention_mask"]),
+    dtype=st.sampled_from([torch.int64, torch.float64]),
+    odd_from=st.sampled_from([None, 5, 46, 47]),
+)
+@example("cache_position", torch.int64, 47)
+@example("attention_mask", torch.int64, 47)
+def test_an_argument_that_shifts_positions_is_noticed(numbering, tmp_path_factory, argument, dtype, odd_from):
+    root, model, ids = tmp_path_factory.mktemp("store"), numbering[argument], prompt(48)
+    values = torch.arange(48) if argument == "cache_position" else torch.ones(1, 48, dtype=dtype)
+    if odd_from is not None:
+        values[..., odd_from:] += 1
+    with KVStore(root, **QUIET) as store:
+        cache = TieredCache(model, store)
+        for start, stop in [(0, 47), (47, 48)]:
+            given_values = values[start:stop] if argument == "cache_position" else values[:, :stop]
+            last_logits(model, ids[:, start:stop], cache, **{argument: given_values})
+    assert assert_right(root, model, [ids]) == [48 if odd_from is None else 0]
 
 
 # --- positions that a model counts by itself
