@@ -38,6 +38,10 @@ _LEADING = frozenset({"class", "dtype", "config", "RoPE", "quantization", "adapt
 """Facts that imply a difference of the facts in `_FOLLOWING` if they differ."""
 
 
+_IMAGES_LOOK_AHEAD = frozenset({"gemma4_text", "gemma4_unified_text"})
+"""Types of models that let tokens of images, but not of text, attend to later tokens if a setting is "vision"."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """Identity of a model at one point in time.
@@ -291,7 +295,10 @@ def _unsteady_places(changes: list[Places]) -> Places:
 def looks_ahead(model: PreTrainedModel) -> bool:
     """Return whether tokens attend to later tokens."""
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
+    setting = getattr(config, "use_bidirectional_attention", None)
+    if setting == "vision" and config.model_type in _IMAGES_LOOK_AHEAD:
+        setting = None
+    if setting or getattr(config, "is_causal", True) is False:
         return True
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return any(getattr(module, "is_causal", None) is False for module in (decoder or model).modules())

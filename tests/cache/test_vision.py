@@ -185,3 +185,36 @@ def test_passages_are_reused_by_a_model_with_as_many_vision_layers(model, store)
     ids = torch.cat([text(8, seed=9), *passages, text(20, seed=10)], dim=1)
     model(ids, position_ids=torch.arange(ids.shape[1])[None], past_key_values=cache, logits_to_keep=1)
     assert cache.stats.tokens_restored > 0
+
+
+# --- Gemma 4: tokens of an image attend to each other
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 40}
+    sizes = {"global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 160}
+    config = transformers.Gemma4Config(
+        text_config=_TEXT | layers | sizes | {"use_bidirectional_attention": "vision", "initializer_range": 0.3},
+        vision_config=None,
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=151,
+        audio_token_id=154,
+    )
+    torch.manual_seed(0)
+    return transformers.Gemma4ForConditionalGeneration(config).double().eval()
+
+
+@pytest.mark.parametrize(("image", "types"), [(False, False), (False, True)])
+def test_text_is_reused_although_images_look_ahead(gemma, store, image, types):
+    ids = text(100)
+    ids[:, 60:70] = IMAGE if image else 7
+    more = {"mm_token_type_ids": (ids == IMAGE).long()} if types else {}
+    options = {"output_logits": True, "return_dict_in_generate": True} | GREEDY | more
+    logits = torch.stack(gemma.generate(ids, **options).logits)
+    for restored in (0, 0 if image else 96):
+        cache = TieredCache(gemma, store)
+        found = torch.stack(gemma.generate(ids, past_key_values=cache, **options).logits)
+        torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
+        assert cache.stats.tokens_restored == restored, cache.stats.reason
