@@ -47,11 +47,14 @@ class ForwardArguments:
         placeholders: Tokens that represent images, videos or audio.
         defaults: Default values, by name.
         counts_positions: Whether tokens without `position_ids` have the positions 0, 1, and so on.
+        masks_images: Whether the mask may let tokens of images attend to later ones. It is made from the types of all
+            tokens, so such prompts are computed from the beginning.
     """
 
     placeholders: frozenset[int] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     counts_positions: bool = True
+    masks_images: bool = False
 
     @classmethod
     def of(cls, attachment: Attachment) -> ForwardArguments:
@@ -60,7 +63,8 @@ class ForwardArguments:
         if (counts := attachment.extras.get("counts positions")) is None:
             counts = attachment.extras["counts positions"] = counts_positions(attachment.model)
         defaults = {name: parameter.default for name, parameter in parameters.items()}
-        return cls(placeholder_tokens(attachment.model.config), defaults, counts)
+        masks_images = hasattr(attachment.model, "create_masks_for_generate")
+        return cls(placeholder_tokens(attachment.model.config), defaults, counts, masks_images)
 
     def positions(self, ids: torch.Tensor, base: int = 0) -> dict[str, torch.Tensor]:
         """Return the argument with which `generate()` numbers tokens, int `[rows, tokens]`, after `base` others."""
@@ -269,7 +273,8 @@ def parse_request(
             return ODD_POSITIONS
     keep = kwargs.get("logits_to_keep", 0)
     is_count = isinstance(keep, int) and keep > 0
-    must_compute = max(min(keep, num_positions) if is_count else num_positions, num_positions - text)
+    rest = num_positions if arguments.masks_images and text < num_positions else num_positions - text
+    must_compute = max(min(keep, num_positions) if is_count else num_positions, rest)
     return Request(kwargs, ids, base, num_positions, pads, keep - 1 if is_count else 0, must_compute, text)
 
 

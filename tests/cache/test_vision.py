@@ -206,7 +206,7 @@ def gemma():
     return transformers.Gemma4ForConditionalGeneration(config).double().eval()
 
 
-@pytest.mark.parametrize(("image", "types"), [(False, False), (False, True)])
+@pytest.mark.parametrize(("image", "types"), [(False, False), (False, True), (True, True)])
 def test_text_is_reused_although_images_look_ahead(gemma, store, image, types):
     ids = text(100)
     ids[:, 60:70] = IMAGE if image else 7
