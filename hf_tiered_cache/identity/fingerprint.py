@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -188,12 +189,16 @@ class Fingerprinter:
         if watch.holds() and same_adapters and all(map(is_, frequencies, self._frequencies)):
             self._changes = []
             return
-        changed, words = watch.changed(), self._description.words
+        changed, words, weights = _kept(watch.changed()), self._description.words, self._weights
         self._describe()
-        self._changes = [*self._changes, (closely, changed)] if self._description.words != words else []
+        replaced = self._weights is not weights
+        if self._description.words != words or (replaced and not closely):  # nobody edits a model between tokens
+            self._changes.append((closely, changed))
+        elif not replaced:
+            self._changes = []
         if len(self._changes) == _MOST_CHANGES:  # such as a counter: a description at each token would take too long
             self._changing = next((str(key) for _, key in changed), "something")
-            if not all(closely for closely, _ in self._changes):  # nobody edits a model between tokens
+            if not all(closely for closely, _ in self._changes):
                 self._unsteady |= _unsteady_places([places for _, places in self._changes[1:]])
             self._changes = []
 
@@ -282,12 +287,21 @@ def differing_facts(facts: Mapping[str, str], other_facts: Mapping[str, str]) ->
     return [fact for fact in differing if fact not in _FOLLOWING or not _LEADING.intersection(differing)]
 
 
+def _kept(places: Places) -> Places:
+    """Return places with plain values, weak references to tensors other than parameters, and None for other values."""
+    kept: Places = {}
+    for place, (container, value) in places.items():
+        other = weakref.ref(value) if type(value) is torch.Tensor else None
+        kept[place] = container, value if type(value) in PLAIN else other
+    return kept
+
+
 def _unsteady_places(changes: list[Places]) -> Places:
-    """Return the places that had another plain value, such as a number, at each of these changes."""
+    """Return the places that had another number, text or tensor at each of these changes, which `_kept` returned."""
     unsteady: Places = {}
     for place, (container, _) in changes[0].items():
         values = [change[place][1] for change in changes if place in change]
-        if len(values) == len(changes) == len(set(map(repr, values))) and all(type(value) in PLAIN for value in values):
+        if len(values) == len(changes) == len(set(map(repr, values))):
             unsteady[place] = container, None
     return unsteady
 

@@ -1,4 +1,4 @@
-"""A model with a value that changes at every pass, and with a tag: all other changes are noticed."""
+"""A model with a value or tensor that changes at every pass, and with a tag: all other changes are noticed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,22 @@ class Counting(modeling_llama.LlamaMLP):
         return super().forward(x)
 
 
+class Keeping(modeling_llama.LlamaMLP):
+    """A layer that keeps a tensor of the last pass, as layers with a loss of their own do."""
+
+    def forward(self, x):
+        self.calls = x.float().mean()
+        return super().forward(x)
+
+
+class Renewing(modeling_llama.LlamaMLP):
+    """A layer that replaces its weights by equal ones at each pass."""
+
+    def forward(self, x):
+        self.up_proj.weight = nn.Parameter(self.up_proj.weight.detach().clone())
+        return super().forward(x)
+
+
 class Alternating(modeling_llama.LlamaMLP):
     """A layer with a setting that has one of two values at each pass."""
 
@@ -37,17 +53,17 @@ def run(model, name, passes, tag=TAG, closely=False):
     """Run passes with a look before each one, and return the fingerprints in the order of the passes."""
     names = []
     with torch.no_grad():
-        for _ in range(passes):
+        for seed in range(passes):
             names.append(name.look(tag, closely=closely).fingerprint)
-            model(prompt(4), use_cache=False)
+            model(prompt(4, seed), use_cache=False)
     return names
 
 
-def counting():
-    """Return a model with two layers that count, and its fingerprinter after enough passes to notice that."""
+def changing(kind):
+    """Return a model with two layers of a kind, and its fingerprinter after enough passes to notice what changes."""
     model = build("llama", num_hidden_layers=2)
     for layer in model.model.layers:
-        layer.mlp.__class__ = Counting
+        layer.mlp.__class__ = kind
     name = Fingerprinter(model)
     run(model, name, 15)
     return model, name
@@ -65,24 +81,35 @@ def rescale(model):
     model.model.layers[1].self_attn.scaling = 3.0
 
 
+@pytest.mark.parametrize("kind", [Counting, Keeping])
 @pytest.mark.parametrize("change", [load, replace, rescale])
-def test_other_changes_are_noticed(change):
-    model, name = counting()
+def test_other_changes_are_noticed(kind, change):
+    model, name = changing(kind)
     (before,) = set(run(model, name, 5))
     change(model)
     (after,) = set(run(model, name, 5))
     assert after != before
 
 
-def test_a_count_is_no_part_of_the_fingerprint_in_any_process():
-    names = [set(run(*counting(), passes)) for passes in (3, 5)]
+@pytest.mark.parametrize("kind", [Counting, Keeping])
+def test_what_changes_is_no_part_of_the_fingerprint_in_any_process(kind):
+    names = [set(run(*changing(kind), passes)) for passes in (3, 5)]
     assert names[0] == names[1] and len(names[0]) == 1
 
 
-def test_without_a_tag_it_is_a_reason():
-    _, name = counting()
-    assert "calls" in name.look().problem
+@pytest.mark.parametrize("kind", [Counting, Keeping, Renewing])
+def test_without_a_tag_it_is_a_reason(kind):
+    _, name = changing(kind)
+    assert ("weight" if kind is Renewing else "calls") in name.look().problem
     assert not name.look(TAG).problem
+
+
+def test_weights_that_are_renewed_at_each_pass_stay_in_the_fingerprint():
+    model, name = changing(Renewing)
+    (before,) = set(run(model, name, 3))
+    load(model)
+    (after,) = set(run(model, name, 3))
+    assert after != before
 
 
 def test_a_setting_that_returns_to_earlier_values_stays_in_the_fingerprint():
@@ -101,3 +128,13 @@ def test_a_setting_that_a_user_changes_before_each_request_stays_in_the_fingerpr
         model.model.layers[1].self_attn.scaling = 1.0 + step
         names += run(model, name, 1, closely=True)
     assert len(set(names)) == 16
+
+
+def test_tensors_that_a_user_replaces_before_each_request_are_no_reason():
+    model = build("llama", num_hidden_layers=2)
+    name, names = Fingerprinter(model), []
+    for step in range(16):
+        model.model.layers[1].mlp.steering = torch.tensor(1.0 + step % 2)
+        names += run(model, name, 1, tag="", closely=True)
+    assert len(set(names)) == 2
+    assert not name.look().problem
