@@ -25,6 +25,7 @@ from .watch import (
     Places,
     active_mode,
     adapter_state,
+    changed_kernel,
     computing_state,
     frequencies_in_use,
     rows_have_adapters,
@@ -156,7 +157,8 @@ class Fingerprinter:
                 self._caches.update(self._description.caches)
             if closely:
                 torch.clear_autocast_cache()  # it may hold casts of earlier weights
-            key = tag, active_mode() or self._caches.problem(), computing_state(self._devices)
+            problem = active_mode() or changed_kernel() or self._caches.problem()
+            key = tag, problem, computing_state(self._devices)
             if key not in self._identities:
                 self._identities[key] = self._identify(*key)
             return self._identities[key]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter, is_
 from types import CellType, FunctionType, MappingProxyType
@@ -184,11 +185,39 @@ _USUAL: dict[str, list[object]] = {
     "cublas_allow_fp16_accumulation": [False],
     "cpu_allow_fp16_reduced_precision_reduction": [False],
     "mkldnn_deterministic": [False],
+    "onednn_allow_tf32": [None, False],
+    "cudnn_enabled": [True],
+    "cudnn_deterministic": [False],
+    "cudnn_benchmark": [False],
+    "cudnn_depthwise_kernel": ["auto"],
+    "miopen_immediate": [False],
+    "nnpack_enabled": [True],
+    "qengine": [4],  # "x86"; ARM processors have another default, which is named
+    "blas_preferred_backend": [torch._C._BlasBackend.Cublas, torch._C._BlasBackend.Default],
+    "linalg_preferred_backend": [torch._C._LinalgBackend.Default],
 }
-_RARE_SWITCHES = tuple(
-    (name, getattr(torch._C, f"_get_{name}"), usual)
-    for name, usual in _USUAL.items()
-    if hasattr(torch._C, f"_get_{name}")
+_USUAL_PRECISIONS: dict[tuple[str, str], list[object]] = {
+    ("cuda", "conv"): ["tf32"],
+    ("cuda", "rnn"): ["tf32"],
+    ("mkldnn", "conv"): ["none", "ieee"],
+    ("mkldnn", "rnn"): ["none", "ieee"],
+}
+"""Precisions of float32 in operators other than matrix products, by backend and operator."""
+if not hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.8
+    _USUAL["cudnn_allow_tf32"] = [True]
+    _USUAL_PRECISIONS = {}
+_RARE_SWITCHES: tuple[tuple[str, Callable[[], object], list[object]], ...] = (
+    *(
+        (name, getattr(torch._C, f"_get_{name}"), usual)
+        for name, usual in _USUAL.items()
+        if hasattr(torch._C, f"_get_{name}")
+    ),
+    *(
+        (f"{backend} {operator}", partial(torch._C._get_fp32_precision_getter, backend, operator), usual)
+        for (backend, operator), usual in _USUAL_PRECISIONS.items()
+    ),
+    ("mha_fastpath", torch.backends.mha.get_fastpath_enabled, [True]),
+    ("denormals", lambda: sys.float_info.min / 2 > 0, [True]),  # of this thread: `torch.set_flush_denormal`
 )
 """Further switches with the values that add nothing to the state: names, functions and values."""
 
@@ -210,6 +239,25 @@ def active_mode() -> str:
     modes: Iterable[Any] = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     unknown = next((type(mode) for mode in modes if type(mode) not in HARMLESS_MODES), None)
     return "" if unknown is None else f"the active mode {unknown.__name__}"
+
+
+_KERNELS = frozenset(torch.library._impls)
+"""Kernels in Python when this library was imported, such as those of PyTorch itself: namespace/operator/key."""
+
+
+_HARMLESS_KERNELS = ("/Meta", "/FuncTorchBatched")
+"""Kernels that compute no values, and those that PyTorch adds when it vectorizes a function for the first time."""
+
+
+def changed_kernel() -> str:
+    """Describe a kernel in Python of a PyTorch operator that was added or removed since the import, or return ""."""
+    return _changed_kernel(len(torch.library._impls))  # a comparison of all kernels at each token would take too long
+
+
+@lru_cache(maxsize=1)
+def _changed_kernel(num_kernels: int) -> str:
+    changed = sorted(key for key in torch.library._impls ^ _KERNELS if key.startswith("aten/"))
+    return next((f"the kernel {key}" for key in changed if not key.endswith(_HARMLESS_KERNELS)), "")
 
 
 # --- training mode

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 from families import FAMILIES, build, longrope, prompt
 from thorough import some
+from torch.backends import ContextProp
 
 from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
 from hf_tiered_cache.identity import Fingerprinter, fingerprint, rope_regime
@@ -278,7 +280,7 @@ def test_float32_computed_as_bfloat16_or_tf32_is_another_precision(tmp_path, mat
         assert restored(model, store) == 64
 
 
-cuda = torch.backends.cuda
+cuda, mha = torch.backends.cuda, torch.backends.mha
 
 
 @pytest.mark.parametrize(
@@ -295,8 +297,15 @@ cuda = torch.backends.cuda
             lambda: torch._C._set_sdp_priority_order([0, 1, 2, 3, 4]),
             lambda: torch._C._set_sdp_priority_order([1, 2, 0, 3, 4]),
         ),
+        (lambda: torch.backends.nnpack.set_flags(False), lambda: torch.backends.nnpack.set_flags(True)),
+        (
+            lambda: setattr(torch.backends.quantized, "engine", "qnnpack"),
+            partial(setattr, torch.backends.quantized, "engine", torch.backends.quantized.engine),
+        ),
+        (lambda: mha.set_fastpath_enabled(False), lambda: mha.set_fastpath_enabled(True)),
+        (lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)),
     ],
-    ids=["cudnn", "flash", "reduction", "accumulation", "order"],
+    ids=["cudnn", "flash", "reduction", "accumulation", "order", "nnpack", "quantized", "fast path", "denormals"],
 )
 def test_switches_that_change_rounding_are_part_of_it(change, undo):
     model = build("llama")
@@ -309,6 +318,32 @@ def test_switches_that_change_rounding_are_part_of_it(change, undo):
     assert fingerprint(model) == name
 
 
+@pytest.mark.parametrize("module", ["cudnn", "mkldnn", "miopen"])
+def test_all_settings_of_backends_are_part_of_it(module):
+    """Whatever a backend lets a user set, also settings of later versions."""
+    module = getattr(torch.backends, module)
+    members = vars(type(module))
+    places = [(module, name) for name, member in members.items() if isinstance(member, ContextProp)]
+    kind = getattr(torch.backends, "_FP32Precision", ())  # PyTorch 2.9 and later
+    places += [(member, "fp32_precision") for member in members.values() if isinstance(member, kind)]
+    model = build("llama", num_hidden_layers=1)
+    name = fingerprint(model)
+    assert places
+    for owner, setting in places:
+        if (before := getattr(owner, setting)) is None:  # not on this machine
+            continue
+        values = (not before,) if isinstance(before, bool) else _VALUES[setting]
+        setattr(owner, setting, next(value for value in values if value != before))
+        try:
+            assert fingerprint(model) != name, setting
+        finally:
+            setattr(owner, setting, before)
+        assert fingerprint(model) == name
+
+
+_VALUES = {"fp32_precision": ("tf32", "ieee"), "depthwise_kernel": ("cudnn", "native")}
+
+
 def test_the_order_that_pytorch_chooses_at_the_first_attention_on_a_gpu_is_no_change():
     """On a GPU of capability 9.0 or 10.0 that is cuDNN first, from then on."""
     model = build("llama")
@@ -318,6 +353,22 @@ def test_the_order_that_pytorch_chooses_at_the_first_attention_on_a_gpu_is_no_ch
         assert fingerprint(model) == name
     finally:
         torch._C._set_sdp_priority_order([1, 2, 0, 3, 4])
+
+
+def test_a_kernel_in_python_runs_plain_until_it_is_removed(tmp_path):
+    model = build("llama")
+    with KVStore(tmp_path) as store:
+        fill(model, store)
+        torch.func.vmap(torch.sin)(torch.ones(2))  # for which PyTorch adds kernels
+        assert restored(model, store) == 64
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("silu", torch.sin, "CPU")
+        try:
+            assert restored(model, store) == 0
+            assert "the kernel aten/silu/CPU" in Fingerprinter(model).look().problem
+        finally:
+            library._destroy()
+        assert restored(model, store) == 64
 
 
 def test_quantization_is_part_of_it():
