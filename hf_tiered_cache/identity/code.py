@@ -202,9 +202,10 @@ class CodeDescription(Description):
         for name in sorted(names):
             if name in namespace:
                 self._add_global(location, namespace, name, origin)
-            elif name in builtins.__dict__:
-                if origin == USER and name in _DYNAMIC:
-                    raise Undescribable(f"{location}, which calls {name}(),")
+                continue
+            if origin == USER and name in _DYNAMIC:
+                raise Undescribable(f"{location}, which calls {name}(),")
+            if origin == USER or name in builtins.__dict__:
                 self.watch.item(namespace, name)
                 self._add_global(location, builtins.__dict__, name, PYTHON)
         values = (namespace.get(name) for name in sorted(names))
@@ -231,26 +232,30 @@ class CodeDescription(Description):
                 continue
             visited.add(id(module))
             module_origin = origin if origin == USER else origin_of_module(module)
-            own = {"__getattr__"} if origin_of_module(module) == USER else _NONE
-            for name in sorted((names | own) & module.__dict__.keys()):
-                value = module.__dict__[name]
-                if not isinstance(value, types.ModuleType):
+            members = names | {"__getattr__"} if origin_of_module(module) == USER else names
+            if origin == USER and (module is torch.ops or isinstance(module, torch._ops._OpNamespace)):
+                _bind_operators(module, names)
+            for name in sorted(members if origin == USER else members & module.__dict__.keys()):
+                value = module.__dict__.get(name)
+                if origin == USER or not isinstance(value, types.ModuleType):
                     self._add_global(f"{location}, module {module.__name__}", module.__dict__, name, module_origin)
-                elif origin == USER or value.__name__ in _LOADED:
+                if isinstance(value, types.ModuleType) and (origin == USER or value.__name__ in _LOADED):
                     modules.append(value)
 
     def _add_global(self, location: str, namespace: dict[str, Any], name: str, origin: str) -> None:
+        """Describe a global. One that the namespace lacks is only watched."""
         key = id(namespace), name, origin == USER
-        if self.watch.item(namespace, name) and key not in self._globals:
-            self._globals.add(key)
-            self.words.append(name)
-            value = namespace[name]
-            if isinstance(value, types.ModuleType):  # its members are described by name
-                return
-            opaque = origin != USER and _is_opaque(value, type(value))
-            if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
-                raise Undescribable(f"the global {name} of {namespace.get('__name__')}, which was replaced,")
-            self._refer(f"{location}, global {name}", value, origin)
+        if not self.watch.item(namespace, name) or name not in namespace or key in self._globals:
+            return
+        self._globals.add(key)
+        self.words.append(name)
+        value = namespace[name]
+        if isinstance(value, types.ModuleType):  # its members are described by name
+            return
+        opaque = origin != USER and _is_opaque(value, type(value))
+        if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
+            raise Undescribable(f"the global {name} of {namespace.get('__name__')}, which was replaced,")
+        self._refer(f"{location}, global {name}", value, origin)
 
     def _refer(self, location: str, value: Any, origin: str) -> None:
         """Describe a value that code of the given origin refers to."""
@@ -332,6 +337,14 @@ class CodeDescription(Description):
                     for function in _functions_of(member, []):
                         referenced |= referenced_names(function.__code__)
             pending = referenced - described - _NO_MEMBER
+
+
+def _bind_operators(module: types.ModuleType, names: frozenset[str]) -> None:
+    """Bind the operators with these names to `torch.ops` or one of its namespaces, as their first use does."""
+    for operator in torch._C._dispatch_get_all_op_names():
+        namespace, name = operator.partition(".")[0].split("::")
+        if name in names and namespace in (names if module is torch.ops else (module.name,)):
+            getattr(getattr(torch.ops, namespace), name, None)
 
 
 def _check_library(location: str, value: Any) -> None:

@@ -1,0 +1,60 @@
+"""What user code refers to by name is described, whether the name is bound yet or not."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_tiered_cache.identity.code import CodeDescription
+from hf_tiered_cache.identity.description import Undescribable
+
+WAYS = {
+    "in a function": "try:\n        factor = {name}\n    except NameError:\n        factor = 1.0",
+    "by attribute": "factor = settings.{name} if hasattr(settings, '{name}') else 1.0",
+    "by text": "factor = getattr(settings, '{name}', 1.0)",
+    "in a submodule": "factor = getattr(settings.inner, '{name}', 1.0)",
+}
+
+
+def module_of(source, name="user_code", **members):
+    """Create a module of the user's from its source."""
+    module = types.ModuleType(name)
+    module.__dict__.update(members)
+    exec(compile(source, f"/home/user/{name}.py", "exec"), module.__dict__)
+    return module
+
+
+def describe(function):
+    """Return the completed description of a function."""
+    description = CodeDescription()
+    description.add("it", function)
+    description.finish()
+    description.watch.complete()
+    return description
+
+
+@given(way=st.sampled_from(sorted(WAYS)), name=st.sampled_from(["SCALE", "scale", "len", "__scale__", "act"]))
+def test_a_name_that_is_bound_later_is_noticed(way, name):
+    inner = types.ModuleType("inner")
+    settings = module_of("", "settings", inner=inner)
+    source = f"def run(x):\n    {WAYS[way].format(name=name)}\n    return x * factor"
+    module = module_of(source, settings=settings)
+    before = describe(module.run)
+    assert before.watch.holds()
+    setattr({"in a function": module, "in a submodule": inner}.get(way, settings), name, 3.0)
+    assert not before.watch.holds()
+    assert describe(module.run).words != before.words
+
+
+@pytest.mark.parametrize("namespace", ["torch.ops", "torch.ops.tiered_cache_tests"])
+def test_an_operator_of_the_users_is_refused_before_its_first_call(namespace):
+    library = torch.library.Library("tiered_cache_tests", "FRAGMENT")
+    library.define(f"scaled{len(namespace)}(Tensor x) -> Tensor")
+    operator = f"{'tiered_cache_tests.' if namespace == 'torch.ops' else ''}scaled{len(namespace)}"
+    module = module_of(f"import torch\nops = {namespace}\ndef act(x):\n    return ops.{operator}(x)")
+    with pytest.raises(Undescribable, match="the operator tiered_cache_tests"):
+        describe(module.act)
