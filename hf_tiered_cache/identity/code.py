@@ -9,6 +9,7 @@ import sys
 import types
 from collections import deque
 from contextlib import suppress
+from importlib.util import resolve_name
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from .origin import (
     USER,
     code_digest,
     file_digest,
-    imported_names,
+    imports_of,
     origin_of,
     origin_of_class,
     origin_of_module,
@@ -215,13 +216,15 @@ class CodeDescription(Description):
         self, location: str, code: types.CodeType, namespace: dict[str, Any], names: frozenset[str]
     ) -> None:
         """Describe what user code refers to in modules that it imports within functions."""
-        for name in sorted(imported_names(code)):
-            candidates = (name, f"{namespace.get('__package__')}.{name}")
-            module_name = next((candidate for candidate in candidates if candidate in sys.modules), "")
-            self.watch.item(sys.modules, module_name or name)
-            if not module_name:
+        for name, members in sorted(imports_of(code)):
+            absolute_name = name
+            with suppress(ImportError):  # no package has that many parents
+                absolute_name = resolve_name(name, namespace.get("__package__") or "")
+            self.watch.item(sys.modules, absolute_name)
+            module = sys.modules.get(absolute_name)
+            if module is None or not all(hasattr(module, member) for member in members):
                 raise Undescribable(f"{location}, which imports {name},")
-            self._add_modules(location, [sys.modules[module_name]], names, USER)
+            self._add_modules(location, [module], names, USER)
 
     def _add_modules(self, location: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
         """Describe the members among `names` of Python modules and their submodules."""

@@ -107,11 +107,22 @@ def text_names(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=16384)
-def imported_names(code: types.CodeType) -> frozenset[str]:
-    """Return the names of the modules that a code object and its nested code objects import."""
-    names = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
-    nested = (imported_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(names).union(*nested)
+def imports_of(code: types.CodeType) -> frozenset[tuple[str, tuple[str, ...]]]:
+    """Return the imports of a code object and its nested code objects.
+
+    Returns:
+        Pairs of the name of a module, with leading dots if relative, and the names that are imported from it.
+    """
+    imports: set[tuple[str, tuple[str, ...]]] = set()
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for number, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            level, members = (constant.argval for constant in steps[number - 2 : number])
+            imports.add(("." * level + step.argval, members or ()))
+            if not members:  # `import a.b` binds a
+                imports.add((step.argval.partition(".")[0], ()))
+    nested = (imports_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(imports).union(*nested)
 
 
 @functools.lru_cache(maxsize=4096)

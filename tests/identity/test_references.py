@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import pytest
@@ -58,3 +59,46 @@ def test_an_operator_of_the_users_is_refused_before_its_first_call(namespace):
     module = module_of(f"import torch\nops = {namespace}\ndef act(x):\n    return ops.{operator}(x)")
     with pytest.raises(Undescribable, match="the operator tiered_cache_tests"):
         describe(module.act)
+
+
+IMPORTS = [
+    "from .math import scale",
+    "from . import math; scale = math.scale",
+    "from ..sub.math import scale",
+    "from .. import sub; scale = sub.math.scale",
+    "from tiered_cache_pkg.sub.math import scale",
+    "import tiered_cache_pkg.sub.layers; scale = tiered_cache_pkg.sub.math.scale",
+    "import tiered_cache_pkg.sub.math as m; scale = m.scale",
+]
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """Return the modules of a package of the user's, by the ends of their names."""
+    modules = {}
+    for name in ("", ".sub", ".sub.math", ".sub.layers"):
+        module = modules[name] = types.ModuleType(f"tiered_cache_pkg{name}")
+        module.__package__ = module.__name__ if name in ("", ".sub") else "tiered_cache_pkg.sub"
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        if name:
+            parent, _, last = name.rpartition(".")
+            setattr(modules[parent], last, module)
+    modules[".sub.math"].scale = 1.0
+    return modules
+
+
+@pytest.mark.parametrize("statement", IMPORTS)
+def test_an_import_within_a_function_is_that_of_its_package(package, statement):
+    layers = package[".sub.layers"]
+    exec(f"def run(x):\n    {statement}\n    return x * scale", layers.__dict__)
+    before = describe(layers.run)
+    package[".sub.math"].scale = 3.0
+    assert not before.watch.holds()
+    assert describe(layers.run).words != before.words
+
+
+@pytest.mark.parametrize("statement", ["from . import lazy", "from .lazy import scale", "from .... import scale"])
+def test_an_import_of_what_is_not_loaded_is_refused(package, statement):
+    exec(f"def run(x):\n    {statement}\n    return x", package[".sub.layers"].__dict__)
+    with pytest.raises(Undescribable, match=r"it, which imports \."):
+        describe(package[".sub.layers"].run)
