@@ -119,10 +119,10 @@ class CodeDescription(Description):
         self._depth = 0  # depth of calls within foreign packages
         self._origin = USER  # of the code that refers to what is being described
 
-    def add(self, location: str, value: Any) -> None:
+    def _add_value(self, location: str, value: Any) -> None:
         if self._origin == USER and isinstance(value, (type, types.FunctionType, *BUILTIN)):
             _check_library(location, value)
-        super().add(location, value)
+        super()._add_value(location, value)
 
     def add_code(self, location: str, value: types.FunctionType | type) -> None:
         """Queue a function or class, which `finish` describes."""
@@ -137,15 +137,17 @@ class CodeDescription(Description):
         self._ignored.append((location, state, name))
 
     def finish(self) -> None:
-        """Describe the queued functions, classes and modules. Call this after all values are added."""
+        """Describe the queued functions, classes and modules. Call this after all values are added.
+
+        Raises:
+            Undescribable: there is a problem.
+        """
         names = -1
         while self._later or len(self._names) > names:
             while self._later:
                 location, value, self._depth = self._later.popleft()
-                if isinstance(value, type):
-                    self._describe_class(location, value)
-                else:
-                    self._describe_function(location, value)
+                describe: Any = self._describe_class if isinstance(value, type) else self._describe_function
+                self._guard(describe, location, value)
             names = len(self._names)
             for location, module in list(self._held_modules.values()):
                 self._add_modules(location, [module], frozenset(self._names), USER)
@@ -159,6 +161,8 @@ class CodeDescription(Description):
                     self.words.append(name)
                     self.add(f"{location}.{name}", state[name])
         self._depth = 0
+        if self.problem:
+            raise Undescribable(self.problem)
 
     # --- functions
 
@@ -205,7 +209,7 @@ class CodeDescription(Description):
                 self._add_global(location, namespace, name, origin)
                 continue
             if origin == USER and name in _DYNAMIC:
-                raise Undescribable(f"{location}, which calls {name}(),")
+                self.problem = self.problem or f"{location}, which calls {name}(),"
             if origin == USER or name in builtins.__dict__:
                 self.watch.item(namespace, name)
                 self._add_global(location, builtins.__dict__, name, PYTHON)
@@ -223,8 +227,9 @@ class CodeDescription(Description):
             self.watch.item(sys.modules, absolute_name)
             module = sys.modules.get(absolute_name)
             if module is None or not all(hasattr(module, member) for member in members):
-                raise Undescribable(f"{location}, which imports {name},")
-            self._add_modules(location, [module], names, USER)
+                self.problem = self.problem or f"{location}, which imports {name},"
+            if module is not None:
+                self._add_modules(location, [module], names, USER)
 
     def _add_modules(self, location: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
         """Describe the members among `names` of Python modules and their submodules."""
@@ -257,17 +262,19 @@ class CodeDescription(Description):
             return
         opaque = origin != USER and _is_opaque(value, type(value))
         if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
-            raise Undescribable(f"the global {name} of {namespace.get('__name__')}, which was replaced,")
+            self.problem = self.problem or f"the global {name} of {namespace.get('__name__')}, which was replaced,"
         self._refer(f"{location}, global {name}", value, origin)
 
     def _refer(self, location: str, value: Any, origin: str) -> None:
         """Describe a value that code of the given origin refers to."""
         before, self._origin = self._origin, origin
-        if origin == USER:
-            self.add(location, value)
-        else:
-            self._add_static(location, value, 0)
-        self._origin = before
+        try:
+            if origin == USER:
+                self.add(location, value)
+            else:
+                self._add_static(location, value, 0)
+        finally:
+            self._origin = before
 
     def _add_static(self, location: str, value: Any, depth: int) -> None:
         """Describe a value of a package: functions, classes and plain values in full, other objects by their type.
@@ -287,7 +294,7 @@ class CodeDescription(Description):
                 if callable(item) and isinstance(key, str):
                     self.watch.item(value, key)
                     if self._statics.setdefault((id(value), key), (value, item))[1] is not item:
-                        raise Undescribable(f"{location}, in which {key!r} was replaced,")
+                        self.problem = self.problem or f"{location}, in which {key!r} was replaced,"
         elif _is_opaque(value, kind):
             self.words.append(f"some {kind.__qualname__}")
         else:

@@ -19,7 +19,7 @@ import typing
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
+from ..errors import UnsupportedModelError
 from ..patches.replacement import Replacement
 from .origin import USER, origin_of_class
 from .watch import Watch
@@ -79,6 +80,8 @@ class Description(ABC):
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         """Names and tensors that were found, by id of the tensor."""
         self.words: list[str] = []
+        self.problem = ""
+        """Reason why the described objects cannot be distinguished from others, or ""."""
         self.caches: list[Any] = []
         """Functions with a `functools.lru_cache` that were found."""
         self._seen: dict[int, tuple[int, Any]] = {}
@@ -90,8 +93,29 @@ class Description(ABC):
     def add(self, location: str, value: Any) -> None:
         """Describe a value. Its `location` in the model is for tensor names and error messages.
 
+        If it cannot be described, that is the `problem`, and the description goes on: changes of other values must be
+        noticed although a tag names this one.
+        """
+        self._guard(self._add_value, location, value)
+
+    def _guard(self, describe: Callable[..., None], location: str, *arguments: Any) -> None:
+        """Call a describing function, and record the first failure as the problem."""
+        try:
+            describe(location, *arguments)
+            return
+        except Undescribable as error:
+            problem = str(error)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # user code that raises, or infinite nesting
+            problem = f"{location or 'the model'}, which raised {type(error).__name__} when it was inspected,"
+        self.problem = self.problem or problem
+
+    def _add_value(self, location: str, value: Any) -> None:
+        """Describe a value.
+
         Raises:
-            Undescribable: the value, or something that it computes with, cannot be described.
+            Undescribable: the value cannot be described.
         """
         value = self.original(location, value)
         kind = type(value)
@@ -204,7 +228,7 @@ class Description(ABC):
         except TypeError:
             raise Undescribable(f"{location}, a {kind.__qualname__},") from None
         self.watch.type_of(value)
-        self.add(location, kind)
+        self._add_value(location, kind)
         self.add_members(location, kind, frozenset())
         self._add_items(location, state.values, tuple)
         if state.attributes is not None:
@@ -231,8 +255,10 @@ class Description(ABC):
         if id(value) in self._open_containers or self._parts > _MOST_PARTS:
             raise Undescribable(f"{location}, which is recursive or nested too deeply,")
         self._open_containers.add(id(value))
-        (self._add_items if kind in _SEQUENCES else self._add_mapping)(location, value, kind)
-        self._open_containers.remove(id(value))
+        try:
+            (self._add_items if kind in _SEQUENCES else self._add_mapping)(location, value, kind)
+        finally:
+            self._open_containers.remove(id(value))
 
     def _add_items(self, location: str, value: Any, kind: type) -> None:
         self.words.append(f"{kind.__name__} of {len(value)}")

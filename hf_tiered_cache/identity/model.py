@@ -28,7 +28,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedModelError
 from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, CodeDescription, Statics
-from .description import Undescribable
 from .ignored import ADAPTER_STATE, IRRELEVANT, UNRELATED
 from .origin import TRUSTED, USER, origin_of, origin_of_class
 from .watch import (
@@ -67,8 +66,6 @@ class ModelDescription(CodeDescription):
 
     def __init__(self, model: PreTrainedModel, statics: Statics | None = None, unsteady: Places | None = None) -> None:
         super().__init__(Watch(unsteady), statics)
-        self.problem = ""
-        """Reason why the model cannot be distinguished from others, or ""."""
         self.tuned: list[Any] = []
         """Layers wrapped by an adapter."""
         self.rotary: list[Any] = []
@@ -100,27 +97,10 @@ class ModelDescription(CodeDescription):
             self._depth = LEAF
             self._guard(self.add_members, kind.__name__, kind, frozenset(kind.__dict__))
             self._depth = 0
-        self._guard(self.add, "", model)
-        self._guard(self.add, "the configuration", self._text)
+        self.add("", model)
+        self.add("the configuration", self._text)
         self._guard(lambda location: self.finish(), "the code of the model")
         self._check_order(model)
-
-    def _guard(self, describe: Callable[..., None], *arguments: Any) -> None:
-        """Call a describing function, and record its first failure as the problem of the model.
-
-        The first of its arguments names the described place.
-        """
-        try:
-            describe(*arguments)
-            return
-        except Undescribable as error:
-            problem = str(error)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:  # user code that raises, or infinite nesting
-            problem = f"{arguments[0] or 'the model'}, which raised {type(error).__name__} when it was inspected,"
-        self.problem = self.problem or problem
-        self._open_containers.clear()
 
     # --- modules
 
@@ -220,7 +200,7 @@ class ModelDescription(CodeDescription):
                 for key in value.keys() - idle:
                     self.watch.item(value, key)
                 value = {key: item for key, item in value.items() if key not in idle}
-            self._guard(self.add, f"the attribute {location}.{name}" if location else f"the attribute {name}", value)
+            self.add(f"the attribute {location}.{name}" if location else f"the attribute {name}", value)
         if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # packed and scaled weights of int8 layers
             saved: dict[str, Any] = {}
             module._save_to_state_dict(saved, "", True)
@@ -308,7 +288,7 @@ class ModelDescription(CodeDescription):
             elif home in _OBSERVERS:
                 self._check(f"a hook on {location}", hook)
             elif home != _OURS:
-                self._guard(self.add, f"a hook on {location}", hook)
+                self.add(f"a hook on {location}", hook)
 
     def _add_method(self, location: str, module: nn.Module, name: str) -> None:
         """Check the replacements of a method: by this library, by `torch.compile`, or by accelerate with its hook."""
@@ -326,7 +306,7 @@ class ModelDescription(CodeDescription):
             elif _is_own(method, module, name) or (type(module) is OptimizedModule and _runs_inner(method, module)):
                 return
             elif _is_trusted(method) and _home(method) != "accelerate":
-                self._guard(self.add, f"the replaced {name} of {location}", method)
+                self.add(f"the replaced {name} of {location}", method)
                 return
             else:
                 self.problem = self.problem or f"the replaced {name} of {location}"
@@ -350,7 +330,7 @@ class ModelDescription(CodeDescription):
     def _check(self, location: str, function: Any) -> None:
         """Watch a function without a description; record a problem if it runs user code."""
         aside = CodeDescription(watch=self.watch, statics=self._statics)
-        self._guard(aside.add, location, function)
+        aside.add(location, function)
         self._guard(lambda location: aside.finish(), location)
         if aside.has_user_code:
             self.problem = self.problem or location

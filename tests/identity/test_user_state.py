@@ -517,6 +517,55 @@ def test_inputs_that_code_does_not_show_run_plain_with_a_reason(function):
     assert "act_fn" in Fingerprinter(with_activation(function)).look().problem
 
 
+# --- with a tag
+
+
+def in_another_function(change):
+    model = with_activation(lambda x: x * FACTOR)
+    model.model.layers[0].mlp.act_fn = from_the_clock
+    return model, lambda: change("FACTOR", 3.0)
+
+
+def in_the_same_function(change):
+    return with_activation(lambda x: x * time.time() * FACTOR), lambda: change("FACTOR", 3.0)
+
+
+def in_the_same_object(change):
+    class Settings:
+        def __init__(self):
+            self.lock, self.scale = threading.Lock(), 1.0
+
+        def __call__(self, x):
+            return x * self.scale
+
+    settings = Settings()
+    return with_activation(settings), assigned(settings, "scale", 3.0)
+
+
+def in_the_same_container(change):
+    values = [threading.Lock(), 1.0]
+    return with_activation(lambda x: x * values[1]), lambda: values.__setitem__(1, 3.0)
+
+
+def in_the_same_configuration(change):
+    model = build("llama", num_hidden_layers=LAYERS)
+    model.config.extra_clock = time.time
+    return model, assigned(model.config, "rms_norm_eps", 0.5)
+
+
+TAGGED = [in_another_function, in_the_same_function, in_the_same_object, in_the_same_container, in_the_same_configuration]
+
+
+@pytest.mark.parametrize("case", TAGGED)
+def test_what_a_tag_names_hides_no_other_change(monkeypatch, case):
+    model, change = case(functools.partial(monkeypatch.setattr, sys.modules[__name__]))
+    name = Fingerprinter(model)
+    before = name.look("tag")
+    assert name.look().problem and not before.problem
+    change()
+    assert name.look("tag").fingerprint != before.fingerprint
+
+
 BASE = 1.0
 
 
