@@ -20,18 +20,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..patches.replacement import Replacement
 from .description import BUILTIN, HEAP_TYPE, PLAIN, PLAIN_TORCH, Description, Undescribable, cached_functions
+from .library import check_library
 from .origin import (
     INSTALLED,
     PYTHON,
     USER,
+    References,
     code_digest,
     file_digest,
-    imports_of,
     origin_of,
     origin_of_class,
     origin_of_module,
     referenced_names,
-    text_names,
+    references,
 )
 from .watch import Watch
 
@@ -40,9 +41,9 @@ _UNCALLED = _CONSTRUCTORS | {
     *("__init_subclass__", "__class_getitem__", "__set_name__", "__del__"),
     *("__repr__", "__str__", "__format__", "__dir__"),
     *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
-    *("__copy__", "__deepcopy__", "__sizeof__"),
+    *("__copy__", "__deepcopy__", "__sizeof__", "__hash__"),
 }
-"""Special methods that no pass calls: construction, printing, copying, pickling. torch.compile replaces some."""
+"""Special methods that change no result: construction, printing, copying, pickling, hashing. Some have replacements."""
 _NO_MEMBER = frozenset(
     {
         *("loss_function", "loss_type"),
@@ -72,23 +73,6 @@ _LOADED = frozenset(
     }
 )
 """Submodules that are loaded whenever torch is. The set of other loaded submodules differs between processes."""
-_DYNAMIC = frozenset({"globals", "vars", "eval", "exec", "__import__", "open", "input", "compile", "breakpoint"})
-"""Builtins through which code can reach objects that its names do not show."""
-_PURE = frozenset(
-    {
-        *("abc", "array", "base64", "binascii", "bisect", "builtins", "cmath", "collections", "collections_abc"),
-        *("contextlib", "copy", "copyreg", "dataclasses", "enum", "fractions", "functools", "hashlib", "heapq"),
-        *("itertools", "json", "logging", "math", "numbers", "operator", "pprint", "re", "reprlib", "statistics"),
-        *("string", "struct", "textwrap", "types", "typing", "unicodedata", "warnings", "weakref", "zlib"),
-        *("os._Environ", "os._createenviron", "time.perf_counter", "time.perf_counter_ns", "time.monotonic"),
-    }
-)
-"""Modules of the standard library, and members of others, that user code may use: what they return depends on what they
-are given. Clocks without a fixed origin are for measuring. The environment is described as data."""
-_READERS = frozenset(
-    {"load", "load_file", "safe_open", "fromfile", "from_file", "memmap", "open_memmap", "loadtxt", "genfromtxt"}
-)
-"""Functions of installed packages that read files."""
 
 
 Statics = dict[tuple[int, str], tuple[dict[str, Any], Any]]
@@ -121,7 +105,7 @@ class CodeDescription(Description):
 
     def _add_value(self, location: str, value: Any) -> None:
         if self._origin == USER and isinstance(value, (type, types.FunctionType, *BUILTIN)):
-            _check_library(location, value)
+            check_library(location, value)
         super()._add_value(location, value)
 
     def add_code(self, location: str, value: types.FunctionType | type) -> None:
@@ -194,33 +178,34 @@ class CodeDescription(Description):
             self._depth += 1  # `forward` of a torch module only passes on what it holds
         elif origin == USER:
             self._depth = 0
-        if origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
+        if origin == USER:
+            refs = references(code)
+            self._names |= refs.members
+            self._add_globals(location, function.__globals__, refs.globals, refs.members, USER)
+            self._add_imports(location, function.__globals__, refs)
+        elif origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
             names = referenced_names(code)
-            if origin == USER:
-                names |= text_names(code)  # for example arguments of `getattr`
-                self._names |= names
-                self._add_imports(location, code, function.__globals__, names)
-            self._add_globals(location, function.__globals__, names, origin)
+            self._add_globals(location, function.__globals__, names, names, origin)
 
-    def _add_globals(self, location: str, namespace: dict[str, Any], names: frozenset[str], origin: str) -> None:
-        """Describe the globals among `names`, including members of modules that are globals."""
+    def _add_globals(
+        self, location: str, namespace: dict[str, Any], names: frozenset[str], members: frozenset[str], origin: str
+    ) -> None:
+        """Describe the globals and builtins called `names`, and of modules among them the `members`."""
+        modules = []
         for name in sorted(names):
             if name in namespace:
                 self._add_global(location, namespace, name, origin)
-                continue
-            if origin == USER and name in _DYNAMIC:
-                self.problem = self.problem or f"{location}, which calls {name}(),"
-            if origin == USER or name in builtins.__dict__:
+                value = namespace.get(name)
+                if isinstance(value, types.ModuleType):
+                    modules.append(value)
+            elif origin == USER or name in builtins.__dict__:
                 self.watch.item(namespace, name)
-                self._add_global(location, builtins.__dict__, name, PYTHON)
-        values = (namespace.get(name) for name in sorted(names))
-        self._add_modules(location, [value for value in values if isinstance(value, types.ModuleType)], names, origin)
+                self._add_global(location, builtins.__dict__, name, USER if origin == USER else PYTHON)
+        self._add_modules(location, modules, members, origin)
 
-    def _add_imports(
-        self, location: str, code: types.CodeType, namespace: dict[str, Any], names: frozenset[str]
-    ) -> None:
+    def _add_imports(self, location: str, namespace: dict[str, Any], refs: References) -> None:
         """Describe what user code refers to in modules that it imports within functions."""
-        for name, members in sorted(imports_of(code)):
+        for name, members in sorted(refs.imports):
             absolute_name = name
             with suppress(ImportError):  # no package has that many parents
                 absolute_name = resolve_name(name, namespace.get("__package__") or "")
@@ -229,7 +214,7 @@ class CodeDescription(Description):
             if module is None or not all(hasattr(module, member) for member in members):
                 self.problem = self.problem or f"{location}, which imports {name},"
             if module is not None:
-                self._add_modules(location, [module], names, USER)
+                self._add_modules(location, [module], refs.members, USER)
 
     def _add_modules(self, location: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
         """Describe the members among `names` of Python modules and their submodules."""
@@ -326,7 +311,9 @@ class CodeDescription(Description):
                 self.watch.size(base.__dict__)
                 self.watch.slot(base, "__bases__")
                 if origin_of_class(base) == USER:
-                    pending |= base.__dict__.keys() - (_CONSTRUCTORS if issubclass(kind, PreTrainedConfig) else _NONE)
+                    pending |= base.__dict__.keys() - (
+                        _CONSTRUCTORS if issubclass(kind, PreTrainedConfig) else {"__hash__"}
+                    )
             if origin_of_class(type(kind)) == USER:  # a metaclass
                 self.watch.type_of(kind)
                 self.add(location, type(kind))
@@ -355,27 +342,6 @@ def _bind_operators(module: types.ModuleType, names: frozenset[str]) -> None:
         namespace, name = operator.partition(".")[0].split("::")
         if name in names and namespace in (names if module is torch.ops else (module.name,)):
             getattr(getattr(torch.ops, namespace), name, None)
-
-
-def _check_library(location: str, value: Any) -> None:
-    """Check that results of a function or class that user code refers to depend only on its arguments.
-
-    Raises:
-        Undescribable: It belongs to the standard library and is not in `_PURE`, or it reads files.
-    """
-    if isinstance(value, types.FunctionType):
-        parts = [(origin_of(value), value.__globals__.get("__name__"), value.__qualname__)]
-    elif isinstance(value, type):
-        parts = [(origin_of_class(kind), kind.__module__, kind.__qualname__) for kind in value.__mro__]
-    else:
-        module = getattr(getattr(value, "__objclass__", value), "__module__", None)
-        origin = PYTHON if f"{module}".partition(".")[0] in sys.stdlib_module_names else INSTALLED
-        parts = [(origin, module, value.__qualname__)]
-    for origin, module, name in parts:
-        package, member = f"{module}".lstrip("_").partition(".")[0], f"{module}.{name.partition('.')[0]}"
-        impure = origin == PYTHON and not {package, member} & _PURE
-        if impure or (origin not in (PYTHON, USER) and name in _READERS):
-            raise Undescribable(f"{location}, which uses {module}.{name},")
 
 
 def _is_special(name: str) -> bool:

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TRUSTED = frozenset({"torch", "transformers", "accelerate", "peft", "hf_tiered_cache"})
 """Trusted packages: their hooks and replaced methods change no KV, or only in ways that a model description covers."""
@@ -98,31 +98,50 @@ def referenced_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*nested)
 
 
-@functools.lru_cache(maxsize=16384)
-def text_names(code: types.CodeType) -> frozenset[str]:
-    """Return all string constants of a code object and its nested code objects that are valid identifiers."""
-    names = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
-    nested = (text_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(names).union(*nested)
+class References(NamedTuple):
+    """What a code object and its nested code objects refer to by name."""
+
+    globals: frozenset[str] = frozenset()
+    """Names of globals and builtins."""
+    members: frozenset[str] = frozenset()
+    """Names of attributes, and texts that may be such names, for example arguments of `getattr`."""
+    imports: frozenset[tuple[str, tuple[str, ...]]] = frozenset()
+    """Names of modules, with leading dots if relative, and the names that are imported from each."""
 
 
 @functools.lru_cache(maxsize=16384)
-def imports_of(code: types.CodeType) -> frozenset[tuple[str, tuple[str, ...]]]:
-    """Return the imports of a code object and its nested code objects.
-
-    Returns:
-        Pairs of the name of a module, with leading dots if relative, and the names that are imported from it.
-    """
+def references(code: types.CodeType) -> References:
+    """Return what a code object and its nested code objects refer to."""
+    global_names: set[str] = set()
+    members: set[str] = set()
     imports: set[tuple[str, tuple[str, ...]]] = set()
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for number, step in enumerate(steps):
         if step.opname == "IMPORT_NAME":
-            level, members = (constant.argval for constant in steps[number - 2 : number])
-            imports.add(("." * level + step.argval, members or ()))
-            if not members:  # `import a.b` binds a
+            level, imported = (constant.argval for constant in steps[number - 2 : number])
+            imports.add(("." * level + step.argval, imported or ()))
+            if not imported:  # `import a.b` binds a
                 imports.add((step.argval.partition(".")[0], ()))
-    nested = (imports_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(imports).union(*nested)
+        elif step.opcode in dis.hasname:
+            is_member = "ATTR" in step.opname or step.opname in ("LOAD_METHOD", "IMPORT_FROM")
+            (members if is_member else global_names).add(step.argval)
+        elif step.opcode in dis.hasconst and not _names_keywords(steps, number):
+            members |= _texts(step.argval)
+    nested = [references(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    own = References(frozenset(global_names), frozenset(members), frozenset(imports))
+    return References(*(frozenset().union(*parts) for parts in zip(own, *nested, strict=True)))
+
+
+def _names_keywords(steps: list[dis.Instruction], number: int) -> bool:
+    """Return whether an instruction loads the names of the keyword arguments of a call."""
+    return steps[number].opname == "KW_NAMES" or steps[min(number + 1, len(steps) - 1)].opname.endswith("_KW")
+
+
+def _texts(constant: object) -> frozenset[str]:
+    """Return the texts in a constant that may be names of attributes."""
+    if isinstance(constant, (tuple, frozenset)):
+        return frozenset().union(*map(_texts, constant))
+    return frozenset(filter(str.isidentifier, constant.split("."))) if isinstance(constant, str) else frozenset()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -102,3 +102,61 @@ def test_an_import_of_what_is_not_loaded_is_refused(package, statement):
     exec(f"def run(x):\n    {statement}\n    return x", package[".sub.layers"].__dict__)
     with pytest.raises(Undescribable, match=r"it, which imports \."):
         describe(package[".sub.layers"].run)
+
+
+PURE = [
+    *("abs", "all", "any", "callable", "chr", "divmod", "getattr", "isinstance", "iter", "len"),
+    *("max", "min", "next", "pow", "print", "repr", "round", "sorted", "sum"),
+]
+IMPURE = [
+    *("__import__", "breakpoint", "compile", "dir", "eval", "exec", "globals", "hash", "id", "input", "open", "vars")
+]
+USES = {
+    "as an attribute": "def run(x):\n    return x.{name}(x.inner.{name})",
+    "as a method": "class Layer:\n    {name} = abs\nlayer = Layer()\nrun = lambda x: layer.{name}(x)",
+    "as an item": "def run(x, **options):\n    return x * options['{name}']",
+    "as a keyword": "def run(x):\n    return x.scale({name}=1.0)",
+    "as a local variable": "def run(x):\n    {name} = x\n    return {name} * 2",
+}
+CALLS = {
+    "by name": "def run(x):\n    return x * {name}('1')",
+    "in a nested function": "def run(x):\n    return [{name}(item) for item in x]",
+    "by another name": "call = {name}\ndef run(x):\n    return x * call('1')",
+    "as a default": "def run(x, call={name}):\n    return x * call('1')",
+    "in a table": "calls = {{'call': {name}}}\ndef run(x):\n    return x * calls['call']('1')",
+    "in a module": "import builtins\ndef run(x):\n    return x * builtins.{name}('1')",
+    "by import": "def run(x):\n    from builtins import {name} as call\n    return x * call('1')",
+}
+
+
+@given(use=st.sampled_from(sorted(USES)), name=st.sampled_from([*PURE, *IMPURE, "time", "sleep", "compile", "random"]))
+def test_names_of_attributes_are_no_names_of_builtins_or_members(use, name):
+    """What these modules and builtins have under such a name matters only if code refers to it."""
+    before = "import re, time\ndef timed():\n    return time.perf_counter()\n"
+    module = module_of(before + USES[use].format(name=name))
+    assert describe(module.run).words
+    assert describe(module.timed).words
+
+
+@given(call=st.sampled_from(sorted(CALLS)), name=st.sampled_from([*PURE, *IMPURE]))
+def test_builtins_that_do_not_compute_from_their_arguments_alone_are_refused(call, name):
+    run = module_of(CALLS[call].format(name=name)).run
+    if name in PURE:
+        assert describe(run).words
+    else:
+        with pytest.raises(Undescribable, match=f"which uses (_?io|builtins).{name},"):
+            describe(run)
+
+
+def test_a_key_of_a_dictionary_may_be_of_a_class_of_the_users():
+    source = (
+        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Key:\n    name: str\n"
+        "table = {Key('a'): 1.0}\ndef run(x):\n    return x * table[Key('a')]"
+    )
+    module = types.ModuleType("keyed")
+    sys.modules["keyed"] = module  # dataclasses looks there
+    try:
+        exec(source, module.__dict__)
+    finally:
+        del sys.modules["keyed"]
+    assert describe(module.run).words

@@ -553,7 +553,13 @@ def in_the_same_configuration(change):
     return model, assigned(model.config, "rms_norm_eps", 0.5)
 
 
-TAGGED = [in_another_function, in_the_same_function, in_the_same_object, in_the_same_container, in_the_same_configuration]
+TAGGED = [
+    in_another_function,
+    in_the_same_function,
+    in_the_same_object,
+    in_the_same_container,
+    in_the_same_configuration,
+]
 
 
 @pytest.mark.parametrize("case", TAGGED)
