@@ -19,7 +19,17 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..patches.replacement import Replacement
-from .description import BUILTIN, HEAP_TYPE, PLAIN, PLAIN_TORCH, Description, Undescribable, cached_functions
+from .description import (
+    BUILTIN,
+    HEAP_TYPE,
+    INERT,
+    PLAIN,
+    PLAIN_TORCH,
+    SEQUENCES,
+    Description,
+    Undescribable,
+    cached_functions,
+)
 from .library import check_library
 from .origin import (
     INSTALLED,
@@ -280,10 +290,25 @@ class CodeDescription(Description):
                     self.watch.item(value, key)
                     if self._statics.setdefault((id(value), key), (value, item))[1] is not item:
                         self.problem = self.problem or f"{location}, in which {key!r} was replaced,"
+            self._add_settings(value)
+        elif self._origin == INSTALLED and kind in SEQUENCES and all(type(item) in PLAIN for item in value):
+            self.add(location, value)
         elif _is_opaque(value, kind):
             self.words.append(f"some {kind.__qualname__}")
+            if kind.__dictoffset__ and not isinstance(value, INERT):
+                self._add_settings(value.__dict__)
         else:
             self.add(location, value)
+
+    def _add_settings(self, state: dict[Any, Any]) -> None:
+        """Describe the plain items of a dictionary of an installed package."""
+        if self._origin != INSTALLED:  # the tables of other packages grow
+            return
+        self.watch.size(state)
+        settings = {key: item for key, item in list(state.items()) if type(key) in PLAIN and type(item) in PLAIN}
+        for key in sorted(settings, key=repr):
+            if self.watch.item(state, key):
+                self.words.append(f"{key!r} {settings[key]!r}")
 
     # --- classes
 

@@ -45,7 +45,7 @@ BUILTIN = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
 )
-_SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
+SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 HEAP_TYPE = 1 << 9
 """Flag of classes that are created at runtime (`Py_TPFLAGS_HEAPTYPE`), such as all classes in Python code."""
@@ -61,7 +61,7 @@ _PARTS: Any = {
 """Built-in types with attributes that are their state."""
 _CALLS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar)
-_INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle)
+INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle)
 """Types with instances that do not affect computation."""
 _TENSOR_MARKS = frozenset({"_is_hf_initialized", "_is_param", "_is_buffer", "persistent"})
 """Attributes that torch and transformers set on tensors without effect on results, besides those of `torch.compile`."""
@@ -125,7 +125,7 @@ class Description(ABC):
             self.words.append(
                 f"{value.dtype.str} {value.tobytes().hex()}" if isinstance(value, np.generic) else str(value)
             )
-        elif kind in _SEQUENCES or kind in _MAPPINGS:
+        elif kind in SEQUENCES or kind in _MAPPINGS:
             self._add_container(location, value, kind)
         elif self.number(value):
             self._add_new(location, value, kind)
@@ -216,7 +216,7 @@ class Description(ABC):
             self.words.append(f"operator {value}")
         elif kind is torch.ScriptObject:  # packed weights; the module saves them as tensors
             self.words.append(f"script object {value._type().name()}")
-        elif isinstance(value, _INERT) and origin_of_class(kind) != USER:
+        elif isinstance(value, INERT) and origin_of_class(kind) != USER:
             self.words.append(kind.__qualname__)
         else:
             self._add_instance(location, value, kind)
@@ -256,7 +256,7 @@ class Description(ABC):
             raise Undescribable(f"{location}, which is recursive or nested too deeply,")
         self._open_containers.add(id(value))
         try:
-            (self._add_items if kind in _SEQUENCES else self._add_mapping)(location, value, kind)
+            (self._add_items if kind in SEQUENCES else self._add_mapping)(location, value, kind)
         finally:
             self._open_containers.remove(id(value))
 

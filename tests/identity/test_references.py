@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -160,3 +162,52 @@ def test_a_key_of_a_dictionary_may_be_of_a_class_of_the_users():
     finally:
         del sys.modules["keyed"]
     assert describe(module.run).words
+
+
+SETTINGS = {
+    "an item of a dictionary": ("STATE = {'scale': 1.0}", "STATE['scale']", "STATE['scale'] = 3.0"),
+    "an item of a large dictionary": (
+        "STATE = dict.fromkeys(range(1000), 1.0)",
+        "STATE[999]",
+        "STATE[999] = 3.0",
+    ),
+    "an added item": ("STATE = {}", "STATE.get('scale', 1.0)", "STATE['scale'] = 3.0"),
+    "an item of a list": ("STATE = [1.0]", "STATE[0]", "STATE[0] = 3.0"),
+    "an attribute": ("class State: pass\nSTATE = State()\nSTATE.scale = 1.0", "STATE.scale", "STATE.scale = 3.0"),
+    "an added attribute": ("class State: pass\nSTATE = State()", "getattr(STATE, 'scale', 1)", "STATE.scale = 3.0"),
+    "an attribute of a namespace": (
+        "import types\nSTATE = types.SimpleNamespace(scale=1.0)",
+        "STATE.scale",
+        "STATE.scale = 3.0",
+    ),
+}
+
+
+def installed(monkeypatch, source):
+    """Create a module of an installed package from its source."""
+    file = os.path.join(os.path.dirname(np.__file__), os.pardir, "tiered_cache_pkg.py")
+    module = types.ModuleType("tiered_cache_pkg")
+    module.__file__ = os.path.normpath(file)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_of_an_installed_package_are_described(monkeypatch, case):
+    state, use, change = SETTINGS[case]
+    module = installed(monkeypatch, f"{state}\ndef run(x):\n    return x * {use}")
+    before = describe(module.run)
+    assert before.watch.holds() and describe(module.run).words == before.words
+    exec(change, module.__dict__)
+    assert not before.watch.holds()
+    assert describe(module.run).words != before.words
+
+
+def test_the_level_of_a_logger_is_no_setting(monkeypatch):
+    module = installed(
+        monkeypatch, "import logging\nSTATE = logging.getLogger('a')\ndef run(x):\n    return STATE and x"
+    )
+    before = describe(module.run)
+    monkeypatch.setattr(module.STATE, "level", 50)
+    assert describe(module.run).words == before.words
