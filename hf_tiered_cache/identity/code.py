@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
+import os
 import sys
 import types
 from collections import deque
@@ -30,7 +31,7 @@ from .description import (
     Undescribable,
     cached_functions,
 )
-from .library import check_library
+from .library import impure_part
 from .origin import (
     INSTALLED,
     PYTHON,
@@ -43,6 +44,7 @@ from .origin import (
     origin_of_module,
     referenced_names,
     references,
+    text_names,
 )
 from .watch import Watch
 
@@ -107,15 +109,25 @@ class CodeDescription(Description):
         self._globals: set[tuple[int, str, bool]] = set()  # globals described so far
         self.has_user_code = False
         """True if a described function is user code."""
+        self.is_impure = False
+        """True if user code may not use a described part of the standard library."""
         self._names: set[str] = set()  # names that user code refers to
+        self._called: set[str] = set()  # names that any described code refers to, or described texts
+        self._user_classes: dict[type, str] = {}  # classes with members in user code, with their locations
         self._held_modules: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
-        self._ignored: list[tuple[str, dict[str, Any], str]] = []  # what packages do not compute with
+        self._ignored: list[tuple[str, dict[str, Any], str, set[str]]] = []  # attributes that no code is known to read
         self._depth = 0  # depth of calls within foreign packages
         self._origin = USER  # of the code that refers to what is being described
 
     def _add_value(self, location: str, value: Any) -> None:
+        if type(value) is str:
+            self._called |= text_names(value)
         if self._origin == USER and isinstance(value, (type, types.FunctionType, *BUILTIN)):
-            check_library(location, value)
+            if impure := impure_part(value):
+                self.is_impure = True
+                raise Undescribable(f"{location}, which uses {impure},")
+            if value is os.getenv:
+                self.add(location, os.environ)
         super()._add_value(location, value)
 
     def add_code(self, location: str, value: types.FunctionType | type) -> None:
@@ -126,9 +138,9 @@ class CodeDescription(Description):
         """Queue a Python module that an object holds; `finish` describes the members that user code may refer to."""
         self._held_modules[id(module)] = location, module
 
-    def ignore(self, location: str, state: dict[str, Any], name: str) -> None:
-        """Leave out an entry of an object's `__dict__`, unless user code refers to its name, which `finish` checks."""
-        self._ignored.append((location, state, name))
+    def ignore(self, location: str, state: dict[str, Any], name: str, by_any_code: bool = False) -> None:
+        """Leave out an attribute, unless user code, or any code, refers to its name, which `finish` checks."""
+        self._ignored.append((location, state, name, self._called if by_any_code else self._names))
 
     def finish(self) -> None:
         """Describe the queued functions, classes and modules. Call this after all values are added.
@@ -136,20 +148,23 @@ class CodeDescription(Description):
         Raises:
             Undescribable: there is a problem.
         """
-        names = -1
-        while self._later or len(self._names) > names:
+        count = -1
+        while self._later or len(self._called) > count:
             while self._later:
                 location, value, self._depth = self._later.popleft()
                 describe: Any = self._describe_class if isinstance(value, type) else self._describe_function
                 self._guard(describe, location, value)
-            names = len(self._names)
+            count = len(self._called)
+            for kind, location in list(self._user_classes.items()):
+                named = {name for base in kind.__mro__ if origin_of_class(base) == USER for name in base.__dict__}
+                self._guard(self.add_members, location, kind, frozenset(named & self._called - _uncalled(kind)), False)
             for location, module in list(self._held_modules.values()):
                 self._add_modules(location, [module], frozenset(self._names), USER)
             self._depth = 0
             ignored, self._ignored = self._ignored, []
-            for location, state, name in ignored:
-                if name not in self._names:
-                    self.ignore(location, state, name)
+            for location, state, name, names in ignored:
+                if name not in names:
+                    self._ignored.append((location, state, name, names))
                 elif name in state:
                     self.watch.item(state, name)
                     self.words.append(name)
@@ -162,6 +177,7 @@ class CodeDescription(Description):
 
     def _describe_function(self, location: str, function: types.FunctionType) -> None:
         code, origin = function.__code__, origin_of(function)
+        self._called |= referenced_names(code)
         self.watch.function(function)
         self.words.append(f"def {function.__qualname__} {code_digest(code)}")
         self.has_user_code |= origin == USER
@@ -191,6 +207,7 @@ class CodeDescription(Description):
         if origin == USER:
             refs = references(code)
             self._names |= refs.members
+            self._called |= refs.members
             self._add_globals(location, function.__globals__, refs.globals, refs.members, USER)
             self._add_imports(location, function.__globals__, refs)
         elif origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
@@ -321,8 +338,8 @@ class CodeDescription(Description):
     def add_members(self, location: str, kind: type, names: frozenset[str], special: bool = True) -> None:
         """Describe the members of a class with the given names, and the members that their code refers to.
 
-        All members of a class in user code are described, and if `special`, special methods, since no name refers to
-        them.
+        Of a class in user code, `forward`, special methods and data are described, too, and if `special`, the special
+        methods of its bases. `finish` describes what other code calls.
         """
         described = self._members.get(kind)
         if described is not None and names <= described and not (special and kind not in self._with_special):
@@ -336,9 +353,8 @@ class CodeDescription(Description):
                 self.watch.size(base.__dict__)
                 self.watch.slot(base, "__bases__")
                 if origin_of_class(base) == USER:
-                    pending |= base.__dict__.keys() - (
-                        _CONSTRUCTORS if issubclass(kind, PreTrainedConfig) else {"__hash__"}
-                    )
+                    self._user_classes[kind] = location
+                    pending |= self._add_own_members(base) - _uncalled(kind) - {"__hash__"}
             if origin_of_class(type(kind)) == USER:  # a metaclass
                 self.watch.type_of(kind)
                 self.add(location, type(kind))
@@ -360,6 +376,19 @@ class CodeDescription(Description):
                         referenced |= referenced_names(function.__code__)
             pending = referenced - described - _NO_MEMBER
 
+    def _add_own_members(self, kind: type) -> set[str]:
+        """Describe the code of all members of a user class, and return those that are used without their name."""
+        unnamed = set()
+        for name in sorted(kind.__dict__.keys() - _NO_MEMBER):
+            functions = _functions_of(kind.__dict__[name], [])
+            self.watch.member(kind, name)
+            self.words += [name, *(code_digest(function.__code__) for function in functions)]
+            for function in functions:
+                self.watch.function(function)
+            if not functions or name == "forward" or (name.startswith("__") and name.endswith("__")):
+                unnamed.add(name)
+        return unnamed
+
 
 def _bind_operators(module: types.ModuleType, names: frozenset[str]) -> None:
     """Bind the operators with these names to `torch.ops` or one of its namespaces, as their first use does."""
@@ -367,6 +396,11 @@ def _bind_operators(module: types.ModuleType, names: frozenset[str]) -> None:
         namespace, name = operator.partition(".")[0].split("::")
         if name in names and namespace in (names if module is torch.ops else (module.name,)):
             getattr(getattr(torch.ops, namespace), name, None)
+
+
+def _uncalled(kind: type) -> frozenset[str]:
+    """Return the names of methods that no pass calls of a class."""
+    return _UNCALLED if issubclass(kind, _NOT_CONSTRUCTED) else _NONE
 
 
 def _is_special(name: str) -> bool:

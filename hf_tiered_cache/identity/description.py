@@ -14,6 +14,7 @@ import gc
 import logging
 import operator
 import re
+import sys
 import types
 import typing
 import weakref
@@ -57,9 +58,11 @@ _PARTS: Any = {
     property: ("fget", "fset"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
+    functools.cached_property: ("func",),
 }
 """Built-in types with attributes that are their state."""
-_CALLS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+_FIELD: Any = collections._tuplegetter  # type: ignore[attr-defined]  # of a named tuple
+_CALLS = (operator.attrgetter, operator.itemgetter, operator.methodcaller, _FIELD)
 _TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar)
 INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle)
 """Types with instances that do not affect computation."""
@@ -121,6 +124,8 @@ class Description(ABC):
         kind = type(value)
         if kind in PLAIN or isinstance(value, PLAIN_TORCH):
             self.words.append(repr(value))
+        elif value is sys.stdout or value is sys.stderr:
+            self.words.append("output")
         elif isinstance(value, np.dtype) or (isinstance(value, np.generic) and not kind.__flags__ & HEAP_TYPE):
             self.words.append(
                 f"{value.dtype.str} {value.tobytes().hex()}" if isinstance(value, np.generic) else str(value)
@@ -185,13 +190,11 @@ class Description(ABC):
         elif kind is types.MappingProxyType:
             self.words.append("mappingproxy")
             self.add(location, gc.get_referents(value)[0])
-        elif kind is property:
-            self.words.append("property")
-            for accessor in (value.fget, value.fset):
-                self.add(location, accessor)
-        elif kind in (staticmethod, classmethod):
+        elif kind in (property, staticmethod, classmethod, functools.cached_property):
             self.words.append(kind.__name__)
-            self.add(location, value.__func__)
+            for name in _PARTS[kind]:
+                self.watch.slot(value, name)
+                self.add(location, getattr(value, name))
         elif kind is functools._lru_cache_wrapper:
             self.words.append("lru_cache")
             self.caches.append(value)

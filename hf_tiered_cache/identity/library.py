@@ -6,7 +6,6 @@ import sys
 import types
 from typing import Any
 
-from .description import Undescribable
 from .origin import INSTALLED, PYTHON, USER, origin_of, origin_of_class
 
 _PURE = frozenset(
@@ -14,8 +13,12 @@ _PURE = frozenset(
         *("abc", "array", "base64", "binascii", "bisect", "cmath", "collections", "collections_abc", "contextlib"),
         *("copy", "copyreg", "dataclasses", "enum", "fractions", "functools", "hashlib", "heapq", "itertools", "json"),
         *("logging", "math", "numbers", "operator", "pprint", "re", "reprlib", "string", "struct", "textwrap", "types"),
-        *("typing", "unicodedata", "warnings", "weakref", "zlib"),
-        *("os._Environ", "os._createenviron", "time.perf_counter", "time.perf_counter_ns", "time.monotonic"),
+        *("typing", "unicodedata", "warnings", "weakref", "weakrefset", "zlib"),
+        *("blake2", "md5", "sha1", "sha2", "sha256", "sha3", "sha512"),
+        *("inspect.signature", "inspect.Signature", "inspect.Parameter", "inspect._empty"),
+        *("traceback.format_exc", "traceback.format_exception", "traceback.print_exc", "traceback.print_exception"),
+        *("os.getenv", "os._Environ", "os._createenviron"),
+        *("time.perf_counter", "time.perf_counter_ns", "time.monotonic"),
     }
 )
 """Modules of the standard library, and members of others, that user code may use: what they return depends on what they
@@ -35,11 +38,10 @@ _READERS = frozenset(
 """Functions of installed packages that read files."""
 
 
-def check_library(location: str, value: Any) -> None:
-    """Check that results of a function or class that user code refers to depend only on its arguments.
+def impure_part(value: Any) -> str:
+    """Return the name of a function or class, or of a base, with results that depend on more than its arguments, or "".
 
-    Raises:
-        Undescribable: it belongs to the standard library and is not known to do so, or it reads files.
+    That is one of the standard library that is not known to compute from its arguments alone, or one that reads files.
     """
     if isinstance(value, types.FunctionType):
         parts = [(origin_of(value), value.__globals__.get("__name__"), value.__qualname__)]
@@ -56,4 +58,5 @@ def check_library(location: str, value: Any) -> None:
         else:
             is_pure = bool({package, member} & _PURE)
         if (origin == PYTHON and not is_pure) or (origin not in (PYTHON, USER) and name in _READERS):
-            raise Undescribable(f"{location}, which uses {module}.{name},")
+            return f"{module}.{name}"
+    return ""

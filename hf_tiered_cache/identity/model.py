@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedModelError
 from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, CodeDescription, Statics
+from .description import PLAIN
 from .ignored import ADAPTER_STATE, IRRELEVANT, UNRELATED
 from .origin import TRUSTED, USER, origin_of, origin_of_class
 from .watch import (
@@ -192,6 +193,9 @@ class ModelDescription(CodeDescription):
             if name in UNRELATED or is_added or (is_tuner(module) and name in ADAPTER_STATE):
                 self.ignore(f"the attribute {location or kind.__name__}", state, name)
                 continue
+            if type(value) not in PLAIN and self._is_impure(value):  # such as a path; no code may name the attribute
+                self.ignore(f"the attribute {location or kind.__name__}", state, name, by_any_code=True)
+                continue
             if not self.watch.item(state, name):
                 continue
             self.words.append(name)
@@ -209,6 +213,12 @@ class ModelDescription(CodeDescription):
                 if id(tensor) not in own_ids:
                     self.words.append(name)
                     self.add_tensor(f"{location}.{name}", tensor)
+
+    def _is_impure(self, value: Any) -> bool:
+        """Return whether user code may not use a value, or a part of it."""
+        aside = CodeDescription(statics=self._statics)
+        aside.add("", value)
+        return aside.is_impure
 
     def add_config(self, location: str, config: PreTrainedConfig) -> None:
         """Describe a configuration, without settings that affect no KV."""

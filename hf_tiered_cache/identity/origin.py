@@ -126,7 +126,7 @@ def references(code: types.CodeType) -> References:
             is_member = "ATTR" in step.opname or step.opname in ("LOAD_METHOD", "IMPORT_FROM")
             (members if is_member else global_names).add(step.argval)
         elif step.opcode in dis.hasconst and not _names_keywords(steps, number):
-            members |= _texts(step.argval)
+            members |= text_names(step.argval)
     nested = [references(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     own = References(frozenset(global_names), frozenset(members), frozenset(imports))
     return References(*(frozenset().union(*parts) for parts in zip(own, *nested, strict=True)))
@@ -137,10 +137,10 @@ def _names_keywords(steps: list[dis.Instruction], number: int) -> bool:
     return steps[number].opname == "KW_NAMES" or steps[min(number + 1, len(steps) - 1)].opname.endswith("_KW")
 
 
-def _texts(constant: object) -> frozenset[str]:
+def text_names(constant: object) -> frozenset[str]:
     """Return the texts in a constant that may be names of attributes."""
     if isinstance(constant, (tuple, frozenset)):
-        return frozenset().union(*map(_texts, constant))
+        return frozenset().union(*map(text_names, constant))
     return frozenset(filter(str.isidentifier, constant.split("."))) if isinstance(constant, str) else frozenset()
 
 

@@ -204,6 +204,10 @@ def reads_the_environment(x):
     return x * float(os.environ.get("SCALE", 1))
 
 
+def gets_a_variable(x):
+    return x * float(os.getenv("SCALE", "1"))
+
+
 def reads_a_file(x):
     return x * float(open("scale").read())
 
@@ -228,11 +232,12 @@ def test_what_code_cannot_say_runs_plain_with_a_reason(tmp_path, function):
     assert "act_fn" in problem_of(model)
 
 
-def test_the_environment_that_code_reads_is_described(monkeypatch):
+@pytest.mark.parametrize("function", [reads_the_environment, gets_a_variable])
+def test_the_environment_that_code_reads_is_described(monkeypatch, function):
     names = []
     for scale in ("1", "3", "1"):
         monkeypatch.setenv("SCALE", scale)
-        model = with_activation(reads_the_environment)
+        model = with_activation(function)
         assert not problem_of(model)
         names.append(fingerprint(model))
     assert names[0] == names[2] != names[1]

@@ -440,10 +440,6 @@ def from_a_file(x):
     return x * float(Path("scale").read_text())
 
 
-def from_the_environment(x):
-    return x * float(os.getenv("SCALE", "1"))
-
-
 def from_an_import(x):
     import importlib
 
@@ -506,7 +502,7 @@ def from_a_thread():
 
 
 HIDDEN = [
-    *(masked_array(), traced(), from_a_file, from_the_environment, from_an_import, from_a_module, from_the_clock),
+    *(masked_array(), traced(), from_a_file, from_an_import, from_a_module, from_the_clock),
     *(from_a_path_elsewhere, from_chance, from_a_context, from_a_command, from_the_size_of_a_file, from_a_thread()),
     *(from_an_array_in_a_file, from_a_tensor_in_a_file, from_an_open_file()),
 ]
