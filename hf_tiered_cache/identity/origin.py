@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import sys
-import sysconfig
 import types
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +21,7 @@ PYTHON, INSTALLED, USER = "python", "installed", "user"
 """Other origins: the standard library, other installed packages, and everything else."""
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-_SITE_PACKAGES = tuple(
-    path + os.sep for path in dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
-)
+_SITE_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 _IMMUTABLE = 1 << 8
 """Flag of classes that are not made by Python code (`Py_TPFLAGS_IMMUTABLETYPE`)."""
@@ -38,7 +35,7 @@ def origin_of_file(file: str) -> str:
         home = getattr(module, "__file__", None)
         if home and file.startswith(os.path.dirname(home) + os.sep):
             return name
-    if file.startswith(_SITE_PACKAGES) or f"{os.sep}dist-packages{os.sep}" in file:
+    if any(folder in file for folder in _SITE_PACKAGES):  # also those of the Python that an environment is based on
         return INSTALLED
     if file.startswith((_STANDARD_LIBRARY, "<frozen ")):
         return PYTHON

@@ -21,6 +21,7 @@ import pytest
 
 from hf_tiered_cache.identity.code import CodeDescription
 from hf_tiered_cache.identity.description import Undescribable
+from hf_tiered_cache.identity.origin import INSTALLED, PYTHON, origin_of_file
 
 IMPURE = (
     *("asyncio", "ctypes", "datetime", "decimal", "gc", "getpass", "glob", "importlib", "io", "locale", "mmap", "os"),
@@ -72,3 +73,10 @@ def test_what_depends_on_more_than_its_arguments_is_not_described(name):
 @pytest.mark.parametrize("function", PURE, ids=lambda function: function.__qualname__)
 def test_what_computes_from_its_arguments_is_described_alike_each_time(function):
     assert describe(function) == describe(function)
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+@pytest.mark.parametrize("home", [os.path.dirname(os.__file__), "/usr/lib/python3", "/opt/venv/lib/python3.11"])
+def test_packages_in_any_site_packages_are_no_standard_library(home, folder):
+    assert origin_of_file(os.path.join(home, folder, "mypkg", "layer.py")) == INSTALLED
+    assert origin_of_file(os.__file__) == PYTHON
