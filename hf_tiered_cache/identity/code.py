@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..patches.replacement import Replacement
@@ -29,9 +28,9 @@ from .description import (
     SEQUENCES,
     Description,
     Undescribable,
-    cached_functions,
 )
 from .library import impure_part
+from .members import CONSTRUCTORS, NO_MEMBER, NOT_CONSTRUCTED, functions_of, is_special, uncalled
 from .origin import (
     INSTALLED,
     PYTHON,
@@ -48,30 +47,12 @@ from .origin import (
 )
 from .watch import Watch
 
-_CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
-_UNCALLED = _CONSTRUCTORS | {
-    *("__init_subclass__", "__class_getitem__", "__set_name__", "__del__"),
-    *("__repr__", "__str__", "__format__", "__dir__"),
-    *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
-    *("__copy__", "__deepcopy__", "__sizeof__", "__hash__"),
-}
-"""Special methods that change no result: construction, printing, copying, pickling, hashing. Some have replacements."""
-_NO_MEMBER = frozenset(
-    {
-        *("loss_function", "loss_type"),
-        *("__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl"),
-        *("__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__", "__annotate_func__"),
-        *("__annotations_cache__", "__slotnames__", "__qualname__"),
-    }
-)
 _FOREIGN_DEPTH = 1
 """Maximum depth of calls within torch and other installed packages that are followed."""
 LEAF = 1 << 10
 """Depth at which no call is followed."""
 _STATIC_ITEMS = 64
 _NONE: frozenset[str] = frozenset()
-_NOT_CONSTRUCTED = (BaseException, enum.Enum, nn.Module, torch.Tensor, PreTrainedConfig)
-"""Classes with instances that no pass creates, or whose constructors pass values on only."""
 _DESCRIBED = (
     *(type, types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper),
     *(property, staticmethod, classmethod, Replacement, torch.Tensor, nn.Module, enum.Enum, np.generic),
@@ -157,7 +138,7 @@ class CodeDescription(Description):
             count = len(self._called)
             for kind, location in list(self._user_classes.items()):
                 named = {name for base in kind.__mro__ if origin_of_class(base) == USER for name in base.__dict__}
-                self._guard(self.add_members, location, kind, frozenset(named & self._called - _uncalled(kind)), False)
+                self._guard(self.add_members, location, kind, frozenset(named & self._called - uncalled(kind)), False)
             for location, module in list(self._held_modules.values()):
                 self._add_modules(location, [module], frozenset(self._names), USER)
             self._depth = 0
@@ -332,8 +313,8 @@ class CodeDescription(Description):
     def _describe_class(self, location: str, kind: type) -> None:
         if origin_of_class(kind) != USER:  # of a package: calls of its constructors are not followed
             self._depth = LEAF
-        constructed = not issubclass(kind, _NOT_CONSTRUCTED)
-        self.add_members(location, kind, _CONSTRUCTORS | {"__call__"} if constructed else frozenset(), special=False)
+        constructed = not issubclass(kind, NOT_CONSTRUCTED)
+        self.add_members(location, kind, CONSTRUCTORS | {"__call__"} if constructed else frozenset(), special=False)
 
     def add_members(self, location: str, kind: type, names: frozenset[str], special: bool = True) -> None:
         """Describe the members of a class with the given names, and the members that their code refers to.
@@ -354,14 +335,14 @@ class CodeDescription(Description):
                 self.watch.slot(base, "__bases__")
                 if origin_of_class(base) == USER:
                     self._user_classes[kind] = location
-                    pending |= self._add_own_members(base) - _uncalled(kind) - {"__hash__"}
+                    pending |= self._add_own_members(base) - uncalled(kind) - {"__hash__"}
             if origin_of_class(type(kind)) == USER:  # a metaclass
                 self.watch.type_of(kind)
                 self.add(location, type(kind))
         if special and kind not in self._with_special:
             self._with_special.add(kind)
-            pending |= {name for base in bases for name in base.__dict__ if _is_special(name)}
-        pending -= described | _NO_MEMBER
+            pending |= {name for base in bases for name in base.__dict__ if is_special(name)}
+        pending -= described | NO_MEMBER
         while pending:
             described |= pending
             referenced: set[str] = set()
@@ -372,15 +353,15 @@ class CodeDescription(Description):
                     self.words.append(f"{base.__qualname__}.{name}")
                     member = base.__dict__[name]
                     self._refer(f"{location}.{name}", member, origin)
-                    for function in _functions_of(member, []):
+                    for function in functions_of(member, []):
                         referenced |= referenced_names(function.__code__)
-            pending = referenced - described - _NO_MEMBER
+            pending = referenced - described - NO_MEMBER
 
     def _add_own_members(self, kind: type) -> set[str]:
         """Describe the code of all members of a user class, and return those that are used without their name."""
         unnamed = set()
-        for name in sorted(kind.__dict__.keys() - _NO_MEMBER):
-            functions = _functions_of(kind.__dict__[name], [])
+        for name in sorted(kind.__dict__.keys() - NO_MEMBER):
+            functions = functions_of(kind.__dict__[name], [])
             self.watch.member(kind, name)
             self.words += [name, *(code_digest(function.__code__) for function in functions)]
             for function in functions:
@@ -396,36 +377,6 @@ def _bind_operators(module: types.ModuleType, names: frozenset[str]) -> None:
         namespace, name = operator.partition(".")[0].split("::")
         if name in names and namespace in (names if module is torch.ops else (module.name,)):
             getattr(getattr(torch.ops, namespace), name, None)
-
-
-def _uncalled(kind: type) -> frozenset[str]:
-    """Return the names of methods that no pass calls of a class."""
-    return _UNCALLED if issubclass(kind, _NOT_CONSTRUCTED) else _NONE
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__") and name not in _UNCALLED
-
-
-def _functions_of(member: Any, functions: list[types.FunctionType]) -> list[types.FunctionType]:
-    """Append the functions that a class member runs, including decorated ones, to `functions`, and return it."""
-    if isinstance(member, Replacement):
-        _functions_of(member.original, functions)
-    elif isinstance(member, property):
-        _functions_of(member.fget, functions)
-        _functions_of(member.fset, functions)
-    elif isinstance(member, (staticmethod, classmethod, types.MethodType)):
-        _functions_of(member.__func__, functions)
-    elif isinstance(member, (functools.partial, functools.partialmethod, functools.cached_property)):
-        _functions_of(member.func, functions)
-    elif isinstance(member, functools._lru_cache_wrapper):
-        functions += cached_functions(member)
-    elif isinstance(member, types.FunctionType) and member not in functions:
-        functions.append(member)
-        for cell in member.__closure__ or ():
-            with suppress(ValueError):  # the cell is empty
-                _functions_of(cell.cell_contents, functions)
-    return functions
 
 
 def _is_opaque(value: Any, kind: type) -> bool:

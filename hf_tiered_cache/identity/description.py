@@ -8,20 +8,16 @@ problem. Each place that is read is watched afterwards (see `Watch`), so that ch
 from __future__ import annotations
 
 import collections
-import copyreg
 import functools
 import gc
 import logging
-import operator
 import re
 import sys
 import types
-import typing
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +29,7 @@ from transformers import PreTrainedConfig
 from ..errors import UnsupportedModelError
 from ..patches.replacement import Replacement
 from .origin import USER, origin_of_class
+from .state import PARTS, state_of
 from .watch import Watch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice)
@@ -50,20 +47,6 @@ SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 HEAP_TYPE = 1 << 9
 """Flag of classes that are created at runtime (`Py_TPFLAGS_HEAPTYPE`), such as all classes in Python code."""
-_VALUES = (int, float, complex, str, bytes, tuple, frozenset)
-"""Built-in immutable types. Subclasses may add state to the value."""
-_CONTAINERS = (collections.OrderedDict, collections.defaultdict, dict, list, set, deque)
-_PARTS: Any = {
-    functools.partial: ("func", "args", "keywords"),
-    property: ("fget", "fset"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    functools.cached_property: ("func",),
-}
-"""Built-in types with attributes that are their state."""
-_FIELD: Any = collections._tuplegetter  # type: ignore[attr-defined]  # of a named tuple
-_CALLS = (operator.attrgetter, operator.itemgetter, operator.methodcaller, _FIELD)
-_TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar)
 INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle)
 """Types with instances that do not affect computation."""
 _TENSOR_MARKS = frozenset({"_is_hf_initialized", "_is_param", "_is_buffer", "persistent"})
@@ -174,7 +157,7 @@ class Description(ABC):
             self.add(location, value.__self__)
         elif kind is functools.partial:
             self.words.append("partial")
-            for name in _PARTS[kind]:
+            for name in PARTS[kind]:
                 self.watch.slot(value, name)
                 self.add(location, getattr(value, name))
             self._add_state(location, value, value.__dict__)
@@ -192,7 +175,7 @@ class Description(ABC):
             self.add(location, gc.get_referents(value)[0])
         elif kind in (property, staticmethod, classmethod, functools.cached_property):
             self.words.append(kind.__name__)
-            for name in _PARTS[kind]:
+            for name in PARTS[kind]:
                 self.watch.slot(value, name)
                 self.add(location, getattr(value, name))
         elif kind is functools._lru_cache_wrapper:
@@ -227,7 +210,7 @@ class Description(ABC):
     def _add_instance(self, location: str, value: Any, kind: type) -> None:
         """Describe an instance of a Python class: its class and its complete state."""
         try:
-            state = _state_of(value)
+            state = state_of(value)
         except TypeError:
             raise Undescribable(f"{location}, a {kind.__qualname__},") from None
         self.watch.type_of(value)
@@ -336,77 +319,3 @@ class Description(ABC):
 def cached_functions(wrapper: Any) -> list[types.FunctionType]:
     """Return the function that an `lru_cache` calls in a list, regardless of `__wrapped__`; empty if there is none."""
     return [value for value in gc.get_referents(wrapper) if isinstance(value, types.FunctionType)][:1]
-
-
-@dataclass(frozen=True)
-class _State:
-    """State of an object.
-
-    Args:
-        values: immutable parts.
-        attributes: the `__dict__` of the object, or None.
-        slots: contents of the `__slots__` of the object, by name.
-        base: built-in container type of the object, or None.
-    """
-
-    values: tuple[Any, ...] = ()
-    attributes: dict[str, Any] | None = None
-    slots: Mapping[str, Any] = field(default_factory=dict)
-    base: type | None = None
-
-
-def _state_of(value: Any) -> _State:
-    """Return the complete state of an object.
-
-    Overrides of methods such as `__reduce__` and `__getstate__` are ignored: they may omit state that the object
-    computes with.
-
-    Raises:
-        TypeError: the object has state that Python code cannot read, such as a lock or a file.
-    """
-    kind = type(value)
-    if kind in _CALLS:
-        return _State(value.__reduce__())
-    if kind in _TYPES:
-        return _State((repr(value), *typing.get_args(value)))
-    base: Any = next(base for base in kind.__mro__ if base in (*_VALUES, *_CONTAINERS, *_PARTS, object))
-    if _has_hidden_state(kind, base):  # type: ignore[arg-type]  # classes are hashable
-        return _State((_member_name(value, kind),))
-    names = (*copyreg._slotnames(kind), *_PARTS.get(base, ()))  # type: ignore[attr-defined]
-    slots = {name: getattr(value, name) for name in sorted(names) if hasattr(value, name)}
-    return _State(
-        (_plain(value, base),) if base in _VALUES else (),
-        value.__dict__ if kind.__dictoffset__ else None,
-        slots,
-        base if base in _CONTAINERS else None,
-    )
-
-
-def _plain(value: Any, base: Any) -> Any:
-    """Convert a value of a subclass to the built-in type `base`."""
-    if base in (tuple, frozenset):
-        return base(base.__iter__(value))
-    return base.__getnewargs__(value)[0]
-
-
-@functools.lru_cache(maxsize=4096)
-def _has_hidden_state(kind: type, base: type) -> bool:
-    """Return whether instances are larger than those of an equivalent Python class with the same `__slots__`."""
-    if base.__itemsize__:  # subclasses of variable-size types have no slots
-        return kind.__basicsize__ > type("Reference", (base,), {}).__basicsize__
-    names = [f"slot{number}" for number in range(len(copyreg._slotnames(kind)))]  # type: ignore[attr-defined]
-    names += ["__dict__"] if kind.__dictoffset__ and not base.__dictoffset__ else []
-    names += ["__weakref__"] if kind.__weakrefoffset__ and not base.__weakrefoffset__ else []
-    return kind.__basicsize__ > type("Reference", (base,), {"__slots__": names}).__basicsize__
-
-
-def _member_name(value: Any, kind: type) -> str:
-    """Return the name of a member of an enumeration that an extension defines, such as PyTorch's pybind11 enums.
-
-    Raises:
-        TypeError: the object is not a member of such an enumeration.
-    """
-    members, name = getattr(kind, "__members__", None), getattr(value, "name", None)
-    if isinstance(members, dict) and isinstance(name, str) and members.get(name) == value:
-        return name
-    raise TypeError(f"instances of {kind.__qualname__} have state that is not visible to Python code")
