@@ -51,9 +51,9 @@ class Conversations:
     """Conversations of a store, which grow by turns.
 
     Args:
-        folder: folder of the store.
-        method: method in words.
-        seed: seed of the draws.
+        folder: Folder of the store.
+        method: Method in words.
+        seed: Seed of the draws.
     """
 
     def __init__(self, folder: Path, method: str, seed: int = 0) -> None:
@@ -79,7 +79,7 @@ class Conversations:
         """Run one turn of a conversation, up to so many tokens. Return its seconds, by step.
 
         Raises:
-            ConversationInUseError: another process uses it.
+            ConversationInUseError: Another process uses it.
         """
         started = time.perf_counter()
         cache = TieredCache(self.model, store, conversation=f"user-{number}", method=self.method)

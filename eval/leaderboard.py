@@ -39,11 +39,11 @@ def page(folders: list[Path], out: Path) -> str:
     """Return the Markdown page.
 
     Args:
-        folders: output folders of the runs.
-        out: path of the page; links are relative to its folder.
+        folders: Output folders of the runs.
+        out: Path of the page; links are relative to its folder.
 
     Raises:
-        EvalError: a folder contains no results of a run.
+        EvalError: A folder contains no results of a run.
     """
     parts = [_INTRODUCTION]
     for folder in folders:

@@ -31,12 +31,12 @@ class RealModel:
     """Pretrained model and its two sources.
 
     Args:
-        name: short name.
-        hub_id: repository on the hub.
+        name: Short name.
+        hub_id: Repository on the hub.
         requirements: `package==version` of the packages that carry the parts of the GGUF file, in order.
         gguf_sha256: SHA-256 of the joined GGUF file.
-        licence: licence of the weights.
-        revision: branch, tag or commit of the repository.
+        licence: Licence of the weights.
+        revision: Branch, tag or commit of the repository.
     """
 
     name: str
@@ -95,7 +95,7 @@ def resolve(name: str) -> str:
     """Return the argument for `from_pretrained`: the folder of a short name, any other name or folder unchanged.
 
     Raises:
-        EvalError: the model of a short name is not available.
+        EvalError: The model of a short name is not available.
     """
     return str(folder_of(name)) if name in MODELS else name
 
@@ -104,10 +104,10 @@ def folder_of(name: str) -> Path:
     """Return the folder of a model, fetching the model first if needed.
 
     Args:
-        name: short name, a key of `MODELS`.
+        name: Short name, a key of `MODELS`.
 
     Raises:
-        EvalError: the name is unknown, or neither the hub nor the packages provide the model.
+        EvalError: The name is unknown, or neither the hub nor the packages provide the model.
     """
     model = _model_of(name)
     folder = _hub_folder(model, online=go_offline_without_hub()) or model.packages.cached()
@@ -124,8 +124,8 @@ def load(name: str, dtype: Any = "auto") -> tuple[Any, Any]:
     """Load a model and its tokenizer.
 
     Args:
-        name: a short name, a name on the hub, or a folder.
-        dtype: data type of the weights, as in `from_pretrained`.
+        name: A short name, a name on the hub, or a folder.
+        dtype: Data type of the weights, as in `from_pretrained`.
 
     Returns:
         The model, in evaluation mode, and the tokenizer.
@@ -141,7 +141,7 @@ def revision_of(name: str) -> dict[str, str]:
     """Return the identity of a model's weights, to be recorded with results.
 
     Args:
-        name: a short name, a name on the hub, or a folder.
+        name: A short name, a name on the hub, or a folder.
 
     Returns:
         `source` ("hub", "packages" or "folder") and, if known, `hub_id`, `revision` (commit on the hub), `sha256` of

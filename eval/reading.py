@@ -12,12 +12,12 @@ class Reading:
     """Bytes read, in percent of all blocks with KV of the stored prefix. Padding of blocks counts in both.
 
     Args:
-        read: blocks with at least one token that the prompt attends to, counted in full.
-        identified: blocks that were read only to select tokens, without any selected token.
-        brought: sum of `read` and `identified`.
-        answered: all blocks that were read until the answer was complete.
-        per_token: mean over the answer tokens after the first; None if there are none.
-        index: size of the index in memory that selections used, in percent of the KV without padding; not part of
+        read: Blocks with at least one token that the prompt attends to, counted in full.
+        identified: Blocks that were read only to select tokens, without any selected token.
+        brought: Sum of `read` and `identified`.
+        answered: All blocks that were read until the answer was complete.
+        per_token: Mean over the answer tokens after the first; None if there are none.
+        index: Size of the index in memory that selections used, in percent of the KV without padding; not part of
             `brought`.
     """
 
@@ -35,9 +35,9 @@ def reading_of(prefix_bytes: int, kv: int, prompt: RequestStats, answered: Reque
     Args:
         prefix_bytes: bytes of all blocks with KV of the prefix.
         kv: bytes of the KV of the prefix, without padding.
-        prompt: statistics at the first new token.
-        answered: statistics at the end of the answer.
-        tokens: number of forward passes after that of the prompt, one per answer token.
+        prompt: Statistics at the first new token.
+        answered: Statistics at the end of the answer.
+        tokens: Number of forward passes after that of the prompt, one per answer token.
     """
 
     def share(nbytes: float) -> float:

@@ -114,7 +114,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
     """Read the configuration of a run, and its metrics by task as written by `eval.run` or an earlier report.
 
     Raises:
-        EvalError: the folder contains no run, or no metrics yet.
+        EvalError: The folder contains no run, or no metrics yet.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -192,7 +192,7 @@ def _begin(out: Path, config: dict[str, Any]) -> None:
     """Write configuration and package versions to the results folder, before the run starts.
 
     Raises:
-        EvalError: the folder holds a run with another configuration (apart from tasks, variants and limit), or other
+        EvalError: The folder holds a run with another configuration (apart from tasks, variants and limit), or other
             files.
     """
     path, versions_path = out / "config.json", out / "versions.json"

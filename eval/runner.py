@@ -57,9 +57,9 @@ class Variant:
     """Method to evaluate, with one of its shares if it has such an option.
 
     Args:
-        name: method with its options, and `@share` if there is one; `FULL` for full KV.
-        method: the method; None for full KV.
-        budget: share of tokens to attend to or to recompute, or None.
+        name: Method with its options, and `@share` if there is one; `FULL` for full KV.
+        method: The method; None for full KV.
+        budget: Share of tokens to attend to or to recompute, or None.
     """
 
     name: str
@@ -76,13 +76,13 @@ def find_variants(methods: str, budgets: str = "", ratios: str = "") -> list[Var
     """Return full KV and each method of a comma-separated list, with each budget or ratio.
 
     Args:
-        methods: comma-separated method names, with options.
-        budgets: comma-separated shares to attend to, for methods with a `budget` that their name does not set; "" for
+        methods: Comma-separated method names, with options.
+        budgets: Comma-separated shares to attend to, for methods with a `budget` that their name does not set; "" for
             the default of each method.
-        ratios: comma-separated shares to recompute, for methods with a `recompute` option; otherwise like `budgets`.
+        ratios: Comma-separated shares to recompute, for methods with a `recompute` option; otherwise like `budgets`.
 
     Raises:
-        EvalError: a method is unknown or has wrong options, or a share is not in (0, 1].
+        EvalError: A method is unknown or has wrong options, or a share is not in (0, 1].
     """
     shares = {"budget": _shares("budgets", budgets), "recompute": _shares("ratios", ratios)}
     variants = [Variant(FULL)]
@@ -123,14 +123,14 @@ class Run:
     """Evaluation of all variants on tasks.
 
     Args:
-        model: model to evaluate.
-        tokenizer: tokenizer of the model.
-        variants: variants to compare, `FULL` first.
-        out: folder of results, in `<task>/<variant>/`.
-        stores: parent folder of the stores.
-        max_length: maximum number of tokens of prompt and answer.
-        chat: whether tasks that allow it use the chat template.
-        host_memory: host memory of each store.
+        model: Model to evaluate.
+        tokenizer: Tokenizer of the model.
+        variants: Variants to compare, `FULL` first.
+        out: Folder of results, in `<task>/<variant>/`.
+        stores: Parent folder of the stores.
+        max_length: Maximum number of tokens of prompt and answer.
+        chat: Whether tasks that allow it use the chat template.
+        host_memory: Host memory of each store.
     """
 
     model: PreTrainedModel
@@ -313,7 +313,7 @@ def draw_examples(tasks: list[Task], draw: Any) -> dict[Task, list[Example]]:
     """Draw all examples of all tasks, so that errors appear before anything is written.
 
     Raises:
-        EvalError: data is missing, or a task has no examples or duplicate ids.
+        EvalError: Data is missing, or a task has no examples or duplicate ids.
     """
     return {task: list(_checked(task, draw)) for task in tasks}
 

@@ -24,14 +24,14 @@ class Answer:
     """Result of one prompt.
 
     Args:
-        first: log-probabilities of the first new token, float32 `[vocabulary]`.
-        ttft: time to the first new token, in seconds.
-        choice: index of the most likely choice, by the log-likelihood of its tokens, or None.
-        text: generated text, or "".
-        followed: log-probabilities at each token of the reference answer, fed one by one, float32 `[n, vocabulary]`,
+        first: Log-probabilities of the first new token, float32 `[vocabulary]`.
+        ttft: Time to the first new token, in seconds.
+        choice: Index of the most likely choice, by the log-likelihood of its tokens, or None.
+        text: Generated text, or "".
+        followed: Log-probabilities at each token of the reference answer, fed one by one, float32 `[n, vocabulary]`,
             or None.
-        stats: statistics of the cache at the first new token; None for full KV.
-        reading: share of the prefix's KV that was read; None if no prefix was restored.
+        stats: Statistics of the cache at the first new token; None for full KV.
+        reading: Share of the prefix's KV that was read; None if no prefix was restored.
     """
 
     first: torch.Tensor
@@ -64,11 +64,11 @@ class Subject:
     """Model together with the source of its KV.
 
     Args:
-        model: model to evaluate.
-        tokenizer: tokenizer of the model.
-        store: store of the method; None for full KV, which is computed with a `DynamicCache`.
-        method: method that restores stored KV.
-        stored: prefixes already stored for the method; may be shared with other subjects.
+        model: Model to evaluate.
+        tokenizer: Tokenizer of the model.
+        store: Store of the method; None for full KV, which is computed with a `DynamicCache`.
+        method: Method that restores stored KV.
+        stored: Prefixes already stored for the method; may be shared with other subjects.
     """
 
     model: PreTrainedModel
@@ -98,8 +98,8 @@ class Subject:
         """Answer one prompt with greedy decoding. New KV is not stored.
 
         Args:
-            prompt: prompt with its choices or reference answer.
-            max_new_tokens: number of tokens to generate. With 0, the reads of the reference answer are counted
+            prompt: Prompt with its choices or reference answer.
+            max_new_tokens: Number of tokens to generate. With 0, the reads of the reference answer are counted
                 instead.
         """
         prefill = self.start(prompt.whole)
@@ -131,9 +131,9 @@ class Subject:
         """Return the log-probabilities at each of `tokens`, fed one by one, float32 `[n, vocabulary]`.
 
         Args:
-            prefill: prefilled prompt.
-            tokens: continuation of the prompt, at least one token.
-            keep: whether the tokens, except the last one, remain in the cache.
+            prefill: Prefilled prompt.
+            tokens: Continuation of the prompt, at least one token.
+            keep: Whether the tokens, except the last one, remain in the cache.
         """
         cache = prefill.cache if keep or len(tokens) == 1 else copy.deepcopy(prefill.cache)
         log_probs = [prefill.first]

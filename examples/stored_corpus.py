@@ -299,9 +299,9 @@ def load(name: str | None, dtype: str = "auto") -> tuple[Any, Any]:
     """Load a model, onto the GPU if there is one, and its tokenizer.
 
     Args:
-        name: name on the hub, folder, or short name of eval.models. None for SmolLM2-135M-Instruct, or the reference
+        name: Name on the hub, folder, or short name of eval.models. None for SmolLM2-135M-Instruct, or the reference
             model, with a message, if SmolLM2 cannot be downloaded.
-        dtype: data type of the weights; "auto" for the model's, or float32 for these two on a CPU, which is faster.
+        dtype: Data type of the weights; "auto" for the model's, or float32 for these two on a CPU, which is faster.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -61,58 +61,58 @@ class KVStore:
     docs/tuning.md).
 
     Args:
-        path: folder of the store: a new or empty folder, or an existing store. It is created if it is missing. Fast
+        path: Folder of the store: a new or empty folder, or an existing store. It is created if it is missing. Fast
             local storage is best. Files in the folder that the store did not write are never changed. Or an address
             such as "scheme://...", if a package that is installed, or `register_backend`, provides the scheme.
-        backend: place in which the store keeps everything, in place of `path` (see docs/extending.md). It is closed
+        backend: Place in which the store keeps everything, in place of `path` (see docs/extending.md). It is closed
             with the store.
-        device_memory: size of the block cache in each GPU's memory. Up to 128 MiB more are used for blocks in transit
+        device_memory: Size of the block cache in each GPU's memory. Up to 128 MiB more are used for blocks in transit
             to a request. On a CPU-only machine, the host tier is the device tier.
-        host_memory: size of the block cache in host memory, page-locked if there is a GPU.
-        index_memory: memory, on the model's device, for the indexes by which `ContiguousKV` and `KVDrive` select, kept
+        host_memory: Size of the block cache in host memory, page-locked if there is a GPU.
+        index_memory: Memory, on the model's device, for the indexes by which `ContiguousKV` and `KVDrive` select, kept
             for later requests. A cache in use needs its index, so this is no limit for caches in use: they hold what
             does not fit in addition, once for all caches of a prompt, until they are deleted. If a request's own
             indexes do not fit, its `stats.reason` says so, and each request reads them from disk again unless another
             cache uses them. `store.stats.index` reports the memory within this limit,
             `store.stats.unbudgeted_index_bytes` the memory in addition, `store.stats.evicted_indexes` the number of
             evictions.
-        disk_quota: maximum size of the store on disk, never exceeded; None for no limit. The least recently used
+        disk_quota: Maximum size of the store on disk, never exceeded; None for no limit. The least recently used
             segments are evicted.
-        verify: whether to verify the checksum of every block that is read. Encrypted blocks are always verified.
-        key: secret that encrypts KV on disk (AES-256-GCM) and keys the hashes of tokens: 32 bytes, such as
+        verify: Whether to verify the checksum of every block that is read. Encrypted blocks are always verified.
+        key: Secret that encrypts KV on disk (AES-256-GCM) and keys the hashes of tokens: 32 bytes, such as
             `secrets.token_bytes(32)`, or the same as 64 hexadecimal digits or in base64. Only holders of the key can
             read stored KV, or store KV that is restored. Segments with another key, or without one, are left alone.
             Needs the package `cryptography`: `pip install 'hf-tiered-cache[encryption]'`.
-        salt: secret that keys the hashes of tokens. Stores opened with different salts share nothing. A salt alone
+        salt: Secret that keys the hashes of tokens. Stores opened with different salts share nothing. A salt alone
             hides the tokens from readers who have only the files, but not from readers who also have the model.
         engine: I/O engine: "auto" (kvikio where GPUDirect Storage works, else posix), "kvikio" (GPUDirect Storage or
             its compat mode), "posix", "page_cache", or an `Engine` created for this store. With "page_cache" and
             `host_memory=0`, all processes of a machine share one copy in the kernel's page cache, which the kernel
             frees under memory pressure.
-        policy: eviction policy of blocks in memory: "lru", "lfu", or, for methods that select tokens, "attention" or
+        policy: Eviction policy of blocks in memory: "lru", "lfu", or, for methods that select tokens, "attention" or
             "importance". Each method names the policy it was published with: `policy=method.policy`.
-        ttl: lifetime of a segment in seconds, or None for no limit.
-        free_space_floor: size of the free space that is always left on the file system.
-        queue_memory: size of the KV that may wait to be written before a request waits for the disk. KV of a cache that
+        ttl: Lifetime of a segment in seconds, or None for no limit.
+        free_space_floor: Size of the free space that is always left on the file system.
+        queue_memory: Size of the KV that may wait to be written before a request waits for the disk. KV of a cache that
             is garbage-collected cannot wait: if there is no room, it is not stored, and this is counted.
-        queue_device_memory: size of the queued KV that may stay in GPU memory, where it was computed. Beyond this
+        queue_device_memory: Size of the queued KV that may stay in GPU memory, where it was computed. Beyond this
             limit, queued KV is first copied to the host. The KV of a single prompt may exceed the limit.
-        codec: encoding of KV for methods without a codec of their own: "raw" (lossless), or "int8" or "fp8", which are
+        codec: Encoding of KV for methods without a codec of their own: "raw" (lossless), or "int8" or "fp8", which are
             lossy and take half the space of bfloat16 on disk and in memory. KV stored with one codec is found only with
             the same codec.
-        spot_checks: share of exactly restored tokens to recompute and compare with the stored KV, in at most the same
+        spot_checks: Share of exactly restored tokens to recompute and compare with the stored KV, in at most the same
             share of request time. If they differ by more than rounding, this `KVStore` object no longer uses or adds KV
             under the model's fingerprint, a warning names the segment, and `store.stats.failed_spot_checks` counts it.
             0 disables spot checks.
-        remote: address of a place that several machines share, such as "s3://bucket/prefix" or "redis://host:6379"
+        remote: Address of a place that several machines share, such as "s3://bucket/prefix" or "redis://host:6379"
             (see docs/remote.md), or an open `ObjectBackend`. What one machine computes, the others restore: a prompt
             is looked up there if this store lacks a part of it, and the segments are copied to this store. The remote
             never fails a request. `store.stats.remote` counts its traffic.
-        remote_write: segments that are sent to the remote, in the background: "always" (all new ones), "pinned", or
+        remote_write: Segments that are sent to the remote, in the background: "always" (all new ones), "pinned", or
             "never". A store that sends none reads a folder ("file:///folder") only if it is a store already.
 
     Raises:
-        ConfigError: an argument is invalid, or the store is encrypted with another key.
+        ConfigError: An argument is invalid, or the store is encrypted with another key.
         StoreError: `path` cannot be a store, because it is a file or a folder with other files, or because a part of
             the store is a link. Or `remote` is a folder that is no store, and cannot or must not become one.
     """
@@ -207,30 +207,30 @@ class KVStore:
         """Compute and store the KV of prompts or passages ahead of time.
 
         Args:
-            model: causal LM of transformers.
-            input_ids: one or several prompts: a tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
-            method: method that will restore them; segments are stored in its geometry. None for exact reuse.
-            passages: whether the prompts are passages, to be restored at any position of a prompt. Each passage is
+            model: Causal LM of transformers.
+            input_ids: One or several prompts: a tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
+            method: Method that will restore them; segments are stored in its geometry. None for exact reuse.
+            passages: Whether the prompts are passages, to be restored at any position of a prompt. Each passage is
                 computed alone after the method's `lead` text, without the lead's KV, and stored in multiples of 16
                 tokens. The default method is then `CacheTune()`. Methods with the same lead also find these passages.
                 The ranking "context" computes each passage once more without the lead text. Passages that are stored
                 but lack the method's ranking are ranked.
-            progress: whether to show a progress bar.
-            pin: whether to protect the segments from eviction.
-            label: see `TieredCache`.
-            tag: see `TieredCache`.
-            labels: for each passage, the id of the document it belongs to; several passages may share one. When all
+            progress: Whether to show a progress bar.
+            pin: Whether to protect the segments from eviction.
+            label: See `TieredCache`.
+            tag: See `TieredCache`.
+            labels: For each passage, the id of the document it belongs to; several passages may share one. When all
                 passages of a label are stored, earlier passages of the label are deleted unless another label names
                 them.
-            batch_tokens: maximum number of tokens computed in one pass, for passages of equal length. 1 computes each
+            batch_tokens: Maximum number of tokens computed in one pass, for passages of equal length. 1 computes each
                 passage alone.
 
         Returns:
             Number of tokens that were computed, and that were already stored.
 
         Raises:
-            ConfigError: an argument is invalid.
-            StoreError: the labels cannot be saved. The passages are stored nevertheless.
+            ConfigError: An argument is invalid.
+            StoreError: The labels cannot be saved. The passages are stored nevertheless.
         """
         settings: dict[str, Any] = {"method": method, "progress": progress, "pin": pin, "label": label, "tag": tag}
         if passages:
@@ -251,15 +251,15 @@ class KVStore:
         ranking "context" needs the model and is made by `precompute`.
 
         Args:
-            method: method that uses the ranking.
-            ids: ids of the segments to rank; None for all passages.
-            progress: whether to show a progress bar.
+            method: Method that uses the ranking.
+            ids: Ids of the segments to rank; None for all passages.
+            progress: Whether to show a progress bar.
 
         Returns:
             Number of passages that were ranked.
 
         Raises:
-            ConfigError: the method uses no ranking, or its ranking needs the model and the passages.
+            ConfigError: The method uses no ranking, or its ranking needs the model and the passages.
         """
         from .operations.passages import passages_method, rank_stored
 
@@ -271,10 +271,10 @@ class KVStore:
         """Return how much of a prompt is stored, and in which tiers, without computing anything.
 
         Args:
-            model: causal LM of transformers.
-            input_ids: one prompt, `[tokens]` or `[1, tokens]`.
-            method: method that would restore the prompt; None for exact reuse.
-            tag: see `TieredCache`.
+            model: Causal LM of transformers.
+            input_ids: One prompt, `[tokens]` or `[1, tokens]`.
+            method: Method that would restore the prompt; None for exact reuse.
+            tag: See `TieredCache`.
         """
         from .operations.precompute import lookup
 
@@ -301,10 +301,10 @@ class KVStore:
         """Drop all blocks from host and device memory.
 
         Args:
-            disk: whether to also delete all segments on disk, including pinned ones.
+            disk: Whether to also delete all segments on disk, including pinned ones.
 
         Raises:
-            StoreError: not all segments on disk are known; then nothing on disk is deleted.
+            StoreError: Not all segments on disk are known; then nothing on disk is deleted.
         """
         storage = self._opened
         if disk:
@@ -365,17 +365,17 @@ class KVStore:
         not stored.
 
         Args:
-            geometry: new geometry, or the method that defines it. The new segment is complete on disk before the old
+            geometry: New geometry, or the method that defines it. The new segment is complete on disk before the old
                 one is deleted.
-            ids: ids of the segments to rewrite; None for all.
-            progress: whether to show a progress bar.
+            ids: Ids of the segments to rewrite; None for all.
+            progress: Whether to show a progress bar.
 
         Returns:
             Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
             statistics. Segments that hold only a part of their tokens are left unchanged as well, but not counted.
 
         Raises:
-            ConfigError: the geometry names a lossy codec, and a segment is stored with another codec.
+            ConfigError: The geometry names a lossy codec, and a segment is stored with another codec.
         """
         from .methods import Exact, make_method
 
@@ -402,8 +402,8 @@ class KVStore:
         16, ... Passages are ordered by their ranking "context", so that the blocks of recomputed tokens are not read.
 
         Args:
-            ids: ids of the segments to reorder; None for all.
-            progress: whether to show a progress bar.
+            ids: Ids of the segments to reorder; None for all.
+            progress: Whether to show a progress bar.
 
         Returns:
             Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
@@ -509,8 +509,8 @@ class KVStore:
         Segments that the store's key cannot decrypt are counted but not read.
 
         Args:
-            progress: whether to show a progress bar.
-            repair: whether to remove damaged segments.
+            progress: Whether to show a progress bar.
+            repair: Whether to remove damaged segments.
         """
         self._opened.writer.flush()
         return maintain.verify(self._storage.disk, progress=progress, repair=repair)
@@ -519,10 +519,10 @@ class KVStore:
         """Delete data that no request can use, and evict segments above the quota, unless that would not be enough.
 
         Args:
-            dry_run: whether to only report what would be deleted.
+            dry_run: Whether to only report what would be deleted.
 
         Raises:
-            StoreError: not all stored segments are known; then no record and no segment is deleted.
+            StoreError: Not all stored segments are known; then no record and no segment is deleted.
         """
         storage = self._opened
         documents = finish_documents(storage, dry_run)
@@ -542,7 +542,7 @@ class KVStore:
         """Protect segments from eviction, or with `pinned=False` remove the protection.
 
         Raises:
-            ConfigError: an id to be pinned is unknown.
+            ConfigError: An id to be pinned is unknown.
         """
         self._opened.disk.pin(ids, pinned)
 
@@ -559,11 +559,11 @@ class KVStore:
             Number of segments deleted.
 
         Raises:
-            ConfigError: there is no conversation with this id.
-            ConversationInUseError: a cache uses the conversation.
-            StoreError: not all stored segments are known, or another conversation's record is damaged, or of a newer
+            ConfigError: There is no conversation with this id.
+            ConversationInUseError: A cache uses the conversation.
+            StoreError: Not all stored segments are known, or another conversation's record is damaged, or of a newer
                 version of the library.
-            OSError: another conversation's record cannot be read.
+            OSError: Another conversation's record cannot be read.
         """
         return remove_conversations(self._opened, [conversation_id])
 
@@ -571,7 +571,7 @@ class KVStore:
         """Return the documents that passages are stored under, and the state of each, sorted by label.
 
         Args:
-            label: label of the documents to return (one for each model and way of computing); None for all.
+            label: Label of the documents to return (one for each model and way of computing); None for all.
         """
         infos = self._storage.documents.listed(self.segments())
         return [info for info in infos if label in (None, info.label)]
@@ -585,10 +585,10 @@ class KVStore:
             Number of segments deleted.
 
         Raises:
-            ConfigError: there is no document with this label.
-            StoreError: not all stored segments are known, or another document's record is damaged, or of a newer
+            ConfigError: There is no document with this label.
+            StoreError: Not all stored segments are known, or another document's record is damaged, or of a newer
                 version of the library.
-            OSError: another document's record cannot be read.
+            OSError: Another document's record cannot be read.
         """
         return remove_documents(self._opened, [label])
 
@@ -608,7 +608,7 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, stores_b
 
     Raises:
         ConfigError: `store` is neither a store nor a path.
-        StoreClosedError: the store was closed, or opened before this process was forked.
+        StoreClosedError: The store was closed, or opened before this process was forked.
     """
     if isinstance(store, str | os.PathLike):
         key = f"store {folder_of(store) or store}"

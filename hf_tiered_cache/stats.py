@@ -144,7 +144,7 @@ class RemoteStats:
     damaged: int = 0
     """Number of damaged segments that were found in the remote. They are deleted, unless nothing is sent to it."""
     errors: int = 0
-    """Number of failed calls, and of look-ups that took too long."""
+    """Number of failed calls, and of lookups that took too long."""
     queued_writes: int = 0
     """Number of segments that currently wait to be sent."""
 

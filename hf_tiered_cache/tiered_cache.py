@@ -48,35 +48,35 @@ class TieredCache(StoredCache):
     the output is that of `DynamicCache`. A cache serves one request or one ongoing conversation. It is cheap to create.
 
     Args:
-        model: decoder-only causal LM of transformers. It is attached (see `attach`) if it is not attached yet.
+        model: Decoder-only causal LM of transformers. It is attached (see `attach`) if it is not attached yet.
         store: `KVStore`, or the path of one. A store given by path is opened once per model and closed by `detach`.
-        conversation: id of the conversation, 1 to 200 characters. `suspend()` stores the conversation. The next cache
+        conversation: Id of the conversation, 1 to 200 characters. `suspend()` stores the conversation. The next cache
             with this id, in any process, continues it when it is given the full history. Only one cache can use a
             conversation at a time: a newer cache of the same process takes over. The older cache finishes its current
             answer and then raises ConversationInUseError until the newer one is suspended or garbage-collected.
-        method: how KV is restored: a `Method`, the name of one, or None for exact reuse.
-        restore: whether to restore stored KV.
-        record: whether to store new KV.
-        segments: positions in the prompt, in tokens, at which stored passages may begin, for methods that reuse
+        method: How KV is restored: a `Method`, the name of one, or None for exact reuse.
+        restore: Whether to restore stored KV.
+        record: Whether to store new KV.
+        segments: Positions in the prompt, in tokens, at which stored passages may begin, for methods that reuse
             passages. None searches all positions.
-        strict: behavior if the prompt does not begin with the tokens that the cache holds. False crops the cache to the
+        strict: Behavior if the prompt does not begin with the tokens that the cache holds. False crops the cache to the
             common prefix, restores what the store has, and continues. True raises CacheMismatchError.
-        progress: whether to show a progress bar for prompts that are computed in pieces (`KVDrive`).
-        label: text in the header of the segments that this cache stores, shown by `hf-tiered-cache ls`.
-        tag: name for the model's computation if the model has custom code without a name of its own (a steering hook, a
+        progress: Whether to show a progress bar for prompts that are computed in pieces (`KVDrive`).
+        label: Text in the header of the segments that this cache stores, shown by `hf-tiered-cache ls`.
+        tag: Name for the model's computation if the model has custom code without a name of its own (a steering hook, a
             replaced forward, a custom attention function). KV is shared only between caches with the same tag.
-        fold_heads: whether each decoded token computes attention with the query heads of a KV head as rows of one
+        fold_heads: Whether each decoded token computes attention with the query heads of a KV head as rows of one
             matrix. After long prompts this is several times faster on a CPU, for models with grouped-query attention,
             but logits equal those of `DynamicCache` only up to rounding. Caches with approximate KV always do this.
             Needs the attention implementation "sdpa".
-        trace: file for a trace of the passes: computation, selection, waiting and reading, layer by layer. Open it in
+        trace: File for a trace of the passes: computation, selection, waiting and reading, layer by layer. Open it in
             https://ui.perfetto.dev or with `hf-tiered-cache timeline`. An earlier trace is replaced.
 
     Raises:
-        ConfigError: an argument is invalid, or the model's attention implementation does not suit the method.
-        UnsupportedModelError: the model keeps state other than per-token KV, or the method cannot serve the model.
-        ConversationInUseError: another process uses the conversation.
-        StoreClosedError: the store was closed, or opened before this process was forked.
+        ConfigError: An argument is invalid, or the model's attention implementation does not suit the method.
+        UnsupportedModelError: The model keeps state other than per-token KV, or the method cannot serve the model.
+        ConversationInUseError: Another process uses the conversation.
+        StoreClosedError: The store was closed, or opened before this process was forked.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TieredCache(StoredCache):
             not writable, `reason` says why.
 
         Raises:
-            StoreClosedError: the store was closed.
+            StoreClosedError: The store was closed.
         """
         executor = self._executor
         with ExitStack() as stack:

@@ -88,10 +88,10 @@ class RunningText:
     """Sections of the book that ships with the project, for pretrained models.
 
     Args:
-        model: folder of a pretrained model, for its tokenizer.
-        count: number of prefixes; they overlap if the book is too short for all.
-        tokens: number of tokens of each prefix.
-        suffix: number of tokens of a suffix.
+        model: Folder of a pretrained model, for its tokenizer.
+        count: Number of prefixes; they overlap if the book is too short for all.
+        tokens: Number of tokens of each prefix.
+        suffix: Number of tokens of a suffix.
     """
 
     about = "A pretrained model. Texts are runs of a book."

@@ -19,9 +19,9 @@ def load(folder: Path, yarn: float = 1.0, trained: int = 0) -> PreTrainedModel:
     """Load a model in float32, optionally with YaRN (Peng et al. 2023, implementation of transformers).
 
     Args:
-        folder: folder of the model.
-        yarn: factor by which YaRN extends the context; 1 for none.
-        trained: context length in tokens that the model was trained on; used with YaRN only.
+        folder: Folder of the model.
+        yarn: Factor by which YaRN extends the context; 1 for none.
+        trained: Context length in tokens that the model was trained on; used with YaRN only.
     """
     config = AutoConfig.from_pretrained(folder)
     if yarn != 1:
@@ -45,9 +45,9 @@ class ContextSession:
     """Context that is prefilled into the cache of a model.
 
     Args:
-        model: model to query.
-        context: context to prefill.
-        mask: attention mask, bool `[tokens, tokens]`; None for causal attention.
+        model: Model to query.
+        context: Context to prefill.
+        mask: Attention mask, bool `[tokens, tokens]`; None for causal attention.
     """
 
     def __init__(self, model: PreTrainedModel, context: Context, mask: torch.Tensor | None = None) -> None:
@@ -63,7 +63,7 @@ class ContextSession:
         as there are values.
 
         Args:
-            questions: questions in order; later ones attend to earlier questions and answers.
+            questions: Questions in order; later ones attend to earlier questions and answers.
             visible: bool `[self.tokens]`, context tokens that questions and answers attend to; None for all.
         """
         decoded_answers, last = list[tuple[int, ...]](), list[int]()

@@ -104,8 +104,8 @@ class Language:
     """Generator of contexts.
 
     Args:
-        tokenizer: tokenizer made by `train_tokenizer`.
-        text: token ids of natural text, int `[tokens]`; repeated if a context needs more.
+        tokenizer: Tokenizer made by `train_tokenizer`.
+        text: Token ids of natural text, int `[tokens]`; repeated if a context needs more.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: np.ndarray) -> None:
@@ -131,14 +131,14 @@ class Language:
         """Draw documents with `tokens` tokens in total, and questions about them.
 
         Args:
-            rng: random generator.
-            tokens: total number of tokens of the documents.
-            questions: maximum number of questions.
-            kinds: kinds of questions, with their relative frequencies.
-            density: range of the share of tokens in statements.
-            repeats: whether a question may be repeated, so that its answer can be copied from the first time.
-            min_values: minimum number of values of a key and of copies in a chain; at least 2.
-            max_values: maximum number of values of a key and of copies in a chain.
+            rng: Random generator.
+            tokens: Total number of tokens of the documents.
+            questions: Maximum number of questions.
+            kinds: Kinds of questions, with their relative frequencies.
+            density: Range of the share of tokens in statements.
+            repeats: Whether a question may be repeated, so that its answer can be copied from the first time.
+            min_values: Minimum number of values of a key and of copies in a chain; at least 2.
+            max_values: Maximum number of values of a key and of copies in a chain.
         """
         statements = _Statements(self, rng, int(tokens * rng.uniform(*density)), kinds, (min_values, max_values))
         events = sorted(statements.events, key=lambda event: event[0])

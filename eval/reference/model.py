@@ -19,9 +19,9 @@ def build(size: Size, tokenizer: PreTrainedTokenizerBase, shared: Sequence[int])
     Embeddings are not tied: keys are input tokens and never predicted, and tying would push their embeddings together.
 
     Args:
-        size: architecture of the model.
-        tokenizer: tokenizer of the model.
-        shared: for each layer, the index of the first layer with the same weights.
+        size: Architecture of the model.
+        tokenizer: Tokenizer of the model.
+        shared: For each layer, the index of the first layer with the same weights.
     """
     extra_fields: dict[str, Any] = {"head_dim": size.head_dim}  # read by the model, but not a field of the class
     model = Qwen2ForCausalLM(
@@ -58,8 +58,8 @@ def sharing(model: Qwen2ForCausalLM, depth: int | None = None) -> list[int]:
     """Return, for each layer, the index of the first layer with the same weights: the inverse of `unshared`.
 
     Args:
-        model: model with equal or shared layers.
-        depth: number of layers of a model that is `grown` from `model` and shares layers in the same way; None for
+        model: Model with equal or shared layers.
+        depth: Number of layers of a model that is `grown` from `model` and shares layers in the same way; None for
             `model` itself.
     """
     layers = [layer.state_dict() for layer in model.model.layers]
@@ -90,11 +90,11 @@ def grown(base: Qwen2ForCausalLM, size: Size) -> dict[str, torch.Tensor]:
     output weights of the duplicates are 0.
 
     Args:
-        base: model to grow.
-        size: size of the new model.
+        base: Model to grow.
+        size: Size of the new model.
 
     Raises:
-        ValueError: the models differ in width or head size, or the new heads or layers cannot be made from `base`.
+        ValueError: The models differ in width or head size, or the new heads or layers cannot be made from `base`.
     """
     config, head_dim = base.config, base.model.layers[0].self_attn.head_dim
     base_heads, base_kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads

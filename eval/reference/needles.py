@@ -14,12 +14,12 @@ class Needle:
     """Statements in a text, and questions about them.
 
     Args:
-        kinds: kinds of statements.
-        question_kind: kind of question.
-        alone: whether the text contains only the requested statement; otherwise it contains as many statements as the
+        kinds: Kinds of statements.
+        question_kind: Kind of question.
+        alone: Whether the text contains only the requested statement; otherwise it contains as many statements as the
             language has words for.
-        together: number of consecutive questions; all must be answered correctly.
-        statements: number of values of the requested key, or of copies in the requested chain.
+        together: Number of consecutive questions; all must be answered correctly.
+        statements: Number of values of the requested key, or of copies in the requested chain.
     """
 
     kinds: tuple[str, ...]

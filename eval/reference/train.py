@@ -75,12 +75,12 @@ class Training:
         """Start a run, or resume it from the checkpoint in `out`.
 
         Args:
-            size: architecture and schedule.
-            language: source of contexts.
-            tokenizer: tokenizer of the model.
-            out: folder of checkpoints.
-            seed: random seed.
-            base: model to continue from, for a size that `continues`.
+            size: Architecture and schedule.
+            language: Source of contexts.
+            tokenizer: Tokenizer of the model.
+            out: Folder of checkpoints.
+            seed: Random seed.
+            base: Model to continue from, for a size that `continues`.
         """
         torch.manual_seed(seed)
         self.size, self.language, self.tokenizer, self.out, self.seed = size, language, tokenizer, out, seed

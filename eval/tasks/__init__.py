@@ -51,7 +51,7 @@ def find_tasks(names: str) -> list[Task]:
     """Return the tasks of a comma-separated list of names and groups, without duplicates.
 
     Raises:
-        EvalError: a task is unknown, or the list is empty.
+        EvalError: A task is unknown, or the list is empty.
     """
     tasks: dict[str, Task] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):

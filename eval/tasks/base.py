@@ -17,13 +17,13 @@ class Example:
     """Prompt with its accepted answers.
 
     Args:
-        id: identifier, unique within the task and stable between runs.
-        segments: texts to store KV for; joined, they are the prefix. Each retrieved passage and each few-shot
+        id: Identifier, unique within the task and stable between runs.
+        segments: Texts to store KV for; joined, they are the prefix. Each retrieved passage and each few-shot
             demonstration is a segment.
-        question: text after the prefix.
-        choices: continuations to choose from; empty if the answer is generated.
-        answers: the right choice, or all accepted answers.
-        labels: all class names, if the answer is a generated class name.
+        question: Text after the prefix.
+        choices: Continuations to choose from; empty if the answer is generated.
+        answers: The right choice, or all accepted answers.
+        labels: All class names, if the answer is a generated class name.
     """
 
     id: str
@@ -43,11 +43,11 @@ class Draw:
     """Settings for drawing examples.
 
     Args:
-        data: source of rows.
-        limit: maximum number of examples, or None for all.
-        seed: random seed.
-        prefix_tokens: approximate prefix length in tokens, for tasks that can choose it.
-        tokenizer: tokenizer of the model.
+        data: Source of rows.
+        limit: Maximum number of examples, or None for all.
+        seed: Random seed.
+        prefix_tokens: Approximate prefix length in tokens, for tasks that can choose it.
+        tokenizer: Tokenizer of the model.
     """
 
     data: Data
@@ -74,14 +74,14 @@ class Task(ABC):
     """Set of examples and the metric of their answers.
 
     Args:
-        name: name on the command line.
-        about: one-line description for `--list`, with the source.
-        metric: key of `eval.metrics.METRICS`, or "perplexity".
-        max_new_tokens: maximum number of tokens of an answer.
-        generates: whether answers without choices are generated; if not, the reference answer is fed to the model.
-        first_line: whether only the first line of a generated answer counts.
-        chat: whether the chat template of the model may be applied to the prompt.
-        keeps_passages: whether a prompt that is too long keeps the beginnings of its segments, instead of its own
+        name: Name on the command line.
+        about: One-line description for `--list`, with the source.
+        metric: Key of `eval.metrics.METRICS`, or "perplexity".
+        max_new_tokens: Maximum number of tokens of an answer.
+        generates: Whether answers without choices are generated; if not, the reference answer is fed to the model.
+        first_line: Whether only the first line of a generated answer counts.
+        chat: Whether the chat template of the model may be applied to the prompt.
+        keeps_passages: Whether a prompt that is too long keeps the beginnings of its segments, instead of its own
             beginning and end.
     """
 
@@ -99,5 +99,5 @@ class Task(ABC):
         """Yield the examples, in an order that depends only on the seed.
 
         Raises:
-            EvalError: rows are missing.
+            EvalError: Rows are missing.
         """

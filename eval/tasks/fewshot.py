@@ -28,14 +28,14 @@ class FewShot(Task):
     """Multiple choice after demonstrations. The data set has the name of the task.
 
     Args:
-        columns: required columns.
-        render: function from a row to an item.
-        shots: maximum number of demonstrations in a prefix, limited by `prefix_tokens`.
-        train: split for demonstrations.
-        test: split for questions. If it equals `train`, every fifth row is a question and the others are
+        columns: Required columns.
+        render: Function from a row to an item.
+        shots: Maximum number of demonstrations in a prefix, limited by `prefix_tokens`.
+        train: Split for demonstrations.
+        test: Split for questions. If it equals `train`, every fifth row is a question and the others are
             demonstrations.
-        prefixes: number of different prefixes.
-        by_label: whether to balance the labels of the demonstrations.
+        prefixes: Number of different prefixes.
+        by_label: Whether to balance the labels of the demonstrations.
     """
 
     metric: str = "accuracy"

@@ -22,8 +22,8 @@ class LongBench(Task):
     """Task of LongBench.
 
     Args:
-        split: name of the task in the benchmark.
-        template: prompt template with {context} and {input}. The prefix ends with the context.
+        split: Name of the task in the benchmark.
+        template: Prompt template with {context} and {input}. The prefix ends with the context.
     """
 
     split: str

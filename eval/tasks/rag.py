@@ -26,13 +26,13 @@ class Rag(Task):
     """Passages and a question.
 
     Args:
-        dataset: name of the data set.
-        splits: candidate splits; the first available one is used.
-        columns: required columns.
-        passages: function from a row to its passages, as (title, text).
-        question: function from a row to its question.
-        answers: function from a row to its accepted answers.
-        instruction: text before the passages.
+        dataset: Name of the data set.
+        splits: Candidate splits; the first available one is used.
+        columns: Required columns.
+        passages: Function from a row to its passages, as (title, text).
+        question: Function from a row to its question.
+        answers: Function from a row to its accepted answers.
+        instruction: Text before the passages.
     """
 
     metric: str = "qa_f1"
@@ -75,7 +75,7 @@ class Dialogues(Task):
     """Dialogue to summarize, after solved examples. Each solved dialogue is a segment.
 
     Args:
-        shown: maximum number of solved dialogues, limited by `prefix_tokens`.
+        shown: Maximum number of solved dialogues, limited by `prefix_tokens`.
     """
 
     shown: int = 12

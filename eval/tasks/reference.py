@@ -34,7 +34,7 @@ class Reference(Task):
     """Questions of one kind in the language (see `eval.reference.language`).
 
     Args:
-        kind: kind of question; the contexts contain statements of all kinds in `KINDS`.
+        kind: Kind of question; the contexts contain statements of all kinds in `KINDS`.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class ReferenceNeedle(Task):
     """RULER task in the language with one question and one answer (see `eval.reference.needles`).
 
     Args:
-        needle: key of `NEEDLES`.
+        needle: Key of `NEEDLES`.
     """
 
     needle: str

@@ -24,8 +24,8 @@ class Retrieved(Task):
     """Passages retrieved from a corpus, best match last, and a question.
 
     Args:
-        passages: number of retrieved passages.
-        question_first: whether the question also precedes the passages, as part of the instruction.
+        passages: Number of retrieved passages.
+        question_first: Whether the question also precedes the passages, as part of the instruction.
     """
 
     passages: int

@@ -30,9 +30,9 @@ def execute(path: Path, model: str | None = None, timeout: float = 600) -> Noteb
     """Run a notebook; returns it with its outputs.
 
     Args:
-        path: the notebook.
-        model: a folder, or a name on the hub, in place of the notebook's own.
-        timeout: seconds that one cell may take.
+        path: The notebook.
+        model: A folder, or a name on the hub, in place of the notebook's own.
+        timeout: Seconds that one cell may take.
     """
     notebook = nbformat.read(path, as_version=4)
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

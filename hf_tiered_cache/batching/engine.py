@@ -291,7 +291,7 @@ class Pages(ABC):
     """Pages of an engine: allocation, and the engine's own hashes.
 
     Args:
-        cache: transformers' `PagedAttentionCache`.
+        cache: Transformers' `PagedAttentionCache`.
         groups: The cache's allocators, one for each group of layers. With a sliding window, pages hold the window only.
     """
 

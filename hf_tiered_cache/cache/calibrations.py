@@ -36,12 +36,12 @@ class Calibration:
     """Result of `calibrate` for one model on one device.
 
     Args:
-        ratio: share of each passage to compute, used by `CacheTune(recompute="auto")`.
-        seconds: time to first token by ratio, for all ratios that were measured; 1 is full recompute.
-        costs: costs of a token in one layer.
-        balanced: ratio that follows from these costs, where the search started.
-        tokens: number of tokens in the prompt.
-        cold: whether passages were read from disk rather than from memory.
+        ratio: Share of each passage to compute, used by `CacheTune(recompute="auto")`.
+        seconds: Time to first token by ratio, for all ratios that were measured; 1 is full recompute.
+        costs: Costs of a token in one layer.
+        balanced: Ratio that follows from these costs, where the search started.
+        tokens: Number of tokens in the prompt.
+        cold: Whether passages were read from disk rather than from memory.
     """
 
     ratio: float
@@ -61,12 +61,12 @@ class PrefixCosts:
     """Costs per prefix token, for one model on one device with one I/O engine and codec.
 
     Args:
-        tokens: length of the prefix that was measured.
-        compute: seconds to compute a token.
-        restore: seconds to restore a token, by tier name.
-        load: seconds of `restore` in which reading keeps the tier busy, by tier name, where measured.
-        overhead: seconds of a pass without a prefix, which are not part of `compute` and `restore`.
-        growth: increase of `compute` per token of the prefix: n tokens take n (compute + growth (n - tokens)) seconds.
+        tokens: Length of the prefix that was measured.
+        compute: Seconds to compute a token.
+        restore: Seconds to restore a token, by tier name.
+        load: Seconds of `restore` in which reading keeps the tier busy, by tier name, where measured.
+        overhead: Seconds of a pass without a prefix, which are not part of `compute` and `restore`.
+        growth: Increase of `compute` per token of the prefix: n tokens take n (compute + growth (n - tokens)) seconds.
     """
 
     tokens: int
@@ -125,12 +125,12 @@ class QualityFinding:
 
     Args:
         method: `describe_method` of the method, without its `loss_ignores`.
-        budget: share of the prefix.
+        budget: Share of the prefix.
         losses: KL divergence of each question's prediction from that with full KV, in nats.
-        agreement: share of the questions with the same most likely token.
+        agreement: Share of the questions with the same most likely token.
         brought: bytes loaded until the first token, without the index, as a share of the prefix's KV; a mean.
         index: bytes of the index used for selection, as a share of the prefix's KV.
-        seconds: median time to first token.
+        seconds: Median time to first token.
     """
 
     method: str

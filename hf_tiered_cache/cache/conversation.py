@@ -24,8 +24,8 @@ class Conversation:
     """Conversation of a cache. Creating it takes the conversation over from an older cache of this process.
 
     Raises:
-        ConfigError: the id is invalid.
-        ConversationInUseError: another process uses the conversation.
+        ConfigError: The id is invalid.
+        ConversationInUseError: Another process uses the conversation.
     """
 
     def __init__(self, storage: Storage, conversation_id: str) -> None:

@@ -84,7 +84,7 @@ class Work(NamedTuple):
 
     restored: float  # tokens that were restored and not computed
     computed: float
-    restoring: float  # seconds of look-ups and of assembling restored KV
+    restoring: float  # seconds of lookups and of assembling restored KV
     waiting: float  # seconds in which the model waited for KV
     reading: float  # seconds in which the disk was read
     nbytes: float

@@ -21,7 +21,7 @@ from ..store import EXACT
 from ..store.format import SegmentHeader, end_of_chain, segment_id
 from ..store.geometry import HASH_TOKENS, Geometry, LayerKV, block_groups
 from ..store.shape import SegmentShape, TokenTables
-from ..store.threads import Step
+from ..store.threads import RepairGuard
 from ..store.writer import KeptOnDevice, PendingSegment, Writer
 from .captured import CapturedKV, SegmentTable
 from .request import DecodingCheck
@@ -85,7 +85,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
-        self._step = Step(self._mend)
+        self._guard = RepairGuard(self._repair)
         self.captured = CapturedKV()
         self._first = 0  # position of the first captured token
         self.num_unsealed = 0
@@ -96,7 +96,7 @@ class Recorder:
         self._stored = [0] * rows  # number of them that the last lookup found stored
         self._ancestors: list[tuple[str, ...]] = [()] * rows
         self._before_look_up: tuple[list[int], list[tuple[str, ...]]] | None = None
-        """The last two as they were before the look-up of a pass that has not ended; None between passes."""
+        """The last two as they were before the lookup of a pass that has not ended; None between passes."""
         self._excluded: set[int] = set()  # rows of the captured positions that are not stored
         self._set_aside: tuple[CapturedKV, int, int, set[int]] | None = None
         """Capture before a pass that begins elsewhere, with its positions; None between passes."""
@@ -115,7 +115,7 @@ class Recorder:
                 self.captured.await_work()
             if first != self._first + self.num_unsealed:
                 self.seal()
-            with self._step:
+            with self._guard:
                 if first != self._first + self.num_unsealed:
                     self._set_aside = self.captured, self._first, self.num_unsealed, self._excluded
                     self.captured, self._first, self.num_unsealed, self._excluded = CapturedKV(), first, 0, set()
@@ -131,7 +131,7 @@ class Recorder:
 
         The pass computed the last `computed` positions. The next crop may remove the last `revocable` ones.
         """
-        with self._lock, self._step:
+        with self._lock, self._guard:
             self.history.append(ids)
             self._revocable = revocable
             if self._capturing:
@@ -147,7 +147,7 @@ class Recorder:
 
     def abandon(self) -> None:
         """Discard what a failed pass has captured, and what was found stored of its tokens."""
-        with self._lock, self._step:
+        with self._lock, self._guard:
             if self._set_aside is not None:
                 self.captured, self._first, self.num_unsealed, self._excluded = self._set_aside
                 self._set_aside = None
@@ -167,7 +167,7 @@ class Recorder:
     def crop(self, count: int) -> None:
         """Remove the last `count` positions."""
         self.end_interrupted()
-        with self._lock, self._step:
+        with self._lock, self._guard:
             self.history.crop(count)
             self.captured.apply_row_order()
             self.num_unsealed = max(0, self.num_unsealed - count)
@@ -182,7 +182,7 @@ class Recorder:
     def select(self, rows: torch.Tensor) -> None:
         """Reorder the rows: row i becomes the former row `rows[i]`."""
         self.end_interrupted()
-        with self._lock, self._step:
+        with self._lock, self._guard:
             order = rows.tolist()
             self.history.select(order)
             self.captured.select(rows)
@@ -219,7 +219,7 @@ class Recorder:
 
         With `wait`, this waits while the writer's queue is full.
         """
-        with self._lock, self._step:
+        with self._lock, self._guard:
             pending_segments = self._take_unsealed()
         for pending in pending_segments:  # outside the lock if possible: the queue may stay full for long
             self.submit(pending, wait)
@@ -250,7 +250,7 @@ class Recorder:
                 first += 1
                 if segment not in self._ancestors[row]:
                     self._ancestors[row] = (*self._ancestors[row], segment)
-            # not beyond what the history holds: the look-up of a pass that may fail has found more
+            # not beyond what the history holds: the lookup of a pass that may fail has found more
             self._sealed[row] = max(self._sealed[row], min(first, len(prefix_hashes)))
             if first >= len(prefix_hashes) or first * HASH_TOKENS < self._first - pad:
                 continue  # nothing new, or unreachable because of a gap before it
@@ -284,7 +284,7 @@ class Recorder:
             twin = copy.copy(self)
             twin.collector, twin.check = collector, self.check.fork()
             twin._lock, twin._is_collected = threading.RLock(), False
-            twin._step = Step(twin._mend)
+            twin._guard = RepairGuard(twin._repair)
             twin.history = self.history.fork()
             twin.captured, twin._excluded = self.captured.fork(), set(self._excluded)
             twin._before_look_up = twin._set_aside = None
@@ -359,7 +359,7 @@ class Recorder:
         self.captured.keep_last(keep)
         self._first, self.num_unsealed = end - keep, keep
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         """Discard the captured KV after an interrupted change: it may belong to other positions than noted."""
         self._clear()
         self._first, self._revocable = self.history.num_positions, 0

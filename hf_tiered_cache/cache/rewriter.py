@@ -204,7 +204,7 @@ class SegmentRewriter:
             return False  # the old segment is the only one
         if pinned:
             self._disk.pin([header.id])
-        if kept is not None:  # as soon as look-ups can find the new segment, which has the same keys
+        if kept is not None:  # as soon as lookups can find the new segment, which has the same keys
             content = replacement.header.digests.digest
             self._residency.index_cache.rename(old, lambda owner: (header.id, owner[1], content, owner[3]))
         for sidecar in sidecars:

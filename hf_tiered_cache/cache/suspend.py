@@ -37,13 +37,13 @@ class Suspended:
     """Result of `TieredCache.suspend`.
 
     Args:
-        tokens: number of the conversation's tokens that are stored. The next turn restores them.
-        unstored: number of the cache's tokens that are not stored. The next turn computes them. Below 16, unless
+        tokens: Number of the conversation's tokens that are stored. The next turn restores them.
+        unstored: Number of the cache's tokens that are not stored. The next turn computes them. Below 16, unless
             `reason` says why.
-        bytes: size on disk of the segments with the stored tokens.
-        seconds: duration of the call.
-        reason: what could not be stored, and why, or "".
-        merging: decision about layers that share KV, with its reason (`Krul`), or "".
+        bytes: Size on disk of the segments with the stored tokens.
+        seconds: Duration of the call.
+        reason: What could not be stored, and why, or "".
+        merging: Decision about layers that share KV, with its reason (`Krul`), or "".
     """
 
     tokens: int
@@ -176,7 +176,7 @@ def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:
 
 
 def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow], int]:
-    """Return the segments that a later look-up finds for the first row, and the number of tokens in them."""
+    """Return the segments that a later lookup finds for the first row, and the number of tokens in them."""
     prefix_hashes, usable = sequence.history.prefix_hashes(0), sequence.method.usable_hashes
     runs = [run for run, _ in storage.match(prefix_hashes, usable=usable, own_recorder=sequence.recorder)]
     return [run.row for run in runs], sum(run.num_hashes for run in runs) * HASH_TOKENS

@@ -72,7 +72,7 @@ def gc(
     quota. Pinned segments are kept. Nothing is evicted if the store would still exceed the quota.
 
     Files to be deleted are listed first. Files that this library did not write are listed, too, but not changed. In a
-    remote, which does not record uses, the oldest segments are evicted, and look-up entries without a segment deleted.
+    remote, which does not record uses, the oldest segments are evicted, and lookup entries without a segment deleted.
     """
     from ..kvstore import storage_of
 

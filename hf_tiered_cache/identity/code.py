@@ -76,8 +76,8 @@ class CodeDescription(Description):
     """A description that follows functions and classes into what they refer to.
 
     Args:
-        watch: records the places that are read; a new one by default.
-        statics: objects found first for package globals that are described by their type only; a new dictionary by
+        watch: Records the places that are read; a new one by default.
+        statics: Objects found first for package globals that are described by their type only; a new dictionary by
             default. If another object replaces one of them, the model is undescribable.
     """
 
@@ -127,7 +127,7 @@ class CodeDescription(Description):
         """Describe the queued functions, classes and modules. Call this after all values are added.
 
         Raises:
-            Undescribable: there is a problem.
+            Undescribable: There is a problem.
         """
         count = -1
         while self._later or len(self._called) > count:

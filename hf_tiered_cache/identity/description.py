@@ -101,7 +101,7 @@ class Description(ABC):
         """Describe a value.
 
         Raises:
-            Undescribable: the value cannot be described.
+            Undescribable: The value cannot be described.
         """
         value = self.original(location, value)
         kind = type(value)

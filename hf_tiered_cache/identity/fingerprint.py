@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..patches.attach import Attachment
-from ..store.threads import Step, fork_lock
+from ..store.threads import RepairGuard, fork_lock
 from .code import CodeDescription, Statics
 from .description import PLAIN, Undescribable, cached_functions
 from .ignored import IRRELEVANT
@@ -50,14 +50,14 @@ class Identity:
 
     Args:
         fingerprint: 32 hexadecimal digits.
-        facts: parts of the fingerprint by name, as text if short, otherwise as digests. "name" is the name of the
+        facts: Parts of the fingerprint by name, as text if short, otherwise as digests. "name" is the name of the
             model, the only fact that is not part of the fingerprint.
-        problem: something that affects the computation and cannot be described, or "". With a problem no KV may be
+        problem: Something that affects the computation and cannot be described, or "". With a problem no KV may be
             stored.
-        looks_ahead: whether tokens attend to later tokens.
-        training: whether a module is in training mode and computes different results for that reason.
-        rope_varies: whether the frequencies of RoPE depend on the length of the prompt (see `rope_regime`).
-        weights_held: function that takes a time of `time.monotonic` and returns whether the weights still match the
+        looks_ahead: Whether tokens attend to later tokens.
+        training: Whether a module is in training mode and computes different results for that reason.
+        rope_varies: Whether the frequencies of RoPE depend on the length of the prompt (see `rope_regime`).
+        weights_held: Function that takes a time of `time.monotonic` and returns whether the weights still match the
             fingerprint, based on a complete read that began after that time. Thread-safe.
     """
 
@@ -128,7 +128,7 @@ class Fingerprinter:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._lock = fork_lock()
-        self._step = Step(self._read_again)
+        self._guard = RepairGuard(self._read_again)
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())
         self._statics: Statics = {}
@@ -140,13 +140,13 @@ class Fingerprinter:
         """Return the current identity of the model.
 
         Args:
-            tag: the user's name for parts that cannot be described; part of the fingerprint.
-            closely: whether to read a part of the weights again, as at the beginning of a request.
+            tag: The user's name for parts that cannot be described; part of the fingerprint.
+            closely: Whether to read a part of the weights again, as at the beginning of a request.
 
         Raises:
-            UnsupportedModelError: some weights cannot be read.
+            UnsupportedModelError: Some weights cannot be read.
         """
-        with self._lock, self._step:
+        with self._lock, self._guard:
             if tag or not self._changing:
                 self._watch(closely)
             if self._weights.has_moved():
@@ -169,7 +169,7 @@ class Fingerprinter:
 
     def refresh(self) -> None:
         """Describe the model and read all weights again."""
-        with self._lock, self._step:
+        with self._lock, self._guard:
             self._forget_changes()
             self._describe()
             if self._weights.refresh():
@@ -275,7 +275,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Return the fingerprint of everything that the KV of `model` depends on: 32 hexadecimal digits.
 
     Raises:
-        UnsupportedModelError: some weights cannot be read.
+        UnsupportedModelError: Some weights cannot be read.
     """
     return Fingerprinter(model)()
 

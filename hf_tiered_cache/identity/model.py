@@ -462,7 +462,7 @@ def _offloaded(location: str, module: nn.Module, leaf: str) -> torch.Tensor:
     """Return offloaded weights, which accelerate moves to the device for each pass.
 
     Raises:
-        UnsupportedModelError: no hook has the weights.
+        UnsupportedModelError: No hook has the weights.
     """
     hook = getattr(module, "_hf_hook", None)
     for candidate in (hook, *getattr(hook, "hooks", ())):

@@ -34,10 +34,10 @@ class State:
     """State of an object.
 
     Args:
-        values: immutable parts.
-        attributes: the `__dict__` of the object, or None.
-        slots: contents of the `__slots__` of the object, by name.
-        base: built-in container type of the object, or None.
+        values: Immutable parts.
+        attributes: The `__dict__` of the object, or None.
+        slots: Contents of the `__slots__` of the object, by name.
+        base: Built-in container type of the object, or None.
     """
 
     values: tuple[Any, ...] = ()
@@ -53,7 +53,7 @@ def state_of(value: Any) -> State:
     computes with.
 
     Raises:
-        TypeError: the object has state that Python code cannot read, such as a lock or a file.
+        TypeError: The object has state that Python code cannot read, such as a lock or a file.
     """
     kind = type(value)
     if kind in _CALLS:
@@ -95,7 +95,7 @@ def _member_name(value: Any, kind: type) -> str:
     """Return the name of a member of an enumeration that an extension defines, such as PyTorch's pybind11 enums.
 
     Raises:
-        TypeError: the object is not a member of such an enumeration.
+        TypeError: The object is not a member of such an enumeration.
     """
     members, name = getattr(kind, "__members__", None), getattr(value, "name", None)
     if isinstance(members, dict) and isinstance(name, str) and members.get(name) == value:

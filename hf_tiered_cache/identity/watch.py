@@ -39,7 +39,7 @@ class Watch:
     one.
 
     Args:
-        unsteady: items of dictionaries that change at every pass, which are not watched.
+        unsteady: Items of dictionaries that change at every pass, which are not watched.
     """
 
     def __init__(self, unsteady: Places | None = None) -> None:

@@ -70,7 +70,7 @@ def export_to_opentelemetry(store: KVStore, requests: StatsCollector, meter: Met
             `opentelemetry-instrument` sets.
 
     Raises:
-        ImportError: opentelemetry-api is not installed.
+        ImportError: Opentelemetry-api is not installed.
     """
     from opentelemetry.metrics import Observation, get_meter
 

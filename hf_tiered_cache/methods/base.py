@@ -78,12 +78,12 @@ class Method(ABC):
 
     @cached_property
     def provenance(self) -> str:
-        """Name of the way this method computes KV, stored with it. Exact look-ups find exact KV only."""
+        """Name of the way this method computes KV, stored with it. Exact lookups find exact KV only."""
         return coded_provenance(EXACT, self.geometry.codec)
 
     @cached_property  # read at every decoded token
     def records_approximations(self) -> bool:
-        """True if KV computed after approximate KV is stored, under a provenance that exact look-ups do not find."""
+        """True if KV computed after approximate KV is stored, under a provenance that exact lookups do not find."""
         return self.provenance != coded_provenance(EXACT, self.geometry.codec)
 
     def coded(self, codec: str) -> Self:

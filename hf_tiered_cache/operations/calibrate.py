@@ -64,17 +64,17 @@ def calibrate(
     were measured with the same `cold`.
 
     Args:
-        storage: storage to measure, and to save the result in.
-        model: causal LM.
-        passages: number of passages in the prompt.
-        tokens: number of tokens per passage.
-        suffix: number of tokens after the passages.
-        repeats: number of runs per measurement; the median is used.
-        cold: whether to clear the store's memory before each run, so that passages are read from disk.
-        progress: whether to show a progress bar.
+        storage: Storage to measure, and to save the result in.
+        model: Causal LM.
+        passages: Number of passages in the prompt.
+        tokens: Number of tokens per passage.
+        suffix: Number of tokens after the passages.
+        repeats: Number of runs per measurement; the median is used.
+        cold: Whether to clear the store's memory before each run, so that passages are read from disk.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ConfigError: the prompt is longer than the model's maximum position.
+        ConfigError: The prompt is longer than the model's maximum position.
     """
     method, options = CacheTune.paper(), CacheOptions(record=False)  # the same tokens in all layers
     length = passages * tokens + suffix
@@ -141,17 +141,17 @@ def calibrate_prefix(
     budgets: device memory if it has a budget, else host memory. Without a memory budget, memory is not measured.
 
     Args:
-        storage: storage to measure, and to save the result in.
-        model: causal LM.
-        tokens: prefix lengths to measure; costs are interpolated between them. For longer prefixes, the compute cost
+        storage: Storage to measure, and to save the result in.
+        model: Causal LM.
+        tokens: Prefix lengths to measure; costs are interpolated between them. For longer prefixes, the compute cost
             grows as measured with a few tokens after a long context.
-        suffix: number of tokens after each prefix.
-        repeats: number of runs per measurement; the median is used.
-        seconds: expected seconds of a length, from the time of the shorter one, above which it is not measured.
-        progress: whether to show a progress bar.
+        suffix: Number of tokens after each prefix.
+        repeats: Number of runs per measurement; the median is used.
+        seconds: Expected seconds of a length, from the time of the shorter one, above which it is not measured.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ConfigError: a length is below 16, or above the model's maximum position.
+        ConfigError: A length is below 16, or above the model's maximum position.
     """
     method = Exact(recompute=0.0, decline=False).coded(storage.codec)
     lengths = sorted(set(tokens))

@@ -128,9 +128,9 @@ class PassageExecutor(Executor):
     """Executor that computes passages of one length, one per row, after lead tokens without recorded KV.
 
     Args:
-        like: executor of a cache with a method for passages, which defines their ranking and geometry.
-        labels: labels of the rows, for the headers of their segments; () for none.
-        ranking_lead: length of a lead that replaces the method's. If given, nothing is stored; the result is in
+        like: Executor of a cache with a method for passages, which defines their ranking and geometry.
+        labels: Labels of the rows, for the headers of their segments; () for none.
+        ranking_lead: Length of a lead that replaces the method's. If given, nothing is stored; the result is in
             `computed`.
     """
 

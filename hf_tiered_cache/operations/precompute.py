@@ -136,10 +136,10 @@ class Lookup:
     """Stored part of a prompt.
 
     Args:
-        tokens: number of tokens in the prompt.
-        stored: number of tokens that a request would restore. The last token is always computed.
-        bytes: size of their KV in each tier, by tier name.
-        reason: reason why nothing is stored, or "".
+        tokens: Number of tokens in the prompt.
+        stored: Number of tokens that a request would restore. The last token is always computed.
+        bytes: Size of their KV in each tier, by tier name.
+        reason: Reason why nothing is stored, or "".
     """
 
     tokens: int

@@ -1,4 +1,4 @@
-"""Look-up entries of a remote: the beginning of each segment, under some of its prefix hashes.
+"""Lookup entries of a remote: the beginning of each segment, under some of its prefix hashes.
 
 A prompt is looked up by asking for the entries of all its prefix hashes at once. An entry is a hint: the segment that
 it names is checked when it is read. Segments themselves are stored under their ids, as in a folder.

@@ -1,6 +1,6 @@
-"""Link to a remote: its measured bandwidth, a circuit breaker for when it does not answer, and look-ups of prompts.
+"""Link to a remote: its measured bandwidth, a circuit breaker for when it does not answer, and lookups of prompts.
 
-A look-up is one call for all prefix hashes, in a thread. Its answers are kept for seconds.
+A lookup is one call for all prefix hashes, in a thread. Its answers are kept for seconds.
 """
 
 from __future__ import annotations
@@ -132,24 +132,24 @@ class Breaker:
 
 
 _ABSENT_SECONDS, _PRESENT_SECONDS = 3.0, 60.0
-"""Seconds for which the result of a look-up counts, for a prefix hash that was not found, and for one that was."""
+"""Seconds for which the result of a lookup counts, for a prefix hash that was not found, and for one that was."""
 _MOST_ABSENT, _MOST_PRESENT = 1 << 16, 1 << 10
 """Maximum numbers of results that are kept. Those that were found take up to 64 KiB each."""
 _THREADS = 8
-"""Number of look-ups at a time."""
+"""Number of lookups at a time."""
 
-SLOW = "a look-up takes longer than it can save"
+SLOW = "a lookup takes longer than it can save"
 LATE = "the remote did not answer in time"
 FAILED = "the remote failed"
 UNAVAILABLE = "the remote is not used for a while, after several failures"
 
 
 class LookUps:
-    """Look-ups of entries in a remote.
+    """Lookups of entries in a remote.
 
     Args:
         remote: The remote.
-        failed: Receives the breaker and the error of each look-up that failed or took too long.
+        failed: Receives the breaker and the error of each lookup that failed or took too long.
     """
 
     def __init__(self, remote: ObjectBackend, failed: Callable[[Breaker, object], None]) -> None:
@@ -158,7 +158,7 @@ class LookUps:
         self._lock = threading.Lock()
         self._absent: OrderedDict[str, float] = OrderedDict()  # time of expiry by name
         self._present: OrderedDict[str, tuple[float, Entry]] = OrderedDict()
-        self._threads = DaemonPool(_THREADS, "hf-tiered-look-up")
+        self._threads = DaemonPool(_THREADS, "hf-tiered-lookup")
 
     def find(self, names: Sequence[str], limit: float) -> list[Entry] | str:
         """Return the entries of prefix hashes, each once, or the reason why they are not known within `limit` seconds.
@@ -193,11 +193,11 @@ class LookUps:
                 self._present.pop(name, None)
 
     def close(self) -> None:
-        """Drop the look-ups that wait, and release the threads."""
+        """Drop the lookups that wait, and release the threads."""
         self._threads.close(0.0)
 
     def _begin(self, look_up: Callable[[], object]) -> None:
-        """Begin a look-up that nothing waits for."""
+        """Begin a lookup that nothing waits for."""
         with suppress(RuntimeError):  # the store is being closed
             self._threads.submit(look_up)
 

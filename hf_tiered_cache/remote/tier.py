@@ -4,7 +4,7 @@ A segment that is fetched is published as one of the local store, with the same 
 such as quota, tiers and GPUDirect Storage, sees a local segment.
 
 A remote never fails a request, and delays it by no more than it can save: a prompt waits for the remote as long as
-computing the tokens takes, and for a look-up a fifth of that. After half of this time, or, once the bandwidth is known,
+computing the tokens takes, and for a lookup a fifth of that. After half of this time, or, once the bandwidth is known,
 a few times as long as a fetch should take, it waits only while the fetch keeps a pace at which it will be in time. What
 comes too late is there for the next prompt.
 """
@@ -37,7 +37,7 @@ from .link import FAILED, LATE, UNAVAILABLE, Breaker, Link, LookUps
 from .write_back import WriteBack
 
 _LOOK_UP_SHARE = 0.2
-"""Share of the time to compute the missing tokens that a look-up may take."""
+"""Share of the time to compute the missing tokens that a lookup may take."""
 _UNKNOWN_SECONDS = 5.0
 """Seconds that computing is assumed to take before any prompt was computed here, or costs were calibrated."""
 _PLANS = 3
@@ -76,13 +76,13 @@ class RemoteTier:
     def __init__(self, remote: ObjectBackend, disk: SegmentStore, write: str, admit: Written) -> None:
         self.remote, self.place, self._disk, self._admit = remote, remote.place, disk, admit
         self.link = Link()
-        self.fetch_breaker = Breaker()  # not that of look-ups: small objects may arrive while large ones hang
+        self.fetch_breaker = Breaker()  # not that of lookups: small objects may arrive while large ones hang
         self._stats = RemoteStats()
         self._lock = threading.Lock()
         # by segment id and number of prefix hashes, with the bytes
         self._fetching: dict[tuple[str, int], tuple[Future[str], int]] = {}
         self._hidden: dict[str, float] = {}
-        self.look_ups = LookUps(remote, partial(self._fail, "look-up"))
+        self.look_ups = LookUps(remote, partial(self._fail, "lookup"))
         self._fetches = DaemonPool(_FETCHES, "hf-tiered-fetch")
         write = write if remote.writable else "never"
         remote.writable = write != "never"

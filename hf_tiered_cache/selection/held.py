@@ -90,16 +90,16 @@ class Window:
 
     Args:
         num_columns: B, the number of chunks that each head attends to per step.
-        num_heads: number of KV heads.
-        capacity: entries of each head, columns included: at least B, or 0. With 0 a head has its columns but keeps
+        num_heads: Number of KV heads.
+        capacity: Entries of each head, columns included: at least B, or 0. With 0 a head has its columns but keeps
             no entry between steps, and fetches all chunks at each step (×0 in the paper's Figure 3).
-        num_chunks: upper bound of chunk numbers, exclusive.
-        policy: eviction policy for a full head; chosen entries are never evicted. "lookahead": evict entries outside
+        num_chunks: Upper bound of chunk numbers, exclusive.
+        policy: Eviction policy for a full head; chosen entries are never evicted. "lookahead": evict entries outside
             the pool first, least recently chosen first, then those with the lowest rank in the pool. "lru": evict the
             least recently chosen entry. Ties: the lowest chunk first.
 
     Raises:
-        ConfigError: the policy is unknown, or the sizes do not fit.
+        ConfigError: The policy is unknown, or the sizes do not fit.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class Window:
 
         Args:
             selected_chunks: int64 `[heads, B]`, distinct within a head.
-            pool: candidate chunks, int64 `[heads, M]` with M ≥ B, best first. The first B are the chosen chunks in any
+            pool: Candidate chunks, int64 `[heads, M]` with M ≥ B, best first. The first B are the chosen chunks in any
                 order. Only the policy "lookahead" uses it.
 
         Raises:
-            ValueError: a shape or dtype is wrong, a chunk does not exist, or a head chose a chunk twice.
+            ValueError: A shape or dtype is wrong, a chunk does not exist, or a head chose a chunk twice.
         """
         lower_ranked = self._check(selected_chunks, pool)
         names = (selected_chunks + self._rows).ravel()  # indices into `_place`, across all heads

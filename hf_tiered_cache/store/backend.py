@@ -44,8 +44,8 @@ class Upload(Protocol):
         With `replace`, existing content is replaced, if this library wrote it. Open readers can still read it.
 
         Raises:
-            FileExistsError: the name is taken and its content is not replaced: the first writer wins.
-            OSError: publishing failed; nothing has changed.
+            FileExistsError: The name is taken and its content is not replaced: the first writer wins.
+            OSError: Publishing failed; nothing has changed.
         """
 
 
@@ -106,14 +106,14 @@ class SegmentBackend(Protocol):
         """Read the beginning of a segment, all from one version.
 
         Args:
-            segment_id: id of the segment, or name of the sidecar.
-            length: returns the number of bytes to read; its exceptions propagate.
+            segment_id: Id of the segment, or name of the sidecar.
+            length: Returns the number of bytes to read; its exceptions propagate.
 
         Returns:
             Metadata of the version that was read, and its first bytes: fewer than `length` only if the segment ends.
 
         Raises:
-            FormatError: the entry cannot be a segment (a folder, a pipe). OSError: it cannot be read.
+            FormatError: The entry cannot be a segment (a folder, a pipe). OSError: it cannot be read.
         """
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, EngineFile]:
@@ -124,7 +124,7 @@ class SegmentBackend(Protocol):
             of the file return the same version, or fail with FileNotFoundError.
 
         Raises:
-            FormatError, OSError: as `head`.
+            FormatError, OSError: As `head`.
         """
 
     def read(self, ops: Sequence[ReadOp]) -> Future[int]:
@@ -134,7 +134,7 @@ class SegmentBackend(Protocol):
         OSError if bytes are missing or cannot be read; the `filename` of the error is the `path` of the file.
 
         Raises:
-            StoreClosedError: the backend was closed.
+            StoreClosedError: The backend was closed.
         """
 
     def register(self, memory: torch.Tensor) -> None:

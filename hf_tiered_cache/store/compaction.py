@@ -37,10 +37,10 @@ def first_rewritten(
     All segments from this one on become one segment.
 
     Args:
-        readers: segments of the chain, in order.
-        geometry: geometry of the new segment.
-        stored_from: for each layer, the first token of the chain that is to be stored: int64 `[layers]`.
-        retained: share of a merged pair's tokens that stay unmerged.
+        readers: Segments of the chain, in order.
+        geometry: Geometry of the new segment.
+        stored_from: For each layer, the first token of the chain that is to be stored: int64 `[layers]`.
+        retained: Share of a merged pair's tokens that stay unmerged.
     """
     layout, last = readers[0].shape.layout, readers[-1].header
     starts = [reader.header.position - readers[0].header.position for reader in readers]

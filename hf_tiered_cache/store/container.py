@@ -92,7 +92,7 @@ class Guard:
         """Yield the blocks as they are stored, piece by piece, with their digests. Each piece is valid until the next.
 
         Args:
-            first: number of the first block in the file.
+            first: Number of the first block in the file.
             blocks: uint8 `[n, block_bytes]` on the CPU; not modified.
             linear: int64 `[n]`, their lin64 if it is already known.
         """
@@ -102,7 +102,7 @@ class Guard:
         """Verify stored blocks, and decrypt them in place. Returns the index of the first damaged block, or None.
 
         Args:
-            first: number of the first block in the file.
+            first: Number of the first block in the file.
             blocks: uint8 `[n, block_bytes]` on the CPU, as they were read.
             digests: `DIGEST_DTYPE` `[n]`, the stored digests.
         """

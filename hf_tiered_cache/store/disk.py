@@ -188,11 +188,11 @@ class SegmentStore(Space):
         A full disk, the quota, an unwritable folder or an unavailable lock drop it, which is counted and logged once.
 
         Args:
-            header: header without its sections.
-            prefix_hashes: prefix hashes of the segment.
-            block_groups: blocks of each KV cache group, `[chunks, block_bytes]`; each is consumed before the next.
-            ancestors: segments that it continues. Their use is recorded with it, so that it is evicted before them.
-            written: callback for each KV cache group that was written. The segment may still be dropped.
+            header: Header without its sections.
+            prefix_hashes: Prefix hashes of the segment.
+            block_groups: Blocks of each KV cache group, `[chunks, block_bytes]`; each is consumed before the next.
+            ancestors: Segments that it continues. Their use is recorded with it, so that it is evicted before them.
+            written: Callback for each KV cache group that was written. The segment may still be dropped.
         """
         header = lay_out(replace(header, seal=self.cipher.new_seal()), len(prefix_hashes))
         if not self.backend.writable:

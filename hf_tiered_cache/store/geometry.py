@@ -210,9 +210,9 @@ class KeyIndex:
     """Additional copy of keys, in KV cache groups of its own, for selectors to read without the other KV.
 
     Args:
-        every: period of the layers with keys in the index. Of the layers with full attention, these are the solo
+        every: Period of the layers with keys in the index. Of the layers with full attention, these are the solo
             layers, and then the first of every `every` layers.
-        heads: number of first key-value heads to copy (IMPRESS, Section 4.1: probe heads), or None for all.
+        heads: Number of first key-value heads to copy (IMPRESS, Section 4.1: probe heads), or None for all.
     """
 
     every: int = 1
@@ -228,15 +228,15 @@ class Geometry:
     """Cutting of a segment into blocks: chunk tokens × layers per block × heads per block.
 
     Args:
-        chunk_tokens: consecutive tokens per block (ContiguousKV, Section 4.2: c = 16).
-        layers_per_block: layers per block. Layers with and without a sliding window do not share blocks, so that only
+        chunk_tokens: Consecutive tokens per block (ContiguousKV, Section 4.2: c = 16).
+        layers_per_block: Layers per block. Layers with and without a sliding window do not share blocks, so that only
             the window of a sliding layer is read.
-        heads_per_block: key-value heads per block, or None for all.
-        split_kv: whether keys and values are stored in separate blocks.
-        index: additional copy of keys, or None.
-        solo_layers: number of first layers without a window that have blocks, and an index, of their own.
-        codec: name of the codec between tensors and bytes (see `codecs`), also of the index.
-        pairs: pairs of layers to merge, the shallower layer first (MiniCache; see `pairs`). Each layer has KV
+        heads_per_block: Key-value heads per block, or None for all.
+        split_kv: Whether keys and values are stored in separate blocks.
+        index: Additional copy of keys, or None.
+        solo_layers: Number of first layers without a window that have blocks, and an index, of their own.
+        codec: Name of the codec between tensors and bytes (see `codecs`), also of the index.
+        pairs: Pairs of layers to merge, the shallower layer first (MiniCache; see `pairs`). Each layer has KV
             cache groups of its own for its unmerged tokens, and each pair has groups for the tokens that its layers
             share; token tables define which tokens these are. Paired layers have full attention and the same `LayerKV`.
             `layers_per_block` must be 1.

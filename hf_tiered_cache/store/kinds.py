@@ -42,10 +42,10 @@ class FileKind:
     """Kind of files in a subfolder ("" for the store's root): the pattern of their names, and a check of their content.
 
     Args:
-        recognises: function that returns whether a name and the first bytes of the content match this kind.
-        most_bytes: number of first bytes that `recognises` needs.
-        key: for records, the fields that determine the name of a file (see `record_name`).
-        lock: kind of the lock file, named like the file with `LOCK_SUFFIX`, without which a file is not own.
+        recognises: Function that returns whether a name and the first bytes of the content match this kind.
+        most_bytes: Number of first bytes that `recognises` needs.
+        key: For records, the fields that determine the name of a file (see `record_name`).
+        lock: Kind of the lock file, named like the file with `LOCK_SUFFIX`, without which a file is not own.
     """
 
     folder: str
@@ -154,7 +154,7 @@ CONVERSATION_LOCK = _kind(
     "conversations", rf"{_HEX}\.lock", lambda _, beginning: json_object(beginning).keys() == {"pid", "since"}
 )
 DOCUMENT = _record_kind("documents", "label", "fingerprint", "made")
-# look-up entries of a remote: the beginnings of segments, named by prefix hashes
+# lookup entries of a remote: the beginnings of segments, named by prefix hashes
 ENTRY = _kind("prefixes", _HEX, lambda _, beginning: beginning.startswith(SEGMENT_MAGIC))
 CALIBRATIONS = _kind("", re.escape(CALIBRATIONS_NAME), _is_calibrations, RECORD_BYTES)
 MARKER = _kind("", re.escape(MARKER_NAME), lambda _, beginning: json_object(beginning).get("format") == MARKER_FORMAT)

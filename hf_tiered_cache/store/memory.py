@@ -27,10 +27,10 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
     at 5 GB/s.
 
     Args:
-        nbytes: size in bytes.
-        pin: whether to page-lock host memory, so that a GPU can copy from it asynchronously. If CUDA refuses, the
+        nbytes: Size in bytes.
+        pin: Whether to page-lock host memory, so that a GPU can copy from it asynchronously. If CUDA refuses, the
             memory is pageable: copies are slower, but correct.
-        device: device of the memory.
+        device: Device of the memory.
     """
     size = nbytes + ALIGNMENT
     with torch.inference_mode(False):  # threads outside the caller's inference mode also write to the tensor

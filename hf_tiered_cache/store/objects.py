@@ -62,8 +62,8 @@ class ObjectBackend(ABC, SegmentBackend):
     They may be called from any thread. Their faults are OSErrors: other exceptions end the request.
 
     Args:
-        place: address of the place, for messages.
-        threads: number of reads in flight.
+        place: Address of the place, for messages.
+        threads: Number of reads in flight.
     """
 
     hedges: Sequence[HedgedReads] = ()
@@ -97,13 +97,13 @@ class ObjectBackend(ABC, SegmentBackend):
         """Read a range of an object; fewer bytes only if the object ends.
 
         Args:
-            name: name of the object.
-            version: version that is to be read (see `Stored`).
-            offset: first byte.
-            nbytes: number of bytes.
+            name: Name of the object.
+            version: Version that is to be read (see `Stored`).
+            offset: First byte.
+            nbytes: Number of bytes.
 
         Raises:
-            FileNotFoundError: there is no such object, or another version of it. OSError: it cannot be read.
+            FileNotFoundError: There is no such object, or another version of it. OSError: it cannot be read.
         """
 
     def get_beginnings(self, names: Sequence[str], nbytes: int) -> dict[str, bytes]:
@@ -113,11 +113,11 @@ class ObjectBackend(ABC, SegmentBackend):
         for each object, several at a time.
 
         Args:
-            names: names of the objects.
-            nbytes: number of bytes; fewer are returned of shorter objects.
+            names: Names of the objects.
+            nbytes: Number of bytes; fewer are returned of shorter objects.
 
         Raises:
-            OSError: it cannot be determined which of them exist.
+            OSError: It cannot be determined which of them exist.
         """
 
         def beginning(name: str) -> bytes | None:
@@ -135,12 +135,12 @@ class ObjectBackend(ABC, SegmentBackend):
         """Write an object atomically, with a new version.
 
         Args:
-            name: name of the object.
-            content: all bytes.
-            replace: whether to replace an existing object.
+            name: Name of the object.
+            content: All bytes.
+            replace: Whether to replace an existing object.
 
         Raises:
-            FileExistsError: the object exists, and is not to be replaced. OSError: it cannot be written.
+            FileExistsError: The object exists, and is not to be replaced. OSError: it cannot be written.
         """
 
     @abstractmethod

@@ -40,9 +40,9 @@ def merge(
     is not finite is NaN.
 
     Args:
-        first: vectors of the first layer, `[..., dim]`.
-        second: vectors of the second layer, `[..., dim]`.
-        toward: interpolation weight: 0 for the first layer's direction, 1 for the second's.
+        first: Vectors of the first layer, `[..., dim]`.
+        second: Vectors of the second layer, `[..., dim]`.
+        toward: Interpolation weight: 0 for the first layer's direction, 1 for the second's.
 
     Returns:
         Float32 directions, `[..., dim]`, of length 1, or 0 if both vectors are zero; and both magnitudes, `[..., 1]`.

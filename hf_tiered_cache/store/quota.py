@@ -30,9 +30,9 @@ class Limits:
     """Limits of the disk space that a store may use.
 
     Args:
-        quota: maximum size of the store's folder in bytes, or None for no quota.
-        high: share of the quota above which eviction starts.
-        low: share of the quota down to which it evicts.
+        quota: Maximum size of the store's folder in bytes, or None for no quota.
+        high: Share of the quota above which eviction starts.
+        low: Share of the quota down to which it evicts.
         floor: bytes that always stay free on the file system.
     """
 

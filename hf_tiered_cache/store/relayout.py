@@ -54,16 +54,16 @@ def join_segments(
     decodes to. Only a few KV cache groups are in memory at a time.
 
     Args:
-        readers: readers of the segments. Each segment continues the one before at its end, or inside it; then the one
+        readers: Readers of the segments. Each segment continues the one before at its end, or inside it; then the one
             before is cut there. Expiry, label and model names are those of the last segment.
-        geometry: geometry of the new segment. Its codec is replaced by the old segments' codec.
-        tables: token tables of the new segment (see `TokenTables.by_pairs`). None: all tokens in order.
-        blocks_of: function that returns the blocks of an old segment.
-        toward: interpolation weight for newly merged pairs (see `pairs.merge`).
+        geometry: Geometry of the new segment. Its codec is replaced by the old segments' codec.
+        tables: Token tables of the new segment (see `TokenTables.by_pairs`). None: all tokens in order.
+        blocks_of: Function that returns the blocks of an old segment.
+        toward: Interpolation weight for newly merged pairs (see `pairs.merge`).
 
     Raises:
-        ValueError: the segments are not consecutive, differ in model, layout or provenance, or lack requested tokens.
-        FormatError: the pairs or tables are invalid.
+        ValueError: The segments are not consecutive, differ in model, layout or provenance, or lack requested tokens.
+        FormatError: The pairs or tables are invalid.
     """
     first, last = readers[0].header, readers[-1].header
     pieces, prefix_hashes = _chain(readers)
@@ -302,20 +302,20 @@ def merge_segments(
     """Merge a chain of segments into one new segment. The old ones are kept, and it is pinned if one of them is.
 
     Args:
-        disk: store of the segments.
-        readers: readers of the segments. Each segment continues the one before it.
-        geometry: geometry of the new segment, with its layer pairs. Its codec is replaced by the old segments' codec.
-        stored_from: for each layer, the first token that is stored. The old segments must hold all tokens from there.
-        share: share of a pair's common tokens that stay unmerged: the tokens with the largest angles.
-        toward: interpolation weight of the shared direction: 0 for the first layer's direction, 1 for the second's.
-        blocks_of: function that returns the blocks of an old segment.
-        admit: callback for each KV cache group of the new segment. The segment may still fail to be stored.
+        disk: Store of the segments.
+        readers: Readers of the segments. Each segment continues the one before it.
+        geometry: Geometry of the new segment, with its layer pairs. Its codec is replaced by the old segments' codec.
+        stored_from: For each layer, the first token that is stored. The old segments must hold all tokens from there.
+        share: Share of a pair's common tokens that stay unmerged: the tokens with the largest angles.
+        toward: Interpolation weight of the shared direction: 0 for the first layer's direction, 1 for the second's.
+        blocks_of: Function that returns the blocks of an old segment.
+        admit: Callback for each KV cache group of the new segment. The segment may still fail to be stored.
 
     Returns:
         Id of the new segment. None if there was no room, or the segment already has this layout.
 
     Raises:
-        ValueError: see `join_segments`. IntegrityError, OSError: a segment is damaged, or cannot be read.
+        ValueError: See `join_segments`. IntegrityError, OSError: a segment is damaged, or cannot be read.
     """
     first, tokens, apart = readers[0].header, tokens_of(readers), {}
     for pair in geometry.pairs:
@@ -347,10 +347,10 @@ def unstored_blocks(
     """Yield number and blocks, uint8 `[chunks, block_bytes]`, of the groups of `shape` that are completely in memory.
 
     Args:
-        readers: segments that were rewritten as one. Each segment continues the one before it.
-        unstored: readers of the tokens that each of them lacks, or None.
-        shape: see `unstored_shape`; that of the new segment.
-        blocks_of: function that returns the blocks of an old segment, or raises EvictedError.
+        readers: Segments that were rewritten as one. Each segment continues the one before it.
+        unstored: Readers of the tokens that each of them lacks, or None.
+        shape: See `unstored_shape`; that of the new segment.
+        blocks_of: Function that returns the blocks of an old segment, or raises EvictedError.
     """
     pieces, _ = _chain(readers)
     others = zip(pieces, unstored, strict=True)

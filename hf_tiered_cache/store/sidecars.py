@@ -131,9 +131,9 @@ class Sidecars:
         """Write a sidecar of a segment, replacing an existing one of this kind.
 
         Args:
-            reader: segment that the arrays were made from.
-            kind: name of the kind: a lowercase letter, followed by lowercase letters, digits or `_`.
-            arrays: dense tensors by name, with dtypes in `DTYPES`.
+            reader: Segment that the arrays were made from.
+            kind: Name of the kind: a lowercase letter, followed by lowercase letters, digits or `_`.
+            arrays: Dense tensors by name, with dtypes in `DTYPES`.
             facts: JSON-serializable parameters of the arrays. `kept` needs the same facts. They are not encrypted.
 
         Returns whether it is stored now. A full disk, the quota, an unwritable place or an unavailable lock drop it,

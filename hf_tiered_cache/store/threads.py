@@ -166,8 +166,8 @@ class Progress:
         return True
 
 
-class Latch:
-    """One-shot event that `open` sets, with an error if there was one.
+class OneShotEvent:
+    """Event that is set once, with an error if there was one.
 
     `threading.Event` and `Future` acquire their lock in Python code. An interrupt at that point leaves the lock held
     forever, and the thread that sets the event hangs. A plain lock is acquired and released in one step.
@@ -177,16 +177,16 @@ class Latch:
         self._gate = threading.Lock()
         self._gate.acquire()
         self.error: BaseException | None = None
-        self.is_open = False
+        self.is_set = False
 
-    def open(self, error: BaseException | None = None) -> None:
+    def set(self, error: BaseException | None = None) -> None:
         """Release all waiting threads. Call this once, from one thread."""
         self.error = error
-        self.is_open = True
+        self.is_set = True
         self._gate.release()
 
     def wait(self) -> None:
-        """Block until the latch is open, and raise its error, if any."""
+        """Block until the event is set, and raise its error, if any."""
         with self._gate:
             pass
         if self.error is not None:
@@ -196,28 +196,28 @@ class Latch:
 Action = Callable[[], None]
 
 
-class Step:
-    """Repair guard: a context manager around a change of state.
+class RepairGuard:
+    """Context manager around a change of state: before the next one, an incomplete change is repaired.
 
-    If an error or interrupt leaves a change incomplete, the next entry calls `mend` first. The guard takes no lock: an
+    An error or interrupt may leave a change incomplete; the next entry then calls `repair` first. It takes no lock: an
     interrupt in these Python methods would leave the lock taken.
     """
 
-    def __init__(self, mend: Action) -> None:
-        self._mend = weakref.WeakMethod(mend)
+    def __init__(self, repair: Action) -> None:
+        self._repair = weakref.WeakMethod(repair)
         self.broken = False
 
     def __enter__(self) -> None:
-        if self.broken and (mend := self._mend()) is not None:
-            mend()
+        if self.broken and (repair := self._repair()) is not None:
+            repair()
         self.broken = True
 
     def __exit__(self, error: object, *_: object) -> None:
         self.broken = error is not None
 
 
-class Apart:
-    """Worker thread, as long as this object lives, of short actions; signals interrupt only the main thread."""
+class Worker:
+    """Thread that runs short actions while this object lives. Signals interrupt only the main thread."""
 
     def __init__(self) -> None:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
@@ -230,7 +230,7 @@ class Apart:
         self._actions.put(action)
 
 
-def _do_all(actions: queue.SimpleQueue[Action | None], gone: weakref.ref[Apart]) -> None:
+def _do_all(actions: queue.SimpleQueue[Action | None], gone: weakref.ref[Worker]) -> None:
     """Run actions until None. `gone` puts None into the queue when the worker object is deleted, if kept alive here."""
     while (action := actions.get()) is not None:
         action()

@@ -20,7 +20,7 @@ from .container import Group, PackedBlocks
 from .disk import SegmentStore, Written
 from .format import SegmentHeader
 from .lazy import torch
-from .threads import Latch, Progress
+from .threads import OneShotEvent, Progress
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -43,15 +43,15 @@ class PendingSegment:
     """Segment that is still to be written. The header has no sections yet.
 
     Args:
-        block_groups: function that returns an iterator which packs one KV cache group at a time. Each item is valid
+        block_groups: Function that returns an iterator which packs one KV cache group at a time. Each item is valid
             until the next one is requested. It may raise KVRefusedError.
-        ancestors: ids of the segments that this segment continues.
-        refused: callback with this object if the segment is not stored.
+        ancestors: Ids of the segments that this segment continues.
+        refused: Callback with this object if the segment is not stored.
         on_device: GPU memory that the segment keeps alive, if its KV is on a GPU.
-        objection: function that is called before publication. It returns the reason why the KV must not be stored,
+        objection: Function that is called before publication. It returns the reason why the KV must not be stored,
             or an empty string.
-        refusal: reason why the KV was refused, or an empty string.
-        done: one-shot event that is set when the segment was written or dropped.
+        refusal: Reason why the KV was refused, or an empty string.
+        done: One-shot event that is set when the segment was written or dropped.
     """
 
     header: SegmentHeader
@@ -63,7 +63,7 @@ class PendingSegment:
     on_device: KeptOnDevice | None = None
     objection: Callable[[], str] = lambda: ""
     refusal: str = ""
-    done: Latch = field(default_factory=Latch)
+    done: OneShotEvent = field(default_factory=OneShotEvent)
 
     @property
     def nbytes(self) -> int:
@@ -79,13 +79,13 @@ class Writer:
     """Background thread that writes pending segments one at a time.
 
     Args:
-        store: store to write to.
-        queue_bytes: maximum size in bytes of the queued segments. When the queue is full, `submit` waits while the
+        store: Store to write to.
+        queue_bytes: Maximum size in bytes of the queued segments. When the queue is full, `submit` waits while the
             writer makes progress, or drops the segment. A larger segment waits until the queue is empty.
-        device_bytes: maximum GPU memory in bytes that queued segments keep alive. If more is needed, queued segments
+        device_bytes: Maximum GPU memory in bytes that queued segments keep alive. If more is needed, queued segments
             are copied to host memory before the next KV cache group is written.
-        seal: called when the writer is to end, to queue remaining segments. It is repeated while it returns False.
-        close: called when all segments are written.
+        seal: Called when the writer is to end, to queue remaining segments. It is repeated while it returns False.
+        close: Called when all segments are written.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Writer:
         self._short = False  # whether a thread waits for GPU memory
         self._pending: dict[bytes, PendingSegment] = {}
         self._closed = False
-        self._ended = Latch()
+        self._ended = OneShotEvent()
         self._progress = Progress()
         self._stuck = False
         self._pid = os.getpid()
@@ -223,16 +223,16 @@ class Writer:
             pending_segments = [
                 self._pending[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in self._pending
             ]
-        if pending_segments and not self._wait(lambda: all(pending.done.is_open for pending in pending_segments)):
+        if pending_segments and not self._wait(lambda: all(pending.done.is_set for pending in pending_segments)):
             self._store.warn(
                 "stuck", "writing has stalled, and requests continue without the KV that waits to be written"
             )
 
     def flush(self) -> None:
         """Wait until queued segments are written, and make them durable. Raises StoreBusyError or StoreError."""
-        written = Latch()
-        if self.later(written.open) and not self._wait(
-            lambda: written.is_open or self._ended.is_open, _MOST_PATIENCE_SECONDS
+        written = OneShotEvent()
+        if self.later(written.set) and not self._wait(
+            lambda: written.is_set or self._ended.is_set, _MOST_PATIENCE_SECONDS
         ):
             raise StoreBusyError(
                 f"nothing is being written to {self._store.place}; check the disk and call flush() again"
@@ -247,7 +247,7 @@ class Writer:
     def close(self) -> None:
         """End the thread and wait for it. A thread that makes no progress is abandoned, with a warning."""
         self.end()
-        if os.getpid() == self._pid and not self._wait(lambda: self._ended.is_open, _MOST_PATIENCE_SECONDS):
+        if os.getpid() == self._pid and not self._wait(lambda: self._ended.is_set, _MOST_PATIENCE_SECONDS):
             logger.warning(
                 "%s was closed, and KV that was still to be written is lost, because the disk does not respond",
                 self._store.place,
@@ -284,7 +284,7 @@ class Writer:
             logger.exception("the store %s was not closed properly", self._store.place)
         finally:
             self._closed = True
-            self._ended.open()
+            self._ended.set()
 
     def _drain(self) -> None:
         while not self._queue.empty():
@@ -319,7 +319,7 @@ class Writer:
                     del self._pending[pending.prefix_hashes[0]]
                 self._waiting_bytes -= pending.nbytes
             self._leave_device(pending)
-            pending.done.open()
+            pending.done.set()
 
     def _block_groups(self, pending: PendingSegment) -> Iterator[Group]:
         """Yield the KV cache groups of a segment, and note why it is refused, if it is."""
@@ -348,8 +348,8 @@ def _kept(groups: Iterator[Group]) -> list[Group]:
     ]
 
 
-def _end_with_the_interpreter(actions: queue.SimpleQueue[Any], ended: Latch, pid: int) -> None:
+def _end_with_the_interpreter(actions: queue.SimpleQueue[Any], ended: OneShotEvent, pid: int) -> None:
     """Wait for an unfinished writer when the interpreter exits, except in a forked child."""
-    if os.getpid() == pid and not ended.is_open:
+    if os.getpid() == pid and not ended.is_set:
         actions.put(None)
         ended.wait()

@@ -17,7 +17,7 @@ from ..store.container import lin64
 from ..store.lazy import torch
 from ..store.memory import to_device
 from ..store.segment import Asked, SegmentReader
-from ..store.threads import Latch
+from ..store.threads import OneShotEvent
 from .device import CopyStream, DeviceMemory, DoneEvent, Event
 from .pool import Tier
 from .scores import Owner
@@ -148,7 +148,7 @@ class Pins(set[Pin]):
     def await_moves_down(self, stream: CopyStream | None) -> None:
         """Wait for copies of evicted blocks to the host on streams other than `stream`.
 
-        Look-ups find these blocks as soon as the copy is queued. Only work on the same stream is ordered after it.
+        Lookups find these blocks as soon as the copy is queued. Only work on the same stream is ordered after it.
         """
         for pin in self:
             if pin.moves_down and pin.stream is not stream:
@@ -226,7 +226,7 @@ class BlockHandle:
         self._confirm, self._retire = confirm, retire
         self.pin = Pin(None, weakref.ref(self))
         self.fetched = [FetchedBlocks(request, request.chunks) for request in requests]
-        self.latch = Latch()
+        self.event = OneShotEvent()
         self.gpu: DeviceMemory | None = None
         """Memory of the device where attention runs; None if that is the host."""
         self.failed: SegmentReader | None = None
@@ -237,15 +237,15 @@ class BlockHandle:
     @property
     def has_arrived(self) -> bool:
         """True if the fetch has completed or failed, so that `wait` does not block the thread."""
-        return self.latch.is_open
+        return self.event.is_set
 
     def wait(self) -> None:
         """Wait until the blocks have arrived. Some may not be verified yet: see `confirm`.
 
         Raises IntegrityError if one is damaged, OSError if a read failed, or any other error of the fetch, as of CUDA.
         """
-        if not self.latch.is_open or self.latch.error is not None:
-            self.latch.wait()
+        if not self.event.is_set or self.event.error is not None:
+            self.event.wait()
         if self.pin.stream is not None:
             self.pin.stream.await_copies(self.pin.copied)
 

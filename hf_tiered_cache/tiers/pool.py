@@ -98,7 +98,7 @@ class Tier:
         self._latest: dict[tuple[str, int], _Table] = {}  # by segment and KV cache group
         self._next_number = 0
 
-    # --- look-up
+    # --- lookup
 
     def lookup(self, owner: Owner, chunks: np.ndarray) -> np.ndarray:
         """Return the slot that holds each chunk's block, or -1, int64 `[len(chunks)]`."""
@@ -371,7 +371,7 @@ class Tier:
         self.discard(pool, slots[~in_use])
 
     def _part(self, pool: SlotPool, slots: np.ndarray, state: int) -> None:
-        """Remove the blocks of slots from the look-up tables, and set the slots to `state`."""
+        """Remove the blocks of slots from the lookup tables, and set the slots to `state`."""
         for table, of_owner in self._tables_of(pool, slots):
             table.slots[pool.chunk[slots[of_owner]]] = -1
             if not (table.slots >= 0).any():

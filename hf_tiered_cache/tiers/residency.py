@@ -47,16 +47,16 @@ class Residency(TierSet):
         self.prepare(device)
         handle = BlockHandle(requests, self.confirm, self.retire)
         try:
-            with self._lock, self._step:
+            with self._lock, self._guard:
                 self._pin_requested(handle, device, collector, ahead, later)
                 slabs = self._missing_slabs(self._needs(handle))
                 read = None if slabs else self._begin(handle, collector)
             if slabs:
                 self._make_slabs(slabs)
-                with self._lock, self._step:
+                with self._lock, self._guard:
                     read = self._begin(handle, collector)
             if read is None:
-                handle.latch.open()
+                handle.event.set()
             else:
                 self._read_worker.do(read)
         except BaseException:  # including Ctrl-C: the caller gets no handle to release
@@ -129,7 +129,7 @@ class Residency(TierSet):
             """Start the reads; runs in the worker thread."""
             with self._lock:
                 if pin.release_event is not None:  # released before the read began
-                    handle.latch.open()
+                    handle.event.set()
                     return
                 pin.reading = True
             collector.read_started()
@@ -162,7 +162,7 @@ class Residency(TierSet):
     def _finish(self, handle: BlockHandle, error: BaseException | None) -> None:
         """Finish a fetch that has read blocks, successful or failed, and wake the threads that wait for it."""
         try:
-            with self._lock, self._step:
+            with self._lock, self._guard:
                 handle.pin.reading = False
                 if error is None:
                     self._arrive(handle)
@@ -171,7 +171,7 @@ class Residency(TierSet):
         if error is not None:
             readers = (fetched.request.reader for fetched in handle.fetched)
             handle.failed = next((reader for reader in readers if reader.caused(error)), None)
-        handle.latch.open(error)
+        handle.event.set(error)
         if handle.pin.release_event is not None:  # released in the meantime
             self.retire(handle)
 
@@ -181,19 +181,19 @@ class Residency(TierSet):
         if count * block_bytes > self.host.budget:
             return
         chunks = np.arange(count)
-        with self._lock, self._step:
+        with self._lock, self._guard:
             slabs = self._missing_slabs({(self.host, block_bytes): count})
         self._make_slabs(slabs)
         handle = BlockHandle((), self.confirm, self.retire)  # internal handle that pins the slots while they are filled
         try:
-            with self._lock, self._step:
+            with self._lock, self._guard:
                 self._tick(None)
                 missing_chunks = chunks[self.host.lookup(owner, chunks) < 0]
                 self._pins.add(handle.pin)
                 targets = self._reserve(self.host, block_bytes, missing_chunks, handle.pin)
             for first, memory in targets.runs():
                 memory.copy_(blocks[first : first + len(memory)])
-            with self._lock, self._step:
+            with self._lock, self._guard:
                 for tier, pool, slots in handle.pin.slots:
                     new_slots = slots[pool.owner[slots] == RESERVED]
                     tier.insert(pool, new_slots, owner, pool.chunk[new_slots], count)
@@ -292,7 +292,7 @@ class Residency(TierSet):
         """Wait until direct reads are verified, and insert their blocks. Raises IntegrityError if one is damaged."""
         if pin.check is not None:
             pin.check.confirm()
-            with self._lock, self._step:
+            with self._lock, self._guard:
                 pin.keep_checked()
 
     # --- between host and device
@@ -324,16 +324,16 @@ class Residency(TierSet):
 
     def retire(self, handle: BlockHandle) -> None:
         """Release a block handle. Its slots are unpinned after the device work that is queued so far."""
-        with self._lock, self._step:
+        with self._lock, self._guard:
             if handle.pin.release_event is None:
                 release_event = handle.pin.end()
                 if handle.owns_memory and handle.pin.stream is not None:
                     # the allocator may reuse it on the side stream, which must not write before it was read
                     handle.pin.stream.await_computation(release_event)
-            if handle.latch.is_open or not handle.pin.reading:
+            if handle.event.is_set or not handle.pin.reading:
                 for fetched in handle.fetched:
                     fetched.locate(())
-                handle.latch.error = None  # a raised error keeps the frames of waiting threads alive, and their KV
+                handle.event.error = None  # a raised error keeps the frames of waiting threads alive, and their KV
             self._pins.reap(self._unpin)
 
 

@@ -27,10 +27,10 @@ class Blocks:
     """Blocks of one KV cache group of a segment, and their locations in memory.
 
     Args:
-        chunks: chunk numbers, int64 `[n]`, ascending.
-        slabs: the slabs that hold the blocks, uint8 `[slots, block_bytes]` each.
-        slab: index into `slabs` for each block, int64 `[n]`.
-        slot: row of each block in its slab, int64 `[n]`.
+        chunks: Chunk numbers, int64 `[n]`, ascending.
+        slabs: The slabs that hold the blocks, uint8 `[slots, block_bytes]` each.
+        slab: Index into `slabs` for each block, int64 `[n]`.
+        slot: Row of each block in its slab, int64 `[n]`.
     """
 
     chunks: np.ndarray

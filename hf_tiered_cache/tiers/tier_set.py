@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from ..store.lazy import torch
-from ..store.threads import Apart, Step
+from ..store.threads import RepairGuard, Worker
 from .device import STAGING_BYTES, DeviceMemory, DoneEvent, HostMemory, numbered
 from .handles import FetchedBlocks, Pin, Pins
 from .index_cache import IndexCache
@@ -64,10 +64,10 @@ class TierSet:
         self._gpus: dict[torch.device, DeviceMemory] = {}
         self._pins = Pins()
         self._lock = threading.Lock()
-        self._step = Step(self._mend)
+        self._guard = RepairGuard(self._repair)
         self._clock = 0
-        self._read_worker = Apart()  # a read interrupted while starting could not be undone
-        self._slab_worker: Apart | None = None
+        self._read_worker = Worker()  # a read interrupted while starting could not be undone
+        self._slab_worker: Worker | None = None
         self._allocates_ahead = False
         """True if a worker thread allocates one slab of the host tier in advance."""
 
@@ -79,7 +79,7 @@ class TierSet:
 
     def note_attention(self, noted: Iterable[Attention]) -> None:
         """Record that a selector chose chunks."""
-        with self._lock, self._step:
+        with self._lock, self._guard:
             changes = self.scores.note(noted)
             for tier in self.tiers:
                 for owner, chunks, scores in changes:
@@ -87,12 +87,12 @@ class TierSet:
 
     def num_cached(self, owner: Owner, chunks: np.ndarray) -> int:
         """Return how many of these chunks of a KV cache group are in memory, in the tiers of all devices."""
-        with self._lock, self._step:
+        with self._lock, self._guard:
             return sum(int((tier.lookup(owner, chunks) >= 0).sum()) for tier in self.tiers)
 
     def find(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, np.ndarray]:
         """Return chunks of a KV cache group, int64 ascending, by the tier for `device` that holds them, or "disk"."""
-        with self._lock, self._step:
+        with self._lock, self._guard:
             chunks_by_tier = {}
             gpu = self._gpus.get(numbered(device))
             for tier in [self.host] if gpu is None else [gpu.tier, self.host]:
@@ -105,14 +105,14 @@ class TierSet:
         """Forget deleted segments: their blocks, pinned or not, their scores and their indexes."""
         self.scores.forget(segments)
         self.index_cache.forget(segments)
-        with self._lock, self._step:
+        with self._lock, self._guard:
             for tier in self.tiers:
                 tier.forget(segments)
             self._pins.reap(self._unpin)
 
     def segments(self) -> set[str]:
         """Return the ids of segments with blocks or indexes in memory."""
-        with self._lock, self._step:
+        with self._lock, self._guard:
             return {segment for tier in self.tiers for segment in tier.segments()} | self.index_cache.segments()
 
     @property
@@ -127,7 +127,7 @@ class TierSet:
 
     def clear(self) -> None:
         """Forget all blocks and indexes and free the memory. Slabs with pinned slots are kept while the store is."""
-        with self._lock, self._step:
+        with self._lock, self._guard:
             self._pins.order_work()
             self._pins.reap(self._unpin)
             for tier in self.tiers:
@@ -149,7 +149,7 @@ class TierSet:
             if tier is self.host and self._allocates_ahead and not tier.stock.is_ordered:
                 next_sizes = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(sizes) :]
                 if next_sizes:
-                    self._slab_worker = self._slab_worker or Apart()
+                    self._slab_worker = self._slab_worker or Worker()
                     tier.stock.is_ordered = True
                     self._slab_worker.do(partial(self._make_ahead, next_sizes[0]))
         return slabs
@@ -163,10 +163,10 @@ class TierSet:
             try:
                 memory = tier.allocate(nbytes)
             except NO_MEMORY as error:
-                with self._lock, self._step:
+                with self._lock, self._guard:
                     tier.stay(error)
             else:
-                with self._lock, self._step:
+                with self._lock, self._guard:
                     tier.put_in_stock(memory)
 
     def _make_ahead(self, nbytes: int) -> None:
@@ -247,7 +247,7 @@ class TierSet:
         _, pool, slots = pin.slots[0]
         self.host.insert(pool, slots, owner, pool.chunk[slots], count)
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         """Repair the tiers after an interrupted or failed change, from the pins and the slots of complete blocks."""
         for gpu in self._gpus.values():
             gpu.stream.copied().synchronize()

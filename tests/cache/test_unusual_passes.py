@@ -155,7 +155,7 @@ def test_a_failed_pass_leaves_no_trace_in_what_is_stored_next(scaled, tmp_path, 
 
 @pytest.mark.parametrize("then", ["crop", "select", "fork", "go on"])
 def test_a_look_up_that_was_interrupted_is_undone(scaled, tmp_path, then):
-    """The interrupt comes where nothing can undo it at once: between the look-up and the pass."""
+    """The interrupt comes where nothing can undo it at once: between the lookup and the pass."""
     first, second = prompt(40, seed=1), prompt(60, seed=2)
     with KVStore(tmp_path, **QUIET) as store:
         cache = TieredCache(scaled, store)

@@ -20,7 +20,7 @@ class FaultyRemote(MemoryBackend):
         super().__init__(capacity)
         self.objects = objects
         self.calls = Counter()
-        """Number of calls by name. A look-up is one call, however many names it has."""
+        """Number of calls by name. A lookup is one call, however many names it has."""
         self.errors = {}
         """Errors by the name of the call that raises them."""
         self.delay = 0.0
@@ -63,7 +63,7 @@ class FaultyRemote(MemoryBackend):
         return sorted(name for name in self.objects if name.startswith("segments/"))
 
     def entries(self):
-        """Return the names of the look-up entries."""
+        """Return the names of the lookup entries."""
         return sorted(name for name in self.objects if name.startswith("prefixes/"))
 
     def change(self, name, change):

@@ -1,4 +1,4 @@
-"""What one store computed, another with the same remote restores: same bits, one look-up for each prompt."""
+"""What one store computed, another with the same remote restores: same bits, one lookup for each prompt."""
 
 from __future__ import annotations
 

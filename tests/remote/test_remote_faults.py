@@ -29,7 +29,7 @@ def test_after_a_few_failures_a_remote_is_left_alone(model, machine, call, error
     before = remote.calls.total()
     for ids in PROMPTS[3:6]:
         check(model, store, ids, restored=0)
-    assert remote.calls.total() - before <= 3  # look-ups alone, if they answer
+    assert remote.calls.total() - before <= 3  # lookups alone, if they answer
     stats = store.stats.remote
     assert (stats.hits, stats.lookups, stats.errors) == (0, 6, 3)
     assert stats.misses[link.UNAVAILABLE] == 3

@@ -66,7 +66,7 @@ def restore_in_time(model, store, ids):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("during", ["look-up", "fetch"])
+@pytest.mark.parametrize("during", ["lookup", "fetch"])
 @pytest.mark.thin(2)
 def test_a_partition_costs_counted_misses_and_heals(model, tmp_path, pace, monkeypatch, place, during):
     for name in ("_OPEN_SECONDS", "_MOST_OPEN_SECONDS"):
@@ -82,7 +82,7 @@ def test_a_partition_costs_counted_misses_and_heals(model, tmp_path, pace, monke
         check(model, reader, PROMPTS[0], restored=96)
         get, cuts = remote.get_object, [during == "fetch"]
         monkeypatch.setattr(remote, "get_object", lambda *a: (cuts and cuts.pop() and proxy.cut(), get(*a))[1])
-        if during == "look-up":
+        if during == "lookup":
             proxy.cut()
         pace[0] = 0.05  # 4.8 s to compute a prompt
         count = link._FAILURES + (during == "fetch")

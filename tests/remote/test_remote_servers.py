@@ -254,7 +254,7 @@ def test_an_s3_server_that_is_killed(model, tmp_path, pace, monkeypatch):
         with KVStore(tmp_path / "b", remote="s3://bucket/x") as reader:
             check(model, reader, PROMPTS[0], restored=96)
             server.kill()
-            pace[0] = 0.5  # 9.6 s are worth it for a look-up: each ends with an error
+            pace[0] = 0.5  # 9.6 s are worth it for a lookup: each ends with an error
             for ids in PROMPTS[1:]:
                 check(model, reader, ids, restored=0)
             stats = reader.stats.remote

@@ -45,7 +45,7 @@ def backend():
 
 @pytest.fixture
 def read(backend):
-    """Return a function that reads an object, or its beginning as a look-up does, with these answers of the client."""
+    """Return a function that reads an object, or its beginning as a lookup does, with these answers of the client."""
     version = backend.find_object("object").version
 
     def read(*answers, look_up=False):

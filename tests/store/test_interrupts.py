@@ -32,7 +32,7 @@ from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines.posix import PosixFile
-from hf_tiered_cache.store.threads import Apart
+from hf_tiered_cache.store.threads import Worker
 from hf_tiered_cache.store.tree import open_regular
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers.device import CopyStream
@@ -218,7 +218,7 @@ def test_real_signals_leave_no_thread(monkeypatch):
         try:
             signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-3 * generator.random())
             for _ in range(1000):  # an interrupt in a finalizer is swallowed
-                Apart()
+                Worker()
         except Interrupt:
             hits += 1
     signal.setitimer(signal.ITIMER_REAL, 0)

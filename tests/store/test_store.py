@@ -254,7 +254,7 @@ def test_keys_and_provenances_are_the_distinct_ones_of_a_model(tmp_path):
 
 
 def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
-    """What a look-up that finds nothing asks takes as many steps of SQLite for 60 segments as for 2,060."""
+    """What a lookup that finds nothing asks takes as many steps of SQLite for 60 segments as for 2,060."""
     catalogue, _ = catalogue_of_kinds(tmp_path)
 
     def steps():

@@ -1,4 +1,4 @@
-"""Block groups that hold a part of a segment's tokens, in slots of their own: in files, look-ups and restores."""
+"""Block groups that hold a part of a segment's tokens, in slots of their own: in files, lookups and restores."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_tables_that_say_something_else_are_refused_or_are_tables(in_part, numbe
         assert len(set(shape.tokens_by_slot(group).tolist())) == shape.tokens_in(group)
 
 
-# --- look-ups
+# --- lookups
 
 
 @pytest.mark.parametrize("method", [None, Impress(budget=0.25, reorder=False)], ids=["exact", "within a budget"])

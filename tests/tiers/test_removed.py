@@ -45,7 +45,7 @@ def ask(model, store, shift=0.0):
 
 
 def in_memory(store):
-    store._storage.writer.flush()  # what follows a look-up is done then
+    store._storage.writer.flush()  # what follows a lookup is done then
     return store._storage.residency.segments() | set(store._storage.rewriter.importance._mass)
 
 

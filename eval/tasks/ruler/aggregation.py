@@ -16,9 +16,9 @@ class CommonWords(Task):
     """List with some frequent words, which are asked for, and many rare words.
 
     Args:
-        common: number of frequent words.
-        often: number of occurrences of each frequent word.
-        seldom: number of occurrences of each other word.
+        common: Number of frequent words.
+        often: Number of occurrences of each frequent word.
+        seldom: Number of occurrences of each other word.
     """
 
     common: int = 10
@@ -47,8 +47,8 @@ class FrequentWords(Task):
     """Random words with frequencies that follow a zeta distribution.
 
     Args:
-        alpha: parameter of the distribution.
-        num_requested: number of the most frequent words to ask for.
+        alpha: Parameter of the distribution.
+        num_requested: Number of the most frequent words to ask for.
     """
 
     alpha: float = 2.0

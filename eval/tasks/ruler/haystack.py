@@ -20,12 +20,12 @@ def filling(draw: Draw, items: Iterable[str], beside: str) -> list[str]:
     """Return the first items that, together with another text, fit into `draw.prefix_tokens` tokens.
 
     Args:
-        draw: settings with `prefix_tokens`.
-        items: texts to take in order, joined by spaces; may be infinite.
-        beside: text that is part of the prefix in any case.
+        draw: Settings with `prefix_tokens`.
+        items: Texts to take in order, joined by spaces; may be infinite.
+        beside: Text that is part of the prefix in any case.
 
     Raises:
-        EvalError: no item fits.
+        EvalError: No item fits.
     """
     room, fitting_items = draw.prefix_tokens - draw.count(beside), []
     for item in items:
@@ -42,7 +42,7 @@ def fitting(draw: Draw, make: Callable[[int], str], max_size: int) -> int:
     """Return the largest size up to `max_size` for which `make(size)` has at most `draw.prefix_tokens` tokens.
 
     Raises:
-        EvalError: size 1 does not fit.
+        EvalError: Size 1 does not fit.
     """
     low, high = 1, 1
     while high < max_size and draw.count(make(high)) <= draw.prefix_tokens:

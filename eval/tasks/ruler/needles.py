@@ -21,9 +21,9 @@ class Needles(Task):
 
     Args:
         hay: "noise" for repeated sentences, "essay" for text of books, "needles" for the values of other keys.
-        keys: number of hidden keys.
-        values: number of values of each key.
-        num_requested: number of keys to ask for.
+        keys: Number of hidden keys.
+        values: Number of values of each key.
+        num_requested: Number of keys to ask for.
         uuids: "key" or "value" or both, to use UUIDs for them instead of words and numbers.
     """
 

@@ -18,9 +18,9 @@ class Questions(Task):
     """Question with its supporting passages and as many other passages as fit.
 
     Args:
-        dataset: name of the data set.
-        columns: required columns.
-        convert: function that converts the rows.
+        dataset: Name of the data set.
+        columns: Required columns.
+        convert: Function that converts the rows.
     """
 
     dataset: str

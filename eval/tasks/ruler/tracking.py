@@ -18,7 +18,7 @@ class Tracking(Task):
     """Chain of assignments among noise.
 
     Args:
-        hops: number of assignments after the first.
+        hops: Number of assignments after the first.
     """
 
     hops: int = 4

@@ -73,13 +73,13 @@ def open_backend(address: str | os.PathLike[str] | None, backend: object, engine
     """Open the backend of a store.
 
     Args:
-        address: folder, or the address of a registered backend. None to use `backend`.
-        backend: an open backend. None to use `address`.
+        address: Folder, or the address of a registered backend. None to use `backend`.
+        backend: An open backend. None to use `address`.
         engine: I/O engine of a folder.
 
     Raises:
-        ConfigError: not exactly one of both is given, the address has an unknown scheme, or the backend lacks members.
-        StoreError: there is no store, and none can be created.
+        ConfigError: Not exactly one of both is given, the address has an unknown scheme, or the backend lacks members.
+        StoreError: There is no store, and none can be created.
     """
     if (address is None) == (backend is None):
         raise ConfigError(

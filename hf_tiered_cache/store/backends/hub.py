@@ -39,7 +39,7 @@ _LISTED_SECONDS = 60.0
 class HubBackend(ObjectBackend):
     """Read-only backend with the objects of a store as files of a repository.
 
-    All files are listed when the backend is first used, and again after a commit. So a look-up takes no request. An
+    All files are listed when the backend is first used, and again after a commit. So a lookup takes no request. An
     address is "hf://datasets/user/repository@revision/folder"; without a kind of repository, it is one of a model.
     Raises ConfigError if it is not valid.
     """

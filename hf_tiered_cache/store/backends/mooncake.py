@@ -75,7 +75,7 @@ class MooncakeBackend(ValueBackend):
         keys = list(dict.fromkeys(key for key, _, _ in ranges))
         exist = self.client.batch_is_exist(keys)
         if len(exist) != len(keys) or any(status < 0 for status in exist):
-            raise self._fault("look-up", min(exist, default=-1))
+            raise self._fault("lookup", min(exist, default=-1))
         present = [key for key, status in zip(keys, exist, strict=True) if status]
         values: dict[str, bytes] = {}
         for first in range(0, len(present), _MOST_VALUES):

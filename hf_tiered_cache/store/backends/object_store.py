@@ -24,7 +24,7 @@ from ..settings import without_secrets
 from ..tree import Stored
 
 _REQUESTS = 32
-"""Requests in flight, for ranges and for look-ups: an object store answers each slowly, and many at once."""
+"""Requests in flight, for ranges and for lookups: an object store answers each slowly, and many at once."""
 _CLIENT = {"connect_timeout": "2s", "timeout": "30s"}
 """The timeout is that of a request with all its bytes: a range of at most 1 MiB, or a part of an upload."""
 _RETRIES = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
@@ -45,7 +45,7 @@ class ObjectStoreBackend(ObjectBackend):
         self.client: Any = obstore
         self.store = _open(obstore, address)
         super().__init__(without_secrets(address).rstrip("/"), threads=_REQUESTS)
-        # look-ups do not wait for the ranges of a large segment
+        # lookups do not wait for the ranges of a large segment
         self._ranges, self._beginnings = (HedgedReads(_REQUESTS, f"hf-tiered-{kind}") for kind in ("range", "look"))
         self.hedges = self._ranges, self._beginnings
 

@@ -28,8 +28,8 @@ class SharedFolderBackend(ObjectBackend):
     "file:///folder".
 
     Raises:
-        ConfigError: the address is not valid.
-        StoreError: the folder is no store and not empty, or a part of it is a link.
+        ConfigError: The address is not valid.
+        StoreError: The folder is no store and not empty, or a part of it is a link.
     """
 
     def __init__(self, address: str) -> None:

@@ -31,8 +31,8 @@ def open_engine(name: str | Engine = "auto") -> Engine:
     "auto" selects kvikio if GPUDirect Storage works, else posix.
 
     Raises:
-        ConfigError: there is no such engine.
-        EngineUnavailableError: the requested engine does not work on this machine.
+        ConfigError: There is no such engine.
+        EngineUnavailableError: The requested engine does not work on this machine.
     """
     engine: Engine
     if isinstance(name, Engine):

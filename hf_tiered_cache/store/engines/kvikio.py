@@ -71,9 +71,9 @@ class KvikioEngine(Engine):
     """Engine that reads through kvikio into device memory (GPUDirect Storage) or pinned host memory (compat mode).
 
     Args:
-        threads: number of threads of this engine, each with one task in flight, and of kvikio. kvikio's default is 1,
+        threads: Number of threads of this engine, each with one task in flight, and of kvikio. kvikio's default is 1,
             which reaches a third of a disk's bandwidth.
-        compat: whether compat mode is acceptable. It is no faster than the posix engine.
+        compat: Whether compat mode is acceptable. It is no faster than the posix engine.
     """
 
     name = "kvikio"

@@ -56,8 +56,8 @@ class PosixEngine(Engine):
     """Engine that calls preadv from a pool of threads.
 
     Args:
-        threads: number of workers, each with one read in flight.
-        direct: whether to request O_DIRECT. If not, the kernel caches what was read, outside of the store's budgets:
+        threads: Number of workers, each with one read in flight.
+        direct: Whether to request O_DIRECT. If not, the kernel caches what was read, outside of the store's budgets:
             with `KVStore(engine="page_cache", host_memory=0)` no process keeps its own copy. Each request then copies
             its blocks out of the page cache and compares their checksums.
     """
