@@ -288,6 +288,7 @@ def test_two_models_share_a_store(tmp_path):
 
 
 @pytest.mark.parametrize(("host", "policy"), pairs([0, "64KiB", "200KiB", "1GiB"], ["lru", "lfu"]))
+@pytest.mark.thin(2)
 def test_any_host_budget_is_kept_and_right(model, tmp_path, host, policy):
     with KVStore(tmp_path, host_memory=host, policy=policy) as store:
         for seed in (1, 2, 3, 1, 2, 1):

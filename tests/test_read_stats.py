@@ -33,6 +33,7 @@ def asked(model, store, ids, method, times=1):
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in RESIDENT])  # which is read once
+@pytest.mark.thin(2)
 def test_what_memory_has_counts_as_what_the_disk_has(name, model, tmp_path):
     ids, method = prompt(PREFIX), replace(METHODS[name], ahead_bytes=0)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:

@@ -28,9 +28,10 @@ from .description import (
     SEQUENCES,
     Description,
     Undescribable,
+    functions_of,
 )
+from .ignored import CONSTRUCTORS, NO_MEMBER, NOT_CONSTRUCTED, is_special, uncalled
 from .library import impure_part
-from .members import CONSTRUCTORS, NO_MEMBER, NOT_CONSTRUCTED, functions_of, is_special, uncalled
 from .origin import (
     INSTALLED,
     PYTHON,

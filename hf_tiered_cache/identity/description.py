@@ -18,6 +18,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -319,3 +320,24 @@ class Description(ABC):
 def cached_functions(wrapper: Any) -> list[types.FunctionType]:
     """Return the function that an `lru_cache` calls in a list, regardless of `__wrapped__`; empty if there is none."""
     return [value for value in gc.get_referents(wrapper) if isinstance(value, types.FunctionType)][:1]
+
+
+def functions_of(member: Any, functions: list[types.FunctionType]) -> list[types.FunctionType]:
+    """Append the functions that a class member runs, including decorated ones, to `functions`, and return it."""
+    if isinstance(member, Replacement):
+        functions_of(member.original, functions)
+    elif isinstance(member, property):
+        functions_of(member.fget, functions)
+        functions_of(member.fset, functions)
+    elif isinstance(member, (staticmethod, classmethod, types.MethodType)):
+        functions_of(member.__func__, functions)
+    elif isinstance(member, (functools.partial, functools.partialmethod, functools.cached_property)):
+        functions_of(member.func, functions)
+    elif isinstance(member, functools._lru_cache_wrapper):
+        functions += cached_functions(member)
+    elif isinstance(member, types.FunctionType) and member not in functions:
+        functions.append(member)
+        for cell in member.__closure__ or ():
+            with suppress(ValueError):  # the cell is empty
+                functions_of(cell.cell_contents, functions)
+    return functions

@@ -1,7 +1,15 @@
-"""Names of settings and attributes that a description of a model leaves out, unless user code refers to them.
+"""Names of settings, attributes and methods that a description of a model leaves out, unless user code refers to them.
 
 So are private settings of a configuration, and private attributes that packages add to a model: no class has them.
 """
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 IRRELEVANT = frozenset(
     {
@@ -32,3 +40,32 @@ UNRELATED = frozenset(
 """Attributes of torch, transformers, accelerate and peft that affect no KV or depend on the prompt."""
 ADAPTER_STATE = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "_caches"})
 """Attributes of adapter layers that `adapter_state` covers."""
+CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
+_UNCALLED = CONSTRUCTORS | {
+    *("__init_subclass__", "__class_getitem__", "__set_name__", "__del__"),
+    *("__repr__", "__str__", "__format__", "__dir__"),
+    *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
+    *("__copy__", "__deepcopy__", "__sizeof__", "__hash__"),
+}
+"""Special methods that change no result: construction, printing, pickling, hashing. torch.compile replaces some."""
+NO_MEMBER = frozenset(
+    {
+        *("loss_function", "loss_type"),
+        *("__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl"),
+        *("__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__", "__annotate_func__"),
+        *("__annotations_cache__", "__slotnames__", "__qualname__"),
+    }
+)
+"""Members that change no result."""
+NOT_CONSTRUCTED = (BaseException, enum.Enum, nn.Module, torch.Tensor, PreTrainedConfig)
+"""Classes with instances that no pass creates, or whose constructors pass values on only."""
+
+
+def uncalled(kind: type) -> frozenset[str]:
+    """Return the names of methods that no pass calls of a class."""
+    return _UNCALLED if issubclass(kind, NOT_CONSTRUCTED) else frozenset()
+
+
+def is_special(name: str) -> bool:
+    """Return whether passes may call a method of this name without a reference to the name."""
+    return name.startswith("__") and name.endswith("__") and name not in _UNCALLED

@@ -111,6 +111,7 @@ def test_64_requests_get_the_tokens_of_generate_cold_shared_and_after_a_restart(
 
 
 @pytest.mark.parametrize(("tokens", "scheduler"), pairs([4, 16, 64], ["fifo", "prefill_first"]))
+@pytest.mark.thin(2)
 def test_few_pages_give_the_same_tokens(model, root, crowd, tokens, scheduler):
     (prompts, expected), some = crowd, amount(12, 24)
     options = {"pages": 512 // tokens, "tokens": tokens, "scheduler_type": scheduler}
@@ -154,6 +155,7 @@ def test_two_processes_share_one_store(model, root, crowd):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "smollm3", "glm4", "qwen3_moe"])
+@pytest.mark.thin(2)
 def test_families_restore_what_was_computed(family, root):
     model = build(family)
     prompts = mixed(6, seed=3)
@@ -210,6 +212,7 @@ def test_long_answers_are_stored_while_they_grow(model, store, monkeypatch, limi
 # --- KV
 
 
+@pytest.mark.thin(2)
 def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch):
     ids = prompt(70)
     model.generate(ids, past_key_values=TieredCache(model, store), do_sample=False, max_new_tokens=2)
@@ -257,6 +260,7 @@ def _page_kv(cache, layer, tokens):
     return keys[rows].transpose(0, 1), values[rows].transpose(0, 1)
 
 
+@pytest.mark.thin(4)
 def test_generate_and_the_engine_serve_each_other(model, store):
     first, second = prompt(80, seed=1)[0].tolist(), prompt(80, seed=2)[0].tolist()
     expected = alone(model, [first, second])

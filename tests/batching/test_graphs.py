@@ -43,6 +43,7 @@ def assert_stored(model, root, ids):
 
 @pytest.mark.parametrize("family", ["llama", "glm4"])
 @pytest.mark.parametrize("varlen", [True, False])
+@pytest.mark.thin(2)
 def test_graphs_leave_their_kv_in_the_store(root, monkeypatch, family, varlen):
     """Also of a model that rotates a part of each head (glm4)."""
     model, prompts = build(family), asked()

@@ -57,6 +57,7 @@ def stored_share(prompts):
     return sum((len(ids) - 1) // 16 * 16 for ids in prompts)
 
 
+@pytest.mark.thin(2)
 def test_requests_get_the_tokens_of_generate_cold_warm_and_after_a_restart(model, root, crowd):
     prompts, expected = crowd
     for _ in range(2):
@@ -73,7 +74,7 @@ def test_requests_get_the_tokens_of_generate_cold_warm_and_after_a_restart(model
 
 
 @pytest.mark.parametrize(("tokens", "scheduler"), pairs([4, 16], ["fifo", "prefill_first"]))
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 def test_few_pages_give_the_same_tokens(model, root, crowd, tokens, scheduler):
     prompts, expected = crowd
     options = {"pages": 320 // tokens, "tokens": tokens, "scheduler_type": scheduler}
@@ -93,7 +94,7 @@ def test_prompts_in_chunks_shorter_than_the_window(model, root, crowd):
             assert settled(manager) == 0
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 def test_requests_that_are_moved_to_host_memory_get_the_same_tokens(model, root, crowd, monkeypatch):
     prompts, expected = crowd
     assert moved_to_host_memory(model, root, prompts, monkeypatch) == [expected] * 2
@@ -120,6 +121,7 @@ def test_a_request_with_two_sequences_computes_two_tokens(family, root):
         assert session.stats.tokens_restored == restored
 
 
+@pytest.mark.thin(2)
 def test_a_shared_prefix_is_stored_once(model, store):
     shared = prompt(160, seed=7)[0].tolist()
     with tiered(model, store):
@@ -129,6 +131,7 @@ def test_a_shared_prefix_is_stored_once(model, store):
 
 
 @SHARING
+@pytest.mark.thin(2)
 def test_generate_and_the_engine_serve_each_other(model, root):
     first, second = (prompt(tokens, seed=tokens)[0].tolist() for tokens in (144, 80))
     expected = alone(model, [first, second])
@@ -143,6 +146,7 @@ def test_generate_and_the_engine_serve_each_other(model, root):
 
 @SHARING
 @pytest.mark.parametrize("tokens", [30, 130])
+@pytest.mark.thin(2)
 def test_pages_get_the_bits_that_generate_has_stored(model, store, monkeypatch, tokens):
     """Layers with full attention get the whole prefix, the others what the next token sees of it."""
     ids, written = prompt(tokens, seed=tokens), writes(monkeypatch)

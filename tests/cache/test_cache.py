@@ -274,6 +274,7 @@ def test_rows_that_share_a_beginning_store_it_once(model, store):
 
 
 @pytest.mark.parametrize("beams", [2, 4])
+@pytest.mark.thin(2)
 def test_what_beams_have_generated_is_stored_by_row(model, store, beams):
     """Each beam's tokens are stored with its own KV after all reorderings."""
     arguments = {"do_sample": False, "max_new_tokens": 60, "num_beams": beams, "num_return_sequences": beams}

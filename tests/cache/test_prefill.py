@@ -68,6 +68,7 @@ def close(logits, expected):
 
 
 @pytest.mark.parametrize("family", some(FAMILIES))
+@pytest.mark.thin(2)
 def test_the_prompt_is_computed_as_at_once(family, tmp_path, pieces):
     model, ids = build(family), prompt(TOKENS)
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **GREEDY)

@@ -94,6 +94,7 @@ def test_an_upgrade_of_the_library_or_its_format_leaves_what_is_stored(tmp_path,
 
 
 @pytest.mark.parametrize("family", some(FAMILIES))
+@pytest.mark.thin(2)
 def test_any_one_tensor_counts(family):
     model = build(family)
     seen = {fingerprint(model)}

@@ -15,7 +15,7 @@ FEW, THOROUGH = "few", "thorough"
 settings.register_profile(
     FEW,
     deadline=None,
-    max_examples=24,
+    max_examples=16,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

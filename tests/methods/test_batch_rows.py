@@ -113,6 +113,7 @@ def assert_rows_as_alone(model, store, method, rows, new=NEW):
 @pytest.mark.parametrize("name", METHODS)
 @settings(max_examples=settings.default.max_examples // 8)
 @given(rows=st.lists(row_of_batch, min_size=2, max_size=4))
+@pytest.mark.thin(2)
 def test_rows_drawn(name, stores, rows):
     model, store = stores("qwen2", METHODS[name])
     assert_rows_as_alone(model, store, METHODS[name], [tokens_of(row, i) for i, row in enumerate(rows)])
@@ -122,6 +123,7 @@ ROWS = [(0, 250, 20), (1, 130, 9), (2, 0, 70), (0, 90, 50), (3, 40, 3)]
 
 
 @pytest.mark.parametrize(("family", "name"), pairs(FAMILIES, ["contiguous_kv", "kv_drive", "kv_drive some stream"]))
+@pytest.mark.thin(2)
 def test_rows_of_every_family(family, name, stores):
     model, store = stores(family, METHODS[name])
     cache = assert_rows_as_alone(model, store, METHODS[name], [tokens_of(row, i) for i, row in enumerate(ROWS)])
@@ -211,6 +213,7 @@ def with_other_attention(model, arguments):
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("way", [within, detached, with_other_attention])
 @pytest.mark.parametrize("family", ["llama", "qwen2_sliding"])
+@pytest.mark.thin(2)
 def test_a_pass_whose_mask_fits_not_all_rows_is_refused(family, way, tokens, store):
     """Only the registered attention function masks what rows of unlike counts lack."""
     model, method = build(family, initializer_range=0.1), METHODS["contiguous_kv once"]
@@ -234,6 +237,7 @@ def test_a_pass_whose_mask_fits_not_all_rows_is_refused(family, way, tokens, sto
 
 
 @pytest.mark.parametrize("name", ["contiguous_kv", "impress", "h2o again", "kv_drive"])
+@pytest.mark.thin(2)
 def test_rows_go_on_as_alone(name, stores):
     """This covers several tokens at once, removed tokens, reordered rows, and forks."""
     model, store = stores("qwen2", METHODS[name])

@@ -242,7 +242,7 @@ def test_an_empty_store_is_a_dynamic_cache(model, family, dtype, tmp_path):
         assert cache.stats.tokens_restored == 0
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 def test_generated_tokens_are_found_by_the_next_turn(model, family, dtype, tmp_path):
     """The second turn, in a cache of its own, restores the answer too."""
     ids = longer("a", 30, 10)

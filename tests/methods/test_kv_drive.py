@@ -59,6 +59,7 @@ def tokens_in(chunks, method, tokens):
 
 
 @pytest.mark.parametrize(("family", "window"), pairs(["qwen2", "llama", "gemma3", "phi3", "granite"], [0, 1, 2, 4]))
+@pytest.mark.thin(2)
 def test_columns_hold_the_kv_of_the_tokens_that_the_window_says(family, window, tmp_path, steps):
     model, ids, method = build(family), prompt(TOKENS), KVDrive(budget=0.2, local=16, window=window)
     kv = exact_kv(model, ids)
@@ -76,6 +77,7 @@ def test_columns_hold_the_kv_of_the_tokens_that_the_window_says(family, window, 
 
 
 @pytest.mark.parametrize("index", [name for name in DECODE_INDEXES if name != "random"])
+@pytest.mark.thin(2)
 def test_the_chosen_chunks_are_those_that_the_index_ranks_first(index, model, tmp_path, steps):
     ids, chunk = prompt(TOKENS), 1 if index == "token_clusters" else 8
     method = KVDrive(budget=0.2, local=16, index=index, chunk_tokens=chunk)

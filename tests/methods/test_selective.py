@@ -173,6 +173,7 @@ def test_layers_with_a_window_keep_all_of_it(family, store):
 
 
 @every_method
+@pytest.mark.thin(2)
 def test_prefetched_or_not_cold_or_warm_is_all_the_same(method, model, tmp_path):
     ids = prompt(PREFIX)
     results = {}

@@ -326,6 +326,7 @@ def test_kill_9_while_a_document_is_removed_loses_nothing_else_and_it_can_be_rem
     pairs(["llama", "qwen2_sliding", "gpt_neox", "gemma3"], [torch.float32, torch.bfloat16]),
     ids=str,
 )
+@pytest.mark.thin(2)
 def test_batched_passages_have_the_kv_that_they_have_alone(family, dtype, tmp_path):
     model = build(family).to(dtype)
     texts = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((64, 70, 64, 16, 79, 30, 17, 96), start=1)]

@@ -67,7 +67,7 @@ FAMILIES = ["llama", "phi3", "gemma3", "qwen2_sliding", "smollm3", "gpt_neox", "
 @pytest.mark.parametrize(
     ("family", "how"), [*(("qwen2", how) for how in METHODS), *((family, "asked") for family in FAMILIES)]
 )
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 def test_a_row_is_what_it_would_be_alone(family, how, store):
     """Selection, results and counters do not depend on the other rows."""
     model, method = build(family), METHODS[how]

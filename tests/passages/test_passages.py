@@ -153,6 +153,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("family", some(FAMILIES))
+@pytest.mark.thin(2)
 def test_reused_tokens_stand_at_their_new_positions(family, store):
     """Full reuse is compared with passages that were computed at these positions."""
     model = build(family)
@@ -166,6 +167,7 @@ def test_reused_tokens_stand_at_their_new_positions(family, store):
 
 
 @pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.thin(2)
 def test_positions_under_every_scaling(rope, store):
     model = build("llama", rope_parameters=ROPES[rope], max_position_embeddings=2048)
     fill(store, model)
@@ -342,6 +344,7 @@ def test_chunked_prefill_restores_all_passages(family, store):
     [fixed(0.25), epic(), tune(0.25), blend(0.25)],
     ids=["fixed", "Epic", "CacheTune", "CacheBlend"],
 )
+@pytest.mark.thin(2)
 def test_chunked_prefill_with_what_is_computed(method, store):
     """A passage in each chunk, so that each chunk chooses as one pass would, unless it compares or asks."""
     model, between = build("qwen2"), prompt(4, seed=51)[0]

@@ -100,6 +100,7 @@ FAMILIES = ["llama", "qwen2", "phi3", "gemma2", "gemma3", "qwen2_sliding", "smol
 
 
 @pytest.mark.parametrize("family", some(FAMILIES))
+@pytest.mark.thin(2)
 def test_what_is_chosen_under_way_is_computed_in_true_context(family, store):
     model, method = build(family), Noting(0.3)
     fill(store, model, method=tune())

@@ -82,6 +82,7 @@ def test_stores_share_prompts_through_every_engine(model, tmp_path, place_of, ki
 
 
 @pytest.mark.parametrize("kind", REMOTES)
+@pytest.mark.thin(2)
 def test_processes_share_prompts(tmp_path, place_of, kind):
     address = place_of(kind)
     code = """

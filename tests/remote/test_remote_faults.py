@@ -343,6 +343,7 @@ def test_a_fetch_that_hangs_is_left_after_half_of_the_time_that_computing_takes(
 @pytest.mark.parametrize(
     ("bandwidth", "share_of_computing", "restored"), [(None, 0.6, 96), (None, 2.0, 0), (1e9, 0.35, 96), (1e9, 2.0, 0)]
 )
+@pytest.mark.thin(2)
 def test_a_fetch_is_judged_by_its_pace(model, machine, pace, monkeypatch, bandwidth, share_of_computing, restored):
     """After half of the time that computing takes, or after the time that it should take, if that is known."""
     store, _ = machine("a")

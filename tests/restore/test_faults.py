@@ -85,6 +85,7 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.thin(2)
 def test_a_bit_flipped_in_any_region(model, root, region):
     path, reader = file_of(root, 144)
     flip(path, REGIONS[region](reader))

@@ -77,6 +77,7 @@ columns = st.frozensets(st.integers(0, TOKENS - 1), max_size=TOKENS)
 @example(first=frozenset(range(0, TOKENS, 2)), dropped=(frozenset(), frozenset(range(0, TOKENS, 4))))
 @example(first=frozenset({0}), dropped=(frozenset(),) * 5 + (frozenset({0}),))
 @example(first=frozenset(range(100, TOKENS)), dropped=(frozenset(), frozenset({100, 110})))
+@pytest.mark.thin(2)
 def test_any_plan_is_exact_over_exact_kv(root, family, first, dropped):
     model, store, ids, full = stored(family, root)
     method = Chosen(first=first, dropped=dropped)

@@ -589,6 +589,7 @@ def test_what_was_measured_says_how_much_is_computed(path):
         (Exact(codec="int8"), 1e-3, 4),
     ],
 )
+@pytest.mark.thin(2)
 def test_few_layers_share_blocks_if_a_front_is_likely(tmp_path, method, disk, layers):
     model, ids = build("llama", num_hidden_layers=16), prompt(TOKENS)
     with KVStore(tmp_path, engine="posix") as store:

@@ -108,6 +108,7 @@ def of_sets(every, sets):
     ),
     ids=str,
 )
+@pytest.mark.thin(2)
 def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, chosen):
     """The reference is a DynamicCache with the selected tokens of each step and all computed ones."""
     model, ids, method = build(family), prompt(PREFIX), replace(METHOD, **changes)

@@ -258,6 +258,7 @@ def test_bytes_on_disk(root):
 
 
 @pytest.mark.parametrize(("stored", "asked"), [(a, b) for a in CODECS for b in CODECS if a != b])
+@pytest.mark.thin(2)
 def test_what_is_stored_with_one_codec_is_found_with_no_other(stored, asked, root):
     model, ids = build("qwen2"), prompt(100)
     with opened(root, stored) as store:
@@ -345,6 +346,7 @@ def prefilled_exactly(model, ids):
     [Geometry(24, 2, 1), Geometry(16, 8, split_kv=True), Geometry(7, 3, solo_layers=1), ContiguousKV().geometry],
     ids=str,
 )
+@pytest.mark.thin(2)
 def test_any_geometry_gives_the_same_bits(codec, cut, root):
     model, ids = build("gemma2"), prompt(150)
     with opened(root / "a", codec) as store:
@@ -453,6 +455,7 @@ def test_passages(codec, root):
     ],
     ids=lambda method: f"{type(method).__name__} {getattr(method, 'identify', '')}",
 )
+@pytest.mark.thin(2)
 def test_methods_with_a_budget_choose_among_what_was_decoded(method, codec, root, monkeypatch):
     """Cold from its own cut or another, and within a whole budget: the bits of the exact method under this codec."""
     model, ids = build("qwen2"), prompt(200)

@@ -403,6 +403,7 @@ def test_the_folder_of_a_store_may_be_a_link_and_is_resolved_once(whole, model, 
 
 
 @pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.thin(2)
 def test_a_folder_that_becomes_a_link_under_an_open_store_is_not_followed(whole, model, tmp_path, name):
     root, outside = tmp_path / "store", tmp_path / "outside"
     shutil.copytree(whole, root)

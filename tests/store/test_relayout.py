@@ -103,6 +103,7 @@ def test_what_cannot_be_read_is_left_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.thin(2)
 def test_precompute_cuts_as_the_method_wants(tmp_path, name):
     method = METHODS[name]()
     with KVStore(tmp_path, engine="posix") as store:

@@ -139,6 +139,7 @@ def test_tokens_are_where_the_shape_says(geometry, tokens, seed, apart, data):
     ids=str,
 )
 @pytest.mark.parametrize("apart", [False, True], ids=["by layer", "by group"])
+@pytest.mark.thin(2)
 def test_the_exact_method_reads_any_order(family, cut, apart, tmp_path):
     model, ids = build(family), prompt(200)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
@@ -173,6 +174,7 @@ def test_a_batch_and_a_second_turn_over_a_shuffled_store(model, tmp_path):
 
 @pytest.mark.parametrize("apart", [False, True], ids=["by layer", "by group"])
 @pytest.mark.parametrize("name", ["attention_store", "h2o", "impress"])
+@pytest.mark.thin(2)
 def test_every_method_chooses_the_same_from_any_order(name, apart, model, tmp_path):
     kind = METHODS[name]
     method = kind() if name == "attention_store" else kind(budget=0.25)

@@ -312,6 +312,7 @@ def test_a_forked_child_has_a_connection_of_its_own_and_leaves_its_parents_alone
 
 
 @pytest.mark.parametrize("how", ["all", "database", "log", "garbage", "another"])
+@pytest.mark.thin(2)
 def test_a_catalogue_lost_under_open_processes_heals_into_one(tmp_path, how):
     limit = 1_500_000
     ours = open_store(tmp_path, quota=limit)

@@ -112,6 +112,7 @@ def of_blocks(host, device, staging, direct, policy="lru"):
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40), staging=st.integers(0, 20))
+@pytest.mark.thin(2)
 def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, device, staging, policy, direct):
     _, readers, blocks = stored
     residency = of_blocks(host, device, staging, direct, policy)
@@ -764,6 +765,7 @@ def test_the_host_keeps_what_stands_higher_than_what_the_device_gives_up(stored)
     staging=st.integers(0, 20),
     ahead=st.booleans(),
 )
+@pytest.mark.thin(2)
 def test_any_budgets_give_the_right_blocks_by_scores_too(stored, asked, host, device, staging, ahead, policy, direct):
     _, readers, blocks = stored
     residency = of_blocks(host, device, staging, direct, policy)
