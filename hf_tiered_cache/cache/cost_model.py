@@ -12,6 +12,7 @@ import torch
 
 from .. import reasons
 from ..methods import BudgetMethod, Method, Passages, PrefixMethod
+from ..methods.base import with_few_layers
 from ..patches.attach import Attachment
 from ..patches.layers import can_drop
 from ..restore.plan import BudgetPlan, Plan
@@ -256,7 +257,7 @@ def with_measured_settings(
     """Return a method with what was measured for prompts of `tokens` tokens, and warn if it loses much."""
     if isinstance(method, Passages):
         ratio = partial(calibrated_ratio, storage, fingerprint, attachment.model.device, tokens)
-        method = method.with_calibrated_ratio(ratio).with_few_layers(attachment.depth)
+        method = with_few_layers(method.with_calibrated_ratio(ratio), attachment.depth)
         if not can_drop(attachment.model, attachment.depth):
             method = method.with_equal_positions()
     if isinstance(method, BudgetMethod):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import inf
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, with_type
 from ..restore.plan import PlanContext
@@ -90,11 +90,6 @@ class Method(ABC):
         """Return this method with the store's codec, if it has none of its own."""
         has_codec = self.codec is not None or self.geometry.codec != RAW
         return self if has_codec or codec == RAW else replace(self, codec=codec)
-
-    def with_few_layers(self, layers: int) -> Self:
-        """Return this method with few layers per block (see `Geometry.overlapping`), but a user's own geometry."""
-        is_default = self.geometry == replace(type(self).geometry, codec=self.geometry.codec)
-        return replace(self, geometry=self.geometry.overlapping(layers)) if is_default else self
 
     def usable_hashes(self, shape: SegmentShape) -> int:
         """Return how many leading prefix hashes of a stored segment a plan of this method can use.
@@ -228,6 +223,16 @@ class BudgetMethod(Method):
             return self
         budget = measured(self)
         return replace(self, budget=UNMEASURED_BUDGET if budget is None else budget)
+
+
+_Method = TypeVar("_Method", bound=Method)
+
+
+def with_few_layers(method: _Method, layers: int) -> _Method:
+    """Return a method with few layers per block (see `Geometry.overlapping`), unless its geometry is a user's own."""
+    geometry = method.geometry.overlapping(layers)
+    is_default = method.geometry == replace(type(method).geometry, codec=method.geometry.codec)
+    return replace(method, geometry=geometry) if is_default and geometry != method.geometry else method
 
 
 def require(is_valid: bool, name: str, expected: str, value: object) -> None:

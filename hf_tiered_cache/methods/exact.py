@@ -10,7 +10,7 @@ from ..restore.plan import PlanContext
 from ..restore.rows import Positions
 from ..restore.schedule import STEEPNESS
 from ..store.codecs import make_codec
-from .base import Method, is_number, require
+from .base import Method, is_number, require, with_few_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,7 +55,7 @@ class PrefixMethod(Method):
         if not (make_codec(self.geometry.codec).lossless or self.records_approximations):
             return self  # nothing is recomputed
         fixed = 0.0 if self.recompute == "auto" else self.recompute
-        return self.with_few_layers(layers) if fixed or share() else self
+        return with_few_layers(self, layers) if fixed or share() else self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.pairs import TOWARD, merge_layers
 from ..store.relayout import merge_segments, tokens_of
 from ..store.shape import SegmentShape
-from .base import is_number, require
+from .base import is_number, require, with_few_layers
 from .exact import PrefixMethod
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class Krul(PrefixMethod, ForConversation):
         pairs = self.accepted(idle, shared)
         merged = replace(self.geometry, layers_per_block=1, pairs=pairs)
         recomputed = idle.recompute_share(share_of_bytes(layout, merged, self.retained))
-        unmerged = (self.with_few_layers(len(layout.layers)) if recomputed else self).geometry
+        unmerged = (with_few_layers(self, len(layout.layers)) if recomputed else self).geometry
         geometry = merged if pairs else unmerged
         step = self.geometry.chunk_tokens
         stored_from = recompute_lengths(tokens_of(idle.readers), recomputed, len(layout.layers), step=step)

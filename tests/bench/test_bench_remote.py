@@ -123,4 +123,4 @@ def test_hedged_reads(tmp_path, monkeypatch):
     hedged_reads.main()
     results = json.loads((tmp_path / "hedged-reads-cpu.json").read_text())["results"]
     assert sum(results["with"]["second requests"]) > 0 == sum(results["without"]["second requests"])
-    assert "lookup, without second requests" in (tmp_path / "hedged-reads-cpu.md").read_text()
+    assert "look-up, without second requests" in (tmp_path / "hedged-reads-cpu.md").read_text()

@@ -46,7 +46,7 @@ def made(monkeypatch):
 
         return make
 
-    for module, name in ((buffer_module, "_empty"), (prefetch_module, "_alone")):
+    for module, name in ((buffer_module, "_empty"), (prefetch_module, "_without_view")):
         monkeypatch.setattr(module, name, noting(getattr(module, name)))
     return made
 

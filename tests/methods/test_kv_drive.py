@@ -173,7 +173,7 @@ def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, m
         for row in rows[:2]:
             fill(store, model, row, METHOD)
         for size in (8, 2, 1):
-            monkeypatch.setattr(MicroBatches, "of", lambda self, rows, size=size: size)
+            monkeypatch.setattr(MicroBatches, "size_for", lambda self, rows, size=size: size)
             cache = TieredCache(model, store, method=METHOD, record=False)
             found.append((model.generate(ids, past_key_values=cache, **GREEDY), cache.stats))
     for answer, stats in found[1:]:
