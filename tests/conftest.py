@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -80,6 +81,7 @@ def _quiet_and_reproducible():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    logging.getLogger().setLevel(logging.WARNING)  # lm-eval changes it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
