@@ -72,7 +72,7 @@ def turn(folder: Path, arguments: argparse.Namespace, device: torch.device) -> d
         "prompt": prompt,
         "reading all again": seconds(name.refresh, device),
         "request": _median_seconds(name.look, device),
-        "pass": _median_seconds(lambda: name.look(closely=False), device),
+        "pass": _median_seconds(lambda: name.look(begins_request=False), device),
     }
 
 

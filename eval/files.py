@@ -21,13 +21,13 @@ def check_folder(folder: Path, first_file: str) -> None:
 def check_file(path: Path, beginning: str) -> None:
     """Raise EvalError if a file exists, is not empty, and does not begin as a regular expression says."""
     if os.path.lexists(path) and not (path.is_file() and re.match(f"(?:{beginning})|$".encode(), path.read_bytes())):
-        raise _foreign(path)
+        raise foreign(path)
 
 
 def check_picture(path: Path, page: Path) -> None:
     """Raise EvalError if a picture exists that a page in its folder, written by an evaluation, does not show."""
     if os.path.lexists(path) and not (page.is_file() and f"]({path.name})" in page.read_text(encoding="utf-8")):
-        raise _foreign(path)
+        raise foreign(path)
 
 
 def write(path: Path, text: str) -> None:
@@ -36,5 +36,6 @@ def write(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _foreign(path: Path) -> EvalError:
+def foreign(path: Path) -> EvalError:
+    """Return the error for a file that this program has not written."""
     return EvalError(f"{path} was not written by this program; move it elsewhere")

@@ -22,7 +22,7 @@ from hf_tiered_cache.store.geometry import HASH_TOKENS
 from . import baselines  # noqa: F401  # registers them
 from .encode import Prompt, encode
 from .errors import EvalError
-from .files import check_file, write
+from .files import check_file, foreign, write
 from .metrics import METRICS, interval
 from .reading import Reading
 from .subject import Answer, Subject, likelihoods
@@ -190,7 +190,7 @@ class Run:
             return {}
         *lines, rest = path.read_bytes().split(b"\n")
         if not all(line.startswith(_LINE) for line in lines) or rest[: len(_LINE)] != _LINE[: len(rest)]:
-            raise EvalError(f"{path} was not written by this program; move it elsewhere")
+            raise foreign(path)
         if rest:
             write(path, "".join(f"{line.decode()}\n" for line in lines))
         return {line["id"]: line for line in map(json.loads, lines)}

@@ -115,7 +115,7 @@ class Contexts:
                 continue
             exact = Exact(geometry=method.geometry, recompute=0.0, decline=False)
             executor = TieredCache(self.model, store, method=exact, tag=TAG)._executor
-            identity = executor.identify(reread_weights=True)
+            identity = executor.identify(begins_request=True)
             assert isinstance(identity, Identity), identity
             regime = rope_regime(self.model.config, self.tokens) or ""
             recorder = executor.new_recorder(identity, regime, [0])

@@ -95,7 +95,7 @@ class PagedTiers(Listener):
 
     def _observe(self) -> LayerRotations | None:
         """Return the rotations of the layers, or None if the engine runs without the store."""
-        identity = self._identifier.identify(reread_weights=True)
+        identity = self._identifier.identify(begins_request=True)
         observed = identity if isinstance(identity, str) else observe_rotations(self._attachment, identity.fingerprint)
         if isinstance(observed, str):
             self.refused(observed)
@@ -104,7 +104,7 @@ class PagedTiers(Listener):
 
     def _identify(self) -> str | None:
         """Return the fingerprint of the model, or None if its KV can be neither stored nor restored."""
-        identity = self._identifier.identify(reread_weights=False)
+        identity = self._identifier.identify(begins_request=False)
         return identity.fingerprint if isinstance(identity, Identity) else None
 
     def _note_model(self) -> str | None:

@@ -88,7 +88,7 @@ class CacheState:
             return None
         self.bypass = ""  # an empty cache takes any prompt
         ids = kwargs.get("input_ids")
-        identity = self.identify(reread_weights=self.unreported or ids is None or ids.shape[-1] > 1)
+        identity = self.identify(begins_request=self.unreported or ids is None or ids.shape[-1] > 1)
         admitted = identity if isinstance(identity, str) else self._parse(cache, kwargs, identity)
         if not isinstance(admitted, str):
             return admitted
@@ -97,10 +97,10 @@ class CacheState:
             self.explain(admitted)
         return None
 
-    def identify(self, reread_weights: bool) -> Identity | str:
+    def identify(self, begins_request: bool) -> Identity | str:
         """Return the current identity of the model, or the reason why its KV can be neither stored nor restored.
 
-        With `reread_weights`, a part of the weights is read again, as at the beginning of a prompt.
+        With `begins_request`, a part of the weights is read again, as at the beginning of a prompt.
         """
         attachment = self.attachment
         if attachment.model.training:
@@ -109,7 +109,7 @@ class CacheState:
         if fingerprinter.rows_have_adapters():
             return reasons.ROW_ADAPTERS
         with attachment.excluding_engine_passes():
-            identity = fingerprinter.look(self.options.tag, reread_weights)
+            identity = fingerprinter.look(self.options.tag, begins_request)
         if identity.training:
             return reasons.TRAINING
         if identity.looks_ahead:

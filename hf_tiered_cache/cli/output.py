@@ -188,6 +188,7 @@ def picture(plot: Path) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a new file, which then takes the place of `path`. Other links to that keep what they had."""
     temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    temporary.open("xb").close()  # raises FileExistsError instead of replacing a file of somebody
     try:
         yield temporary
         temporary.replace(path)

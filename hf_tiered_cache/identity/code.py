@@ -53,7 +53,7 @@ _FOREIGN_DEPTH = 1
 LEAF = 1 << 10
 """Depth at which no call is followed."""
 _STATIC_ITEMS = 64
-_NONE: frozenset[str] = frozenset()
+NOTHING: frozenset[str] = frozenset()
 _DESCRIBED = (
     *(type, types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper),
     *(property, staticmethod, classmethod, Replacement, torch.Tensor, nn.Module, enum.Enum, np.generic),

@@ -136,26 +136,26 @@ class Fingerprinter:
         self._forget_changes()
         self._describe()
 
-    def look(self, tag: str = "", closely: bool = True) -> Identity:
+    def look(self, tag: str = "", begins_request: bool = True) -> Identity:
         """Return the current identity of the model.
 
         Args:
             tag: The user's name for parts that cannot be described; part of the fingerprint.
-            closely: Whether to read a part of the weights again, as at the beginning of a request.
+            begins_request: Whether to read a part of the weights again, as at the beginning of a request.
 
         Raises:
             UnsupportedModelError: Some weights cannot be read.
         """
         with self._lock, self._guard:
             if tag or not self._changing:
-                self._watch(closely)
+                self._watch(begins_request)
             if self._weights.has_moved():
                 self._read_again()
-            elif self._weights.changed(reread=closely):
+            elif self._weights.changed(reread=begins_request):
                 self._identities = {}
             if not self._identities:
                 self._caches.update(self._description.caches)
-            if closely:
+            if begins_request:
                 torch.clear_autocast_cache()  # it may hold casts of earlier weights
             problem = active_mode() or changed_kernel() or self._caches.problem()
             key = tag, problem, computing_state(self._devices)
@@ -180,11 +180,11 @@ class Fingerprinter:
         return bool(self._tuned) and rows_have_adapters(self._tuned)
 
     def _forget_changes(self) -> None:
-        self._changes: list[tuple[bool, Places]] = []  # of consecutive looks, with `closely`
+        self._changes: list[tuple[bool, Places]] = []  # of consecutive looks, with `begins_request`
         self._changing = ""  # name of something that changes at every pass
         self._unsteady: Places = {}  # values that change at every pass, which are left out of the description
 
-    def _watch(self, closely: bool) -> None:
+    def _watch(self, begins_request: bool) -> None:
         """Describe the model again if a watched object, the adapter state or the RoPE frequencies in use changed."""
         watch, frequencies = self._description.watch, frequencies_in_use(self._description.rotary)
         same_adapters = not self._tuned or adapter_state(self._tuned) == self._adapters
@@ -194,13 +194,13 @@ class Fingerprinter:
         changed, words, weights = _kept(watch.changed()), self._description.words, self._weights
         self._describe()
         replaced = self._weights is not weights
-        if self._description.words != words or (replaced and not closely):  # nobody edits a model between tokens
-            self._changes.append((closely, changed))
+        if self._description.words != words or (replaced and not begins_request):  # nobody edits a model between tokens
+            self._changes.append((begins_request, changed))
         elif not replaced:
             self._changes = []
         if len(self._changes) == _MOST_CHANGES:  # such as a counter: a description at each token would take too long
             self._changing = next((str(key) for _, key in changed), "something")
-            if not all(closely for closely, _ in self._changes):
+            if not all(begins_request for begins_request, _ in self._changes):
                 self._unsteady |= _unsteady_places([places for _, places in self._changes[1:]])
             self._changes = []
 

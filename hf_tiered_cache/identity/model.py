@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
 from ..patches.replacement import ADDED, Replacement
-from .code import LEAF, CodeDescription, Statics
+from .code import LEAF, NOTHING, CodeDescription, Statics
 from .description import PLAIN
 from .ignored import ADAPTER_STATE, IRRELEVANT, UNRELATED
 from .origin import TRUSTED, USER, origin_of, origin_of_class
@@ -75,7 +75,7 @@ class ModelDescription(CodeDescription):
         self._model = model
         self._text = model.config.get_text_config(decoder=True)
         self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
-        self._idle = _NONE  # inactive adapters that parts of the next module may belong to
+        self._idle = NOTHING  # inactive adapters that parts of the next module may belong to
         self._head = self.original("the output head", model.get_output_embeddings())
         self._add_model(model)
         self.watch.complete()
@@ -127,7 +127,7 @@ class ModelDescription(CodeDescription):
     def add_module(self, location: str, module: nn.Module) -> None:
         """Describe a module: its class, state, hooks and submodules."""
         kind = type(module)
-        idle, self._idle = self._idle, _NONE
+        idle, self._idle = self._idle, NOTHING
         self.watch.type_of(module)
         self._add_runners(location or kind.__name__, module)
         if is_tuner(module):
@@ -135,11 +135,11 @@ class ModelDescription(CodeDescription):
         self.words.append(f"{kind.__module__}.{kind.__qualname__}")
         self._guard(self.add_members, location or kind.__name__, kind, _CALLED)
         self._trains |= trains(module)
-        if module.training and "training" in self._members.get(kind, _NONE):
+        if module.training and "training" in self._members.get(kind, NOTHING):
             self._in_training = True
             self.words.append("training")
         self.ignore(location or kind.__name__, module.__dict__, "training")
-        inner_idle = _idle_adapters(module) if is_tuner(module) else _NONE
+        inner_idle = _idle_adapters(module) if is_tuner(module) else NOTHING
         kinds = varying_kinds(module)
         replaced = names_passes_replace(kinds)
         self._add_attributes(location, module, inner_idle, replaced)
@@ -151,9 +151,9 @@ class ModelDescription(CodeDescription):
                 self.words.append(name)
                 path = f"{location}.{name}" if location else name
                 if isinstance(part, nn.Module):
-                    self._idle = _NONE if name in _BASES else inner_idle
+                    self._idle = NOTHING if name in _BASES else inner_idle
                     self.add(path, part)
-                    self._idle = _NONE
+                    self._idle = NOTHING
                 elif part is not None:
                     self._guard(self._add_part, path, part, module)
         if kinds:
@@ -226,7 +226,7 @@ class ModelDescription(CodeDescription):
         self.watch.state_of(config)
         self.words.append(type(config).__name__)
         if origin_of_class(type(config)) == USER:
-            self.add_members(location, type(config), _NONE, special=False)
+            self.add_members(location, type(config), NOTHING, special=False)
         for name, value in sorted(config.__dict__.items()):
             is_internal = name in ("_attn_implementation_internal", "_experts_implementation_internal")
             if name in IRRELEVANT or (name.startswith("_") and not is_internal):
@@ -387,7 +387,6 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
 
 
 _INTERNAL = frozenset(nn.Module().__dict__)
-_NONE: frozenset[str] = frozenset()
 _BASES = ("base_layer", "token_adapter", "original_module")
 """Names of the module that a layer with inactive adapters runs, depending on its class."""
 

@@ -96,7 +96,7 @@ def referenced_names(code: types.CodeType) -> frozenset[str]:
 
 
 class References(NamedTuple):
-    """What a code object and its nested code objects refer to by name."""
+    """Names that a code object and its nested code objects refer to."""
 
     globals: frozenset[str] = frozenset()
     """Names of globals and builtins."""

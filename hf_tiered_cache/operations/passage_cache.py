@@ -151,7 +151,7 @@ class PassageExecutor(Executor):
     def write_lead(self, tokens: int) -> None:
         """Append the lead text for passages of `tokens` tokens, within the model's maximum position."""
         lead_tokens = self.method.lead if self._ranking_lead is None else self._ranking_lead
-        identity = self.identify(reread_weights=False)
+        identity = self.identify(begins_request=False)
         if lead_tokens > 1 and self.lead.shape[1] and not isinstance(identity, str):
             text = kept_lead(self.store, self.attachment, identity.fingerprint, int(self.lead[0, 0]), lead_tokens - 1)
             positions = getattr(self.attachment.config, "max_position_embeddings", None) or sys.maxsize
@@ -159,7 +159,7 @@ class PassageExecutor(Executor):
 
     def find(self, passages: Sequence[torch.Tensor]) -> list[SegmentRow | None]:
         """Return, for each passage, int `[tokens]`, the segment that stores all its whole hashes, or None."""
-        identity, store = self.identify(reread_weights=True), self.store
+        identity, store = self.identify(begins_request=True), self.store
         if isinstance(identity, str):
             return [None] * len(passages)
         chains, lead_tokens = [], 0 if self.sink is None else self.method.lead

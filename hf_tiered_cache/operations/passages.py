@@ -161,7 +161,7 @@ class _Call:
 
     def records(self) -> list[DocumentRecord]:
         """Return the records of the labels, with the passages that are stored for them now."""
-        identity, now = self.like.identify(reread_weights=False), time.time()
+        identity, now = self.like.identify(begins_request=False), time.time()
         fingerprint, facts = ("", {}) if isinstance(identity, str) else (identity.fingerprint, identity.facts)
         made = f"{self.like.method.passages} {self.like.sink}"
         records = []

@@ -113,7 +113,7 @@ class SegmentBackend(Protocol):
             Metadata of the version that was read, and its first bytes: fewer than `length` only if the segment ends.
 
         Raises:
-            FormatError: The entry cannot be a segment (a folder, a pipe). OSError: it cannot be read.
+            FormatError: The entry cannot be a segment (a folder, a pipe). OSError: It cannot be read.
         """
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, EngineFile]:

@@ -103,7 +103,7 @@ class ObjectBackend(ABC, SegmentBackend):
             nbytes: Number of bytes.
 
         Raises:
-            FileNotFoundError: There is no such object, or another version of it. OSError: it cannot be read.
+            FileNotFoundError: There is no such object, or another version of it. OSError: It cannot be read.
         """
 
     def get_beginnings(self, names: Sequence[str], nbytes: int) -> dict[str, bytes]:
@@ -140,7 +140,7 @@ class ObjectBackend(ABC, SegmentBackend):
             replace: Whether to replace an existing object.
 
         Raises:
-            FileExistsError: The object exists, and is not to be replaced. OSError: it cannot be written.
+            FileExistsError: The object exists, and is not to be replaced. OSError: It cannot be written.
         """
 
     @abstractmethod

@@ -33,7 +33,7 @@ class Limits:
         quota: Maximum size of the store's folder in bytes, or None for no quota.
         high: Share of the quota above which eviction starts.
         low: Share of the quota down to which it evicts.
-        floor: bytes that always stay free on the file system.
+        floor: Bytes that always stay free on the file system.
     """
 
     quota: int | None = None

@@ -104,7 +104,7 @@ class FolderTree:
         self._descriptors: list[int] = []  # all closed together, since other threads may be using them
         self._folders: dict[str, tuple[tuple[int, int], int]] = {}
         self._checked: dict[FileKind, dict[tuple[str, int, int], bool]] = {}
-        """Whether the files of a kind are own, by name, inode and time of their last change."""
+        """Results of `is_own` for each kind of files, by name, inode and time of the last change."""
         self._opening = threading.Lock()
         self._closing = weakref.finalize(self, _close, self._descriptors)
         self._closing.atexit = False

@@ -453,7 +453,7 @@ def test_looking_changes_nothing():
     model = build("llama")
     name = Fingerprinter(model)
     assert isinstance(name.look(), Identity)
-    seen = {name.look(closely=closely).fingerprint for closely in (True, False) for _ in range(20)}
+    seen = {name.look(begins_request=begins_request).fingerprint for begins_request in (True, False) for _ in range(20)}
     assert seen == {fingerprint(build("llama"))}
 
 

@@ -53,7 +53,7 @@ def test_a_look_waits_while_another_thread_reads_changed_weights(monkeypatch, ed
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(name)
         assert slow.began.wait(10)
-        second = pool.submit(name.look, closely=False)
+        second = pool.submit(name.look, begins_request=False)
         wait([second], timeout=0.2)  # without the lock it returns the old fingerprint at once
         slow.go.set()
         assert first.result() == second.result().fingerprint == fingerprint(model) != before
@@ -96,4 +96,4 @@ def test_a_look_after_an_interrupted_one_finds_the_change(monkeypatch, edit, rea
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(weights_module.HostMemory, "read", interrupted)
         name()
-    assert name.look(closely=False).fingerprint == fingerprint(model) != before
+    assert name.look(begins_request=False).fingerprint == fingerprint(model) != before

@@ -49,12 +49,12 @@ class Alternating(modeling_llama.LlamaMLP):
         return super().forward(x) * self.scale
 
 
-def run(model, name, passes, tag=TAG, closely=False):
+def run(model, name, passes, tag=TAG, begins_request=False):
     """Run passes with a look before each one, and return the fingerprints in the order of the passes."""
     names = []
     with torch.no_grad():
         for seed in range(passes):
-            names.append(name.look(tag, closely=closely).fingerprint)
+            names.append(name.look(tag, begins_request=begins_request).fingerprint)
             model(prompt(4, seed), use_cache=False)
     return names
 
@@ -126,7 +126,7 @@ def test_a_setting_that_a_user_changes_before_each_request_stays_in_the_fingerpr
     name, names = Fingerprinter(model), []
     for step in range(16):
         model.model.layers[1].self_attn.scaling = 1.0 + step
-        names += run(model, name, 1, closely=True)
+        names += run(model, name, 1, begins_request=True)
     assert len(set(names)) == 16
 
 
@@ -135,6 +135,6 @@ def test_tensors_that_a_user_replaces_before_each_request_are_no_reason():
     name, names = Fingerprinter(model), []
     for step in range(16):
         model.model.layers[1].mlp.steering = torch.tensor(1.0 + step % 2)
-        names += run(model, name, 1, tag="", closely=True)
+        names += run(model, name, 1, tag="", begins_request=True)
     assert len(set(names)) == 2
     assert not name.look().problem

@@ -16,7 +16,6 @@ from ..backend import SegmentBackend
 from ..engines import Engine, open_engine
 from ..folder import FolderBackend
 from ..objects import ObjectBackend
-from ..root import StoreRoot
 from ..settings import folder_of, scheme_of, without_secrets
 
 Opener = Callable[[str], SegmentBackend]
@@ -110,9 +109,9 @@ def open_remote(address: str | ObjectBackend, make: bool = True) -> ObjectBacken
             raise ConfigError(f"remote must be an address such as s3://bucket/prefix, not {address!r}")
         opener = _opener(address)
         if not make and scheme_of(address) == "file":
-            from .shared_folder import folder_in
+            from .shared_folder import check_store
 
-            StoreRoot(folder_in(address), make=False).close()  # refuses what is no store
+            check_store(address)
         remote = opener(address)
     if not isinstance(remote, ObjectBackend):
         raise ConfigError(f"remote must be an address or an ObjectBackend, not {with_type(remote)}")

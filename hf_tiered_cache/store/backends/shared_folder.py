@@ -33,7 +33,7 @@ class SharedFolderBackend(ObjectBackend):
     """
 
     def __init__(self, address: str) -> None:
-        folder = folder_in(address)
+        folder = _folder_in(address)
         super().__init__(address.rstrip("/"), threads=_THREADS)
         self.files = StoreRoot(folder)
         self.writable = self.files.writable
@@ -90,7 +90,12 @@ class SharedFolderBackend(ObjectBackend):
         self.files.close()
 
 
-def folder_in(address: str) -> str:
+def check_store(address: str) -> None:
+    """Raise StoreError if the folder that an address names is no store, instead of making it one."""
+    StoreRoot(_folder_in(address), make=False).close()
+
+
+def _folder_in(address: str) -> str:
     """Return the path of the folder that an address names. Raises ConfigError if it names none."""
     parts = urlsplit(address)
     if parts.netloc or not parts.path.strip("/"):
