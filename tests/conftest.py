@@ -81,11 +81,28 @@ def _quiet_and_reproducible():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    logging.getLogger().setLevel(logging.WARNING)  # lm-eval changes it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def handlers_at_start():
+    """Return the handlers of the library's logger before any test."""
+    from hf_tiered_cache.store.faults import LOGGER
+
+    return list(LOGGER.handlers)
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_at_start(handlers_at_start):
+    """Undo what a server configured for the whole process: uvicorn sets level, handlers and propagation."""
+    from hf_tiered_cache.store.faults import LOGGER
+
+    LOGGER.setLevel(logging.NOTSET)
+    LOGGER.propagate = True
+    LOGGER.handlers[:] = handlers_at_start
 
 
 @pytest.fixture(autouse=True)
