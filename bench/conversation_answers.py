@@ -17,8 +17,8 @@ least. Layers with a sliding window keep their window. It runs on KV in memory.
 Conversations of the first half of the seeds are for choosing settings, and for the pairs that are fixed for the model.
 The others are reported.
 
-`--openings 5 100` repeats the chats with a first turn of so many tokens: the conversation is suspended after them, and
-again after all its tokens.
+`--openings 5 100 --turns 2 20` repeats the chats with a first turn of so many tokens, and equally long further turns.
+The conversation is suspended after each turn, and the next one resumes it: a loss also changes the KV computed later.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ _MARKERS = "osD^vPX*<"
 class Conversation:
     """Stored tokens, `[1, tokens]`, and the following questions: prompts and the tokens of their answers.
 
-    The conversation is suspended after the first `opening` tokens, if that is not 0, and at its end.
+    The conversation is suspended after each number of tokens in `stops`, and at its end.
     """
 
     ids: torch.Tensor
     questions: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    opening: int = 0
+    stops: tuple[int, ...] = ()
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
@@ -104,6 +104,9 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=48, help="number of tokens of an answer in a chat to compare")
     parser.add_argument(
         "--openings", nargs="+", type=int, default=[], help="numbers of tokens of a first turn of the chats"
+    )
+    parser.add_argument(
+        "--turns", nargs="+", type=int, default=[2], help="numbers of turns of the chats with such a first turn"
     )
     parser.add_argument("--data", type=Path, help="folder with data sets, including longbench and sharegpt")
     parser.add_argument(
@@ -125,6 +128,8 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     arguments.ways = list(dict.fromkeys(["full", NOISE, *arguments.ways]))  # what all are compared with
     if arguments.tokens % 16:
         parser.error("--tokens must be a multiple of 16; other tokens would be computed, not restored")
+    if not all(0 < opening < arguments.tokens for opening in arguments.openings) or min(arguments.turns) < 2:
+        parser.error(f"openings must have 1 to {arguments.tokens - 1} tokens, and chats at least 2 turns")
     return arguments
 
 
@@ -167,10 +172,11 @@ def chat(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conve
     yield from islice((talk for talk in talks if talk is not None), count)
 
 
-def opened(opening: int, arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
-    """Yield chats with a first turn of `opening` tokens."""
+def in_turns(opening: int, turns: int, arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
+    """Yield chats of `turns` turns: a first one of `opening` tokens, and equally long ones."""
+    stops = np.linspace(opening, arguments.tokens, turns).astype(int).tolist()
     for talk in chat(arguments, seed, count):
-        yield replace(talk, opening=opening)
+        yield replace(talk, stops=tuple(stops[:-1]))
 
 
 def said_in(turns: list[dict[str, str]], tokenizer: Any, arguments: argparse.Namespace) -> Conversation | None:
@@ -252,11 +258,10 @@ def suspend(
     model: PreTrainedModel, store: KVStore, method: Method, talk: Conversation, name: str
 ) -> tuple[Callable[[], Cache], dict[str, float]]:
     """Suspend a conversation. Return a function that creates caches which resume it, and the stored sizes."""
-    for stop in (talk.opening, talk.ids.shape[1]):
+    for stop in (*talk.stops, talk.ids.shape[1]):
         cache = TieredCache(model, store, conversation=name, method=method)
-        if stop:
-            model(input_ids=talk.ids[:, :stop], past_key_values=cache, logits_to_keep=1)
-            result = cache.suspend()
+        model(input_ids=talk.ids[:, :stop], past_key_values=cache, logits_to_keep=1)
+        result = cache.suspend()
     assert result.tokens == talk.ids.shape[1] and not result.reason, result
     shapes = shapes_of(store, name)
     full = result.tokens * shapes[0].layout.bytes_per_token
@@ -292,7 +297,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     lacking = skipped(arguments)
     kinds = {kind: make for kind, make in MAKERS.items() if kind not in lacking and kind in arguments.kinds}
     if "chat" in kinds:
-        kinds |= {f"chat, opening of {opening}": partial(opened, opening) for opening in arguments.openings}
+        kinds |= {
+            f"chat, opening of {opening}, {turns} turns": partial(in_turns, opening, turns)
+            for turns in arguments.turns
+            for opening in arguments.openings
+        }
     with KVStore(folder / "watched") as store:
         measured_kinds = {kind: kinds[kind] for kind in kinds if kind in MAKERS}
         calibration_talks = [talk for make in measured_kinds.values() for talk in make(arguments, 0, arguments.count)]

@@ -23,7 +23,7 @@ from families import build, prompt
 from transformers import AutoModelForCausalLM
 
 from hf_tiered_cache import KVStore, TieredCache, detach
-from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.methods import ContiguousKV, Exact
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
@@ -425,7 +425,14 @@ def test_conversations_of_people_come_back(tmp_path, monkeypatch):
         assert talk.ids.shape == (1, 256) and len(answer) == arguments.answer == 48
         tokenizer = answers.AutoTokenizer.from_pretrained(arguments.model)
         assert tokenizer.decode(prompt).split()[-2:] == ["Why?", "Assistant:"]
-    assert [talk.opening for talk in answers.opened(20, arguments, 1, 9)] == [20, 20]
+    (talk, _) = answers.in_turns(20, 5, arguments, 1, 9)
+    assert talk.stops == (20, 79, 138, 197)
+    model = answers.load(arguments.model, torch.float32, answers.CPU)
+    with KVStore(tmp_path / "store") as store:
+        returns, figures = answers.suspend(model, store, Exact(recompute=0.0, codec="int8"), talk, "a")
+        cache = returns()
+        answers.logits_of(model, cache, talk.ids, *talk.questions[0])
+    assert cache.stats.tokens_restored == 256 and figures["storage"] == 100 * (32 + 4) / (4 * 32)  # codes and a factor
 
 
 def test_pair_loss(tmp_path, monkeypatch):
