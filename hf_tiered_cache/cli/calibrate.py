@@ -30,7 +30,7 @@ _DType = Annotated[
 _MEASUREMENTS_OF_OPTION = {
     **dict.fromkeys(("passages", "tokens", "warm"), ("",)),
     "repeats": ("", "--prefix"),
-    **dict.fromkeys(("text", "methods", "length", "plot"), ("--quality",)),
+    **dict.fromkeys(("text", "methods", "length", "prompts", "plot"), ("--quality",)),
 }
 """Options that apply to some measurements only, with the options that request these measurements. The measurement of
 passages is the default: no option requests it, which is written as ""."""
@@ -66,6 +66,13 @@ def calibrate(
     length: Annotated[
         int, typer.Option(min=256, help="With --quality: number of tokens of the prompts that texts are cut into.")
     ] = 1024,
+    prompts: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With --quality: maximum number of prompts, evenly from all texts. More are surer, but take longer.",
+        ),
+    ] = 8,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --quality: plot loss over bytes, as .png, .svg or .pdf.")
     ] = None,
@@ -115,10 +122,8 @@ def calibrate(
     amount = f"{passages} passages of {tokens} tokens"
     with _measuring(store, model, dtype, memory, key_file, amount) as (kv_store, torch_model):
         if quality is not None:
-            prompts = _prompts(model, text or [], length)
-            findings = kv_store.calibrate_quality(
-                torch_model, prompts, methods=methods.split(","), progress=not as_json
-            )
+            ids = _prompts(model, text or [], length, prompts)
+            findings = kv_store.calibrate_quality(torch_model, ids, methods=methods.split(","), progress=not as_json)
             _show_losses(findings, quality, as_json)
             if plot is not None:
                 _draw_losses(plt, plot, findings, quality)
@@ -161,8 +166,8 @@ def _lengths(prefix: str) -> list[int]:
         raise Refused(f"--prefix {prefix} is invalid; pass lengths in tokens, such as 512,4096") from None
 
 
-def _prompts(model: str, texts: list[Path], length: int) -> list[list[int]]:
-    """Return texts as prompts of `length` tokens. Raises Refused if there is none."""
+def _prompts(model: str, texts: list[Path], length: int, count: int) -> list[list[int]]:
+    """Return up to `count` prompts of `length` tokens, evenly from all texts. Raises Refused if there is none."""
     from transformers import AutoTokenizer
 
     tokenizer, prompts = AutoTokenizer.from_pretrained(model), []
@@ -171,7 +176,8 @@ def _prompts(model: str, texts: list[Path], length: int) -> list[list[int]]:
         prompts += [ids[begin : begin + length] for begin in range(0, len(ids) - length + 1, length)]
     if not prompts:
         raise Refused(f"no text has {length} tokens; pass longer texts, or a smaller --length")
-    return prompts
+    count = min(count, len(prompts))
+    return [prompts[number * len(prompts) // count] for number in range(count)]
 
 
 def _show_losses(findings: list[QualityFinding], quality: float, as_json: bool) -> None:

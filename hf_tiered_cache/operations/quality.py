@@ -8,7 +8,7 @@ that lost at most a quarter of the target, because other text loses more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -84,26 +84,17 @@ def calibrate_quality(
             f"a text of {shortest} tokens is too short: {questions} questions need its last {question_tokens} tokens, "
             f"after a prefix of at least {_LEAST_PREFIX}"
         )
-    settings = [replace(method, budget=budget, quality=None) for method in budget_methods for budget in sorted(budgets)]
-    total = len(prompts) * questions * (1 + len(settings))
+    shares = sorted(budgets)
+    total = len(prompts) * questions * (1 + len(budget_methods) * len(shares))
     findings = []
     with tqdm(total=total, desc="quality", unit="question", disable=not progress) as bar:
-        full = [answer.log_probs for answer in _answers(scratch, model, prompts, Exact(), questions, bar.update)]
-        for method in settings:
-            answers = list(_answers(scratch, model, prompts, method, questions, bar.update))
-            pairs = [(expected, answer.log_probs) for expected, answer in zip(full, answers, strict=True)]
-            losses = [float((p.exp() * (p - q)).sum().clamp(min=0)) for p, q in pairs]  # KL divergence
-            findings.append(
-                QualityFinding(
-                    method=describe_method(method, method.loss_ignores),
-                    budget=method.budget,
-                    losses=[round(loss, 6) for loss in losses],
-                    agreement=sum(bool(p.argmax() == q.argmax()) for p, q in pairs) / len(pairs),
-                    brought=sum(answer.brought for answer in answers) / len(answers),
-                    index=max(answer.indexed for answer in answers),
-                    seconds=sorted(answer.seconds for answer in answers)[len(answers) // 2],
-                )
-            )
+        (full,) = _answers(scratch, model, prompts, [Exact()], questions, bar.update)
+        for method in budget_methods:
+            settings = [replace(method, budget=budget, quality=None) for budget in shares]
+            for setting, answers in zip(
+                settings, _answers(scratch, model, prompts, settings, questions, bar.update), strict=True
+            ):
+                findings.append(_finding(setting, answers, full))
     keep_quality(storage, fingerprint_of(attach(model)), findings)
     return findings
 
@@ -124,31 +115,57 @@ class _Answer(NamedTuple):
     seconds: float
 
 
+def _finding(method: BudgetMethod, answers: Sequence[_Answer], full: Sequence[_Answer]) -> QualityFinding:
+    """Compare the answers of a method with those of full KV."""
+    pairs = [(expected.log_probs, answer.log_probs) for expected, answer in zip(full, answers, strict=True)]
+    losses = [float((p.exp() * (p - q)).sum().clamp(min=0)) for p, q in pairs]  # KL divergence
+    return QualityFinding(
+        method=describe_method(method, method.loss_ignores),
+        budget=method.budget,
+        losses=[round(loss, 6) for loss in losses],
+        agreement=sum(bool(p.argmax() == q.argmax()) for p, q in pairs) / len(pairs),
+        brought=sum(answer.brought for answer in answers) / len(answers),
+        index=max(answer.indexed for answer in answers),
+        seconds=sorted(answer.seconds for answer in answers)[len(answers) // 2],
+    )
+
+
 def _answers(
     scratch: Scratch,
     model: torch.nn.Module,
     prompts: Sequence[torch.Tensor],
-    method: Method,
+    settings: Sequence[Method],
     questions: int,
     on_answer: Callable[[], object],
-) -> Iterator[_Answer]:
-    """Yield the predictions of one method after all questions of all texts."""
-    with scratch(method) as storage:
+) -> list[list[_Answer]]:
+    """Return the predictions after all questions of all texts, for each setting of one method.
+
+    The settings share stored KV, so each text is computed once. They take turns at each question: all of them find
+    what the questions before left, such as token statistics.
+    """
+    answers: list[list[_Answer]] = [[] for _ in settings]
+    with scratch(settings[0]) as storage:
         for ids in prompts:
             prefix = len(ids) - questions * QUESTION_TOKENS
-            precompute(storage, model, [ids[:prefix]], method=method)
+            precompute(storage, model, [ids[:prefix]], method=settings[0])
             for number in range(1, questions + 1):
-                cache = StoredCache.over(model, storage, method, CacheOptions(record=False))
-                started = time.perf_counter()
-                logits = run(cache, ids[: prefix + number * QUESTION_TOKENS])
-                log_probs = logits[0, -1].float().log_softmax(-1).cpu()
-                seconds, stats = time.perf_counter() - started, cache.stats
-                kv = max(1, stats.tokens_restored) * _token_bytes(storage)
-                brought = (stats.details.bytes_delivered - stats.details.bytes_delivered_identifying) / kv
-                yield _Answer(log_probs, brought, stats.details.index_bytes / kv, seconds)
-                del cache
+                for setting, answers_of_setting in zip(settings, answers, strict=True):
+                    question = ids[: prefix + number * QUESTION_TOKENS]
+                    answers_of_setting.append(_answer(storage, model, question, setting))
+                    on_answer()
                 storage.flush()  # the next question finds the token statistics stored, as in normal use
-                on_answer()
+    return answers
+
+
+def _answer(storage: Storage, model: torch.nn.Module, ids: torch.Tensor, method: Method) -> _Answer:
+    """Predict the token after a prompt."""
+    cache = StoredCache.over(model, storage, method, CacheOptions(record=False))
+    started = time.perf_counter()
+    log_probs = run(cache, ids)[0, -1].float().log_softmax(-1).cpu()
+    seconds, stats = time.perf_counter() - started, cache.stats
+    kv = max(1, stats.tokens_restored) * _token_bytes(storage)
+    brought = (stats.details.bytes_delivered - stats.details.bytes_delivered_identifying) / kv
+    return _Answer(log_probs, brought, stats.details.index_bytes / kv, seconds)
 
 
 def _token_bytes(storage: Storage) -> int:

@@ -18,8 +18,10 @@ from transformers import AutoTokenizer, DynamicCache
 from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.calibrations import QualityFinding, keep_quality
+from hf_tiered_cache.cli.calibrate import _prompts
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.methods import ContiguousKV, Impress, KVDrive, describe_method, make_method
+from hf_tiered_cache.methods import ContiguousKV, Exact, Impress, KVDrive, describe_method, make_method
+from hf_tiered_cache.operations import quality
 
 METHODS = ("contiguous_kv:reorder=False", "h2o")
 BUDGETS = (0.1, 0.5)
@@ -197,6 +199,30 @@ def test_the_texts_are_not_sent_to_a_remote(model, text, tmp_path, monkeypatch):
 def test_what_cannot_be_measured_is_refused(model, text, tmp_path, settings, message):
     with KVStore(tmp_path) as store, pytest.raises(ConfigError, match=message):
         store.calibrate_quality(model, text, progress=False, **settings)
+
+
+def test_budgets_of_a_method_share_what_is_stored(model, text, tmp_path, monkeypatch):
+    stored = []
+
+    def counted(*args, method, real=quality.precompute):
+        stored.append(type(method))
+        return real(*args, method=method)
+
+    monkeypatch.setattr(quality, "precompute", counted)
+    with KVStore(tmp_path) as store:
+        texts, methods = [text, text.flip(0)], ["contiguous_kv", "h2o"]
+        store.calibrate_quality(model, texts, methods=methods, budgets=(0.1, 0.3), questions=1, progress=False)
+    assert stored == [kind for kind in (Exact, ContiguousKV, H2O) for _ in texts]
+
+
+def test_prompts_come_evenly_from_all_texts(tmp_path):
+    folder = Path(__file__).parents[2] / "eval" / "reference" / "xs"
+    tokenizer, texts = AutoTokenizer.from_pretrained(folder), [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for first, path in zip((100, 400), texts, strict=True):
+        path.write_text(tokenizer.decode(range(first, first + 200)))
+    every = _prompts(str(folder), texts, 64, 100)
+    assert [len(ids) for ids in every] == [64] * len(every) and len(every) >= 4
+    assert _prompts(str(folder), texts, 64, 2) == [every[0], every[len(every) // 2]]
 
 
 def test_on_the_command_line(run, tmp_path, monkeypatch):
