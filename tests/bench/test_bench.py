@@ -780,7 +780,7 @@ def test_a_stage_that_fails_costs_itself_alone(tmp_path, monkeypatch):
         (run.folder / "file").write_bytes(b"x")
         run.row("worked")
 
-    monkeypatch.setattr(gpu_run, "_GRACE_S", 0.2)
+    monkeypatch.setattr(gpu_run, "_GRACE_S", 3.0)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     out, now = tmp_path / "out", time.monotonic()
     out.mkdir()

@@ -74,7 +74,7 @@ def arriving(manager: Any, prompts: Sequence[list[int]], seed: int = 0, pause: f
     return finished(manager, names)
 
 
-def finished(manager: Any, names: Sequence[str], seconds: float = 60) -> list[list[int]]:
+def finished(manager: Any, names: Sequence[str], seconds: float = 240) -> list[list[int]]:
     """Return the answers to these requests; fail if they do not arrive."""
     answers: dict[str, list[int]] = {}
     until = time.monotonic() + seconds
