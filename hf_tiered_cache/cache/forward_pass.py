@@ -165,10 +165,10 @@ class RestoringForward(ForwardPass):
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
         selecting = [source.index for source in self.kv_sources if source.selects]
-        if isinstance(plan, BudgetPlan) and any(plan.streamed):
+        if isinstance(plan, BudgetPlan) and any(budget.streamed for budget in plan.budgets):
             self.streamed = StreamedPrefix(plan, selecting, self.fetcher)
             self.selects = True
-        if isinstance(plan, BudgetPlan) and any(plan.budgets):
+        if isinstance(plan, BudgetPlan) and any(budget.held for budget in plan.budgets):
             assert isinstance(method, BudgetMethod)
             if method.reorder:
                 store.rewriter.recall({piece.reader for group in plan.groups for piece in group.pieces})

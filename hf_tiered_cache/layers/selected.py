@@ -91,7 +91,7 @@ class SelectedSource(DenseSource):
         if restoring.streamed is not None:
             all_keys_to_index = selection.keys_to_index(self.index, keys) if selection is not None else ()
             count = keys.shape[2]
-            repeats = tuple(count - own for own in by_row(plan.groups, plan.own_tokens))
+            repeats = tuple(count - budget.computed for budget in by_row(plan.groups, plan.budgets))
             own_call = call._replace(mask=restoring.mask_without(call, repeats, count))
             output = restoring.streamed.attend(self.index, own_call, rotate_, all_keys_to_index)
             if selection is None:  # a piece of a long prompt, which is stored and dropped
@@ -114,9 +114,9 @@ class SelectedSource(DenseSource):
 
         Return keys and values of all entries, `[batch, kv_heads, entries, dim]` each.
         """
-        most, skipped, pads = max(plan.entries), plan.num_skipped, [group.pad for group in plan.groups]
-        empty = [most - count for count in plan.entries]
-        own_entries = by_row(plan.groups, [most - own for own in plan.own_tokens])
+        most, skipped, pads = plan.num_entries, plan.num_skipped, [group.pad for group in plan.groups]
+        empty = [most - budget.entries for budget in plan.budgets]
+        own_entries = by_row(plan.groups, [most - budget.computed for budget in plan.budgets])
         empty_entries = tuple(by_row(plan.groups, empty))
         all_keys, all_values = self.extend(keys, values, plan.num_positions, skipped)
         self._announced()
@@ -212,7 +212,7 @@ class SelectedSource(DenseSource):
 
 def _merged(call: AttentionCall, output: torch.Tensor, plan: BudgetPlan) -> torch.Tensor:
     """Return the attention output of streamed rows, `[batch, heads, n, dim]`, with that of the other rows by `call`."""
-    rows = [row for row, streamed in enumerate(by_row(plan.groups, plan.streamed)) if not streamed]
+    rows = [row for row, budget in enumerate(by_row(plan.groups, plan.budgets)) if not budget.streamed]
     query, keys, values, mask = (
         tensor if tensor is None or len(tensor) == 1 else tensor[rows]
         for tensor in (call.query, call.keys, call.values, call.mask)

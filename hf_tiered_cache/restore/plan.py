@@ -139,8 +139,17 @@ class Plan:
         """Return this plan with a budget of restored tokens for each group of rows.
 
         The cache is empty, and every layer of this plan computes exactly a suffix of each row.
+
+        Args:
+            budgets: Number of restored tokens that a layer holds, for each group of rows.
+            streamed: See `RowBudget`, for each group of rows.
         """
-        return BudgetPlan(self.base, self.num_positions, self.computed, self.groups, tuple(budgets), tuple(streamed))
+        of_groups = zip(self.groups, self.prefixes, budgets, streamed, strict=True)
+        rows = tuple(
+            RowBudget(group, tokens, self.num_positions - group.pad - tokens, budget, is_streamed)
+            for group, tokens, budget, is_streamed in of_groups
+        )
+        return BudgetPlan(self.base, self.num_positions, self.computed, self.groups, rows)
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
@@ -279,6 +288,37 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class RowBudget:
+    """Tokens of a row in a `BudgetPlan`, the same for all rows of a group.
+
+    Args:
+        group: Group of rows.
+        restored: Number of restored tokens.
+        computed: Number of tokens that each layer computes after them.
+        held: Number of the restored tokens that a layer with full attention holds.
+        streamed: Whether the queries of this pass attend to all restored tokens nevertheless, which are fetched and
+            released run by run. The results are exact; `held` applies to what is held for later tokens.
+    """
+
+    group: RowGroup
+    restored: int
+    computed: int
+    held: int
+    streamed: bool
+
+    @property
+    def entries(self) -> int:
+        """Number of entries in a layer with full attention."""
+        return self.held + self.computed
+
+    @property
+    def exact(self) -> bool:
+        """True if the results equal those of computing everything."""
+        attends_to_all = self.streamed or self.held == self.restored
+        return attends_to_all and all(piece.exact for piece in self.group.pieces)
+
+
+@dataclass(frozen=True)
 class BudgetPlan(Plan):
     """Plan in which layers with full attention attend to a part of the restored tokens, selected by their queries.
 
@@ -287,14 +327,10 @@ class BudgetPlan(Plan):
 
     Args:
         base, num_positions, computed, groups: See `Plan`. Every layer computes exactly a suffix of each row.
-        budgets: For each group of rows, the number of restored tokens of a row that a layer with full attention holds.
-        streamed: For each group of rows, whether its queries of this pass attend to all restored tokens nevertheless,
-            which are fetched and released run by run. The results are exact; the budget applies to what is held for
-            later tokens.
+        budgets: Budget of each group of rows.
     """
 
-    budgets: tuple[int, ...]
-    streamed: tuple[bool, ...]
+    budgets: tuple[RowBudget, ...]
 
     @cached_property
     def exact(self) -> bool:
@@ -303,13 +339,7 @@ class BudgetPlan(Plan):
     @cached_property
     def inexact_rows(self) -> tuple[int, ...]:
         """Rows with results that differ from those of computing everything."""
-        of_groups = zip(self.groups, self.prefixes, self.budgets, self.streamed, strict=True)
-        return tuple(
-            row
-            for group, tokens, budget, streamed in of_groups
-            if not (streamed or budget == tokens) or not all(piece.exact for piece in group.pieces)
-            for row in group.rows
-        )
+        return tuple(row for budget in self.budgets if not budget.exact for row in budget.group.rows)
 
     def restores_alike(self, layers: Sequence[int]) -> bool:
         return False
@@ -323,30 +353,23 @@ class BudgetPlan(Plan):
         return int(self.computed[0].min())
 
     @cached_property
-    def own_tokens(self) -> tuple[int, ...]:
-        """Number of tokens of each group's rows that each layer computes."""
-        pairs = zip(self.groups, self.prefixes, strict=True)
-        return tuple(self.num_positions - group.pad - tokens for group, tokens in pairs)
+    def num_entries(self) -> int:
+        """Number of entries of the row with most in a layer with full attention."""
+        return max(budget.entries for budget in self.budgets)
 
-    @cached_property
-    def entries(self) -> list[int]:
-        """Number of entries of each group's rows in a layer with full attention."""
-        return [budget + own for budget, own in zip(self.budgets, self.own_tokens, strict=True)]
-
-    @cached_property
+    @property
     def num_skipped(self) -> int:
         """Number of leading positions that exceed the budget in every row."""
-        return self.num_positions - max(self.entries)
+        return self.num_positions - self.num_entries
 
     @cached_property
     def streams_all(self) -> bool:
         """True if every row that restores tokens is streamed."""
-        return all(streamed or not tokens for streamed, tokens in zip(self.streamed, self.prefixes, strict=True))
+        return all(budget.streamed or not budget.restored for budget in self.budgets)
 
     @property
     def attended_tokens(self) -> int:
-        of_groups = zip(self.groups, self.prefixes, self.budgets, self.streamed, strict=True)
-        return sum(len(group.rows) * (tokens if streamed else budget) for group, tokens, budget, streamed in of_groups)
+        return sum(len(b.group.rows) * (b.restored if b.streamed else b.held) for b in self.budgets)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class SelectiveRestore:
         sidecars: Stored indexes, for a selector that uses indexes.
         importance: Records the attention of each token, if not None.
         reselect: Whether each generated token reselects.
-        observed: Number of last queries to select for, of rows that attend to all restored tokens (`plan.streamed`).
+        observed: Number of last queries to select for, of streamed rows (see `RowBudget`).
         method: Name of the method, for messages.
     """
 
@@ -74,9 +74,9 @@ class SelectiveRestore:
         self._probe_keys: dict[tuple[int, int], torch.Tensor] = {}  # scored keys, by period and index in _rows
         self._periods = in_groups(layers, selector.period, selector.solo_layers)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
-        self._rows = list(map(RowPrefix, plan.groups, plan.prefixes))
+        self._rows = [RowPrefix(budget.group, budget.restored) for budget in plan.budgets]
         self._selecting = {  # the other rows hold all of their tokens
-            place: row for place, row in enumerate(self._rows) if plan.budgets[place] < row.tokens
+            place: row for place, row in enumerate(self._rows) if plan.budgets[place].held < row.tokens
         }
         self._selected: dict[int, list[RowTokens]] = {}  # by period, for each of _rows
         self._tables = [UnitTable(fetcher, period) for period in self._periods]
@@ -117,8 +117,8 @@ class SelectiveRestore:
         number = self._period_of[layer]
         table = self._tables[number]
         table.wait(layer)
-        for selected, own in zip(self._selected[number], self.plan.own_tokens, strict=True):
-            rows, stop, count = selected.row.group.rows, keys.shape[2] - own, selected.tokens.shape[1]
+        for selected, budget in zip(self._selected[number], self.plan.budgets, strict=True):
+            rows, stop, count = budget.group.rows, keys.shape[2] - budget.computed, selected.tokens.shape[1]
             begin = stop - count
             if count:
                 table.restore(selected, layer, keys[rows[0], :, begin:stop], values[rows[0], :, begin:stop], rotate_)
@@ -131,10 +131,9 @@ class SelectiveRestore:
 
     def _queries_of(self, place: int, query: torch.Tensor) -> torch.Tensor:
         """Return the queries that select for a row, `[heads, n, dim]`, of those of the batch."""
-        count = self.plan.own_tokens[place]
-        if self.plan.streamed[place]:
-            count = min(count, self.observed)
-        return query[self._rows[place].group.rows[0], :, -count:]
+        budget = self.plan.budgets[place]
+        count = min(budget.computed, self.observed) if budget.streamed else budget.computed
+        return query[budget.group.rows[0], :, -count:]
 
     def _end(self) -> None:
         """Write new indexes, and merge the indexes for decoding. Call when all layers are filled."""
@@ -151,7 +150,7 @@ class SelectiveRestore:
         """
         return [
             like.new_empty(like.shape[1], row.tokens, like.shape[3])
-            if self._indexes is not None and self.plan.streamed[place] and self._indexes.lacks(layer, place)
+            if self._indexes is not None and self.plan.budgets[place].streamed and self._indexes.lacks(layer, place)
             else None
             for place, row in enumerate(self._rows)
         ]
@@ -173,7 +172,8 @@ class SelectiveRestore:
         if not self._reselects:
             return None
         if self._decode_selector is None:
-            common = self.residency, self.fetcher.device_of, self._periods, self._rows, self.plan.budgets
+            held = [budget.held for budget in self.plan.budgets]
+            common = self.residency, self.fetcher.device_of, self._periods, self._rows, held
             if isinstance(self.selector, ByIndex):
                 assert self._indexes is not None
                 self._decode_selector = WindowDecodeSelector(*common, self.selector, self._indexes)
@@ -181,7 +181,7 @@ class SelectiveRestore:
                 self._decode_selector = TokenDecodeSelector(*common, self.selector, self._probe_keys, self._indexes)
         row_states: list[HeldChunks | None] = [None] * batch
         for place, (row, selected) in enumerate(zip(self._rows, self._selected[self._period_of[layer]], strict=True)):
-            first = entries - self.plan.own_tokens[place] - selected.tokens.shape[1]
+            first = entries - self.plan.budgets[place].computed - selected.tokens.shape[1]
             for batch_row in row.group.rows:
                 row_states[batch_row] = self._decode_selector.row(layer, place, selected.tokens, first)
         return self._decode_selector, row_states
@@ -207,11 +207,11 @@ class SelectiveRestore:
             for place, row in self._selecting.items():
                 request = SelectionInput(
                     self._queries_of(place, query),
-                    own_keys[row.group.rows[0], :, -self.plan.own_tokens[place] :],
+                    own_keys[row.group.rows[0], :, -self.plan.budgets[place].computed :],
                     partial(self._keys_of, number, place, rotate_),
                     scaling,
                     row.chunks(layer, self.selector.per_head),
-                    self.plan.budgets[place],
+                    self.plan.budgets[place].held,
                     tuple if indexes is None else partial(indexes.of, layer, place, rotate_),
                 )
                 choice = self.selector.choose(request)
@@ -229,7 +229,7 @@ class SelectiveRestore:
         if indexes is None:
             self._tables[number].finish_keys()
         self._fetch_selection(number, self._periods[number])
-        streams_keys = any(self.plan.streamed) and indexes is not None
+        streams_keys = indexes is not None and any(budget.streamed for budget in self.plan.budgets)
         if "keys" in self._prefetches and number + 1 < len(self._periods) and not streams_keys:
             self._fetch_keys(number + 1, ahead=True)
 

@@ -134,9 +134,9 @@ class StreamedPrefix:
     def __init__(self, plan: BudgetPlan, layers: Sequence[int], fetcher: Fetcher) -> None:
         self._layers, self._fetcher = layers, fetcher
         self._runs: list[tuple[int, RowTokens]] = []  # number of the group of rows, and tokens of the run
-        for number, streamed in enumerate(plan.streamed):
-            row = RowPrefix(plan.groups[number], plan.prefixes[number])
-            for first in range(0, row.tokens if streamed else 0, _RUN_TOKENS):
+        for number, budget in enumerate(plan.budgets):
+            row = RowPrefix(budget.group, budget.restored)
+            for first in range(0, row.tokens if budget.streamed else 0, _RUN_TOKENS):
                 tokens = np.arange(first, min(first + _RUN_TOKENS, row.tokens))
                 self._runs.append((number, RowTokens(row, tokens[None])))
         self._tables: dict[tuple[int, int], UnitTable] = {}  # by layer and number of the run
