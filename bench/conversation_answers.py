@@ -48,9 +48,9 @@ from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 from eval.data import Data
 from eval.metrics import interval
 from eval.models import resolve
-from eval.reference.asking import language_of
 from eval.reference.check import contexts
 from eval.reference.language import KINDS
+from eval.reference.queries import language_of
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.conversations.distances import LayerDistances

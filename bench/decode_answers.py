@@ -24,9 +24,9 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 import eval.baselines  # noqa: F401  # registers their indexes
-from eval.reference.asking import language_of, load
 from eval.reference.check import contexts
 from eval.reference.language import KINDS
+from eval.reference.queries import language_of, load
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import KVDrive, Method
 

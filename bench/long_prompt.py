@@ -27,9 +27,9 @@ from lib.common import Peak, build, forget_page_cache, load, median, parser_of, 
 from lib.pages import machine, machine_text, save, table
 from transformers import DynamicCache, PreTrainedModel
 
-from eval.reference.asking import language_of
 from eval.reference.check import contexts
 from eval.reference.language import KINDS
+from eval.reference.queries import language_of
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import KVDrive
 

@@ -169,9 +169,9 @@ def mean_of(figures: list[dict[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     """Compare the locality of a model with that of synthetic KV."""
-    from eval.reference.asking import language_of, load
     from eval.reference.check import contexts
     from eval.reference.language import KINDS
+    from eval.reference.queries import language_of, load
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("eval/reference/long"))

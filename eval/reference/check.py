@@ -28,9 +28,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..metrics import interval
-from .asking import ContextSession, language_of, load
 from .language import KINDS, LONG_KINDS, Context, Language, Question
 from .needles import NEEDLES
+from .queries import ContextSession, language_of, load
 
 CHUNK = 16
 BARS = {"full": 97.0, "lost by a random tenth": 15.0, "lost by documents apart": 10.0, "overlap of neighbours": 52.0}

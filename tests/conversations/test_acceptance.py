@@ -16,9 +16,9 @@ from reference import kv_of, prefilled
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from eval.data import Data
-from eval.reference.asking import language_of, load
 from eval.reference.check import contexts
 from eval.reference.language import KINDS
+from eval.reference.queries import language_of, load
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache import suspend

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conversing import Conversing
 
-from eval.reference.asking import language_of, load
+from eval.reference.queries import language_of, load
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.conversations.sharing import calibrated_gamma, share_layers

@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from eval.reference import train
-from eval.reference.asking import ContextSession, language_of, load
 from eval.reference.batches import draw, losses
 from eval.reference.check import BARS, random_tenth
 from eval.reference.language import LONG_KINDS, MAX_VALUES, Language
 from eval.reference.model import build, grown, sharing, unshared
 from eval.reference.needles import NEEDLES
+from eval.reference.queries import ContextSession, language_of, load
 from eval.reference.recipes import SIZES, Size, Stage
 
 ROOT = Path(__file__).parents[2]

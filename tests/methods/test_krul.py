@@ -21,9 +21,9 @@ from thorough import pairs
 from transformers import DynamicCache
 
 from eval.baselines import MiniCache
-from eval.reference.asking import language_of, load
 from eval.reference.check import contexts
 from eval.reference.language import KINDS
+from eval.reference.queries import language_of, load
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
 from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, keep_records, records_of
 from hf_tiered_cache.cache.cost_model import idle_recompute_ratio
