@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 from ..store.catalogue import Catalogue, SegmentRow
 from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR
 from ..store.root import StoreRoot
-from ..store.settings import scheme_of
+from ..store.settings import path_in, scheme_of
 from .output import Refused
 
 if TYPE_CHECKING:
@@ -179,8 +178,7 @@ def open_place(address: str) -> ObjectBackend:
     """Open the remote at an address. Raises Refused or StoreError if there is none, instead of creating one."""
     from ..store.backends import open_remote
 
-    parts = urlsplit(address)
-    if parts.scheme == "sqlite" and not Path(unquote(parts.netloc + parts.path)).exists():
+    if scheme_of(address) == "sqlite" and (path := path_in(address)) is not None and not path.exists():
         raise Refused(f"{address} holds no segments: there is no store at this path")
     return open_remote(address, make=False)
 

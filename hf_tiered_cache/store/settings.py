@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
 
 from ..errors import ConfigError, suggest, unknown_name
 from ..units import parse_bytes
@@ -179,16 +179,38 @@ def without_secrets(address: str) -> str:
         return f"{scheme_of(address)}://..."
     if ":" in parts.netloc and "@" not in parts.netloc and "@" in address:
         return f"{scheme_of(address)}://..."
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def split_address(address: str, has_options: bool = False) -> SplitResult:
+    """Return the parts of an address. Raises ConfigError if it would name another place than it seems to.
+
+    "#" and, unless it `has_options`, "?" would end its path, and control characters would be left out.
+    """
+    for letter in address:
+        if letter == "#" or (letter == "?" and not has_options) or letter < " ":
+            raise ConfigError(
+                f"{without_secrets(address)} contains {letter!r}; write /, ?, # and @ in a name, a password or a "
+                "prefix as %2F, %3F, %23 and %40, and a line break as %0A"
+            )
+    return urlsplit(address)
 
 
 def split_server(address: str) -> SplitResult:
-    """Return the parts of a server's address. Raises ConfigError if its port is invalid, or it has a fragment."""
-    parts, advice = urlsplit(address), "write /, ?, # and @ in a password or a prefix as %2F, %3F, %23 and %40"
+    """Return the parts of a server's address. Raises ConfigError as `split_address`, or if its port is invalid."""
+    parts = split_address(address, has_options=True)
     try:
         _ = parts.port
     except ValueError:  # the message shows it, and it may be a part of the password
-        raise ConfigError(f"{without_secrets(address)} names no valid port; {advice}") from None
-    if parts.fragment:
-        raise ConfigError(f"{without_secrets(address)} ends with a #; {advice}")
+        raise ConfigError(
+            f"{without_secrets(address)} names no valid port; write /, ?, # and @ in a password as %2F, %3F, %23 and "
+            "%40"
+        ) from None
     return parts
+
+
+def path_in(address: str) -> Path | None:
+    """Return the resolved path that an address of a file or folder names, or None. Raises as `split_address`."""
+    parts = split_address(address)
+    path = unquote_to_bytes(os.fsencode(parts.netloc + parts.path))  # not `unquote`, which replaces what is not UTF-8
+    return None if not path.strip(b"/") or b"\0" in path else Path(os.path.realpath(os.fsdecode(path)))

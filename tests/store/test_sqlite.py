@@ -84,7 +84,7 @@ def test_what_is_no_file_of_the_library_is_refused_and_left_alone(path, kind):
     assert os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.parametrize("address", ["sqlite://", "sqlite:///", "sqlite:///a.db?mode=ro"])
+@pytest.mark.parametrize("address", ["sqlite://", "sqlite:///", "sqlite:///a%00.db"])
 def test_an_address_without_a_file_is_refused(address):
     with pytest.raises(ConfigError, match="is not the address of a file"):
         open_remote(address)

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import obstore
 
 from ...errors import ConfigError
 from ..hedged import HedgedReads
 from ..objects import ObjectBackend
-from ..settings import without_secrets
+from ..settings import split_address, without_secrets
 from ..tree import Stored
 
 _REQUESTS = 32
@@ -137,8 +136,9 @@ class ObjectStoreBackend(ObjectBackend):
 
 
 def _open(client: Any, address: str) -> Any:
+    scheme = split_address(address).scheme
     try:
-        if urlsplit(address).scheme == "memory":
+        if scheme == "memory":
             return _memories.setdefault(address, client.store.MemoryStore())
         return client.store.from_url(address, client_options=_client_options(), retry_config=_RETRIES)
     except (client.exceptions.BaseError, ValueError, OSError) as error:

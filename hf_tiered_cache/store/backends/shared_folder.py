@@ -6,14 +6,15 @@ import errno
 import os
 import re
 from contextlib import suppress
+from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from urllib.parse import unquote, urlsplit
 
 from ...errors import ConfigError, FormatError
 from ..kinds import FileKind
 from ..objects import ObjectBackend
 from ..orphans import remove_orphans
 from ..root import StoreRoot
+from ..settings import path_in
 from ..tree import Stored, open_regular, read_all
 
 _THREADS = 32
@@ -95,12 +96,12 @@ def check_store(address: str) -> None:
     StoreRoot(_folder_in(address), make=False).close()
 
 
-def _folder_in(address: str) -> str:
+def _folder_in(address: str) -> Path:
     """Return the path of the folder that an address names. Raises ConfigError if it names none."""
-    parts = urlsplit(address)
-    if parts.netloc or not parts.path.strip("/"):
+    path = path_in(address)
+    if path is None or not address.partition("://")[2].startswith("/"):
         raise ConfigError(f"{address} names no folder; write file:///folder")
-    return unquote(parts.path)
+    return path
 
 
 def _stored(status: os.stat_result) -> Stored:

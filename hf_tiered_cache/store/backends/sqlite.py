@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
-from urllib.parse import unquote, urlsplit
 
 from ...errors import ConfigError, FormatError
 from ..kinds import CATALOGUE_JOURNAL
+from ..settings import path_in
 from ..threads import fork_lock
 from ..tree import open_regular, read_all
 from .values import Range, ValueBackend
@@ -47,10 +47,10 @@ class SQLiteBackend(ValueBackend):
     part_bytes = 1 << 20
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
-        if not parts.netloc + parts.path.strip("/") or parts.query or parts.fragment:
+        path = path_in(address)
+        if path is None:
             raise ConfigError(f"{address} is not the address of a file, such as sqlite:///data/prompts.db")
-        self.path = Path(os.path.realpath(unquote(parts.netloc + parts.path)))
+        self.path = path
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int, int] | None = None  # of the file that is open
         self._using = fork_lock()
