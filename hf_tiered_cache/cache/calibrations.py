@@ -371,6 +371,12 @@ def keep_records(storage: Storage, name: str, records: _Saved) -> None:
     change_records(storage, name, lambda saved: records)
 
 
+def check_saving(storage: Storage) -> None:
+    """Raise StoreError if `change_records` would fail. Call this before a measurement."""
+    storage.disk.check_writable()
+    storage.calibrations.check()
+
+
 def change_records(storage: Storage, name: str, change: Callable[[_Saved], _Saved]) -> _Saved:
     """Save what `change` makes of the records under a name, and return it. Other threads and processes wait meanwhile.
 

@@ -16,11 +16,11 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.cache_state import CacheOptions
-from ..cache.calibrations import Calibration, PrefixCosts, keep, keep_prefix_costs, prefix_costs
+from ..cache.calibrations import Calibration, PrefixCosts, check_saving, keep, keep_prefix_costs, prefix_costs
 from ..cache.request import ForwardArguments
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
-from ..errors import ConfigError
+from ..errors import ConfigError, StoreError
 from ..identity import fingerprint_of
 from ..methods import CacheTune, Exact, Method, PrefixMethod
 from ..passages.recompute import LOWEST, Costs, fastest_ratio
@@ -173,7 +173,10 @@ def calibrate_prefix(
 
 
 def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, progress: bool = True) -> None:
-    """Measure the costs of prefixes for a method that needs them, unless the store has them or cannot be written."""
+    """Measure the costs of prefixes for a method that needs them, unless the store has them or cannot be written.
+
+    If they cannot be saved, such as on a full disk, this is logged, and the method restores all that is stored.
+    """
     if not (isinstance(method, PrefixMethod) and method.calibrates) or not storage.disk.backend.writable:
         return
     inner = base_model(model)
@@ -182,9 +185,13 @@ def calibrate_once(storage: Storage, model: torch.nn.Module, method: Method, *, 
         return
     provenance = Exact().coded(storage.codec).provenance
     if prefix_costs(storage, fingerprint_of(attach(inner)), inner.device, provenance, _AUTO_TOKENS[0]) is None:
-        calibrate_prefix(
-            storage, inner, tokens=_auto_lengths(inner), suffix=_AUTO_SUFFIX, seconds=_AUTO_SECONDS, progress=progress
-        )
+        lengths = _auto_lengths(inner)
+        try:
+            calibrate_prefix(
+                storage, inner, tokens=lengths, suffix=_AUTO_SUFFIX, seconds=_AUTO_SECONDS, progress=progress
+            )
+        except (StoreError, OSError) as error:
+            storage.disk.warn("calibration", f"costs were not measured, so all stored KV is restored: {error}")
     checked.add(storage.place)
 
 
@@ -272,8 +279,10 @@ def _model_and_ids(
 ) -> tuple[PreTrainedModel, torch.Tensor]:
     """Return the transformers model, and token ids, int64 `[count]`, that no other measurement uses at the same time.
 
-    Raises ConfigError, with `exceeded` as beginning of the message, if the model has fewer positions.
+    Raises ConfigError, with `exceeded` as beginning of the message, if the model has fewer positions, or StoreError if
+    no result could be saved.
     """
+    check_saving(storage)
     attachment = StoredCache.over(model, storage, method, CacheOptions(record=False)).attachment
     if count > getattr(attachment.config, "max_position_embeddings", count):
         raise ConfigError(f"{exceeded} the model's maximum number of positions; use fewer")

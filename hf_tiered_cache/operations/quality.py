@@ -17,7 +17,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..cache.cache_state import CacheOptions
-from ..cache.calibrations import QualityFinding, keep_quality
+from ..cache.calibrations import QualityFinding, check_saving, keep_quality
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError
@@ -68,6 +68,7 @@ def calibrate_quality(
 
     Raises:
         ConfigError: A method has no budget, a budget is not in (0, 1), or a text is too short.
+        StoreError: The findings could not be saved.
     """
     budget_methods: list[BudgetMethod] = []
     for method in map(make_method, methods):
@@ -76,6 +77,7 @@ def calibrate_quality(
         budget_methods.append(method.coded(storage.codec))
     if not budgets or not all(0 < budget < 1 for budget in budgets):
         raise ConfigError(f"budgets must be shares of a prefix above 0 and below 1, not {budgets!r}")
+    check_saving(storage)
     prompts = as_prompts(input_ids)
     question_tokens = questions * QUESTION_TOKENS
     shortest = min(map(len, prompts), default=0)

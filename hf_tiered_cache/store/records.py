@@ -15,15 +15,16 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from ..errors import ConfigError, FormatError, OtherFormatError
+from ..errors import ConfigError, FormatError, OtherFormatError, StoreError
 from . import HASH_BYTES
+from .faults import Notices
 from .kinds import (
     CALIBRATIONS,
     CALIBRATIONS_NAME,
     FileKind,
-    are_lists_of_objects,
     encode_record,
     is_blank,
+    json_object,
     record_name,
 )
 from .tree import Stored
@@ -308,16 +309,37 @@ class Calibrations:
     """Records of a store's calibrations, all in one file. It is parsed again only when it was replaced."""
 
     def __init__(self, files: RecordFiles) -> None:
-        self._files = files
+        self._files, self._warn = files, Notices().warn
         self._loaded: tuple[Hashable, dict[str, list[dict[str, Any]]]] = None, {}
         """Version of the file, and its records: one attribute, since several threads may load them."""
 
     def read(self) -> dict[str, list[dict[str, Any]]]:
-        """Return all records by name; {} if there are none, or the file cannot be read. They must not be changed."""
+        """Return all records by name, which must not be changed. Returns {} if there are none, or none can be read."""
         try:
             return self._load()
-        except OSError:
+        except OSError as error:
+            self._warn("unreadable", f"{self._where}: {error.strerror}, so no calibration is used; check the disk")
             return {}
+
+    def check(self) -> None:
+        """Raise StoreError if `write` would fail, since the file is damaged or cannot be read."""
+        try:
+            is_missing = self._files.version(CALIBRATIONS, CALIBRATIONS_NAME) is None
+            if is_missing or self._files.is_own(CALIBRATIONS, CALIBRATIONS_NAME):
+                return
+        except OSError as error:
+            raise StoreError(f"{self._where} cannot be read ({error.strerror}); check the disk") from error
+        raise StoreError(self._advice)
+
+    @property
+    def _where(self) -> Path | str:
+        return self._files.where(CALIBRATIONS, CALIBRATIONS_NAME)
+
+    @property
+    def _advice(self) -> str:
+        return (
+            f"{self._where} is damaged, or of another program, and is not used; move it elsewhere, and calibrate again"
+        )
 
     def write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
         """Replace the records of a name. The caller holds the store's lock. Raises OSError."""
@@ -335,9 +357,13 @@ class Calibrations:
         return loaded[1]
 
     def _parse(self) -> dict[str, list[dict[str, Any]]]:
-        try:
-            records = json.loads(self._files.read(CALIBRATIONS, CALIBRATIONS_NAME))
-            is_sound = are_lists_of_objects(records.values())
-        except (FileNotFoundError, FormatError, *_UNREADABLE):  # deleted meanwhile, or damaged
-            is_sound = False
-        return records if is_sound else {}  # as if nothing had been measured
+        """Read the file. Returns {} if it was deleted meanwhile, is blank, or, logged, is damaged."""
+        with suppress(FileNotFoundError):
+            try:
+                content = self._files.read(CALIBRATIONS, CALIBRATIONS_NAME)
+                if CALIBRATIONS.is_own(CALIBRATIONS_NAME, content):
+                    return json_object(content)
+            except FormatError:
+                pass
+            self._warn("damaged", self._advice)
+        return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 
 import pytest
@@ -11,10 +12,13 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache, reasons, tiered
 from hf_tiered_cache.cache.calibrations import PrefixCosts, cost_factors, keep_prefix_costs, prefix_costs
+from hf_tiered_cache.errors import StoreError
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Auto, make_method
 from hf_tiered_cache.operations import calibrate as module
+from hf_tiered_cache.store.kinds import CALIBRATIONS
+from hf_tiered_cache.store.root import StoreRoot
 
 CPU = torch.device("cpu")
 
@@ -131,6 +135,61 @@ def test_the_first_cache_measures_and_later_ones_do_not(root, monkeypatch):
     with KVStore(root, engine="posix") as store:
         run(build("qwen2"), store, prompt(96))
     assert len(calls) == 1
+
+
+def fail_to_write_calibrations(monkeypatch, root):
+    write = StoreRoot.write
+
+    def fail(files, kind, name, content):
+        if kind is CALIBRATIONS:
+            raise OSError(errno.ENOSPC, "No space left on device", name)
+        write(files, kind, name, content)
+
+    monkeypatch.setattr(StoreRoot, "write", fail)
+
+
+def fail_to_read_calibrations(monkeypatch, root):
+    read = StoreRoot.read
+
+    def fail(files, kind, name):
+        if kind is CALIBRATIONS:
+            raise OSError(errno.EIO, "Input/output error", name)
+        return read(files, kind, name)
+
+    (root / "calibrations.json").write_bytes(b"{}")
+    monkeypatch.setattr(StoreRoot, "read", fail)
+
+
+def damage_calibrations(monkeypatch, root):
+    (root / "calibrations.json").write_bytes(b'{\n "prefix 0123')
+
+
+@pytest.mark.parametrize("fault", [fail_to_write_calibrations, fail_to_read_calibrations, damage_calibrations])
+def test_costs_that_cannot_be_saved_fail_no_request(root, monkeypatch, caplog, fault):
+    model = build("qwen2")
+    monkeypatch.setattr(module, "_auto_lengths", lambda model: [16])
+    with KVStore(root, engine="posix") as store:
+        run_without = model.generate(prompt(64), do_sample=False, max_new_tokens=2)
+        fault(monkeypatch, root)
+        for _ in range(2):
+            cache = TieredCache(model, store, method="auto", progress=False)
+            output = model.generate(prompt(64), past_key_values=cache, do_sample=False, max_new_tokens=2)
+            assert torch.equal(output, run_without)
+    assert caplog.text.count("costs were not measured") == 1
+    assert "calibrations.json" in caplog.text
+
+
+@pytest.mark.parametrize("measure", ["calibrate", "calibrate_prefix", "calibrate_quality"])
+def test_nothing_is_measured_that_could_not_be_saved(root, monkeypatch, caplog, measure):
+    model = build("qwen2")
+    settings = {"input_ids": prompt(300)} if measure == "calibrate_quality" else {}
+    with KVStore(root, engine="posix") as store:
+        damage_calibrations(monkeypatch, root)
+        monkeypatch.setattr(type(model), "forward", None)
+        with pytest.raises(StoreError, match=r"calibrations.json is damaged.*move it elsewhere"):
+            getattr(store, measure)(model, progress=False, **settings)
+        assert not storage_of(store).calibrations.read()
+    assert "calibrations.json is damaged" in caplog.text
 
 
 def test_a_session_measures_too(root):
