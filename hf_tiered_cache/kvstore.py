@@ -527,7 +527,7 @@ class KVStore:
         storage = self._opened
         documents = finish_documents(storage, dry_run)
         stored = {row.id for row in storage.disk.index.complete_rows()}  # before anything is deleted, as in a dry run
-        conversations = storage.conversations.sweep(stored, dry_run)
+        conversations = storage.conversations.sweep(stored | maintain.unsupported(storage.disk), dry_run)
         report = maintain.gc(storage.disk, dry_run=dry_run)
         report.conversations, report.documents = len(conversations), len(documents)
         report.deleted |= dict.fromkeys(conversations, "its segments no longer exist")

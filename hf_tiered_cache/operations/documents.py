@@ -10,6 +10,7 @@ from ..errors import ConfigError, StoreError
 from ..store.catalogue import SegmentRow
 from ..store.documents import DocumentRecord, by_passage
 from ..store.geometry import ALIGNMENT, aligned
+from ..store.maintain import unsupported
 
 BATCH_TOKENS = 4096
 """Maximum number of tokens computed in one pass, for passages of equal length."""
@@ -76,7 +77,9 @@ def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
     with storage.disk.backend.locked():
         if not dry_run:
             _delete_replaced(storage, [record for record in storage.documents.all() if record.leaving])
-        return storage.documents.sweep(storage.disk.index.complete_rows(), dry_run)
+        rows = storage.disk.index.complete_rows()
+        # which passages these are is not known
+        return [] if unsupported(storage.disk) else storage.documents.sweep(rows, dry_run)
 
 
 def rows_of(names: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:

@@ -235,6 +235,11 @@ def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
     return False
 
 
+def unsupported(store: SegmentStore) -> set[str]:
+    """Return the ids of stored segments of another format. They have no rows, so records that name them are kept."""
+    return {name for name in store.index.unlisted if store.index.is_stored(name) and not _is_damaged(store, name)}
+
+
 def continuing(store: SegmentStore, rows: Collection[SegmentRow]) -> list[SegmentRow]:
     """Return the segments that continue these, directly or indirectly. Unreadable segments are skipped."""
     ids, ends = {row.id for row in rows}, {(row.fingerprint, end) for row in rows for end in row.hashes}

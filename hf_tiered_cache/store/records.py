@@ -195,17 +195,31 @@ class Records(Generic[R]):
     record: type[R]
 
     def __init__(self, files: RecordFiles) -> None:
-        self.files = files
+        self.files, self._warn = files, Notices().warn
 
     def load(self, name: str) -> R:
         """Read the record in a file. Raises OSError or FormatError."""
         return self.record.decode(self.files.read(self.record.kind, name))
 
     def _get(self, name: str) -> R | None:
-        with suppress(OSError, FormatError):
-            record = self.load(name)
+        """Return the record in a file, or None if there is none. One that cannot be used is logged."""
+        where = self.files.where(self.record.kind, name)
+        try:
+            content = self.files.read(self.record.kind, name)
+            if is_blank(content):  # its writer was killed
+                return None
+            record = self.record.decode(content)
             if record_name(*record.key) == name:
                 return record
+            self._warn(name, f"{where} is a record of another name, and is not used; move it elsewhere")
+        except FileNotFoundError:
+            pass
+        except OtherFormatError as error:
+            self._warn(name, f"{where}: {error}; upgrade hf-tiered-cache")
+        except FormatError as error:
+            self._warn(name, f"{where} is damaged, or of another program, and is not used ({error}); move it elsewhere")
+        except OSError as error:
+            self._warn(name, f"{where} cannot be read ({error.strerror}); check the disk")
         return None
 
     def read(self, *key: str) -> R | None:
@@ -213,10 +227,15 @@ class Records(Generic[R]):
         return self._get(record_name(*key))
 
     def all(self) -> list[R]:
-        """Return all readable records, or [] if they cannot be listed."""
+        """Return all readable records. Others are logged, also if none can be listed."""
         names: list[str] = []
-        with suppress(OSError):
+        try:
             names = self.files.names(self.record.kind)
+        except FileNotFoundError:  # no subfolder
+            pass
+        except OSError as error:
+            folder = self.files.where(self.record.kind, "")
+            self._warn("", f"the records in {folder} cannot be listed ({error.strerror}); check the disk")
         return [record for record in map(self._get, names) if record is not None]
 
     def naming(self, ids: Collection[str], but: Collection[str] = ()) -> Iterator[R]:
@@ -258,9 +277,23 @@ class Records(Generic[R]):
         return record
 
     def write(self, records: Sequence[R]) -> None:
-        """Write records in place of the previous ones, each atomically, and durably. Raises OSError."""
+        """Write records in place of the previous ones, each atomically, and durably.
+
+        Raises OtherFormatError instead of replacing a record of a newer format, or OSError.
+        """
         for record in records:
-            self.files.write(record.kind, record_name(*record.key), record.encode())
+            name = record_name(*record.key)
+            with suppress(FileNotFoundError):
+                try:
+                    self.load(name)
+                except OtherFormatError as error:
+                    where = self.files.where(record.kind, name)
+                    raise OtherFormatError(
+                        f"{where}: {error}, so it is not replaced; upgrade hf-tiered-cache"
+                    ) from error
+                except FormatError:  # damaged, or of another program: `write` replaces only the library's own
+                    pass
+            self.files.write(record.kind, name, record.encode())
         if records:
             self.files.sync(self.record.kind)
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import shutil
+from unittest.mock import Mock
 
 import pytest
+from segments import hashes, segment, without_catalogue
 
-from hf_tiered_cache.errors import FormatError
+from hf_tiered_cache import KVStore
+from hf_tiered_cache.errors import FormatError, OtherFormatError
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.store.conversations import ConversationRecord
 from hf_tiered_cache.store.documents import DocumentRecord, Documents
+from hf_tiered_cache.store.format import FORMAT_VERSION
 from hf_tiered_cache.store.kinds import encode_record, record_name
 from hf_tiered_cache.store.root import StoreRoot
 
@@ -77,3 +85,87 @@ def test_a_record_without_a_checksum_is_read(documents, path):
     path.write_bytes(b"{" + path.read_bytes())
     with pytest.raises(FormatError, match="move it elsewhere"):
         documents.only_of([A], [OWN])
+
+
+# --- records that cannot be used are neither replaced nor passed over in silence
+
+
+def test_a_record_of_a_newer_format_is_not_replaced(documents, path):
+    newer = path.read_bytes().replace(b'"format": 1', b'"format": 2')
+    path.write_bytes(newer)
+    with pytest.raises(OtherFormatError, match=rf"{re.escape(str(path))}: .*format 2.*upgrade hf-tiered-cache"):
+        documents.write([B])
+    assert path.read_bytes() == newer
+    assert documents.sweep(()) and path.exists()
+
+
+def test_a_record_that_cannot_be_read_now_is_not_replaced(documents, path, monkeypatch):
+    content = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreRoot, "read", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(OSError, match="Input/output error"):
+            documents.write([record("b", OWN)])
+    assert path.read_bytes() == content
+    path.write_bytes(content.replace(b'"tokens": 64', b'"tokens": -4'))  # damaged
+    documents.write([record("b", OWN)])
+    assert documents.read(*B.key) == record("b", OWN)
+
+
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [
+        ("newer", "upgrade hf-tiered-cache"),
+        ("damaged", "move it elsewhere"),
+        ("other name", "move it elsewhere"),
+        ("unreadable", "check the disk"),
+        ("unlisted", "check the disk"),
+    ],
+)
+def test_a_record_that_is_left_out_is_logged_once(documents, path, monkeypatch, caplog, fault, advice):
+    content = path.read_bytes()
+    if fault == "newer":
+        path.write_bytes(content.replace(b'"format": 1', b'"format": 2'))
+    elif fault == "damaged":
+        path.write_bytes(content[:-9])
+    elif fault == "other name":
+        path.write_bytes(A.encode())
+    else:
+        name = {"unreadable": "read", "unlisted": "names"}[fault]
+        monkeypatch.setattr(StoreRoot, name, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    left_out = set() if fault in ("unreadable", "unlisted") else {"a"}
+    for _ in range(2):
+        assert {found.label for found in documents.all()} == left_out
+    messages = [message for message in caplog.messages if str(path if fault != "unlisted" else path.parent) in message]
+    assert len(messages) == 1
+    assert advice in messages[0] and "\n" not in messages[0]
+
+
+def test_missing_and_blank_records_are_not_logged(documents, path, caplog):
+    path.write_bytes(bytes(100))  # its writer was killed
+    assert documents.all() == [A] and documents.read("other", "model", "exact None") is None
+    shutil.rmtree(path.parent)
+    assert documents.all() == []
+    assert not caplog.messages
+
+
+def test_gc_keeps_records_of_segments_that_this_version_does_not_read(tmp_path):
+    header, *data = segment(hashes(4))
+    with KVStore(tmp_path, engine="posix") as store:
+        storage = storage_of(store)
+        assert storage.disk.publish(header, *data)
+        storage.conversations.write(
+            [ConversationRecord("alice", "model", "exact", "exact", (header.id,), 64, 1, 1.0, 1.0, 1)]
+        )
+        storage.documents.write([A])
+    path = tmp_path / "segments" / f"{header.id}.kv"
+    content = bytearray(path.read_bytes())
+    content[8:12] = (FORMAT_VERSION + 1).to_bytes(4, "little")
+    path.write_bytes(content)
+    without_catalogue(tmp_path)
+    with KVStore(tmp_path, engine="posix") as store:
+        for dry_run in (True, False):
+            report = store.gc(dry_run=dry_run)
+            assert (report.conversations, report.documents, report.deleted) == (0, 0, {})
+        path.unlink()
+        report = store.gc()
+        assert (report.conversations, report.documents) == (1, 1)
