@@ -187,7 +187,8 @@ def copy(
 ) -> None:
     """Copy segments from a folder to a remote, or back. sqlite:///path/of/a/file makes a single file of them.
 
-    What the target has is left out. Segments from a remote are verified, so the key is needed if they are encrypted.
+    What the target has is left out. Segments are verified first, those of a folder only if the key is given or not
+    needed. Segments from a remote need the key if they are encrypted.
     Segments of compacted conversations are not copied: no other store can use them. The exit status is 1 if a segment
     could not be copied.
     """
@@ -211,22 +212,27 @@ Copied = tuple[int, int, int, dict[str, str]]
 def _send(source: str, target: str, names: list[str], key_file: Path | None) -> Copied:
     from tqdm.auto import tqdm
 
-    from ..errors import FormatError
+    from ..errors import FormatError, IntegrityError
     from ..kvstore import storage_of
     from ..remote.write_back import send_segment
     from ..store.backends import open_remote
+    from ..store.maintain import check
 
     copied, nbytes, present, failed = 0, 0, 0, dict[str, str]()
     with ExitStack() as stack:
         store = stack.enter_context(open_store(source, key_file=key_file))
-        contents = contents_of_open(store)
-        rows = [contents.row_of(name) for name in names] or contents.rows
+        contents, disk = contents_of_open(store), storage_of(store).disk
+        ids = [contents.row_of(name).id for name in names]
+        if not names:
+            ids = [row.id for row in contents.rows]
+            ids += [name for name in set(disk.backend.names()) - set(ids) if disk.index.is_stored(name)]  # not readable
         remote = stack.enter_context(closing(open_remote(target)))  # last, since this may create a folder
-        for row in tqdm(rows, unit="segment", disable=None):
+        for segment_id in tqdm(ids, unit="segment", disable=None):
             try:
-                sent = send_segment(storage_of(store).disk.backend, remote, row.id)
-            except (OSError, FormatError) as error:
-                failed[row.id] = str(error)
+                check(disk, segment_id)
+                sent = send_segment(disk.backend, remote, segment_id)
+            except (OSError, FormatError, IntegrityError) as error:
+                failed[segment_id] = str(error)
                 continue
             if sent is not None:
                 copied, nbytes, present = copied + bool(sent.nbytes), nbytes + sent.nbytes, present + (not sent.nbytes)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
-from ..errors import TieredCacheError
+from ..errors import FormatError, NotOursError, TieredCacheError
 from ..store import HASH_BYTES
 from ..store.backend import SegmentBackend
 from ..store.catalogue import SegmentRow
@@ -19,6 +19,7 @@ from ..store.format import HEADER_BYTES, decode_header
 from ..store.kinds import ENTRY
 from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
+from ..store.segment import read_head
 from ..store.threads import DaemonPool, Progress
 from .entries import (
     Entry,
@@ -254,19 +255,30 @@ def send_segment(
         if remote.find(longest.row.id) is not None:  # a server may have dropped it and kept the entry
             return Sent(names, 0)
         entries = {name: entry for name, entry in entries.items() if entry.row.id != longest.row.id}
-    is_there = remote.find(segment_id) is not None
-    if not is_there:
-        with remote.write(segment_id, source.header.file_bytes) as upload, suppress(FileExistsError):
+    is_there, is_damaged = _looked_at(remote, segment_id)
+    if not is_there or is_damaged:
+        with remote.write(segment_id, source.header.file_bytes) as upload:
             for offset, window in source.windows():
                 upload.write(window, offset)
                 progress()
-            upload.publish(replace=False)
+            with nullcontext() if is_damaged else suppress(FileExistsError):
+                upload.publish(replace=is_damaged)
     content = encode_entry(source.beginning)
     for name in names:
         if name not in entries or entries[name].num_hashes < source.num_hashes:
             remote.records.write(ENTRY, name, content)
             progress()
-    return Sent(names, 0 if is_there else source.header.file_bytes)
+    return Sent(names, 0 if is_there and not is_damaged else source.header.file_bytes)
+
+
+def _looked_at(remote: ObjectBackend, segment_id: str) -> tuple[bool, bool]:
+    """Return whether a remote has a segment, and whether its head is damaged or its end missing. Raises OSError."""
+    try:
+        return True, read_head(partial(remote.head, segment_id)).header.id != segment_id
+    except FileNotFoundError:
+        return False, False
+    except FormatError as error:
+        return True, not isinstance(error, NotOursError)
 
 
 def _contains(entry: Entry, source: _Source) -> bool:

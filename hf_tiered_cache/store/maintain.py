@@ -126,6 +126,16 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
     return report
 
 
+def check(store: SegmentStore, segment_id: str) -> None:
+    """Read a segment and verify its checksums, unless it has another key.
+
+    Raises FormatError, IntegrityError or OSError.
+    """
+    with suppress(OtherKeyError):
+        for _ in _read_all(SegmentReader(store.backend, segment_id, True, store.cipher)):
+            pass
+
+
 def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
     """Read all blocks in windows of `_WINDOW_BYTES`. Yields the bytes and number of blocks of each window."""
     for index, block_group in enumerate(reader.shape.block_groups):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from families import build, prompt
+from segments import hashes, open_store, segment, without_catalogue
 from typer.testing import CliRunner
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cli import app, main
 from hf_tiered_cache.methods import Epic
+from hf_tiered_cache.store import tree
 from hf_tiered_cache.store.backends import open_remote
+from hf_tiered_cache.store.format import FORMAT_VERSION
 from hf_tiered_cache.store.kinds import ENTRY
 
 IDS = prompt(100)
@@ -139,6 +143,56 @@ def test_damage_in_a_remote_is_reported(corpus, place_of, tmp_path):
     assert run("verify", address, "--repair").exit_code == 0
     assert not path.exists()
     assert as_json("copy", corpus, address)["copied"] == 1
+
+
+@pytest.mark.parametrize("fault", ["damaged head", "damaged block", "unreadable"])
+def test_a_segment_that_cannot_be_copied_is_reported(tmp_path, monkeypatch, fault):
+    ids = [publish(tmp_path / "kv", seed) for seed in "ab"]
+    path = tmp_path / "kv" / "segments" / f"{ids[0]}.kv"
+    content = bytearray(path.read_bytes())
+    without_catalogue(tmp_path / "kv")
+    if fault == "unreadable":
+        opened = tree.open_file
+
+        def open_file(name, *more):
+            if name == path.name:
+                raise OSError(errno.EIO, "Input/output error", name)
+            return opened(name, *more)
+
+        monkeypatch.setattr(tree, "open_file", open_file)
+    else:
+        content[100 if fault == "damaged head" else -1] ^= 1
+        path.write_bytes(content)
+    done = run("copy", tmp_path / "kv", f"file://{tmp_path}/remote", "--json")
+    assert done.exit_code == 1
+    copied = json.loads(done.stdout)
+    assert (copied["copied"], list(copied["failed"])) == (1, [ids[0]])
+    assert [path.stem for path in (tmp_path / "remote" / "segments").iterdir()] == [ids[1]]
+
+
+def test_a_damaged_copy_is_not_taken_for_a_copy(tmp_path):
+    segment_id, address = publish(tmp_path / "kv", "a"), f"file://{tmp_path}/remote"
+    as_json("copy", tmp_path / "kv", address)
+    path = tmp_path / "remote" / "segments" / f"{segment_id}.kv"
+    content = path.read_bytes()
+    for damaged in (content[:-4096], content[:100] + b"\xff" + content[101:]):
+        path.write_bytes(damaged)
+        assert as_json("copy", tmp_path / "kv", address)["copied"] == 1
+        assert path.read_bytes() == content
+    newer = content[:8] + (FORMAT_VERSION + 1).to_bytes(4, "little") + content[12:]
+    for other, status in ((newer, 0), (b"precious", 1)):
+        path.write_bytes(other)
+        assert run("copy", tmp_path / "kv", address).exit_code == status
+        assert path.read_bytes() == other
+
+
+def publish(root, seed):
+    """Store a segment without a model, and return its id."""
+    header, *data = segment(hashes(4, seed))
+    store = open_store(root)
+    assert store.publish(header, *data)
+    store.close()
+    return header.id
 
 
 def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
