@@ -66,17 +66,21 @@ def report(folder: Path) -> Path:
     Raises:
         SystemExit: There are no results, or the page is a file of something else.
     """
+    from hf_tiered_cache.cli.output import replacing
+
     page = _page(folder)
     pages = [path for path in sorted(folder.glob("*.md")) if path != page]
     if not pages:
         raise SystemExit(f"error: {folder} has no results; run: python -m bench run --suite quick --out {folder}")
-    titles = [path.read_text().splitlines()[0].lstrip("# ") for path in pages]
+    texts = [path.read_text(errors="replace") for path in pages]
+    titles = [text.partition("\n")[0].lstrip("# ") or path.stem for path, text in zip(pages, texts, strict=True)]
     parts = [f"{_TITLE}\n", *(f"- [{title}]({path.name})" for title, path in zip(titles, pages, strict=True)), ""]
-    for path in pages:
-        text = "\n".join(f"#{line}" if line.startswith("#") else line for line in path.read_text().splitlines())
+    for path, text in zip(pages, texts, strict=True):
+        nested = "\n".join(f"#{line}" if line.startswith("#") else line for line in text.splitlines())
         plots = [f"![{path.stem}]({path.stem}.png)\n"] if path.with_suffix(".png").exists() else []
-        parts += [text, "", *plots]
-    page.write_text("\n".join(parts))
+        parts += [nested, "", *plots]
+    with replacing(page) as temporary:
+        temporary.write_text("\n".join(parts))
     print(f"wrote {page}: {len(pages)} results")
     return page
 

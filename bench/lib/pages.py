@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,8 @@ def save(
 ) -> None:
     """Write `<name>.json` and `<name>.md`, with the measured commit at the end unless the page names it.
 
+    Earlier results are replaced. If other files have these names, the results get another one, such as `<name>-2`.
+
     Args:
         out: Folder for results.
         name: Name of the files without suffix.
@@ -75,13 +79,33 @@ def save(
         markdown: Page of results.
         plot: Function that draws the results to `<name>.png`.
     """
+    from hf_tiered_cache.cli.output import replacing  # needs packages that a rented machine may lack
+
     out.mkdir(parents=True, exist_ok=True)
     commit = document["machine"]["commit"]
     if commit not in markdown:
         markdown = f"{markdown.rstrip()}\n\nMeasured at commit {commit}.\n"
-    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / f"{name}.md").write_text(markdown)
-    plot(document, out / f"{name}.png")
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    free_name = next(candidate for candidate in names if _is_replaceable(out, candidate))
+    if free_name != name:
+        print(f"{out / name}.* were not written by this program, so the results are in {out / free_name}.*")
+    for suffix, text in (".json", json.dumps(document, indent=1) + "\n"), (".md", markdown):
+        with replacing(out / f"{free_name}{suffix}") as temporary:
+            temporary.write_text(text)
+    picture = out / f"{free_name}.png"
+    picture.unlink(missing_ok=True)  # another link to it keeps the earlier picture
+    plot(document, picture)
+
+
+def _is_replaceable(out: Path, name: str) -> bool:
+    """Return whether no file has a name of results, or `save` has written them."""
+    paths = [out / f"{name}{suffix}" for suffix in (".json", ".md", ".png")]
+    if not any(map(os.path.lexists, paths)):
+        return True
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        is_own = "hf_tiered_cache" in json.loads(paths[0].read_text())["machine"]
+        return is_own and all(path.is_file() for path in paths if os.path.lexists(path))
+    return False
 
 
 def pyplot() -> Any | None:

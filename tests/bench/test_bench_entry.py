@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -66,6 +68,52 @@ def test_a_page_of_something_else_is_not_replaced(entry, tmp_path):
         with pytest.raises(SystemExit, match=r"README\.md was not written by this program"):
             entry.main(arguments)
     assert page.read_text() == "# Notes\n"
+
+
+@pytest.mark.parametrize("suffix", [".json", ".md", ".png"])
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_results_replace_no_files_of_others(tmp_path, capsys, suffix, kind):
+    from lib.pages import save
+
+    document = {"machine": {"hf_tiered_cache": "0", "commit": "0123"}}
+
+    def plot(document, path):
+        path.write_bytes(b"picture")
+
+    out, notes = tmp_path / "out", tmp_path / "notes"
+    out.mkdir()
+    notes.write_text('{"machine": 1}')
+    planted = out / f"fleet{suffix}"
+    planted.mkdir() if kind == "folder" else planted.symlink_to(notes) if kind == "link" else notes.rename(planted)
+    for _ in range(2):
+        save(out, "fleet", document, "# Fleet\n", plot)
+        assert sorted(path.name for path in out.iterdir() if path != planted) == [
+            f"fleet-2{ending}" for ending in (".json", ".md", ".png")
+        ]
+        assert "so the results are in" in capsys.readouterr().out
+    if kind != "folder":
+        assert planted.read_text() == '{"machine": 1}'
+
+
+def test_results_replace_earlier_ones_but_not_other_links_to_them(tmp_path, capsys):
+    from lib.pages import save
+
+    out, backup = tmp_path / "out", tmp_path / "backup"
+    for number in range(2):
+        document = {"machine": {"hf_tiered_cache": "0", "commit": "0123"}, "number": number}
+        save(out, "fleet", document, f"# Fleet {number}\n", lambda d, path: path.write_text(str(d["number"])))
+        if not number:
+            shutil.copytree(out, backup, copy_function=os.link)
+    assert sorted(path.name for path in out.iterdir()) == ["fleet.json", "fleet.md", "fleet.png"]
+    assert (out / "fleet.png").read_text() == "1" and (backup / "fleet.png").read_text() == "0"
+    assert "# Fleet 0" in (backup / "fleet.md").read_text()
+    assert not capsys.readouterr().out
+
+
+def test_a_page_has_room_for_results_that_are_blank_or_no_text(entry, tmp_path):
+    (tmp_path / "blank.md").write_bytes(b"")
+    (tmp_path / "other.md").write_bytes(b"\xff\n")
+    assert "- [blank](blank.md)" in entry.report(tmp_path).read_text()
 
 
 def test_files_of_others_are_not_replaced_by_a_run_on_a_gpu(tmp_path, monkeypatch, capsys):
