@@ -154,6 +154,19 @@ def test_a_value_of_another_program_is_left_alone(path, replace):
     assert remote.list_keys(key) == [key] and remote.read_values([Range(key, 0, 9)]) == [b"mine"]
 
 
+@pytest.mark.parametrize("content", ["text", 1, 1.5])
+def test_a_part_that_is_not_bytes_is_lost(path, content):
+    remote = open_remote(f"sqlite://{path}")
+    remote.put_object(NAME, CONTENT, replace=True)
+    stored = remote.find_object(NAME)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE parts SET content = ? WHERE key LIKE '%#1'", [content])
+    with pytest.raises(FileNotFoundError):
+        remote.get_object(NAME, stored.version, 0, stored.size)
+    remote.put_object(NAME, CONTENT, replace=True)
+    assert content_of(remote) == CONTENT
+
+
 def lose_a_part(path):
     """Delete the last part of the longest object, as a server does whose memory is full."""
     with sqlite3.connect(path) as connection:

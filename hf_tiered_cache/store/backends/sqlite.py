@@ -66,7 +66,7 @@ class SQLiteBackend(ValueBackend):
         with self._transaction() as connection:
             if connection is None:
                 return [b""] * len(ranges)
-            query = "SELECT substr(content, ?, ?) FROM parts WHERE key = ?"
+            query = "SELECT substr(content, ?, ?) FROM parts WHERE key = ? AND typeof(content) = 'blob'"  # or damaged
             rows = [connection.execute(query, (start + 1, stop - start, key)) for key, start, stop in ranges]
             return [next(row, (b"",))[0] for row in rows]
 
