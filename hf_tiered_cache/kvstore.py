@@ -301,7 +301,8 @@ class KVStore:
         """Drop all blocks from host and device memory.
 
         Args:
-            disk: Whether to also delete all segments on disk, including pinned ones.
+            disk: Whether to also delete all segments on disk, including pinned and damaged ones, but those of another
+                format.
 
         Raises:
             StoreError: Not all segments on disk are known; then nothing on disk is deleted.
@@ -311,7 +312,8 @@ class KVStore:
             storage.disk.check_writable()
         storage.flush()
         if disk:
-            storage.remove(row.id for row in storage.disk.index.complete_rows())
+            ids = [row.id for row in storage.disk.index.complete_rows()]
+            storage.remove([*ids, *maintain.unlisted_damaged(storage.disk)])
             storage.conversations.sweep(())
             storage.documents.sweep(())
         storage.residency.clear()

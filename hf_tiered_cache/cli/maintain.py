@@ -106,7 +106,7 @@ def rm(
         str | None,
         typer.Option(help="All segments of the model with this name, or with a fingerprint that begins like this."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All segments, including pinned ones.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All segments, including pinned and damaged ones.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation with --all.")] = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -117,34 +117,39 @@ def rm(
     them.
     """
     from ..kvstore import storage_of
-    from ..store.maintain import continuing
+    from ..store.maintain import continuing, unlisted_damaged
 
     if bool(segments) + (model is not None) + everything != 1:
         raise Refused("specify one of: ids of segments, --model, or --all")
     with open_store(store) as kv_store:
-        contents = contents_of_open(kv_store)
+        contents, disk = contents_of_open(kv_store), storage_of(kv_store).disk
+        damaged: list[str] = []
         if everything:
-            rows = storage_of(kv_store).disk.index.complete_rows()
+            rows, damaged = disk.index.complete_rows(), unlisted_damaged(disk)
         elif model is not None:
             rows = contents.of_model(model)
         else:
             rows = list({row.id: row for row in map(contents.row_of, segments or ())}.values())
         nbytes = sum(row.nbytes + sum(contents.sidecars.get(row.id, {}).values()) for row in rows)
-        summary = f"{count(len(rows), 'segment')}, {format_bytes(nbytes)}"
-        continuations = continuing(storage_of(kv_store).disk, rows)
+        nbytes += sum(map(disk.nbytes_of, damaged))
+        ids = [*(row.id for row in rows), *damaged]
+        summary = f"{count(len(ids), 'segment')}, {format_bytes(nbytes)}"
+        continuations = continuing(disk, rows)
         if not as_json:
             show_removed(contents, rows)
+            for name in damaged:
+                print(f"{printable(disk.backend.where(name))}: damaged")
             if continuations:
                 print(f"cannot be restored without {'it' if len(rows) == 1 else 'them'}:")
                 show_removed(contents, continuations)
-        if everything and rows and not (yes or dry_run) and not confirm(f"Delete all segments of {store} ({summary})?"):
+        if everything and ids and not (yes or dry_run) and not confirm(f"Delete all segments of {store} ({summary})?"):
             raise Refused("nothing was deleted")
-        removed = 0 if dry_run else kv_store.remove([row.id for row in rows])
+        removed = 0 if dry_run else kv_store.remove(ids)
         if removed:
-            _sweep_entries(storage_of(kv_store).disk.backend)
+            _sweep_entries(disk.backend)
     if as_json:
-        ids = {"ids": [row.id for row in rows], "continuing": [row.id for row in continuations]}
-        return print_json({"removed": removed, "bytes": nbytes} | ids | {"dry_run": dry_run})
+        names = {"ids": ids, "continuing": [row.id for row in continuations]}
+        return print_json({"removed": removed, "bytes": nbytes} | names | {"dry_run": dry_run})
     print(f"{'would delete' if dry_run else 'deleted'} {summary}")
 
 

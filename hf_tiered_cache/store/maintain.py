@@ -174,7 +174,7 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         expired = [row.id for row in rows.values() if _is_expired(store, row) and row.id not in pinned]
         useless = [row.id for row in rows.values() if row.valid_hashes == 0 and row.id not in expired]
         damaged = [segment_id for segment_id in useless if _begins_damaged(store, segment_id)]
-        damaged += [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
+        damaged += unlisted_damaged(store)
         report.expired, report.damaged = len(expired), len(damaged)
         report.deleted |= _files(store, expired, "expired") | _files(store, damaged, "damaged")
         if dry_run:
@@ -243,6 +243,11 @@ def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
     except (FormatError, OSError) as error:
         return isinstance(error, FormatError) and not isinstance(error, NotOursError)
     return False
+
+
+def unlisted_damaged(store: SegmentStore) -> list[str]:
+    """Return the ids of the library's segments that are too damaged to have a row."""
+    return [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
 
 
 def unsupported(store: SegmentStore) -> set[str]:

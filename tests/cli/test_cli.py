@@ -18,10 +18,10 @@ import processes
 import pytest
 import torch
 from families import build
-from segments import hashes, open_store, segment
+from segments import hashes, open_store, segment, without_catalogue
 
 import hf_tiered_cache
-from hf_tiered_cache import cli
+from hf_tiered_cache import KVStore, cli
 from hf_tiered_cache.cli.contents import unique_length
 from hf_tiered_cache.methods import METHODS
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, Ownership
@@ -61,6 +61,30 @@ def flip(path, offset):
 
 
 # --- ls
+
+
+@pytest.mark.parametrize("way", ["rm", "dry run", "clear"])
+def test_all_segments_are_also_damaged_ones(tmp_path, run, caplog, way):
+    opened = open_store(tmp_path / "store")
+    ids = []
+    for seed in "abc":
+        header, *data = segment(hashes(4, seed))
+        assert opened.publish(header, *data)
+        ids.append(header.id)
+    opened.close()
+    without_catalogue(tmp_path / "store")
+    damaged, newer, intact = (tmp_path / "store" / "segments" / f"{segment_id}.kv" for segment_id in ids)
+    damaged.write_bytes(damaged.read_bytes().replace(b'"tokens"', b'"tokenz"', 1))
+    newer.write_bytes(newer.read_bytes()[:8] + b"\xff" + newer.read_bytes()[9:])
+    if way == "clear":
+        with KVStore(tmp_path / "store") as store:
+            store.clear(disk=True)
+    else:
+        status, out, _ = run("rm", tmp_path / "store", "--all", "--dry-run" if way == "dry run" else "--yes")
+        assert status == 0 and f"{damaged}: damaged" in out and str(newer) in caplog.text
+        assert ("would delete 2 segments" if way == "dry run" else "deleted 2 segments") in out
+    left = {newer} if way != "dry run" else {damaged, newer, intact}
+    assert set(newer.parent.iterdir()) == left
 
 
 def test_ls_lists_segments_model_by_model(run, store):
