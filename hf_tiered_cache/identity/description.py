@@ -118,6 +118,7 @@ class Description(ABC):
             self._add_container(location, value, kind)
         elif self.number(value):
             self._add_new(location, value, kind)
+            self.words.append("end")  # what follows belongs to another object
 
     def original(self, location: str, value: Any) -> Any:
         """Return the object that a value replaces and is computationally equivalent to, or the value itself."""

@@ -1,0 +1,49 @@
+"""Nested objects: a part of an inner object is told apart from an equal part of the outer one."""
+
+from __future__ import annotations
+
+import pytest
+from families import build
+from torch import nn
+from torch.nn import functional
+
+from hf_tiered_cache.identity import fingerprint
+
+
+def with_activation(function):
+    """Build a model with an activation function of the user's."""
+    model = build("llama", num_hidden_layers=2)
+    for layer in model.model.layers:
+        del layer.mlp._modules["act_fn"]
+        layer.mlp.act_fn = function
+    return model
+
+
+class Inner:
+    pass
+
+
+class Outer:
+    def __init__(self, holder):
+        self.inner = Inner()
+        vars(self if holder == "outer" else self.inner)["scale"] = 3.0
+
+    def __call__(self, x):
+        return functional.silu(x) * getattr(self.inner, "scale", 1.0)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def nested(holder):
+    if holder == "outer":
+        return nn.Sequential(Residual(nn.SiLU()), nn.Tanh())
+    return nn.Sequential(Residual(nn.SiLU(), nn.Tanh()))
+
+
+@pytest.mark.parametrize("make", [Outer, nested])
+def test_a_part_of_an_inner_object_is_no_part_of_the_outer_one(make):
+    one, other = (with_activation(make(holder)) for holder in ("outer", "inner"))
+    assert fingerprint(one) != fingerprint(other)
