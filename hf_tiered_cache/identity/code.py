@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 import types
+import weakref
 from collections import deque
 from contextlib import suppress
 from importlib.util import resolve_name
@@ -38,6 +39,7 @@ from .origin import (
     USER,
     References,
     code_digest,
+    compiled_from,
     file_digest,
     origin_of,
     origin_of_class,
@@ -85,7 +87,7 @@ class CodeDescription(Description):
     def __init__(self, watch: Watch | None = None, statics: Statics | None = None) -> None:
         super().__init__(watch)
         self._statics: Statics = {} if statics is None else statics
-        self._later: deque[tuple[str, types.FunctionType | type, int]] = deque()
+        self._later: deque[tuple[str, types.FunctionType | type, int, str]] = deque()
         self._members: dict[type, set[str]] = {}
         self._with_special: set[type] = set()  # classes with described special methods
         self._globals: set[tuple[int, str, bool]] = set()  # globals described so far
@@ -114,7 +116,7 @@ class CodeDescription(Description):
 
     def add_code(self, location: str, value: types.FunctionType | type) -> None:
         """Queue a function or class, which `finish` describes."""
-        self._later.append((location, value, self._depth))
+        self._later.append((location, value, self._depth, self._origin))
 
     def add_namespace(self, location: str, module: types.ModuleType) -> None:
         """Queue a Python module that an object holds; `finish` describes the members that user code may refer to."""
@@ -133,9 +135,11 @@ class CodeDescription(Description):
         count = -1
         while self._later or len(self._called) > count:
             while self._later:
-                location, value, self._depth = self._later.popleft()
-                describe: Any = self._describe_class if isinstance(value, type) else self._describe_function
-                self._guard(describe, location, value)
+                location, value, self._depth, referrer = self._later.popleft()
+                if isinstance(value, type):
+                    self._guard(self._describe_class, location, value)
+                else:
+                    self._guard(self._describe_function, location, value, referrer)
             count = len(self._called)
             for kind, location in list(self._user_classes.items()):
                 named = {name for base in kind.__mro__ if origin_of_class(base) == USER for name in base.__dict__}
@@ -157,8 +161,14 @@ class CodeDescription(Description):
 
     # --- functions
 
-    def _describe_function(self, location: str, function: types.FunctionType) -> None:
+    def _describe_function(self, location: str, function: types.FunctionType, referrer: str) -> None:
+        """Describe a function that code of the origin `referrer` refers to.
+
+        A package's function that user code holds may be made by a decorator: then its closure holds what the user
+        decorated, and the arguments of the decorator.
+        """
         code, origin = function.__code__, origin_of(function)
+        holder = USER if referrer == USER and compiled_from(function) is None else origin
         self._called |= referenced_names(code)
         self.watch.function(function)
         self.words.append(f"def {function.__qualname__} {code_digest(code)}")
@@ -181,7 +191,8 @@ class CodeDescription(Description):
             except ValueError:
                 self.words.append(f"{name} unset")
                 continue
-            self._refer(f"{location} ({name})", content, origin)
+            is_cache = isinstance(content, weakref.WeakKeyDictionary)  # such as that of `functools.singledispatch`
+            self._refer(f"{location} ({name})", content, origin if is_cache else holder)
         if origin in ("torch", INSTALLED) and not (function.__name__ == "forward" and origin == "torch"):
             self._depth += 1  # `forward` of a torch module only passes on what it holds
         elif origin == USER:

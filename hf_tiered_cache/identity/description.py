@@ -48,8 +48,10 @@ SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 HEAP_TYPE = 1 << 9
 """Flag of classes that are created at runtime (`Py_TPFLAGS_HEAPTYPE`), such as all classes in Python code."""
-INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle)
+INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle, torch.profiler.record_function)
 """Types with instances that do not affect computation."""
+_NATIVE_METHOD = type(vars(torch._C._SDPBackend)["__eq__"])
+"""Type of the methods of classes that pybind11 makes."""
 _TENSOR_MARKS = frozenset({"_is_hf_initialized", "_is_param", "_is_buffer", "persistent"})
 """Attributes that torch and transformers set on tensors without effect on results, besides those of `torch.compile`."""
 _MOST_PARTS = 200_000
@@ -157,6 +159,9 @@ class Description(ABC):
             self.words.append("method")
             self.add(location, value.__func__)
             self.add(location, value.__self__)
+        elif kind is _NATIVE_METHOD:
+            self.words.append("native method")
+            self.add(location, value.__func__)
         elif kind is functools.partial:
             self.words.append("partial")
             for name in PARTS[kind]:
@@ -175,7 +180,7 @@ class Description(ABC):
         elif kind is types.MappingProxyType:
             self.words.append("mappingproxy")
             self.add(location, gc.get_referents(value)[0])
-        elif kind in (property, staticmethod, classmethod, functools.cached_property):
+        elif kind in PARTS:
             self.words.append(kind.__name__)
             for name in PARTS[kind]:
                 self.watch.slot(value, name)

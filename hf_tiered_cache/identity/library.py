@@ -15,7 +15,7 @@ _PURE = frozenset(
         *("logging", "math", "numbers", "operator", "pprint", "re", "reprlib", "string", "struct", "textwrap", "types"),
         *("typing", "unicodedata", "warnings", "weakref", "weakrefset", "zlib"),
         *("blake2", "md5", "sha1", "sha2", "sha256", "sha3", "sha512"),
-        *("inspect.signature", "inspect.Signature", "inspect.Parameter", "inspect._empty"),
+        *("inspect.signature", "inspect.Signature", "inspect.Parameter", "inspect._ParameterKind", "inspect._empty"),
         *("traceback.format_exc", "traceback.format_exception", "traceback.print_exc", "traceback.print_exception"),
         *("os.getenv", "os._Environ", "os._createenviron"),
         *("time.perf_counter", "time.perf_counter_ns", "time.monotonic"),

@@ -30,7 +30,7 @@ from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, NOTHING, CodeDescription, Statics
 from .description import PLAIN
 from .ignored import ADAPTER_STATE, IRRELEVANT, UNRELATED
-from .origin import TRUSTED, USER, origin_of, origin_of_class
+from .origin import TRUSTED, USER, compiled_from, origin_of, origin_of_class
 from .watch import (
     Places,
     Watch,
@@ -306,7 +306,7 @@ class ModelDescription(CodeDescription):
         while method is not None:
             if isinstance(method, Replacement):
                 method = method.original
-            elif (compiled := _compiled_from(method)) is not None:
+            elif (compiled := compiled_from(method)) is not None:
                 for cell in method.__closure__ or ():
                     self.watch.cell(cell)
                 method = compiled
@@ -419,14 +419,6 @@ def _is_accelerates(method: Any, module: nn.Module) -> bool:
     if not isinstance(method, functools.partial) or method.args != (module,) or method.keywords:
         return False
     return isinstance(method.func, types.FunctionType) and origin_of(method.func) == "accelerate"
-
-
-def _compiled_from(method: Any) -> Callable[..., Any] | None:
-    """Return the function that a wrapper of `torch.compile` compiles, or None if `method` is no such wrapper."""
-    if not isinstance(method, types.FunctionType) or "_dynamo" not in method.__code__.co_filename:
-        return None
-    cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
-    return cells["fn"].cell_contents if origin_of(method) == "torch" and "fn" in cells else None
 
 
 def _home(function: Any) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,14 @@ def origin_of(function: types.FunctionType) -> str:
     if file == "<string>":
         file = function.__globals__.get("__file__") or file
     return origin_of_file(file)
+
+
+def compiled_from(method: Any) -> Callable[..., Any] | None:
+    """Return the function that a wrapper of `torch.compile` compiles, or None if `method` is no such wrapper."""
+    if not isinstance(method, types.FunctionType) or "_dynamo" not in method.__code__.co_filename:
+        return None
+    cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
+    return cells["fn"].cell_contents if origin_of(method) == "torch" and "fn" in cells else None
 
 
 def origin_of_class(kind: Any) -> str:

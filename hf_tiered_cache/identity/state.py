@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copyreg
 import functools
 import operator
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 _VALUES = (int, float, complex, str, bytes, tuple, frozenset)
 """Built-in immutable types. Subclasses may add state to the value."""
 _CONTAINERS = (collections.OrderedDict, collections.defaultdict, dict, list, set, deque)
@@ -22,8 +25,10 @@ PARTS: Any = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     functools.cached_property: ("func",),
+    contextlib._GeneratorContextManager: ("func", "args", "kwds"),
+    torch.autocast: ("device", "fast_dtype", "_enabled", "_cache_enabled"),
 }
-"""Built-in types with attributes that are their state."""
+"""Types with attributes that are their state: built-in ones, and context managers, which keep a state while in use."""
 _FIELD: Any = collections._tuplegetter  # type: ignore[attr-defined]  # of a named tuple
 _CALLS = (operator.attrgetter, operator.itemgetter, operator.methodcaller, _FIELD)
 _TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar)
