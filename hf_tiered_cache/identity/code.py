@@ -91,8 +91,8 @@ class CodeDescription(Description):
         self._members: dict[type, set[str]] = {}
         self._with_special: set[type] = set()  # classes with described special methods
         self._globals: set[tuple[int, str, bool]] = set()  # globals described so far
-        self.has_user_code = False
-        """True if a described function is user code."""
+        self.origins: set[str] = set()
+        """Origins of the described functions."""
         self.is_impure = False
         """True if user code may not use a described part of the standard library."""
         self._names: set[str] = set()  # names that user code refers to
@@ -172,7 +172,7 @@ class CodeDescription(Description):
         self._called |= referenced_names(code)
         self.watch.function(function)
         self.words.append(f"def {function.__qualname__} {code_digest(code)}")
-        self.has_user_code |= origin == USER
+        self.origins.add(origin)
         if origin == INSTALLED:
             self.words.append(file_digest(code.co_filename))
         elif origin == USER:

@@ -30,7 +30,7 @@ from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, NOTHING, CodeDescription, Statics
 from .description import PLAIN
 from .ignored import ADAPTER_STATE, IRRELEVANT, UNRELATED
-from .origin import TRUSTED, USER, compiled_from, origin_of, origin_of_class
+from .origin import PYTHON, TRUSTED, USER, compiled_from, origin_of, origin_of_class
 from .watch import (
     Places,
     Watch,
@@ -79,6 +79,7 @@ class ModelDescription(CodeDescription):
         self._head = self.original("the output head", model.get_output_embeddings())
         self._add_model(model)
         self.watch.complete()
+        self._head_parts: list[tuple[str, torch.Tensor]] = []
 
     @property
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -103,6 +104,11 @@ class ModelDescription(CodeDescription):
         self._guard(lambda location: self.finish(), "the code of the model")
         self._check_order(model)
 
+        if not self.origins <= {*TRUSTED, PYTHON}:  # other code may compute KV with the output head
+            module, self._head = self._head, None
+            for location, part in self._head_parts:
+                self._guard(self._add_part, location, part, module)
+            self._guard(lambda location: self.finish(), "the code of the model")
     # --- modules
 
     def original(self, location: str, value: Any) -> Any:
@@ -160,11 +166,12 @@ class ModelDescription(CodeDescription):
             self._guard(self._add_frequencies, location, module, kinds)
 
     def _add_part(self, location: str, part: torch.Tensor, module: nn.Module) -> None:
-        """Describe a parameter or buffer. Parts of the output head, which makes no KV, are described by type only."""
+        """Describe a parameter or buffer. Parts of the output head, which makes no KV, are described by type first."""
         if module is self._head:
             self.words.append(type(part).__name__)
         elif part.device.type == "meta":
             self.number(part)
+            self._head_parts.append((location, part))
             offloaded = _offloaded(location, module, location.rpartition(".")[2])
             self.words.append(f"tensor {offloaded.dtype} {tuple(offloaded.shape)}")
             self.tensors[id(part)] = location, offloaded
@@ -342,7 +349,7 @@ class ModelDescription(CodeDescription):
         aside = CodeDescription(watch=self.watch, statics=self._statics)
         aside.add(location, function)
         self._guard(lambda location: aside.finish(), location)
-        if aside.has_user_code:
+        if USER in aside.origins:
             self.problem = self.problem or location
 
     def _check_class(self, location: str, kind: type, names: frozenset[str]) -> None:
@@ -351,7 +358,7 @@ class ModelDescription(CodeDescription):
             aside = CodeDescription(watch=self.watch, statics=self._statics)
             self._guard(aside.add_members, location, kind, names)
             self._guard(lambda location: aside.finish(), location)
-            self._checked[kind] = aside.has_user_code
+            self._checked[kind] = USER in aside.origins
         if self._checked[kind]:
             self.problem = self.problem or location
 
