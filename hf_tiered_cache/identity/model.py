@@ -51,6 +51,8 @@ _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _OURS = "hf_tiered_cache"
 _OBSERVERS = frozenset({"accelerate", "transformers"})
 """Packages with hooks that only move or observe tensors."""
+_MOVERS = frozenset({"ModelHook", "SequentialHook", "AlignDevicesHook", "CpuOffload"})
+"""Hooks of accelerate that only move tensors."""
 _WATCHED = frozenset(
     {*_HOOKS, *_METHODS, "_parameters", "_buffers", "_modules", "training", "_hf_hook", "_old_forward"}
 )
@@ -77,9 +79,9 @@ class ModelDescription(CodeDescription):
         self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
         self._idle = NOTHING  # inactive adapters that parts of the next module may belong to
         self._head = self.original("the output head", model.get_output_embeddings())
+        self._head_parts: list[tuple[str, torch.Tensor]] = []
         self._add_model(model)
         self.watch.complete()
-        self._head_parts: list[tuple[str, torch.Tensor]] = []
 
     @property
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -102,13 +104,13 @@ class ModelDescription(CodeDescription):
         self.add("", model)
         self.add("the configuration", self._text)
         self._guard(lambda location: self.finish(), "the code of the model")
-        self._check_order(model)
-
         if not self.origins <= {*TRUSTED, PYTHON}:  # other code may compute KV with the output head
             module, self._head = self._head, None
             for location, part in self._head_parts:
                 self._guard(self._add_part, location, part, module)
             self._guard(lambda location: self.finish(), "the code of the model")
+        self._check_order(model)
+
     # --- modules
 
     def original(self, location: str, value: Any) -> Any:
@@ -169,9 +171,9 @@ class ModelDescription(CodeDescription):
         """Describe a parameter or buffer. Parts of the output head, which makes no KV, are described by type first."""
         if module is self._head:
             self.words.append(type(part).__name__)
+            self._head_parts.append((location, part))
         elif part.device.type == "meta":
             self.number(part)
-            self._head_parts.append((location, part))
             offloaded = _offloaded(location, module, location.rpartition(".")[2])
             self.words.append(f"tensor {offloaded.dtype} {tuple(offloaded.shape)}")
             self.tensors[id(part)] = location, offloaded
@@ -330,10 +332,12 @@ class ModelDescription(CodeDescription):
                 return
 
     def _check_hook(self, location: str, hook: Any) -> None:
-        """Watch an accelerate hook without a description, since it only moves tensors. Other hooks are a problem."""
+        """Watch an accelerate hook. One that only moves tensors is not described. Hooks of others are a problem."""
         if hook is None or origin_of_class(type(hook)) not in TRUSTED:
             self.problem = self.problem or f"the accelerate hook of {location}"
             return
+        if type(hook).__name__ not in _MOVERS:
+            self.add(f"the accelerate hook of {location}", hook)
         self.watch.type_of(hook)
         self.watch.item(hook.__dict__, "hooks")
         for name in ("pre_forward", "post_forward"):
