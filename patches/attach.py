@@ -113,7 +113,7 @@ class Attachment:
         for name, wrapper in _WRAPPERS.items():
             method = getattr(model, name, None)
             if method is not None and not isinstance(method, wrapper):
-                setattr(model, name, wrapper(self, method, model.__dict__.get(name)))
+                setattr(model, name, wrapper(self, name, method))
         modules = list(model.modules())
         forwards = {type(module).forward for module in modules}
         forwards.update(module.__dict__["forward"] for module in modules if "forward" in module.__dict__)
@@ -200,20 +200,34 @@ _ATTACH_LOCK = threading.RLock()
 
 
 class _Wrapper(Replacement):
-    """Wrapper of a bound method of the model.
+    """Wrapper of a bound method of the model. A method of the model's class is the one that the class has at the call.
 
     Args:
         attachment: Attachment of the model.
+        name: Name of the method.
         method: The method.
-        attribute: Instance attribute that the wrapper replaces, or None if the method belongs to the class.
     """
 
-    def __init__(self, attachment: Attachment, method: Callable[..., Any], attribute: Any) -> None:
+    def __init__(self, attachment: Attachment, name: str, method: Callable[..., Any]) -> None:
+        self.attachment = attachment
+        self._name = name
+        self.replaced_attribute = attachment.model.__dict__.get(name)
+        """Instance attribute that the wrapper replaces, or None if the method belongs to the class."""
+        self._member = getattr(type(attachment.model), name, None)
         super().__init__(method)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        kind = type(self.attachment.model)
+        if self.replaced_attribute is None and (member := getattr(kind, self._name)) is not self._member:
+            self._member, self.original = member, member.__get__(self.attachment.model, kind)
+        return self._original
+
+    @original.setter
+    def original(self, method: Callable[..., Any]) -> None:
+        self._original = method
         self.__signature__ = inspect.signature(method)  # `generate()` reads it several times per call
         self.cache_argument = cache_argument(self.__signature__)
-        self.attachment = attachment
-        self.replaced_attribute = attribute
 
     def serves(self, values: Iterable[Any]) -> bool:
         """Return whether the arguments include one of our caches, and no outer call serves it already."""
