@@ -115,7 +115,7 @@ class Attachment:
             if method is not None and not isinstance(method, wrapper):
                 setattr(model, name, wrapper(self, name, method))
         modules = list(model.modules())
-        forwards = {type(module).forward for module in modules}
+        forwards = {getattr(type(module), "forward", None) for module in modules}  # a scripted module has none
         forwards.update(module.__dict__["forward"] for module in modules if "forward" in module.__dict__)
         self.compiled = any(map(_is_compiled, forwards)) or any(
             module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in modules
@@ -375,7 +375,7 @@ class _PrepareInputs(_Wrapper):
         return inputs
 
 
-def _is_compiled(forward: Callable[..., Any]) -> bool:
+def _is_compiled(forward: Any) -> bool:
     if isinstance(forward, _Wrapper):
         forward = forward.original
     return hasattr(forward, "_torchdynamo_orig_callable")

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedModelError
 from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, NOTHING, CodeDescription, Statics
-from .description import PLAIN
+from .description import PLAIN, Undescribable
 from .ignored import ADAPTER_STATE, IRRELEVANT, UNRELATED
 from .origin import PYTHON, TRUSTED, USER, compiled_from, origin_of, origin_of_class
 from .watch import (
@@ -133,8 +133,12 @@ class ModelDescription(CodeDescription):
         return value
 
     def add_module(self, location: str, module: nn.Module) -> None:
-        """Describe a module: its class, state, hooks and submodules."""
+        """Describe a module: its class, state, hooks and submodules. The code of a scripted one cannot be read."""
         kind = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                self.add(f"{location}.{name}", tensor)
+            raise Undescribable(f"{location}, a scripted module,")
         idle, self._idle = self._idle, NOTHING
         self.watch.type_of(module)
         self._add_runners(location or kind.__name__, module)

@@ -349,7 +349,8 @@ def varying_kinds(module: Any) -> dict[str, str]:
 
     Passes of other modules than those that transformers decorates (`dynamic_rope_update`) change no frequencies.
     """
-    kinds, function = module.__dict__.get("rope_type"), type(module).forward
+    kinds = module.__dict__.get("rope_type")
+    function: Any = getattr(type(module), "forward", None)
     by_prefix = {f"{name}_": kind for name, kind in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
     while getattr(function, "__globals__", None) is not vars(modeling_rope_utils):
         if not hasattr(function, "__wrapped__"):
