@@ -52,6 +52,8 @@ INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandl
 """Types with instances that do not affect computation."""
 _NATIVE_METHOD = type(vars(torch._C._SDPBackend)["__eq__"])
 """Type of the methods of classes that pybind11 makes."""
+_NUMPY_FUNCTION: Any = type(np.concatenate)
+"""Type of NumPy's functions that other types of arrays can override."""
 _TENSOR_MARKS = frozenset({"_is_hf_initialized", "_is_param", "_is_buffer", "persistent"})
 """Attributes that torch and transformers set on tensors without effect on results, besides those of `torch.compile`."""
 _MOST_PARTS = 200_000
@@ -177,6 +179,15 @@ class Description(ABC):
             )
             if bound is not None and not native:
                 self.add(location, bound)
+        elif kind is np.ufunc and value == getattr(np, value.__name__, None):
+            self.words.append(f"ufunc {value.__name__}")
+        elif kind is _NUMPY_FUNCTION:
+            self.words.append("numpy function")
+            self.add(location, value._implementation)
+        elif kind is slice:
+            self.words.append("slice")
+            for part in (value.start, value.stop, value.step):
+                self.add(location, part)
         elif kind is types.MappingProxyType:
             self.words.append("mappingproxy")
             self.add(location, gc.get_referents(value)[0])

@@ -13,12 +13,14 @@ import traceback
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from families import build
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.llama import modeling_llama
 
 from hf_tiered_cache.identity import Fingerprinter
@@ -176,9 +178,22 @@ def with_messages(x):
         return nn.functional.silu(x)
 
 
-@pytest.mark.parametrize(
-    "function", [with_a_named_tuple, with_a_signature, with_a_hash, with_weak_references, with_messages]
-)
+def with_numpy(x):
+    return x * float(np.exp(np.linalg.norm(np.concatenate([np.zeros(2), np.zeros(1)]))))
+
+
+def with_a_choice_of_attention(x):
+    with sdpa_kernel(SDPBackend.MATH):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+ORDINARY = [
+    *(with_a_named_tuple, with_a_signature, with_a_hash, with_weak_references, with_messages, with_numpy),
+    with_a_choice_of_attention,
+]
+
+
+@pytest.mark.parametrize("function", ORDINARY)
 def test_ordinary_code_is_described(function):
     description = CodeDescription()
     description.add("it", function)
