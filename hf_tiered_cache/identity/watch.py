@@ -249,9 +249,14 @@ _HARMLESS_KERNELS = ("/Meta", "/FuncTorchBatched")
 """Kernels that compute no values, and those that PyTorch adds when it vectorizes a function for the first time."""
 
 
-def changed_kernel() -> str:
-    """Describe a kernel in Python of a PyTorch operator that was added or removed since the import, or return ""."""
-    return _changed_kernel(len(torch.library._impls))  # a comparison of all kernels at each token would take too long
+def changed_kernel(begins_request: bool) -> str:
+    """Describe a kernel in Python of a PyTorch operator that was added or removed since the import, or return "".
+
+    Within a request, kernels are compared only if their number changes: 50 microseconds at each token are too long.
+    """
+    if begins_request:
+        _changed_kernel.cache_clear()
+    return _changed_kernel(len(torch.library._impls))
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import lru_cache
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def other_operator(monkeypatch):
     """Replace an operator, as an extension does below Python, where nothing shows it. Undone at the end."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("silu", lambda x: x * torch.sigmoid(x) * 1.5, "CPU")
-    monkeypatch.setattr(watch, "_changed_kernel", lambda num_kernels: "")
+    monkeypatch.setattr(watch, "_changed_kernel", lru_cache(lambda num_kernels: ""))
     yield
     library._destroy()
 

@@ -372,6 +372,21 @@ def test_a_kernel_in_python_runs_plain_until_it_is_removed(tmp_path):
         assert restored(model, store) == 64
 
 
+def test_a_kernel_that_takes_the_place_of_another_is_noticed():
+    name = Fingerprinter(build("llama"))
+    other = torch.library.Library("hf_tiered_cache_test", "FRAGMENT")
+    other.define("identity(Tensor x) -> Tensor")
+    other.impl("identity", lambda x: x, "CPU")
+    assert not name.look().problem
+    other._destroy()
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("silu", lambda x: x * 3, "CPU")
+    try:
+        assert "aten/silu" in name.look().problem
+    finally:
+        kernels._destroy()
+
+
 def test_quantization_is_part_of_it():
     model = build("llama")
     name = fingerprint(model)
