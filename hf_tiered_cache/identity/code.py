@@ -59,7 +59,7 @@ NOTHING: frozenset[str] = frozenset()
 _DESCRIBED = (
     *(type, types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper),
     *(property, staticmethod, classmethod, Replacement, torch.Tensor, nn.Module, enum.Enum, np.generic),
-    *(*PLAIN_TORCH, *BUILTIN),
+    *(slice, *PLAIN_TORCH, *BUILTIN),
 )
 """Types of package objects that are described in full; other package objects are described by their type only."""
 _LOADED = frozenset(

@@ -17,7 +17,7 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,10 +30,10 @@ from transformers import PreTrainedConfig
 from ..errors import UnsupportedModelError
 from ..patches.replacement import Replacement
 from .origin import USER, origin_of_class
-from .state import PARTS, state_of
+from .state import PARTS, slots_of, state_of
 from .watch import Watch
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range)
 PLAIN_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 BUILTIN = (
     types.BuiltinFunctionType,
@@ -237,12 +237,15 @@ class Description(ABC):
         self._add_items(location, state.values, tuple)
         if state.attributes is not None:
             self._add_state(location, value, state.attributes)
-        for name, item in state.slots.items():
+        self._add_slots(location, value, state.slots)
+        if state.base is not None:
+            self._add_container(location, value, state.base)
+
+    def _add_slots(self, location: str, value: Any, slots: Mapping[str, Any]) -> None:
+        for name, item in slots.items():
             self.watch.slot(value, name)
             self.words.append(name)
             self.add(f"{location}.{name}", item)
-        if state.base is not None:
-            self._add_container(location, value, state.base)
 
     def _add_state(
         self, location: str, value: Any, state: dict[str, Any], ignored: frozenset[str] = frozenset()
@@ -301,6 +304,8 @@ class Description(ABC):
             self.add(location, kind)
             if is_traceable_wrapper_subclass(tensor):
                 self.add(location, tensor.__tensor_flatten__()[1])
+        slots = {name: getattr(tensor, name) for name in slots_of(kind) if hasattr(tensor, name)}
+        self._add_slots(location, tensor, slots)
         compiled = {name for name in tensor.__dict__ if name.startswith("_dynamo")}
         self._add_state(location, tensor, tensor.__dict__, _TENSOR_MARKS | compiled)
 

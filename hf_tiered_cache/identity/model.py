@@ -240,6 +240,12 @@ class ModelDescription(CodeDescription):
         self.words.append(type(config).__name__)
         if origin_of_class(type(config)) == USER:
             self.add_members(location, type(config), NOTHING, special=False)
+        for base in type(config).__mro__:
+            self.watch.size(base.__dict__)
+            for name, value in base.__dict__.items():
+                if type(value) in PLAIN and not (name.startswith("_") or name in IRRELEVANT or name in config.__dict__):
+                    self.watch.member(base, name)
+                    self.words.append(f"{base.__qualname__}.{name} {value!r}")
         for name, value in sorted(config.__dict__.items()):
             is_internal = name in ("_attn_implementation_internal", "_experts_implementation_internal")
             if name in IRRELEVANT or (name.startswith("_") and not is_internal):

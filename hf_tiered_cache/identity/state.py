@@ -51,6 +51,12 @@ class State:
     base: type | None = None
 
 
+def slots_of(kind: type) -> list[str]:
+    """Return the names of the `__slots__` of a class and its bases."""
+    names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    return names
+
+
 def state_of(value: Any) -> State:
     """Return the complete state of an object.
 
@@ -68,7 +74,7 @@ def state_of(value: Any) -> State:
     base: Any = next(base for base in kind.__mro__ if base in (*_VALUES, *_CONTAINERS, *PARTS, object))
     if _has_hidden_state(kind, base):  # type: ignore[arg-type]  # classes are hashable
         return State((_member_name(value, kind),))
-    names = (*copyreg._slotnames(kind), *PARTS.get(base, ()))  # type: ignore[attr-defined]
+    names = (*slots_of(kind), *PARTS.get(base, ()))
     slots = {name: getattr(value, name) for name in sorted(names) if hasattr(value, name)}
     return State(
         (_plain(value, base),) if base in _VALUES else (),
@@ -90,7 +96,7 @@ def _has_hidden_state(kind: type, base: type) -> bool:
     """Return whether instances are larger than those of an equivalent Python class with the same `__slots__`."""
     if base.__itemsize__:  # subclasses of variable-size types have no slots
         return kind.__basicsize__ > type("Reference", (base,), {}).__basicsize__
-    names = [f"slot{number}" for number in range(len(copyreg._slotnames(kind)))]  # type: ignore[attr-defined]
+    names = [f"slot{number}" for number in range(len(slots_of(kind)))]
     names += ["__dict__"] if kind.__dictoffset__ and not base.__dictoffset__ else []
     names += ["__weakref__"] if kind.__weakrefoffset__ and not base.__weakrefoffset__ else []
     return kind.__basicsize__ > type("Reference", (base,), {"__slots__": names}).__basicsize__
