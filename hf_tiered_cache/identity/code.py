@@ -34,6 +34,7 @@ from .description import (
 from .ignored import CONSTRUCTORS, NO_MEMBER, NOT_CONSTRUCTED, is_special, uncalled
 from .library import impure_part
 from .origin import (
+    ENVIRONMENT,
     INSTALLED,
     PYTHON,
     USER,
@@ -201,6 +202,7 @@ class CodeDescription(Description):
             refs = references(code)
             self._names |= refs.members
             self._called |= refs.members
+            self._add_variables(location, refs.variables)
             self._add_globals(location, function.__globals__, refs.globals, refs.members, USER)
             self._add_imports(location, function.__globals__, refs)
         elif origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
@@ -222,6 +224,17 @@ class CodeDescription(Description):
                 self.watch.item(namespace, name)
                 self._add_global(location, builtins.__dict__, name, USER if origin == USER else PYTHON)
         self._add_modules(location, modules, members, origin)
+
+    def _add_variables(self, location: str, names: frozenset[str]) -> None:
+        """Describe environment variables, or all of them if "" is among the names."""
+        if "" in names:
+            self.add(location, os.environ)
+            return
+        state: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+        for name in sorted(names):
+            key = os.environ.encodekey(name)
+            self.watch.item(state, key)
+            self.words.append(f"variable {name} {state.get(key)!r}")
 
     def _add_imports(self, location: str, namespace: dict[str, Any], refs: References) -> None:
         """Describe what user code refers to in modules that it imports within functions."""
@@ -264,6 +277,8 @@ class CodeDescription(Description):
         self.words.append(name)
         value = namespace[name]
         if isinstance(value, types.ModuleType):  # its members are described by name
+            return
+        if name in ENVIRONMENT and (value is os.environ or value is os.getenv):  # see `_add_variables`
             return
         opaque = origin != USER and _is_opaque(value, type(value))
         if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:

@@ -24,6 +24,8 @@ PYTHON, INSTALLED, USER = "python", "installed", "user"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _SITE_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
+ENVIRONMENT = frozenset({"environ", "getenv"})
+"""Names under which code reads environment variables."""
 _IMMUTABLE = 1 << 8
 """Flag of classes that are not made by Python code (`Py_TPFLAGS_IMMUTABLETYPE`)."""
 
@@ -113,6 +115,8 @@ class References(NamedTuple):
     """Names of attributes, and texts that may be such names, for example arguments of `getattr`."""
     imports: frozenset[tuple[str, tuple[str, ...]]] = frozenset()
     """Names of modules, with leading dots if relative, and the names that are imported from each."""
+    variables: frozenset[str] = frozenset()
+    """Names of environment variables that are read, and "" if others may be read, too."""
 
 
 @functools.lru_cache(maxsize=16384)
@@ -121,6 +125,7 @@ def references(code: types.CodeType) -> References:
     global_names: set[str] = set()
     members: set[str] = set()
     imports: set[tuple[str, tuple[str, ...]]] = set()
+    variables: set[str] = set()
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for number, step in enumerate(steps):
         if step.opname == "IMPORT_NAME":
@@ -131,11 +136,26 @@ def references(code: types.CodeType) -> References:
         elif step.opcode in dis.hasname:
             is_member = "ATTR" in step.opname or step.opname in ("LOAD_METHOD", "IMPORT_FROM")
             (members if is_member else global_names).add(step.argval)
+            if step.argval in ENVIRONMENT:
+                variables.add(_variable(steps[number:]))
         elif step.opcode in dis.hasconst and not _names_keywords(steps, number):
-            members |= text_names(step.argval)
+            members |= (names := text_names(step.argval))
+            if names & ENVIRONMENT:
+                variables.add("")
     nested = [references(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    own = References(frozenset(global_names), frozenset(members), frozenset(imports))
+    own = References(frozenset(global_names), frozenset(members), frozenset(imports), frozenset(variables))
     return References(*(frozenset().union(*parts) for parts in zip(own, *nested, strict=True)))
+
+
+def _variable(steps: list[dis.Instruction]) -> str:
+    """Return the constant name of the variable that the first step, a name of `ENVIRONMENT`, reads, or ""."""
+    first, *rest = (step for step in steps[:5] if step.opname != "PUSH_NULL")
+    if first.argval == "environ":
+        if rest[0].opcode in dis.hasname and rest[0].argval == "get":
+            rest = rest[1:]
+        elif len(rest) < 2 or rest[1].opname != "BINARY_SUBSCR":
+            return ""
+    return rest[0].argval if rest[0].opcode in dis.hasconst and isinstance(rest[0].argval, str) else ""
 
 
 def _names_keywords(steps: list[dis.Instruction], number: int) -> bool:
