@@ -93,10 +93,10 @@ class CodeDescription(Description):
         self._with_special: set[type] = set()  # classes with described special methods
         self._globals: set[tuple[int, str, bool]] = set()  # globals described so far
         self.origins: set[str] = set()
-        """Origins of the described functions."""
+        """Origins of the classes of described modules, and `USER` if a described function is user code."""
         self.is_impure = False
         """True if user code may not use a described part of the standard library."""
-        self._names: set[str] = set()  # names that user code refers to
+        self._names: set[str] = set()  # names that user code or another installed package refers to
         self._called: set[str] = set()  # names that any described code refers to, or described texts
         self._user_classes: dict[type, str] = {}  # classes with members in user code, with their locations
         self._held_modules: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
@@ -124,7 +124,7 @@ class CodeDescription(Description):
         self._held_modules[id(module)] = location, module
 
     def ignore(self, location: str, state: dict[str, Any], name: str, by_any_code: bool = False) -> None:
-        """Leave out an attribute, unless user code, or any code, refers to its name, which `finish` checks."""
+        """Leave out an attribute, unless code that is not trusted, or any code, refers to its name (see `finish`)."""
         self._ignored.append((location, state, name, self._called if by_any_code else self._names))
 
     def finish(self) -> None:
@@ -173,10 +173,10 @@ class CodeDescription(Description):
         self._called |= referenced_names(code)
         self.watch.function(function)
         self.words.append(f"def {function.__qualname__} {code_digest(code)}")
-        self.origins.add(origin)
         if origin == INSTALLED:
             self.words.append(file_digest(code.co_filename))
         elif origin == USER:
+            self.origins.add(USER)
             self._add_state(location, function, function.__dict__)
         for value in function.__defaults__ or ():
             self._refer(location, value, origin)
@@ -207,6 +207,8 @@ class CodeDescription(Description):
             self._add_imports(location, function.__globals__, refs)
         elif origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
             names = referenced_names(code)
+            if origin == INSTALLED:
+                self._names |= names
             self._add_globals(location, function.__globals__, names, names, origin)
 
     def _add_globals(

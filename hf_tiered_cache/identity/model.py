@@ -141,6 +141,7 @@ class ModelDescription(CodeDescription):
             raise Undescribable(f"{location}, a scripted module,")
         idle, self._idle = self._idle, NOTHING
         self.watch.type_of(module)
+        self.origins.update(map(origin_of_class, kind.__mro__))
         self._add_runners(location or kind.__name__, module)
         if is_tuner(module):
             self.tuned.append(module)
