@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -17,11 +18,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
+import torch
 import uvicorn
 import uvicorn.config
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -41,6 +49,7 @@ from ..tiered_cache import TieredCache, TieredSession
 from .hub import go_offline_without_hub
 from .metrics import MetricsOf, export_to_opentelemetry
 from .serve_requests import (
+    CANCEL_SECONDS,
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
     SHUTDOWN_SECONDS,
@@ -75,12 +84,46 @@ NewCache = Callable[[PreTrainedModel], TieredCache]
 Counted = TypeVar("Counted", TieredCache, TieredSession)
 
 
+class Cancellation(StoppingCriteria):
+    """Cancellation of all requests, which end with an error at their next token."""
+
+    def __init__(self) -> None:
+        self.requested = threading.Event()
+
+    def check(self) -> None:
+        """Raise HTTPException if requests are cancelled."""
+        if self.requested.is_set():
+            raise HTTPException(503, "the server is stopping")
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        """Return that no sequence `[batch]` ends, unless requests are cancelled."""
+        self.check()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+
+
 class TieredGenerateManager(GenerateManager):
     """Generate manager that creates a `TieredCache` for each request, by a function of the model."""
 
-    def __init__(self, new_cache: NewCache) -> None:
+    def __init__(self, new_cache: NewCache, cancellation: Cancellation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._new_cache = new_cache
+        self._new_cache, self._cancellation = new_cache, cancellation
+        self._running = threading.Lock()
+
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().submit(self._run, fn, *args, **kwargs)
+
+    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().async_submit(self._run, fn, *args, **kwargs)
+
+    def stop(self) -> None:
+        """Wait until cancelled requests have ended: the thread must not run a model when the interpreter exits."""
+        with self._running:
+            pass
+
+    def _run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._running:
+            self._cancellation.check()
+            return fn(*args, **kwargs)
 
     def generate_streaming(
         self, model: PreTrainedModel, processor: Any, inputs: dict[str, Any], gen_config: Any, *args: Any, **kwargs: Any
@@ -103,6 +146,7 @@ class TieredGenerateManager(GenerateManager):
             HTTPException: The request exceeds the model's context, or has too many sequences.
         """
         limit_request(model, inputs, gen_config)
+        inputs = {**inputs, "stopping_criteria": StoppingCriteriaList([self._cancellation])}
         configs = (gen_config, model.generation_config)
         implementation = next((config.cache_implementation for config in configs if config.cache_implementation), None)
         if gen_config.use_cache is False or implementation is not None:
@@ -124,6 +168,7 @@ class TieredGenerationState(GenerationState):
     def __init__(self, new_cache: NewCache, batching: Batching | None = None) -> None:
         super().__init__(continuous_batching=batching is not None)
         self._new_cache, self._batching = new_cache, batching
+        self.cancellation = Cancellation()
         self._managers: dict[str, TieredGenerateManager] = {}
         self._cb_manager: BatchedGenerateManager | None = None
         self._cb_model_id: str | None = None
@@ -131,12 +176,19 @@ class TieredGenerationState(GenerationState):
     def get_manager(self, model_id: str, use_cb: bool = False) -> TieredGenerateManager | BatchedGenerateManager:
         if use_cb and self._batching is not None:
             if self._cb_manager is None or self._cb_model_id != model_id or not self._cb_manager.is_alive():
-                self.shutdown()
+                super().shutdown()
                 self._cb_manager, self._cb_model_id = BatchedGenerateManager(self._batching), model_id
             return self._cb_manager
         if model_id not in self._managers:
-            self._managers[model_id] = TieredGenerateManager(self._new_cache)
+            self._managers[model_id] = TieredGenerateManager(self._new_cache, self.cancellation)
         return self._managers[model_id]
+
+    def shutdown(self) -> None:
+        """Cancel all requests, and wait until none runs."""
+        self.cancellation.requested.set()
+        super().shutdown()
+        for manager in self._managers.values():
+            manager.stop()
 
 
 class TieredModelManager(ModelManager):
@@ -263,6 +315,22 @@ def build_app(
     return app
 
 
+class Server(uvicorn.Server):
+    """Server that cancels the requests that still run `SHUTDOWN_SECONDS` after Ctrl-C or SIGTERM."""
+
+    def __init__(self, config: uvicorn.Config, cancellation: Cancellation) -> None:
+        super().__init__(config)
+        self._cancellation = cancellation
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for running requests, and cancel them after a while."""
+        timer = asyncio.get_running_loop().call_later(SHUTDOWN_SECONDS, self._cancellation.requested.set)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
 def serve(
     model: str | None,
     store: KVStore,
@@ -311,7 +379,7 @@ def serve(
             limit_concurrency=MAX_CONNECTIONS,
             log_level=log_level,
             log_config=_logging(log_level),
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS + CANCEL_SECONDS,
         )
         if model is None:
             logger.warning(
@@ -321,7 +389,7 @@ def serve(
             "%s on http://%s:%d/v1, KV in %s; press Ctrl-C to stop", model or "any model", host, port, store.place
         )
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            Server(config, app.state.generation_state.cancellation).run(sockets=[listener])
         finally:
             app.state.generation_state.shutdown()
 

@@ -40,7 +40,9 @@ BODY_SECONDS = 30.0
 MAX_CONNECTIONS = 256
 """Maximum number of concurrent connections; others are answered with status 503."""
 SHUTDOWN_SECONDS = 15
-"""Maximum seconds for running requests to end after Ctrl-C or SIGTERM."""
+"""Maximum seconds for running requests to end after Ctrl-C or SIGTERM, before they are cancelled."""
+CANCEL_SECONDS = 5
+"""Maximum seconds for a cancelled request to compute its token and to be answered, before its connection is closed."""
 MAX_SEQUENCES = 16
 """Maximum number of beams or returned sequences per request. Each takes the memory of a prompt."""
 MIN_TEMPERATURE = 1e-10

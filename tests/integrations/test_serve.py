@@ -245,6 +245,47 @@ def test_clients_get_the_same_answers_and_restore_what_was_said(model, tmp_path)
         assert opened.verify(progress=False).ok
 
 
+@pytest.mark.parametrize("waiting", [False, True], ids=["running", "waiting"])
+def test_requests_that_outlast_the_end_of_the_server_are_answered_and_end(model, tmp_path, monkeypatch, waiting):
+    """Requests that ran on aborted the process when the interpreter exited, after an answer with status 500."""
+    monkeypatch.setattr(server, "SHUTDOWN_SECONDS", 0.1)
+    models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
+    with KVStore(tmp_path / "store") as store:
+        app = server.build_app(models, functools.partial(TieredCache, store=store))
+        state = app.state.generation_state
+        manager = state.get_manager(models.force_model)
+        config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=30)
+        running, listener = server.Server(config, state.cancellation), socket.create_server(("127.0.0.1", 0))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+        thread.start()
+        client = http.client.HTTPConnection(*listener.getsockname(), timeout=30)
+        others = [threading.Event(), threading.Event()]
+        if waiting:
+            manager.submit(lambda: [others[0].set(), others[1].wait(30)])
+            others[0].wait(30)
+        client.request(
+            "POST",
+            "/v1/completions",
+            json.dumps({"prompt": SYSTEM, "max_tokens": 10_000, "generation_config": '{"eos_token_id": []}'}),
+            {"content-type": "application/json"},
+        )
+        while not running.server_state.tasks or not (waiting or manager._running.locked()):
+            time.sleep(0.01)
+        running.should_exit = True
+        while not state.cancellation.requested.is_set():
+            time.sleep(0.01)
+        others[1].set()
+        answer = client.getresponse()
+        assert (answer.status, json.loads(answer.read())) == (503, {"detail": "the server is stopping"})
+        client.close()
+        thread.join(30)
+        assert not thread.is_alive()
+        state.shutdown()
+        assert not manager._running.locked()
+        with pytest.raises(server.HTTPException):
+            manager.submit(int).result()
+
+
 # --- hostile clients
 
 

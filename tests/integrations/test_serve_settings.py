@@ -233,4 +233,4 @@ def test_the_server_ends_although_a_client_does_not_read(model, tmp_path, monkey
     monkeypatch.setattr(server.uvicorn.Server, "run", lambda running, sockets: configs.append(running.config))
     with KVStore(tmp_path / "store") as store:
         server.serve(str(model), store, Exact(), host="127.0.0.1", port=0, device="cpu", dtype="float32")
-    assert configs[0].timeout_graceful_shutdown == server.SHUTDOWN_SECONDS > 0
+    assert configs[0].timeout_graceful_shutdown == server.SHUTDOWN_SECONDS + server.CANCEL_SECONDS > 0
