@@ -38,6 +38,8 @@ class RedisBackend(ValueBackend):
         parts = split_server(address)
         database, _, prefix = parts.path.strip("/").partition("/")
         place = without_secrets(address).rstrip("/")
+        if database and not database.isdecimal():  # the client would take database 0, for any prefix
+            raise ConfigError(f"{place} names no number of a database; write redis://host:port/database/prefix")
         environment = {"username": os.environ.get("REDIS_USERNAME"), "password": os.environ.get("REDIS_PASSWORD")}
         try:
             self.client: Any = redis.Redis.from_url(
