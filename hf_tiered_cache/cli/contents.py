@@ -168,9 +168,11 @@ def open_store(
                 pass
         return KVStore(store, engine="posix", remote=remote, remote_write="never", **options)
     place = open_place(str(store))
-    if not place.is_reachable():
+    try:
+        place.list_objects("")
+    except OSError as error:
         place.close()
-        raise Refused(f"{place.place} cannot be reached")
+        raise Refused(f"{place.place} cannot be reached ({error.strerror or error})") from None
     return KVStore(backend=place, remote=None, **options)  # whatever the environment says
 
 

@@ -96,7 +96,7 @@ def stat(
         return _show_segment(store, contents, contents.row_of(segment), as_json)
     descriptions = [contents.describe(row) for row in contents.rows]
     summary = {
-        "path": store,
+        "path": without_secrets(store),
         "segments": len(descriptions),
         "tokens": sum(description["tokens"] for description in descriptions),
         "disk_bytes": sum(description["bytes"] + sum(description["sidecars"].values()) for description in descriptions),

@@ -47,7 +47,7 @@ def verify(
             print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
         _show_unknown(report.unknown)
         if not report.ok and not repair:
-            print(f"run `hf-tiered-cache verify {store} --repair` to remove them")
+            print(f"run `hf-tiered-cache verify {without_secrets(store)} --repair` to remove them")
     if report.ok and report.unread:
         reason = "no --key-file was given" if key_file is None else "they are encrypted with another key"
         raise Refused(f"{count(report.unread, 'segment')} could not be checked: {reason}")
@@ -134,6 +134,7 @@ def rm(
         nbytes += sum(map(disk.nbytes_of, damaged))
         ids = [*(row.id for row in rows), *damaged]
         summary = f"{count(len(ids), 'segment')}, {format_bytes(nbytes)}"
+        question = f"Delete all segments of {without_secrets(store)} ({summary})?"
         continuations = continuing(disk, rows)
         if not as_json:
             show_removed(contents, rows)
@@ -142,7 +143,7 @@ def rm(
             if continuations:
                 print(f"cannot be restored without {'it' if len(rows) == 1 else 'them'}:")
                 show_removed(contents, continuations)
-        if everything and ids and not (yes or dry_run) and not confirm(f"Delete all segments of {store} ({summary})?"):
+        if everything and ids and not (yes or dry_run) and not confirm(question):
             raise Refused("nothing was deleted")
         removed = 0 if dry_run else kv_store.remove(ids)
         if removed:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ..errors import TieredCacheError
 from ..store import KEY_FILE_VARIABLE
+from ..store.settings import scheme_of, without_secrets
 
 _GAP = "  "
 _NO_TIME = "unknown"
@@ -78,7 +79,16 @@ KeyFile = Annotated[
         help="File with the encryption key of the store: 32 bytes, or 64 hexadecimal digits. Needed if encrypted.",
     ),
 ]
-StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.")]
+
+
+def path(store: str) -> Path:
+    """Return the folder of a store. Raises Refused for an address: only folders have what the command shows."""
+    if scheme_of(store):
+        raise Refused(f"{without_secrets(store)} is the address of a remote; pass the folder of a store")
+    return Path(store)
+
+
+StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.", parser=path)]
 StoreAddress = Annotated[
     str,
     typer.Argument(metavar="STORE", help="Folder of the store, or the address of a remote, such as s3://bucket/kv."),

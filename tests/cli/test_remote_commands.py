@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cli import app, main
+from hf_tiered_cache.cli.output import Refused
 from hf_tiered_cache.methods import Epic
 from hf_tiered_cache.store import tree
 from hf_tiered_cache.store.backends import open_remote
@@ -215,7 +216,9 @@ def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
         (["copy", "sqlite://nothing.db", "b"], "sqlite://nothing.db holds no segments"),
         (["copy", "sqlite://nothing.db", "b", "../../passwd"], "'../../passwd' is no whole id of a segment"),
         (["ls", "teleport://x"], "unknown backend"),
-        (["ls", "redis://127.0.0.1:1"], "cannot be reached"),
+        (["ls", "redis://127.0.0.1:1"], "redis://127.0.0.1:1 cannot be reached (ConnectionError)"),
+        (["ls", "redis://127.0.0.1:1/team"], "names no number of a database; write redis://host:port/database/prefix"),
+        (["top", "redis://127.0.0.1:1"], "redis://127.0.0.1:1 is the address of a remote; pass the folder of a store"),
     ],
 )
 def test_errors_say_what_is_wrong(arguments, message, monkeypatch, capsys, tmp_path):
@@ -226,3 +229,16 @@ def test_errors_say_what_is_wrong(arguments, message, monkeypatch, capsys, tmp_p
         main()
     assert exit_status.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_command_shows_the_password_of_an_address(tmp_path):
+    local, address = open_store(tmp_path / "store"), f"memory://user:hunter2@{tmp_path.name}"
+    local.publish(*segment(hashes(4, "a")))
+    local.close()
+    assert run("copy", tmp_path / "store", address).exit_code == 0
+    for command in ("ls", "stat", "verify", "gc", "rm --all", "top", "conversations", "documents"):
+        refuses = command in ("rm --all", "top", "conversations", "documents")
+        for options in ([], ["--json"] if command != "top" else []):
+            done = run(*command.split(), address, *options)
+            assert isinstance(done.exception, Refused) if refuses else done.exit_code == 0, command
+            assert "hunter2" not in done.output + str(done.exception), command
