@@ -29,6 +29,16 @@ def test_a_first_prompt_is_new_and_a_second_needs_no_reason(store, caplog):
     assert not caplog.records  # neither is worth a warning
 
 
+@pytest.mark.parametrize("added", [0, 1, 15, 40])
+def test_a_prompt_that_a_cache_already_holds_needs_no_reason(store, caplog, added):
+    model, ids = build("llama"), prompt(120)
+    store.precompute(model, ids[:, :80])
+    cache = TieredCache(model, store)
+    for tokens in (80, 80 + added):
+        model.generate(ids[:, :tokens], past_key_values=cache, **GREEDY)
+    assert cache.stats.reason == "" and not caplog.records
+
+
 def test_a_first_prompt_behind_padding_is_new_too(store):
     model, mask = build("llama"), torch.ones(1, 80, dtype=torch.int64)
     mask[0, :3] = 0

@@ -322,7 +322,8 @@ class Executor(CacheState):
     def look_up_admitted(self, request: Request, sequence: SequenceState) -> tuple[Plan | None, str]:
         """Return the plan that would restore an admitted prompt and "", or None and the reason."""
         reason = self._lookup_refusal(request, sequence)
-        plan = None if reason else sequence.plan(request, self.collector)
+        computes_all = request.must_compute >= request.num_positions
+        plan = None if reason or computes_all else sequence.plan(request, self.collector)
         if plan is not None:
             chosen_plan, reason = choose_strategy(plan, sequence)
             plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))
@@ -346,8 +347,8 @@ class Executor(CacheState):
             return reasons.SWITCHED_OFF
         if asks_for_all(request.kwargs, self.attachment.model.config):
             return reasons.ALL_STATES
-        if request.must_compute >= request.num_positions:
-            return reasons.SHORT if request.num_positions < HASH_TOKENS else reasons.ALL_LOGITS
+        if HASH_TOKENS <= request.num_positions <= request.must_compute:
+            return reasons.ALL_LOGITS
         return ""
 
     def _no_plan_reason(self, request: Request, sequence: SequenceState) -> str:
