@@ -167,7 +167,7 @@ def run(arguments: list[str]) -> None:
     """Run lm_eval's own command with these arguments, and with `hf-tiered` as the default model type.
 
     Raises:
-        ConfigError: A task is unknown, its data cannot be reached, or as in `HFTieredLM`.
+        ConfigError: No task is named, a task is unknown, its data cannot be reached, or as in `HFTieredLM`.
     """
     has_model = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
     is_evaluation = arguments[:1] not in (["ls"], ["validate"])
@@ -183,6 +183,6 @@ def run(arguments: list[str]) -> None:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{reason}; without network access, use tasks with local or cached data") from error
     except ValueError as error:
-        if not str(error).startswith("Tasks not found"):
+        if not str(error).startswith(("Tasks not found", "No tasks specified")):
             raise
         raise ConfigError(f"{error}; `hf-tiered-cache lm-eval ls tasks` lists all tasks") from None

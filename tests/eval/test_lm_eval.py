@@ -128,10 +128,11 @@ def test_wrong_arguments_are_one_line(saved, arguments, says):
 
 
 def test_the_command_ends_with_one_line_and_exit_status_2(run):
-    status, _, err = run("--tasks", "there_is_none")
-    assert status == 2
-    assert err.splitlines()[-1].startswith("hf-tiered-cache: Tasks not found: there_is_none")
-    assert "Traceback" not in err
+    for options, says in ((["--tasks", "there_is_none"], "Tasks not found: there_is_none"), ([], "No tasks specified")):
+        status, _, err = run(*options)
+        assert status == 2
+        assert err.splitlines()[-1].startswith(f"hf-tiered-cache: {says}")
+        assert "Traceback" not in err
 
 
 def test_without_lm_eval_the_command_says_what_to_install(run, monkeypatch):
