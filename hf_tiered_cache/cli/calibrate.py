@@ -119,10 +119,11 @@ def calibrate(
         raise Refused("--quality measures the loss on your own text: pass it with --text FILE")
     if plot is not None:
         plt, plot = plotting(), picture(plot)
+    texts = [read_text(path) for path in text or []]
     amount = f"{passages} passages of {tokens} tokens"
     with _measuring(store, model, dtype, memory, key_file, amount) as (kv_store, torch_model):
         if quality is not None:
-            ids = _prompts(model, text or [], length, prompts)
+            ids = _prompts(model, texts, length, prompts)
             findings = kv_store.calibrate_quality(torch_model, ids, methods=methods.split(","), progress=not as_json)
             _show_losses(findings, quality, as_json)
             if plot is not None:
@@ -166,13 +167,13 @@ def _lengths(prefix: str) -> list[int]:
         raise Refused(f"--prefix {prefix} is invalid; pass lengths in tokens, such as 512,4096") from None
 
 
-def _prompts(model: str, texts: list[Path], length: int, count: int) -> list[list[int]]:
+def _prompts(model: str, texts: list[str], length: int, count: int) -> list[list[int]]:
     """Return up to `count` prompts of `length` tokens, evenly from all texts. Raises Refused if there is none."""
     from transformers import AutoTokenizer
 
     tokenizer, prompts = AutoTokenizer.from_pretrained(model), []
-    for path in texts:
-        ids = tokenizer(read_text(path), verbose=False)["input_ids"]
+    for text in texts:
+        ids = tokenizer(text, verbose=False)["input_ids"]
         prompts += [ids[begin : begin + length] for begin in range(0, len(ids) - length + 1, length)]
     if not prompts:
         raise Refused(f"no text has {length} tokens; pass longer texts, or a smaller --length")

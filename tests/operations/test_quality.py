@@ -215,11 +215,10 @@ def test_budgets_of_a_method_share_what_is_stored(model, text, tmp_path, monkeyp
     assert stored == [kind for kind in (Exact, ContiguousKV, H2O) for _ in texts]
 
 
-def test_prompts_come_evenly_from_all_texts(tmp_path):
+def test_prompts_come_evenly_from_all_texts():
     folder = Path(__file__).parents[2] / "eval" / "reference" / "xs"
-    tokenizer, texts = AutoTokenizer.from_pretrained(folder), [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for first, path in zip((100, 400), texts, strict=True):
-        path.write_text(tokenizer.decode(range(first, first + 200)))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.decode(range(first, first + 200)) for first in (100, 400)]
     every = _prompts(str(folder), texts, 64, 100)
     assert [len(ids) for ids in every] == [64] * len(every) and len(every) >= 4
     assert _prompts(str(folder), texts, 64, 2) == [every[0], every[len(every) // 2]]
