@@ -30,8 +30,8 @@ def unknown_name(kind: str, name: object, names: Iterable[str]) -> str:
 
 
 def with_type(value: object) -> str:
-    """Return a value and its type for a message, such as "'10%' (str)". A long value is truncated."""
-    return f"{value!r:.80} ({type(value).__name__})"
+    """Return a value and its type for a message, such as "'10%' (str)". A long value is truncated, to one line."""
+    return f"{' '.join(repr(value).split()):.80} ({type(value).__name__})"
 
 
 class TieredCacheError(Exception):

@@ -191,7 +191,10 @@ def test_precompute_takes_prompts_in_many_forms(model, tmp_path):
 
 @pytest.mark.parametrize("wrong", ["a text", None, [], [["a"]], torch.zeros(2, 2, 2), [1.5, "x"]])
 def test_precompute_says_what_it_takes(model, tmp_path, wrong):
-    with KVStore(tmp_path) as store, pytest.raises(ConfigError, match="token ids"):
+    with (
+        KVStore(tmp_path) as store,
+        pytest.raises(ConfigError, match=r"token ids, such as tokenizer\(text\).input_ids"),
+    ):
         store.precompute(model, wrong)
 
 

@@ -212,6 +212,13 @@ def test_switches_are_true_or_false(wrong):
     assert asked > 5
 
 
+@pytest.mark.parametrize("call", [KVStore, lambda model: TieredCache(model, model)], ids=["store", "cache"])
+def test_a_model_in_the_place_of_a_store_is_named_in_one_line(call):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM") as raised:
+        call(build("llama"))
+    assert len(str(raised.value)) < 200 and "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("wrong", [ContiguousKV, 3])
 def test_a_method_is_a_method_or_a_name(wrong, store):
     with pytest.raises(ConfigError, match="method must be a Method or the name of one"):

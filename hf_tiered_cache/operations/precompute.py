@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ..cache.cache_state import CacheOptions
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
-from ..errors import ConfigError
+from ..errors import ConfigError, with_type
 from ..identity import varying_rope
 from ..methods import BudgetMethod, Exact, Method, PrefixMethod, make_method
 from ..patches.attach import attach
@@ -43,6 +43,11 @@ class PrecomputeReport:
     """Number of segments deleted because their document was replaced and no other label names them."""
 
 
+_TOKEN_IDS = (
+    "a prompt must be token ids, such as tokenizer(text).input_ids: a tensor [tokens] or [prompts, tokens], or lists"
+)
+
+
 def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
     """Return one or several prompts, on any device, as a list of int64 `[tokens]` tensors on the CPU.
 
@@ -54,11 +59,11 @@ def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
     elif isinstance(input_ids, list | tuple) and input_ids:
         rows = [input_ids] if isinstance(input_ids[0], int) else input_ids
     else:
-        raise ConfigError("a prompt must be token ids: a tensor [tokens] or [prompts, tokens], or lists of ids")
+        raise ConfigError(f"{_TOKEN_IDS}, not {with_type(input_ids)}")
     try:
         prompts = [torch.as_tensor(row).view(-1) for row in rows]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"a prompt must be token ids; tokenize the text first ({error})") from error
+        raise ConfigError(f"{_TOKEN_IDS} ({error})") from error
     if any(len(prompt) and (prompt.is_floating_point() or prompt.dtype == torch.bool) for prompt in prompts):
         raise ConfigError("token ids must be integers; tokenize the text, and pass its input_ids")
     return [prompt.to("cpu", torch.int64) for prompt in prompts if len(prompt) or empty]

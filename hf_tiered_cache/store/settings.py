@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
 
-from ..errors import ConfigError, suggest, unknown_name
+from ..errors import ConfigError, suggest, unknown_name, with_type
 from ..units import parse_bytes
 
 if sys.version_info >= (3, 11):
@@ -155,7 +155,7 @@ def scheme_of(store: str | os.PathLike[str]) -> str:
 def folder_of(store: str | os.PathLike[str]) -> Path | None:
     """Return the resolved path of a folder, or None for the address of a backend. Raises ConfigError for others."""
     if not isinstance(store, str | os.PathLike):
-        raise ConfigError(f"a store is a folder or an address, as a str or Path, not {store!r}")
+        raise ConfigError(f"a store is a folder or an address, as a str or Path, not {with_type(store)}")
     if not os.fspath(store):
         raise ConfigError("the path of the store is empty; pass a folder, or '.' for the current folder")
     if scheme_of(store):
