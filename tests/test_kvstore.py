@@ -198,6 +198,12 @@ def test_precompute_says_what_it_takes(model, tmp_path, wrong):
         store.precompute(model, wrong)
 
 
+def test_precompute_counts_prompts_that_are_too_short(model, tmp_path):
+    with KVStore(tmp_path) as store:
+        report = store.precompute(model, [[3] * 15, [3] * 16], progress=False)
+    assert (report.prompts, report.stored, report.too_short) == (2, 16, 1)
+
+
 def test_precompute_shows_its_progress(model, tmp_path, capsys):
     with KVStore(tmp_path) as store:
         store.precompute(model, [prompt(50)[0], prompt(30, seed=2)[0]])

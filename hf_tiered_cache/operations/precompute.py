@@ -20,6 +20,7 @@ from ..patches.attach import attach
 from ..restore.plan import BudgetPlan, Plan
 from ..restore.prefetch import PlanUnit, units_of
 from ..stats import TIERS, RequestStats, StatsCollector
+from ..store.geometry import HASH_TOKENS
 from ..tiers.handles import BlockRequest
 from ..units import format_bytes
 
@@ -38,7 +39,7 @@ class PrecomputeReport:
     stored: int = 0
     """Tokens with KV that was not stored before and is stored now."""
     too_short: int = 0
-    """Number of passages of fewer than 16 tokens, which are not stored."""
+    """Number of prompts or passages of fewer than 16 tokens, which are not stored."""
     removed: int = 0
     """Number of segments deleted because their document was replaced and no other label names them."""
 
@@ -104,7 +105,8 @@ def precompute(
             stats.append(cache.stats)
     storage.flush()  # a failed write is subtracted from the statistics
     restored = sum(request.tokens_restored for request in stats)
-    report = PrecomputeReport(len(prompts), tokens, restored, sum(request.tokens_stored for request in stats))
+    stored, too_short = sum(request.tokens_stored for request in stats), sum(len(p) < HASH_TOKENS for p in prompts)
+    report = PrecomputeReport(len(prompts), tokens, restored, stored, too_short)
     if (
         isinstance(requested_method, BudgetMethod)
         and requested_method.selects
