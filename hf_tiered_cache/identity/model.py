@@ -180,7 +180,7 @@ class ModelDescription(CodeDescription):
         elif part.device.type == "meta":
             self.number(part)
             offloaded = _offloaded(location, module, location.rpartition(".")[2])
-            self.words.append(f"tensor {offloaded.dtype} {tuple(offloaded.shape)}")
+            self.words += [f"tensor {offloaded.dtype} {tuple(offloaded.shape)}", "end"]  # as `add` does
             self.tensors[id(part)] = location, offloaded
         else:
             self.add(location, part)

@@ -780,13 +780,14 @@ def test_a_stage_that_fails_costs_itself_alone(tmp_path, monkeypatch):
         (run.folder / "file").write_bytes(b"x")
         run.row("worked")
 
-    monkeypatch.setattr(gpu_run, "_GRACE_S", 3.0)
+    monkeypatch.setattr(gpu_run, "_GRACE_S", 1.5)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     out, now = tmp_path / "out", time.monotonic()
     out.mkdir()
     run = gpu_run.Run(out, tmp_path / "on-gpu-1", now, now, ("tiny",), "float32", "cpu", (64,), 1, 1 << 30)
-    stages = [gpu_run.Stage(action.__name__, 1, action) for action in (works, fails, dies, lacks, late, hangs, works)]
-    gpu_run.run_all(run, stages, seconds=4)
+    actions = {works: 1, fails: 1, dies: 1, lacks: 1, late: 1, hangs: 1}
+    stages = [gpu_run.Stage(action.__name__, share, action) for action, share in [*actions.items(), (works, 6)]]
+    gpu_run.run_all(run, stages, seconds=6)
     rows = gpu_run.read_rows(out)
     skipped = {row["stage"]: row["skipped"] for row in rows if "skipped" in row}
     assert skipped == {
