@@ -182,6 +182,8 @@ def _prompts(model: str, texts: list[str], length: int, count: int) -> list[list
 
 
 def _show_losses(findings: list[QualityFinding], quality: float, as_json: bool) -> None:
+    from ..cache.calibrations import TRANSFER
+
     if as_json:
         return print_json([finding.as_dict() | {"keeps": finding.keeps(quality)} for finding in findings])
     numbers = ("budget", "loss, nats", "same token", "KV loaded", "index", "first token")
@@ -193,7 +195,11 @@ def _show_losses(findings: list[QualityFinding], quality: float, as_json: bool) 
     table.show()
     within_target = [finding for finding in findings if finding.keeps(quality)]
     if not within_target:
-        print(f"saved for this model; no budget has a loss of at most {quality:g}, so quality={quality:g} loads all KV")
+        most = quality / TRANSFER
+        print(
+            f"saved for this model; no budget lost at most {most:g} on average and {2 * most:g} in 95 % of the "
+            f"questions, which leaves a margin for other text, so quality={quality:g} loads all KV"
+        )
         return
     best = min(within_target, key=lambda finding: finding.brought)
     print(f"saved for this model; {best.method} loads the fewest bytes, with a budget of {best.budget:g}")

@@ -242,6 +242,8 @@ def test_on_the_command_line(run, tmp_path, monkeypatch):
     assert "h2o" in shown and "70%" in shown and "saved for this model" in shown
     assert (tmp_path / "losses.png").stat().st_size > 1000
     found = json.loads(run(*arguments, 300, *texts, "--json")[1])
+    strict = ("calibrate", tmp_path / "store", "--model", folder, "--quality", "1e-9", "--length", 300)
+    assert "no budget lost at most 2.5e-10 on average and 5e-10 in 95 % of the" in run(*strict, *texts)[1]
     assert [one["budget"] for one in found] == [0.05, 0.1, 0.2, 0.35, 0.5, 0.7]
     status, _, error = run(*arguments, 300)
     assert status and "pass it with --text FILE" in error
