@@ -7,22 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from families import build, prompt
+from descriptions import with_activation
+from families import prompt
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_tiered_cache.identity import Fingerprinter, fingerprint
 
 SCALE = 1.0
-
-
-def with_activation(function):
-    """Build a model with an activation function of the user's."""
-    model = build("llama", num_hidden_layers=2)
-    for layer in model.model.layers:
-        del layer.mlp._modules["act_fn"]
-        layer.mlp.act_fn = function
-    return model
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from descriptions import with_activation
 from families import FAMILIES, build, prompt
 from torch import nn
 from torch.nn import functional
@@ -23,14 +24,6 @@ from hf_tiered_cache.identity import Fingerprinter, fingerprint
 
 IDS = prompt(60)
 GREEDY = {"do_sample": False, "max_new_tokens": 2}
-
-
-def with_activation(function):
-    model = build("llama")
-    for layer in model.model.layers:
-        del layer.mlp._modules["act_fn"]
-        layer.mlp.act_fn = function
-    return model
 
 
 def problem_of(model):
@@ -145,7 +138,7 @@ def edits():
             layer.mlp.act_fn.__setstate__((torch.mul, (), {"other": 3.0}, {}))
 
     def parameter_class(monkeypatch, model):
-        model.model.layers[2].mlp.up_proj.weight.__class__ = Scaled
+        model.model.layers[1].mlp.up_proj.weight.__class__ = Scaled
 
     def order_of_children(monkeypatch, model):
         children = model.model.layers._modules

@@ -6,8 +6,7 @@ import os
 from os import environ, getenv
 
 import pytest
-
-from hf_tiered_cache.identity.code import CodeDescription
+from descriptions import describe
 
 ALIAS = environ
 NAME = "SCALE"
@@ -84,21 +83,12 @@ UNNAMED = [
 ]
 
 
-def described(function):
-    """Describe a function, and return the description."""
-    description = CodeDescription()
-    description.add("it", function)
-    description.finish()
-    description.watch.complete()
-    return description
-
-
 @pytest.mark.parametrize("function", [*NAMED, *UNNAMED])
 @pytest.mark.parametrize("name", ["SCALE", "SCALE_OF_OTHERS"])
 def test_variables_that_code_may_read_count(monkeypatch, function, name):
     counts = name == "SCALE" or function in UNNAMED
     monkeypatch.setenv("SCALE", "1")
-    before = described(function)
+    before = describe(function)
     monkeypatch.setenv(name, "3")
     assert before.watch.holds() == (not counts)
-    assert (described(function).words == before.words) == (not counts)
+    assert (describe(function).words == before.words) == (not counts)

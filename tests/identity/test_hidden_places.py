@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from descriptions import with_activation
 from families import build
 from torch import nn
 from torch.nn import functional
 
 from hf_tiered_cache.identity import Fingerprinter
-
-
-def model_with(function):
-    """Build a model with an activation function of the user's."""
-    model = build("llama", num_hidden_layers=2)
-    for layer in model.model.layers:
-        del layer.mlp._modules["act_fn"]
-        layer.mlp.act_fn = function
-    return model
 
 
 class Scaled(nn.Parameter):
@@ -40,13 +32,13 @@ def a_slot_of_a_tensor(monkeypatch):
 
 def a_tensor_in_a_slice(monkeypatch):
     part = slice(torch.ones(()), None)
-    return model_with(lambda x: x * part.start), lambda: part.start.mul_(3)
+    return with_activation(lambda x: x * part.start), lambda: part.start.mul_(3)
 
 
 def an_object_in_a_slice(monkeypatch):
     settings = {"scale": 1.0}
     part = slice(None, settings)
-    return model_with(lambda x: x * part.stop["scale"]), lambda: settings.update(scale=3.0)
+    return with_activation(lambda x: x * part.stop["scale"]), lambda: settings.update(scale=3.0)
 
 
 def an_attribute_of_a_class_of_transformers(monkeypatch):

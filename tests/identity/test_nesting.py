@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from families import build
+from descriptions import with_activation
 from torch import nn
 from torch.nn import functional
 
 from hf_tiered_cache.identity import fingerprint
-
-
-def with_activation(function):
-    """Build a model with an activation function of the user's."""
-    model = build("llama", num_hidden_layers=2)
-    for layer in model.model.layers:
-        del layer.mlp._modules["act_fn"]
-        layer.mlp.act_fn = function
-    return model
 
 
 class Inner:

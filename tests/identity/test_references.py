@@ -9,10 +9,10 @@ import types
 import numpy as np
 import pytest
 import torch
+from descriptions import describe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.identity.code import CodeDescription
 from hf_tiered_cache.identity.description import Undescribable
 
 WAYS = {
@@ -29,15 +29,6 @@ def module_of(source, name="user_code", **members):
     module.__dict__.update(members)
     exec(compile(source, f"/home/user/{name}.py", "exec"), module.__dict__)
     return module
-
-
-def describe(function):
-    """Return the completed description of a function."""
-    description = CodeDescription()
-    description.add("it", function)
-    description.finish()
-    description.watch.complete()
-    return description
 
 
 @given(way=st.sampled_from(sorted(WAYS)), name=st.sampled_from(["SCALE", "scale", "len", "__scale__", "act"]))
@@ -194,7 +185,7 @@ def installed(monkeypatch, source):
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings_of_an_installed_package_are_described(monkeypatch, case):
+def test_settings_of_an_installed_package_are_describe(monkeypatch, case):
     state, use, change = SETTINGS[case]
     module = installed(monkeypatch, f"{state}\ndef run(x):\n    return x * {use}")
     before = describe(module.run)

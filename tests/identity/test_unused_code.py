@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from descriptions import describe
 from families import build
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,17 +138,10 @@ def test_what_a_method_computes_with_is_noticed_however_it_is_called(call):
     namespace = {}
     exec(SOURCE.format(call=CALLS[call]), namespace)
 
-    def describe():
-        description = CodeDescription()
-        description.add("it", namespace["layer"])
-        description.finish()
-        description.watch.complete()
-        return description
-
-    before = describe()
+    before = describe(namespace["layer"])
     namespace["FACTOR"] = 3.0
     assert not before.watch.holds()
-    assert describe().words != before.words
+    assert describe(namespace["layer"]).words != before.words
 
 
 KEPT = weakref.WeakSet()

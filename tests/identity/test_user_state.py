@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from descriptions import with_activation
 from families import build
 from torch import nn
 from torch.nn import functional
@@ -27,15 +28,6 @@ from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.identity.origin import PYTHON, USER, origin_of_class
 
 LAYERS = 2
-
-
-def with_activation(function):
-    """Build a model with an activation function of the user's."""
-    model = build("llama", num_hidden_layers=LAYERS)
-    for layer in model.model.layers:
-        del layer.mlp._modules["act_fn"]
-        layer.mlp.act_fn = function
-    return model
 
 
 def with_mlp(kind, **attributes):
