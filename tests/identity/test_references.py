@@ -185,7 +185,7 @@ def installed(monkeypatch, source):
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings_of_an_installed_package_are_describe(monkeypatch, case):
+def test_settings_of_an_installed_package_are_described(monkeypatch, case):
     state, use, change = SETTINGS[case]
     module = installed(monkeypatch, f"{state}\ndef run(x):\n    return x * {use}")
     before = describe(module.run)
