@@ -28,6 +28,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cache.suspend import CacheReplay
 from hf_tiered_cache.conversations.sharing import MARGIN
 from hf_tiered_cache.methods import Krul
+from hf_tiered_cache.patches.rope import RotaryTap
 from hf_tiered_cache.store.codecs import merged_codec
 from hf_tiered_cache.store.pairs import angle, merge_layers
 
@@ -54,11 +55,11 @@ def replay_of(model: PreTrainedModel, store: KVStore, ids: torch.Tensor) -> Cach
     cache = TieredCache(model, store, record=False)
     model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
 
-    def run(replayed_ids: torch.Tensor, replayed: Any) -> torch.Tensor:
+    def run(replayed_ids: torch.Tensor, replayed: Any, tap: RotaryTap) -> torch.Tensor:
         logits: torch.Tensor = model(input_ids=replayed_ids, past_key_values=replayed).logits
         return logits
 
-    return CacheReplay(run, cache.layers, ids)
+    return CacheReplay(run, cache.layers, ids, RotaryTap())
 
 
 def figures_of(replay: CacheReplay, first: int, second: int) -> dict[str, float]:

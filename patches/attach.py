@@ -61,9 +61,8 @@ class Attachment:
         """Number of passes that engines of continuous batching have begun."""
         self._batching = threading.RLock()
         self._devices: list[torch.device] = []
-        self.rotary_tables = rope.TableCache()
-        """Rotary tables shared by all sequences that began with the model in its latest state."""
-        self._fingerprint = ""  # of that state
+        self._rotary_tables: dict[bool, rope.TableCache] = {}  # with key biases, or without
+        self._fingerprint = ""  # of the model's latest state, which the tables are of
         self._tables = rotary.watch_tables(model)
         for module, handle in self._tables:
             copy_without(module, without_hook(handle))
@@ -93,11 +92,19 @@ class Attachment:
         """Return a context that no pass of an engine overlaps; before the first such pass, it does nothing."""
         return self._batching if self.batched_passes else nullcontext()
 
-    def tables_of(self, fingerprint: str) -> rope.TableCache:
-        """Return the rotary tables of the model under a fingerprint, and discard those of another one."""
+    def tables_of(self, fingerprint: str, lossless: bool) -> rope.TableCache:
+        """Return the rotary tables that all sequences under a fingerprint share, and discard those of another one.
+
+        Unless their KV is stored `lossless`, the tables hold the key biases: a codec then encodes what differs between
+        keys, and not what is the same in all.
+        """
         if fingerprint != self._fingerprint:
-            self.rotary_tables, self._fingerprint = rope.TableCache(), fingerprint
-        return self.rotary_tables
+            self._rotary_tables, self._fingerprint = {}, fingerprint
+        tables = self._rotary_tables.get(lossless)
+        if tables is None:
+            biases = None if lossless else rotary.key_biases_of(self.model)
+            tables = self._rotary_tables.setdefault(lossless, rope.TableCache(biases))
+        return tables
 
     def refresh(self) -> None:
         """Examine the model again immediately: its methods, and every byte of its weights."""

@@ -57,6 +57,17 @@ def devices_of(layers: nn.ModuleList) -> list[torch.device]:
     return devices
 
 
+def offloaded(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return weights of a module that accelerate moves to the device for each pass; None if none have this name."""
+    hook = getattr(module, "_hf_hook", None)
+    for candidate in (hook, *getattr(hook, "hooks", ())):
+        weights = getattr(candidate, "weights_map", None)
+        if weights is not None:
+            tensor: torch.Tensor = weights[name]
+            return tensor
+    return None
+
+
 def can_drop(model: nn.Module, count: int) -> bool:
     """Return whether the model's layers take no argument for each token that dropping does not cut.
 

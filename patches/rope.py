@@ -7,8 +7,8 @@ and how to rotate at other positions. No model family needs its own code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -107,9 +107,13 @@ class TableCache:
 
     A cached table is compared with the output of the pass's own module at two positions. What comparing tensors of a
     layer has shown once is remembered, since each comparison waits for the GPU; it depends only on the model's code.
+
+    Args:
+        key_biases: Bias of each layer's key projection, `[heads * dim]`, that is not stored with the keys.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key_biases: Mapping[int, torch.Tensor] | None = None) -> None:
+        self.key_biases = dict(key_biases or {})
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._by_halves: dict[tuple[Any, ...], bool] = {}
         self._repeatable: dict[tuple[Any, ...], bool] = {}
@@ -266,6 +270,8 @@ class PreRopeKV:
     position_independent: bool = True
     """False if the tensors may contain a rotation that could not be removed."""
     call: RotaryCall | None = None
+    bias: torch.Tensor | None = None
+    """Bias, `[..., heads, 1, dim]`, that the stored keys lack; None if they lack nothing."""
 
     @property
     def rotation(self) -> RotaryCall:
@@ -314,35 +320,71 @@ class RotaryTap:
             return PreRopeKV(keys, values, position_independent=False)
         dims = unrotated.shape[-1]
         if keys is rotated or _same(keys, rotated):
-            return PreRopeKV(unrotated, values, "key", dims, True, call)
+            return self._unbiased(layer, PreRopeKV(unrotated, values, "key", dims, True, call))
         if _same(values, rotated):  # MLA keeps latents as keys and rotated parts as values
             return PreRopeKV(keys, unrotated, "value", dims, True, call)
         if self._begins_with(layer, keys, rotated):  # partial rotation: the rotated part was concatenated with the rest
-            return PreRopeKV(torch.cat([unrotated, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
+            unrotated = torch.cat([unrotated, keys[..., dims:]], dim=-1)
+            return self._unbiased(layer, PreRopeKV(unrotated, values, "key", dims, True, call))
         return PreRopeKV(keys, values, position_independent=False)
 
+    def key_bias(self, layer: int, keys: torch.Tensor) -> torch.Tensor | None:
+        """Return the bias of a layer's keys, `[heads, 1, dim]`, that is not stored with them; None if there is none."""
+        biases, (_, heads, _, dim) = self.table_cache.key_biases, keys.shape
+        bias = biases.get(layer)
+        if bias is None or bias.numel() != heads * dim:
+            return None
+        if bias.device != keys.device:  # its layer is offloaded between passes
+            bias = biases[layer] = bias.to(keys.device)
+        return bias.to(keys.dtype).view(heads, 1, dim)
+
+    def _unbiased(self, layer: int, pre_rope: PreRopeKV) -> PreRopeKV:
+        """Subtract the layer's bias from its keys, if it is not stored with them."""
+        if (bias := self.key_bias(layer, pre_rope.keys)) is not None:
+            pre_rope.keys, pre_rope.bias = pre_rope.keys - bias, bias
+        return pre_rope
+
+    def joined(self, like: PreRopeKV, layers: Sequence[int]) -> PreRopeKV:
+        """Return `like` with the biases of several layers, `[layers, heads, 1, dim]`, if its keys lack theirs."""
+        if like.bias is None:
+            return like
+        biases = [self.key_bias(layer, like.keys) for layer in layers]
+        return replace(like, bias=torch.stack([like.bias if bias is None else bias for bias in biases]))
+
     def rotate_(self, like: PreRopeKV, tensor: torch.Tensor, first: int) -> None:
-        """Rotate, in place, keys of the positions `first`, `first + 1`, … in the way that those of `like` were rotated.
+        """Turn stored keys, in place, into those of the positions `first`, `first + 1`, …: add the bias, and rotate.
 
         Args:
-            like: Keys that rotate.
+            like: Keys that rotate in the same way, and lack the same bias.
             tensor: `[batch, heads, n, dim]`.
             first: Position of the first key.
         """
+        if like.bias is not None:
+            tensor.add_(like.bias)
         call = like.rotation
         cos, sin = self._tables_at(call, first + tensor.shape[2], tensor.device)
         keys = tensor.narrow(3, 0, like.dims)
         call.rotate_(keys, cos, sin, first, self.table_cache.is_by_halves(call, keys, cos, sin))
 
-    def rotate_at_(self, like: PreRopeKV, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
-        """Rotate, in place, keys of any positions in the way that those of `like` were rotated.
+    def rotate_at_(
+        self,
+        like: PreRopeKV,
+        tensor: torch.Tensor,
+        positions: torch.Tensor,
+        stop: int,
+        heads: torch.Tensor | None = None,
+    ) -> None:
+        """Turn stored keys, in place, into those of any positions: add the bias, and rotate. See `rotate_`.
 
         Args:
-            like: Keys that rotate.
-            tensor: `[heads, n, dim]`.
+            like: Keys that rotate in the same way, and lack the same bias.
+            tensor: `[heads, n, dim]`: of all KV heads, or of the first ones.
             positions: int64 `[sets, n]` on the tensor's device: one set for all heads, or one for each.
             stop: Upper bound of the positions, exclusive.
+            heads: KV head of each key, int64 `[n]` on the tensor's device, if those of several heads are in one row.
         """
+        if like.bias is not None:
+            tensor.add_(like.bias[: len(tensor)] if heads is None else like.bias[heads].movedim(-2, 0))
         call = like.rotation
         cos, sin = self._tables_at(call, stop, tensor.device)
         part = tensor[..., : like.dims]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .layers import offloaded
 from .replacement import Patch, Replacement
 from .rope import Call, RotaryCall, RotaryTable
 from .scope import current
@@ -32,6 +33,22 @@ def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
             if "position_ids" in places:
                 tables.append((module, module.register_forward_hook(_TableHook(places), with_kwargs=True)))
     return tables
+
+
+def key_biases_of(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Return a copy of the bias of each decoder layer's key projection, `[heads * dim]`, where it has one.
+
+    It is the same in all keys of a layer, before their rotation, and often larger than what differs (Qwen2).
+    """
+    biases: dict[int, torch.Tensor] = {}
+    for module in (getattr(model, "get_decoder", lambda: None)() or model).modules():
+        layer, projection = getattr(module, "layer_idx", None), getattr(module, "k_proj", None)
+        bias: Any = getattr(projection, "bias", None)
+        if projection is not None and isinstance(bias, torch.Tensor) and bias.device.type == "meta":
+            bias = offloaded(projection, "bias")
+        if type(layer) is int and type(bias) in (torch.Tensor, nn.Parameter):
+            biases[layer] = bias.detach().clone()
+    return biases
 
 
 def _places(function: Callable[..., Any]) -> dict[str, int]:

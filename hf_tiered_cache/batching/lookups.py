@@ -197,8 +197,8 @@ class LayerRotations:
     model must not run in continuous batching at the moment.
     """
 
-    def __init__(self, attachment: Attachment, fingerprint: str) -> None:
-        self.tap = RotaryTap(attachment.tables_of(fingerprint))
+    def __init__(self, attachment: Attachment, fingerprint: str, lossless: bool) -> None:
+        self.tap = RotaryTap(attachment.tables_of(fingerprint, lossless))
         cache = _ObservingCache(attachment, self.tap)
         token = enter(Scope(cache, self.tap))
         try:
@@ -210,11 +210,11 @@ class LayerRotations:
         self.layers: dict[int, tuple[LayerKV, PreRopeKV]] = cache.observed
 
 
-def observe_rotations(attachment: Attachment, fingerprint: str) -> LayerRotations | str:
+def observe_rotations(attachment: Attachment, fingerprint: str, lossless: bool) -> LayerRotations | str:
     """Return the rotations of a model's layers, or the reason why its KV cannot be restored into pages."""
     if varying_rope(attachment.config):
         return reasons.VARYING_ROPE
-    rotations = LayerRotations(attachment, fingerprint)
+    rotations = LayerRotations(attachment, fingerprint, lossless)
     return rotations if len(rotations.layers) == attachment.depth else reasons.SHARED_LAYERS
 
 

@@ -96,7 +96,11 @@ class PagedTiers(Listener):
     def _observe(self) -> LayerRotations | None:
         """Return the rotations of the layers, or None if the engine runs without the store."""
         identity = self._identifier.identify(begins_request=True)
-        observed = identity if isinstance(identity, str) else observe_rotations(self._attachment, identity.fingerprint)
+        observed: LayerRotations | str
+        if isinstance(identity, str):
+            observed = identity
+        else:
+            observed = observe_rotations(self._attachment, identity.fingerprint, self._method.lossless)
         if isinstance(observed, str):
             self.refused(observed)
             return None
@@ -260,7 +264,7 @@ class PagedTiers(Listener):
             return
         if graphed and self._graph_kv is None:
             self._graph_kv = GraphKV(self._pages.cache.max_batch_tokens)
-        tables = self._attachment.tables_of(self._fingerprint or "")
+        tables = self._attachment.tables_of(self._fingerprint or "", self._method.lossless)
         self._passed = self._capture = PassCapture(tables, self._windows, self._graph_kv if graphed else None)
         try:
             with self._attachment.watching_compiled() if compiled else nullcontext():

@@ -165,7 +165,7 @@ class CacheState:
             identity,
             regime,
             recorder,
-            attachment.tables_of(fingerprint),
+            attachment.tables_of(fingerprint, method.lossless),
             self.options.segments,
             layers=len(cache.layers),
             selects=any(source.selects for source in cache.kv_sources),

@@ -44,7 +44,7 @@ def kind_of(pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor, windo
     """Return the layout of the keys and values that a layer with this window passes to its cache (0: none)."""
     _, key_heads, _, key_dim = keys.shape
     _, value_heads, _, value_dim = values.shape
-    rotation = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
+    rotation = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent, pre_rope.bias is not None
     return _layer_kv(key_heads, key_dim, value_heads, value_dim, window, *rotation)
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ..conversations.sharing import REPLAYED_TOKENS
 from ..errors import StoreClosedError, StoreError, TieredCacheError
 from ..layers import DenseSource, LayeredCache, LayerTensors
 from ..methods import ForConversation, IdleConversation, MergeDecision, PrefixMethod
+from ..patches.rope import PreRopeKV, RotaryTap
+from ..patches.scope import Scope, enter, leave_to
 from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
@@ -162,15 +165,20 @@ def _replay(executor: Executor, cache: LayeredCache) -> CacheReplay | None:
     if sequence is None or sequence.approximate or any(sequence.history.pads):
         return None
 
-    def run(ids: torch.Tensor, replayed: Cache) -> torch.Tensor:
+    def run(ids: torch.Tensor, replayed: Cache, tap: RotaryTap) -> torch.Tensor:
         ids = ids.to(attachment.devices[0])
         positions = executor.arguments.positions(ids, replayed.get_seq_length())
-        with attachment.running_eagerly():
-            logits: torch.Tensor = attachment.forward(ids, replayed, return_dict=True, **positions).logits
+        token = enter(Scope(replayed, tap))
+        try:
+            with attachment.running_eagerly():
+                logits: torch.Tensor = attachment.forward(ids, replayed, return_dict=True, **positions).logits
+        finally:
+            leave_to(token)
         return logits
 
     try:
-        return CacheReplay(run, cache.layers, torch.from_numpy(sequence.history.ids()[:1]))
+        ids = torch.from_numpy(sequence.history.ids()[:1])
+        return CacheReplay(run, cache.layers, ids, RotaryTap(sequence.tables))
     except ValueError:
         return None
 
@@ -196,60 +204,89 @@ def _why_left(executor: Executor, sequence: SequenceState) -> str:
 class CacheReplay:
     """Replay of the last `count` tokens of one sequence, int `[1, tokens]`.
 
-    `run` runs the model on token ids, int `[1, n]`, and a cache, and returns logits `[1, n, vocabulary]`. The cache
-    layers hold the whole sequence or a window of it. Raises ValueError if one lacks the KV before the replayed tokens.
+    `run` runs the model on token ids, int `[1, n]`, and a cache, and returns logits `[1, n, vocabulary]`. The tap sees
+    its rotations. The cache layers hold the whole sequence or a window of it. Raises ValueError if one lacks the KV
+    before the replayed tokens.
     """
 
     def __init__(
         self,
-        run: Callable[[torch.Tensor, Cache], torch.Tensor],
+        run: Callable[[torch.Tensor, Cache, RotaryTap], torch.Tensor],
         layers: Sequence[Any],
         ids: torch.Tensor,
+        tap: RotaryTap,
         count: int = REPLAYED_TOKENS,
     ) -> None:
-        self._run, self._ids, self._layers = run, ids[:, -count:], list[_FixedLayer]()
-        for layer in layers:
+        self._run, self._ids, self._tap, self._layers = run, ids[:, -count:], tap, list[_FixedLayer]()
+        for index, layer in enumerate(layers):
             if not isinstance(layer, DenseSource) or layer.selects or layer.num_positions != ids.shape[1]:
                 raise ValueError("a layer does not hold the KV of the conversation")
             if layer.held <= count or layer.keys is None or layer.values is None:
                 raise ValueError(f"a layer holds only the last {layer.held} tokens")
             held = slice(0, layer.held - count)
             keys, values = (tensor[:1, :, held] for tensor in (layer.keys, layer.values))
-            self._layers.append(_FixedLayer(keys, values, layer.num_positions - layer.held, layer.is_sliding))
+            first = layer.num_positions - layer.held
+            self._layers.append(_FixedLayer(keys, values, first, layer.is_sliding, partial(tap.take, index)))
         self._expected: torch.Tensor | None = None
 
     def kv(self, layer: int) -> LayerTensors:
-        """Return the rotated keys and values of a layer before the replayed tokens, `[1, heads, n, dim]`."""
+        """See `conversations.sharing.Replay`."""
         fixed = self._layers[layer]
-        return fixed.fixed_keys, fixed.fixed_values
+        bias = self._rotated_bias(layer)
+        return fixed.fixed_keys if bias is None else fixed.fixed_keys - bias, fixed.fixed_values
 
     def loss(self, changed: Mapping[int, LayerTensors]) -> float:
         """See `conversations.sharing.Replay`; NaN if a prediction is not finite."""
+        expected, log_probs = self._expected_log_probs(), self._log_probs(changed)
+        divergence = (expected.exp() * (expected - log_probs)).sum(-1)  # [tokens]
+        return float(divergence.mean())
+
+    def _expected_log_probs(self) -> torch.Tensor:
+        """Return the predictions over the cache's own KV, float32 `[tokens, vocabulary]`."""
         if self._expected is None:
             self._expected = self._log_probs({})
-        log_probs = self._log_probs(changed)
-        divergence = (self._expected.exp() * (self._expected - log_probs)).sum(-1)  # [tokens]
-        return float(divergence.mean())
+        return self._expected
+
+    @torch.no_grad()
+    def _rotated_bias(self, layer: int) -> torch.Tensor | None:
+        """Return what the stored keys of a layer lack, at each position: `[1, heads, n, dim]`. None for nothing."""
+        self._expected_log_probs()  # in this pass, the tap sees how the layer rotates
+        fixed, like = self._layers[layer], self._layers[layer].like
+        if like is None or like.bias is None:
+            return None
+        bias = torch.zeros_like(fixed.fixed_keys)
+        self._tap.rotate_(like, bias, fixed.first)
+        return bias
 
     @torch.no_grad()
     def _log_probs(self, changed: Mapping[int, LayerTensors]) -> torch.Tensor:
         """Return the predictions over changed KV, float32 `[tokens, vocabulary]`."""
-        layers: list[Any] = [
-            _FixedLayer(*changed[index], layer.first, layer.is_sliding) if index in changed else layer
-            for index, layer in enumerate(self._layers)
-        ]
-        return self._run(self._ids, Cache(layers=layers))[0].float().log_softmax(-1)
+        layers = list[Any](self._layers)
+        for index, (keys, values) in changed.items():
+            bias = self._rotated_bias(index)
+            keys = keys if bias is None else keys + bias
+            layers[index] = _FixedLayer(keys, values, layers[index].first, layers[index].is_sliding)
+        return self._run(self._ids, Cache(layers=layers), self._tap)[0].float().log_softmax(-1)
 
 
 class _FixedLayer(CacheLayerMixin):
     """Cache layer whose KV never grows: a pass sees it, followed by the pass's own KV.
 
-    Rotated keys and values, `[1, heads, n, dim]`, begin at position `first`.
+    Rotated keys and values, `[1, heads, n, dim]`, begin at position `first`. `take` returns the unrotated KV of the
+    pass (see `RotaryTap.take`), of which `like` keeps the last.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, first: int, is_sliding: bool) -> None:
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        first: int,
+        is_sliding: bool,
+        take: Callable[[torch.Tensor, torch.Tensor], PreRopeKV] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fixed_keys, self.fixed_values = keys, values
+        self.fixed_keys, self.fixed_values, self._take = keys, values, take
+        self.like: PreRopeKV | None = None
         self.first, self.is_sliding, self.is_initialized = first, is_sliding, True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -258,6 +295,8 @@ class _FixedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._take is not None:
+            self.like = self._take(key_states, value_states)
         keys = torch.cat([self.fixed_keys, key_states], dim=2)
         return keys, torch.cat([self.fixed_values, value_states], dim=2)
 

@@ -168,7 +168,10 @@ class Replay(Protocol):
     """Replay of the last tokens of a conversation."""
 
     def kv(self, layer: int) -> LayerTensors:
-        """Return the rotated keys and values of a layer before the replayed tokens, `[1, heads, n, dim]`."""
+        """Return rotated keys and values of a layer before the replayed tokens, as they are stored: without a bias.
+
+        They are `[1, heads, n, dim]` each.
+        """
 
     def loss(self, changed: Mapping[int, LayerTensors]) -> float:
         """Return the mean KL divergence from the predictions over unchanged KV, in nats. `changed` is as by `kv`."""

@@ -26,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
+from ..patches.layers import offloaded
 from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, NOTHING, CodeDescription, Statics
 from .description import PLAIN, Undescribable
@@ -179,9 +180,14 @@ class ModelDescription(CodeDescription):
             self._head_parts.append((location, part))
         elif part.device.type == "meta":
             self.number(part)
-            offloaded = _offloaded(location, module, location.rpartition(".")[2])
-            self.words += [f"tensor {offloaded.dtype} {tuple(offloaded.shape)}", "end"]  # as `add` does
-            self.tensors[id(part)] = location, offloaded
+            weights = offloaded(module, location.rpartition(".")[2])
+            if weights is None:
+                raise UnsupportedModelError(
+                    f"the weights of {location} are on the meta device, so the model cannot be identified; load the "
+                    "weights first"
+                )
+            self.words += [f"tensor {weights.dtype} {tuple(weights.shape)}", "end"]  # as `add` does
+            self.tensors[id(part)] = location, weights
         else:
             self.add(location, part)
 
@@ -469,19 +475,3 @@ def _flat(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(saved, list | tuple):
         for number, value in enumerate(saved):
             yield from _flat(value, f"{name}.{number}")
-
-
-def _offloaded(location: str, module: nn.Module, leaf: str) -> torch.Tensor:
-    """Return offloaded weights, which accelerate moves to the device for each pass.
-
-    Raises:
-        UnsupportedModelError: No hook has the weights.
-    """
-    hook = getattr(module, "_hf_hook", None)
-    for candidate in (hook, *getattr(hook, "hooks", ())):
-        weights = getattr(candidate, "weights_map", None)
-        if weights is not None:
-            return weights[leaf]
-    raise UnsupportedModelError(
-        f"the weights of {location} are on the meta device, so the model cannot be identified; load the weights first"
-    )

@@ -213,7 +213,8 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         if joined is not None and kind.rotated:
             spans = [plan.restored_span(layer, 0) or (0, plan.num_positions) for layer in joined.layers]
             low, end = min(spans)  # what a layer computes of it is overwritten
-            restoring.tap.rotate_(pre_rope, joined.tensors(kind.rotated)[:, :, low:end], low)
+            like = restoring.tap.joined(pre_rope, joined.layers)
+            restoring.tap.rotate_(like, joined.tensors(kind.rotated)[:, :, low:end], low)
         return joined
 
     # --- transformers' interface of a cache layer

@@ -20,7 +20,7 @@ from ..restore.rows import Positions
 from ..selection.prompt import PREFETCHED
 from ..selection.selectors import Selector
 from ..store import EXACT
-from ..store.codecs import RAW, coded_provenance
+from ..store.codecs import RAW, coded_provenance, make_codec
 from ..store.geometry import Geometry
 from ..store.shape import SegmentShape
 
@@ -80,6 +80,11 @@ class Method(ABC):
     def provenance(self) -> str:
         """Name of the way this method computes KV, stored with it. Exact lookups find exact KV only."""
         return coded_provenance(EXACT, self.geometry.codec)
+
+    @property
+    def lossless(self) -> bool:
+        """True if the codec restores every bit."""
+        return make_codec(self.geometry.codec).lossless
 
     @cached_property  # read at every decoded token
     def records_approximations(self) -> bool:

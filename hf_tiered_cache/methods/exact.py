@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ..restore.plan import PlanContext
 from ..restore.rows import Positions
 from ..restore.schedule import STEEPNESS
-from ..store.codecs import make_codec
 from .base import Method, is_number, require, with_few_layers
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class PrefixMethod(Method):
         If nothing is recomputed, fewer and larger blocks are restored sooner. A geometry of the user's own is kept.
         `share` returns the fastest recompute share that was measured; 0 without a calibration.
         """
-        if not (make_codec(self.geometry.codec).lossless or self.records_approximations):
+        if not (self.lossless or self.records_approximations):
             return self  # nothing is recomputed
         fixed = 0.0 if self.recompute == "auto" else self.recompute
         return with_few_layers(self, layers) if fixed or share() else self

@@ -336,7 +336,7 @@ class DecodeSelection:
             chunk_keys, chunk_values, order = blocks
             restored = Fetches(*(indices[order] for indices in restored))
             positions = (restored.chunks[:, None] * size + np.arange(size)).reshape(1, -1)
-            rotate_(chunk_keys.view(1, -1, chunk_keys.shape[2]), positions, row.tokens)
+            rotate_(chunk_keys.view(1, -1, chunk_keys.shape[2]), positions, row.tokens, restored.heads.repeat(size))
             return restored, in_order, chunk_keys, chunk_values
         width = tokens.tokens.shape[1]
         fetched = [tensor.new_empty(heads, width, tensor.shape[2]) for tensor in (keys, values)]

@@ -23,9 +23,10 @@ from ..store.shape import SegmentShape
 from ..tiers.scores import Attention
 from .selectors import ChunkMap
 
-Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
-"""Function that rotates `[heads, n, dim]` in place to positions, int64 `[sets, n]`: one set for all heads, or one for
-each. All positions are below the third argument."""
+Rotate = Callable[..., None]
+"""Function that turns stored keys, `[heads, n, dim]`, in place into those of positions, int64 `[sets, n]`: one set for
+all heads, or one for each. All positions are below the third argument. A fourth one names the KV head of each key,
+int64 `[n]`, if keys of several heads are in one row, `[1, n, dim]`."""
 
 Request = tuple[FetchUnit, np.ndarray]
 """Unit and the chunks to fetch of it, int64, ascending."""

@@ -28,10 +28,10 @@ from .records import decoding, hexadecimal, seconds, text, whole
 from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC
-FORMAT_VERSION = 10
-"""Version that is written, and the newest one that is read."""
+FORMAT_VERSION = 11
+"""Newest version that is read. It is written for keys without their biases, which older readers would not add."""
 OLDEST_VERSION = 10
-"""Oldest version that is read. Those before it were not released."""
+"""Oldest version that is read, and the one that is written for all other KV. Those before it were not released."""
 HEADER_BYTES = ALIGNMENT
 _SECTIONS = ("chain", "digests", "scan", "tables", "blocks")
 _MOST_TOKENS, _MOST_POSITION = 1 << 28, 1 << 48
@@ -188,7 +188,8 @@ def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
     page_json = _with_names(data, header, room)
     if len(page_json) > room:
         raise FormatError(f"a header of {len(page_json)} bytes does not fit into its page of {HEADER_BYTES}")
-    page = bytearray(PREFIX.pack(MAGIC, FORMAT_VERSION, len(page_json), 0) + page_json)
+    version = FORMAT_VERSION if header.shape.layout.unbiased else OLDEST_VERSION
+    page = bytearray(PREFIX.pack(MAGIC, version, len(page_json), 0) + page_json)
     return page.ljust(HEADER_BYTES, b"\0")
 
 

@@ -56,6 +56,8 @@ class LayerKV:
     """Number of leading dimensions of that tensor that rotate; the rest pass through."""
     position_independent: bool = True
     """True if the stored tensors are valid at other positions than their own (RoPE deferred, or none)."""
+    unbiased: bool = False
+    """True if the keys are stored without the bias of their projection."""
 
     def heads(self, tensor: TensorName) -> int:
         return self.key_heads if tensor == "key" else self.value_heads
@@ -74,7 +76,7 @@ class KVLayout:
     def to_json(self) -> dict[str, Any]:
         """Return distinct layers once, and an index for each layer: 126 layers fit well under 4 KiB."""
         kinds = list(dict.fromkeys(layer for layer in self.layers if layer is not None))
-        rows = [[*astuple(kind)[:-1], int(kind.position_independent)] for kind in kinds]
+        rows = [[*astuple(kind)[:7], int(kind.position_independent), *([1] if kind.unbiased else ())] for kind in kinds]
         index = [-1 if layer is None else kinds.index(layer) for layer in self.layers]
         return {"dtype": str(self.dtype).removeprefix("torch."), "kinds": rows, "layers": index}
 
@@ -82,7 +84,7 @@ class KVLayout:
     def from_json(cls, data: dict[str, Any]) -> KVLayout:
         try:
             dtype = getattr(torch, data["dtype"])
-            kinds = [replace(LayerKV(*row[:7]), position_independent=bool(row[7])) for row in data["kinds"]]
+            kinds = [LayerKV(*row[:7], *map(bool, row[7:9])) for row in data["kinds"]]
             layout = cls(tuple(None if i < 0 else kinds[i] for i in data["layers"]), dtype)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise FormatError(f"the layout in the header cannot be read: {error!r}") from error
@@ -105,6 +107,8 @@ class KVLayout:
             numbers = (*heads, *dims, layer.window, layer.rotary_dims)
             if any(type(number) is not int or not 0 <= number <= _MOST for number in numbers):
                 raise FormatError(f"a layer has invalid heads or dimensions: {layer}")
+            if layer.unbiased and layer.rotated != "key":
+                raise FormatError(f"a layer lacks a bias of keys that are not stored before rotation: {layer}")
             if layer.rotated not in ("", "key", "value"):
                 raise FormatError(f"a layer has an invalid tensor stored before rotation: {layer.rotated!r}")
         if not cached_layers or sum(layer.key_heads + layer.value_heads for layer in cached_layers) > _MOST:
@@ -116,6 +120,11 @@ class KVLayout:
     def position_independent(self) -> bool:
         """True if all stored tensors are valid at other positions than their own."""
         return all(layer is None or layer.position_independent for layer in self.layers)
+
+    @property
+    def unbiased(self) -> bool:
+        """True if a layer's keys are stored without the bias of their projection."""
+        return any(layer is not None and layer.unbiased for layer in self.layers)
 
     @property
     def bytes_per_token(self) -> int:

@@ -253,7 +253,7 @@ def test_threads_that_rotate_prompts_of_different_lengths_get_tables_that_are_lo
             super().__setitem__(key, tuple(table[:, :16] for table in tables))
 
     with tiered(model, store):
-        rotations = LayerRotations(attachment_of(model), "")
+        rotations = LayerRotations(attachment_of(model), "", lossless=True)
     _, like = rotations.layers[0]
     keys = torch.rand(1, like.keys.shape[1], 64, like.keys.shape[3])
     rotated, raced = keys.clone(), keys.clone()

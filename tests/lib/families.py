@@ -113,6 +113,16 @@ def longrope(original_length: int) -> dict[str, Any]:
     }
 
 
+def with_key_biases(model: PreTrainedModel, size: float) -> PreTrainedModel:
+    """Set the biases of a model's key projections, in place, to random numbers of this standard deviation."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            bias = layer.self_attn.k_proj.bias
+            bias.copy_(torch.randn(bias.shape, generator=generator) * size)
+    return model
+
+
 def prompt(tokens: int, seed: int = 1, rows: int = 1) -> torch.Tensor:
     """Draw random token ids without padding, int64 `[rows, tokens]`."""
     return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))

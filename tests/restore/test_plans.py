@@ -336,7 +336,7 @@ def test_tables_stay_until_frequencies_change(monkeypatch):
     monkeypatch.setattr(rope.RotaryTable, "at", lambda self, some: made.append(len(some)) or at(self, some))
 
     def rotated(stop):
-        tap = rope.RotaryTap(attachment.rotary_tables)
+        tap = rope.RotaryTap(attachment.tables_of("", lossless=True))
         position = torch.tensor([[500]])
         table = rotary.Call(embedding.forward, {"x": 0, "position_ids": 1}, (torch.empty(0), position), {})
         cos, sin = embedding(torch.empty(0), position)

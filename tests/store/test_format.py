@@ -19,6 +19,7 @@ from hf_tiered_cache.store.container import DIGEST_DTYPE, Guard, block_digests, 
 from hf_tiered_cache.store.format import (
     FORMAT_VERSION,
     MAGIC,
+    OLDEST_VERSION,
     SegmentHeader,
     decode_header,
     encode_head,
@@ -102,7 +103,7 @@ def test_the_file_is_aligned_and_its_header_can_be_read_by_people(tmp_path):
     assert len(data) % ALIGNMENT == 0
     assert data[:8] == MAGIC
     version, length = struct.unpack_from("<II", data, 8)
-    assert version == FORMAT_VERSION
+    assert version == OLDEST_VERSION
     described = json.loads(data[24 : 24 + length])
     assert described["tokens"] == 80
     assert all(offset % ALIGNMENT == 0 for offset, _, _ in described["sections"].values())
