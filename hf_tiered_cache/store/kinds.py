@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,14 @@ class FileKind:
         """Return whether the library wrote the regular file with this name and these first bytes."""
         return is_blank(beginning) or self.recognises(name, beginning)
 
+    def owns(self, name: str, read: Callable[[FileKind, str], bytes]) -> bool:
+        """Return whether a file exists and was written by the library. Raises the OSErrors of `read`."""
+        try:
+            is_own = self.names.fullmatch(name) is not None and self.is_own(name, read(self, name))
+        except (FormatError, FileNotFoundError):
+            return False
+        return is_own and (self.lock is None or self.lock.owns(name + LOCK_SUFFIX, read))
+
 
 def name_of(text: str) -> str:
     """Return the hash of a text as 32 hexadecimal digits. Raises UnicodeEncodeError if UTF-8 cannot encode it."""
@@ -97,16 +105,8 @@ def json_object(beginning: bytes) -> dict[str, Any]:
 
 def _container(key: str) -> Callable[[str, bytes], bool]:
     """Return a check for segments or sidecars: the magic or, if that is damaged, the id as the value of a key."""
-
-    def is_container(name: str, beginning: bytes) -> bool:
-        return _has_magic(beginning) or f'"{key}":"{name[:32]}"'.encode() in beginning  # compact, as it is written
-
-    return is_container
-
-
-def _is_temporary(name: str, beginning: bytes) -> bool:
-    """Return whether this is a temporary file. The first page is written last, so an unfinished file starts blank."""
-    return _has_magic(beginning) or beginning.startswith(RECORD_BEGINNING)
+    # compact, as it is written
+    return lambda name, beginning: _has_magic(beginning) or f'"{key}":"{name[:32]}"'.encode() in beginning
 
 
 def _has_magic(beginning: bytes) -> bool:
@@ -114,13 +114,11 @@ def _has_magic(beginning: bytes) -> bool:
 
 
 def _is_calibrations(name: str, beginning: bytes) -> bool:
+    """Return whether these are lists of objects, by names with a fingerprint."""
     facts = json_object(beginning)
-    return bool(facts) and all(map(_FINGERPRINT.search, facts)) and are_lists_of_objects(facts.values())
-
-
-def are_lists_of_objects(values: Iterable[object]) -> bool:
-    """Return whether all values from JSON are lists of objects, such as the records of calibrations."""
-    return all(isinstance(value, list) and all(isinstance(entry, dict) for entry in value) for value in values)
+    lists = [value for value in facts.values() if isinstance(value, list)]
+    are_objects = all(isinstance(entry, dict) for value in lists for entry in value)
+    return bool(facts) and all(map(_FINGERPRINT.search, facts)) and len(lists) == len(facts) and are_objects
 
 
 def _kind(folder: str, names: str, recognises: Callable[[str, bytes], bool], most_bytes: int = PAGE_BYTES) -> FileKind:
@@ -146,8 +144,13 @@ _DATABASE = re.escape(CATALOGUE_NAME)
 SEGMENT = _kind("segments", rf"{_HEX}\.kv", _container("id"))
 SIDECAR = _kind("beside", rf"{_HEX}\.[a-z][a-z0-9_]{{0,31}}", _container("segment"))
 TEMPORARY_LOCK = _kind("tmp", r"\d+-\d+-\d+\.lock", lambda _, beginning: not beginning)
-# the name alone proves nothing, e.g. 2024-01-15
-TEMPORARY = FileKind("tmp", re.compile(r"\d+-\d+-\d+"), _is_temporary, lock=TEMPORARY_LOCK)
+# the name alone proves nothing, e.g. 2024-01-15; the first page is written last, so an unfinished file starts blank
+TEMPORARY = FileKind(
+    "tmp",
+    re.compile(r"\d+-\d+-\d+"),
+    lambda _, beginning: _has_magic(beginning) or beginning.startswith(RECORD_BEGINNING),
+    lock=TEMPORARY_LOCK,
+)
 PIN = _kind("pins", _HEX, lambda _, beginning: not beginning)
 CONVERSATION = _record_kind("conversations", "id")
 CONVERSATION_LOCK = _kind(

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import FormatError, StoreBusyError
+from ..errors import StoreBusyError
 from .backend import HeadLength, SegmentBackend
 from .engines import EngineFile, ReadOp
 from .engines.base import Call, coalesce, in_threads
@@ -29,7 +29,6 @@ from .hedged import HedgedReads
 from .kinds import (
     ALL_FOLDERS,
     ENTRY,
-    LOCK_SUFFIX,
     PIN,
     SEGMENT,
     SEGMENT_SUFFIX,
@@ -341,11 +340,7 @@ class ObjectRecords:
         )
 
     def is_own(self, kind: FileKind, name: str) -> bool:
-        try:
-            is_own = kind.names.fullmatch(name) is not None and kind.is_own(name, self.read(kind, name))
-        except (FormatError, FileNotFoundError):
-            return False
-        return is_own and (kind.lock is None or self.is_own(kind.lock, name + LOCK_SUFFIX))
+        return kind.owns(name, self.read)
 
     def write(self, kind: FileKind, name: str, content: bytes) -> None:
         self.put(kind, name, content, replace=True)

@@ -19,7 +19,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import NamedTuple, TypeVar
 
 from ..errors import FormatError
-from .kinds import ALL_FOLDERS, LOCK_SUFFIX, SEGMENT, FileKind, kind_of
+from .kinds import ALL_FOLDERS, SEGMENT, FileKind, kind_of
 
 _F = TypeVar("_F", bound=FileIO)
 
@@ -221,11 +221,7 @@ class FolderTree:
 
     def is_own(self, kind: FileKind, name: str) -> bool:
         """Return whether a file exists and was written by the library. Raises OSError if it cannot be read."""
-        try:
-            is_own = kind.names.fullmatch(name) is not None and kind.is_own(name, self.read(kind, name))
-        except (FormatError, FileNotFoundError):
-            return False
-        return is_own and (kind.lock is None or self.is_own(kind.lock, name + LOCK_SUFFIX))
+        return kind.owns(name, self.read)
 
     def unknown(self, is_known: Callable[[FileKind, str], bool]) -> list[str]:
         """Return the sorted paths of files that the library did not write, but `is_known` ones. Raises OSError."""
