@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ConversationInUseError, FormatError
@@ -184,18 +185,12 @@ class Conversations(Records[ConversationRecord]):
         removed = self._sweep(lambda record: any(segment in stored_ids for segment in record.segments), dry_run)
         if not dry_run:
             with suppress(OSError):
-                for name in self.files.names(CONVERSATION_LOCK):
-                    self._remove_free_lock(name)
+                for name in filter(partial(self.files.is_own, CONVERSATION_LOCK), self.files.names(CONVERSATION_LOCK)):
+                    with suppress(OSError):
+                        if (lock := self.files.lock(CONVERSATION_LOCK, name)) is not None:  # its process has ended
+                            with lock:
+                                self.files.delete(CONVERSATION_LOCK, name)
         return removed
-
-    def _remove_free_lock(self, name: str) -> None:
-        if not self.files.is_own(CONVERSATION_LOCK, name):
-            return
-        with suppress(OSError):
-            lock = self.files.lock(CONVERSATION_LOCK, name)
-            if lock is not None:  # its process has ended
-                with lock:
-                    self.files.delete(CONVERSATION_LOCK, name)
 
     def _is_in_use(self, name: str) -> bool:
         return self.files.is_locked(CONVERSATION_LOCK, name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX)

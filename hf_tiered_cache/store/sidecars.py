@@ -189,18 +189,14 @@ class Sidecars:
             opened = self._open(name)
             if opened.head.content == _content_of(reader) and facts in (None, opened.head.facts):
                 return Kept(kind, self._arrays(name, opened), json.loads(opened.head.facts))
+        except FileNotFoundError:
+            pass
         except (OSError, MemoryError, FormatError, IntegrityError) as error:
-            self._report(name, error)
+            figure = figure_of(error)
+            self._faults.note(figure, name, f"{self._backend.where(name)} cannot be used: {error}; it is created again")
+            if figure == "verification_failures" and self._backend.writable:  # damaged
+                self._delete(name)
         return None
-
-    def _report(self, name: str, error: Exception) -> None:
-        """Count and log a failed read. A damaged file is deleted, so that it is made again."""
-        if isinstance(error, FileNotFoundError):
-            return
-        figure = figure_of(error)
-        self._faults.note(figure, name, f"{self._backend.where(name)} cannot be used: {error}; it is created again")
-        if figure == "verification_failures" and self._backend.writable:
-            self._delete(name)
 
     # --- files
 

@@ -140,16 +140,13 @@ def _open(client: Any, address: str) -> Any:
     try:
         if scheme == "memory":
             return _memories.setdefault(address, client.store.MemoryStore())
-        return client.store.from_url(address, client_options=_client_options(), retry_config=_RETRIES)
+        # plain HTTP if the endpoint that the environment names uses it, as for a server in the same network
+        endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"))
+        options = _CLIENT | {"allow_http": any(endpoint.startswith("http://") for endpoint in endpoints)}
+        return client.store.from_url(address, client_options=options, retry_config=_RETRIES)
     except (client.exceptions.BaseError, ValueError, OSError) as error:
         reason, shown = str(error).partition("\n")[0], without_secrets(address)
         raise ConfigError(f"{shown} cannot be opened: {reason.replace(address, shown)}") from None
-
-
-def _client_options() -> dict[str, Any]:
-    """Allow plain HTTP if the endpoint that the environment names uses it, as for a server in the same network."""
-    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"))
-    return _CLIENT | {"allow_http": any(endpoint.startswith("http://") for endpoint in endpoints)}
 
 
 def _stored(meta: Mapping[str, Any]) -> Stored:

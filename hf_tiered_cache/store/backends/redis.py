@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -87,9 +88,9 @@ class RedisBackend(ValueBackend):
             return bool(self.client.delete(*keys))
 
     def list_keys(self, beginning: str) -> list[str]:
+        literally = re.sub(r"[*?\[\]^\\]", r"\\\g<0>", beginning)
         with self._connected():
-            keys = self.client.scan_iter(match=f"{_escaped(beginning)}*", count=_LISTED)
-            return [key.decode(errors="replace") for key in keys]
+            return [key.decode(errors="replace") for key in self.client.scan_iter(match=f"{literally}*", count=_LISTED)]
 
     def close(self) -> None:
         super().close()
@@ -109,8 +110,3 @@ class RedisBackend(ValueBackend):
             elif isinstance(error, redis.exceptions.AuthenticationError | redis.exceptions.NoPermissionError):
                 number = errno.EACCES
             raise OSError(number, type(error).__name__, self.place) from None
-
-
-def _escaped(beginning: str) -> str:
-    """Return a pattern of keys that matches these characters alone."""
-    return "".join(f"\\{letter}" if letter in "*?[]^\\" else letter for letter in beginning)
