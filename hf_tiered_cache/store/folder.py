@@ -36,7 +36,6 @@ from .kinds import (
     file_of,
 )
 from .lazy import torch
-from .orphans import remove_orphans
 from .records import RecordFiles
 from .root import StoreRoot, Temporary
 from .tree import Stored, open_regular, read_all, stored_in
@@ -163,7 +162,7 @@ class FolderBackend(SegmentBackend):
         return shutil.disk_usage(self.root).free
 
     def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
-        return remove_orphans(self.files, dry_run)
+        return self.files.remove_orphans(dry_run)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -39,7 +39,7 @@ from .kinds import (
     kind_of,
     not_own,
 )
-from .tree import FolderTree, allocate, open_as, open_file, read_all, write_all
+from .tree import FolderTree, allocate, nbytes_of, open_as, open_file, read_all, write_all
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -246,6 +246,39 @@ class StoreRoot(FolderTree):
             raise FileExistsError(errno.EEXIST, not_own(self.where(kind, name)))
         os.ftruncate(fd, 0)
         write_all(fd, memoryview(content), 0)
+
+    # --- temporary files of dead processes
+
+    def remove_orphans(self, dry_run: bool) -> tuple[dict[str, int], bool]:
+        """Delete the temporary files of dead processes. See `SegmentBackend.clean_up`."""
+        try:
+            names = set(self.names(TEMPORARY))
+            names.update(name.removesuffix(LOCK_SUFFIX) for name in self.names(TEMPORARY_LOCK))
+        except OSError:
+            return {}, False
+        orphans: dict[str, int] = {}
+        published = False
+        for name in sorted(names):
+            with suppress(OSError):
+                published |= self._remove_orphan(name, dry_run, orphans)
+        return orphans, published
+
+    def _remove_orphan(self, name: str, dry_run: bool, orphans: dict[str, int]) -> bool:
+        """Delete a temporary file if its lock is free. Returns whether it was also published; that name is kept."""
+        lock_name, status = name + LOCK_SUFFIX, self.find(TEMPORARY, name)
+        if self.is_locked(TEMPORARY_LOCK, lock_name) or (status is not None and not self.is_own(TEMPORARY, name)):
+            return False
+        is_published = status is not None and status.st_nlink > 1
+        if not dry_run:
+            lock = self.lock(TEMPORARY_LOCK, lock_name)
+            if lock is None:
+                return False
+            with lock:
+                self.delete(TEMPORARY, name)
+                self.delete(TEMPORARY_LOCK, lock_name)
+        if status is not None:
+            orphans[str(self.where(TEMPORARY, name))] = 0 if is_published else nbytes_of(status)
+        return is_published
 
 
 def try_flock(file: FileIO | int, kind: int) -> bool:

@@ -12,7 +12,6 @@ from stat import S_ISDIR, S_ISREG
 from ...errors import ConfigError, FormatError
 from ..kinds import FileKind
 from ..objects import ObjectBackend
-from ..orphans import remove_orphans
 from ..root import StoreRoot
 from ..settings import path_in
 from ..tree import Stored, open_regular, read_all
@@ -84,7 +83,7 @@ class SharedFolderBackend(ObjectBackend):
         return self.files.is_reachable()
 
     def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
-        return remove_orphans(self.files, dry_run)
+        return self.files.remove_orphans(dry_run)
 
     def close(self) -> None:
         super().close()
