@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..store.catalogue import Catalogue, SegmentRow
-from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR
+from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR, sidecar_sizes
 from ..store.root import StoreRoot
 from ..store.settings import path_in, scheme_of
 from .output import Refused
@@ -112,15 +112,6 @@ def contents_of_open(store: KVStore) -> Contents:
     return Contents(store.segments(), store.models(), store.pinned(), sidecars)
 
 
-def _sidecars(files: StoreRoot) -> dict[str, dict[str, int]]:
-    sidecars: dict[str, dict[str, int]] = {}
-    with suppress(OSError):
-        for name, nbytes in files.sizes(SIDECAR).items():
-            segment, _, kind = name.partition(".")
-            sidecars.setdefault(segment, {})[kind] = nbytes
-    return sidecars
-
-
 def _catalogued(files: StoreRoot) -> Contents | None:
     try:
         with closing(Catalogue(files, read_only=True)) as catalogue:
@@ -129,10 +120,12 @@ def _catalogued(files: StoreRoot) -> Contents | None:
             return None
     except (sqlite3.Error, OSError):
         return None
-    pinned: set[str] = set()
+    pinned, sidecars = set[str](), dict[str, dict[str, int]]()
     with suppress(OSError):
         pinned.update(files.names(PIN))
-    return Contents(rows, models, pinned, _sidecars(files))
+    with suppress(OSError):
+        sidecars = sidecar_sizes(files.sizes(SIDECAR))
+    return Contents(rows, models, pinned, sidecars)
 
 
 @contextmanager

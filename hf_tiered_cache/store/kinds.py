@@ -201,6 +201,15 @@ def not_own(where: object) -> str:
     return f"{where} was not written by this library; move it elsewhere"
 
 
+def sidecar_sizes(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the bytes of sidecars by segment and kind, given the bytes of each file."""
+    by_segment: dict[str, dict[str, int]] = {}
+    for name, nbytes in sizes.items():
+        segment, _, kind = name.partition(".")
+        by_segment.setdefault(segment, {})[kind] = nbytes
+    return by_segment
+
+
 def file_of(stored_name: str) -> tuple[FileKind, str]:
     """Return kind and file name of a segment, named by its id, or of a sidecar."""
     return (SIDECAR, stored_name) if "." in stored_name else (SEGMENT, f"{stored_name}{SEGMENT_SUFFIX}")

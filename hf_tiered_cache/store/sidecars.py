@@ -39,7 +39,7 @@ from .container import (
 from .engines import EngineFile, ReadOp
 from .faults import Faults, figure_of
 from .geometry import ALIGNMENT, aligned
-from .kinds import SIDECAR, SIDECAR_MAGIC
+from .kinds import SIDECAR, SIDECAR_MAGIC, sidecar_sizes
 from .lazy import torch
 from .memory import aligned_bytes
 from .records import decoding
@@ -244,11 +244,7 @@ class Sidecars:
 
     def sizes(self) -> dict[str, dict[str, int]]:
         """Return the bytes that each kind takes, by segment. Raises OSError."""
-        sizes_by_segment: dict[str, dict[str, int]] = {}
-        for name, nbytes in self._backend.sidecars().items():
-            segment, _, kind = name.partition(".")
-            sizes_by_segment.setdefault(segment, {})[kind] = nbytes
-        return sizes_by_segment
+        return sidecar_sizes(self._backend.sidecars())
 
     def by_segment(self) -> dict[str, int]:
         """Return the bytes that all sidecars of a segment take, by segment. Raises OSError."""
