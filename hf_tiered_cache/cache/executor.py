@@ -322,8 +322,7 @@ class Executor(CacheState):
     def look_up_admitted(self, request: Request, sequence: SequenceState) -> tuple[Plan | None, str]:
         """Return the plan that would restore an admitted prompt and "", or None and the reason."""
         reason = self._lookup_refusal(request, sequence)
-        computes_all = request.must_compute >= request.num_positions
-        plan = None if reason or computes_all else sequence.plan(request, self.collector)
+        plan = None if reason else sequence.plan(request, self.collector)
         if plan is not None:
             chosen_plan, reason = choose_strategy(plan, sequence)
             plan = chosen_plan and (plan if plan.suffix is None else with_required_recompute(plan))
