@@ -206,11 +206,11 @@ def keep_quality(storage: Storage, fingerprint: str, findings: list[QualityFindi
         earlier_findings = [finding for finding in _findings_in(saved) if finding.method not in measured_methods]
         return [finding.as_dict() for finding in (*earlier_findings, *findings)]
 
-    change_records(storage, _quality_name(fingerprint), merged)
+    change_records(storage, f"quality {fingerprint}", merged)
 
 
 def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
-    return _findings_in(records_of(storage, _quality_name(fingerprint)))
+    return _findings_in(records_of(storage, f"quality {fingerprint}"))
 
 
 def _findings_in(saved: _Saved) -> list[QualityFinding]:
@@ -223,10 +223,6 @@ def _findings_in(saved: _Saved) -> list[QualityFinding]:
     except TypeError:  # damaged
         are_sound = False
     return findings if are_sound else []
-
-
-def _quality_name(fingerprint: str) -> str:
-    return f"quality {fingerprint}"
 
 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:

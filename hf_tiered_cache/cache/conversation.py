@@ -117,23 +117,19 @@ class Conversation:
             merging=merging,
             refused_tokens=refused_tokens,
         )
+        disk = self._storage.disk
         try:
-            self._write(record)
+            self._storage.check_open()
+            disk.check_writable()
+            with disk.backend.locked():
+                disk.make_room(aligned(len(record.encode()), ALIGNMENT), record.segments)  # evicts none of its own
+                self._storage.conversations.write([record])
         except StoreClosedError:
             raise
         except (StoreError, OSError) as error:
             return f"the conversation's record could not be written: {error}"
         self.record = record
         return ""
-
-    def _write(self, record: ConversationRecord) -> None:
-        """Write the record, and evict none of its segments to make room. Raises StoreError or OSError."""
-        disk = self._storage.disk
-        self._storage.check_open()
-        disk.check_writable()
-        with disk.backend.locked():
-            disk.make_room(aligned(len(record.encode()), ALIGNMENT), record.segments)
-            self._storage.conversations.write([record])
 
 
 def segments_of_conversations(storage: Storage, ids: Sequence[str]) -> list[SegmentRow]:

@@ -41,11 +41,6 @@ def _refused(collector: StatsCollector, table: SegmentTable, pending: PendingSeg
     collector.explain(pending.refusal or NO_ROOM)
 
 
-def _objection(weights_held: Callable[[float], bool], computed: float) -> str:
-    """Return the reason why KV must not be stored that was computed at a time, by `time.monotonic`, or ""."""
-    return "" if weights_held(computed) else WEIGHTS_CHANGED
-
-
 @dataclass(eq=False)
 class Recorder:
     """Recorder that captures the KV of computed tokens until `seal` makes segments of it.
@@ -231,8 +226,10 @@ class Recorder:
             self._in_pass, self._revocable = False, 0
         if self._in_pass or not self.num_unsealed or not self.captured.layers:
             return []
-        if self.check.odd():
-            self._drop_odd()
+        if self.check.odd():  # the captured KV includes a pass that was not plain
+            self._clear()
+            self._first, self.enabled = self.history.num_positions, False
+            self.collector.explain(ODD_MASK)
             return []
         self.captured.await_work()
         self.captured.apply_row_order()
@@ -261,16 +258,13 @@ class Recorder:
             self._sealed[row] = len(prefix_hashes)
         numbered = enumerate(zip(self.history.pads, self._sealed, strict=True))
         starts = [pad + n * HASH_TOKENS for row, (pad, n) in numbered if row not in self._excluded]
-        self._keep_from(min((start for start in starts if start >= self._first), default=self.history.num_positions))
+        kept_from = min((start for start in starts if start >= self._first), default=self.history.num_positions)
+        end = self._first + self.num_unsealed
+        self.num_unsealed = max(0, end - kept_from)
+        self.captured.keep_last(self.num_unsealed)  # releases the memory of the others
+        self._first = end - self.num_unsealed
         self.captured.note_work()
         return pending_segments
-
-    def _drop_odd(self) -> None:
-        """Discard the captured KV, which includes a pass that was not plain, and stop recording."""
-        self._clear()
-        self._first = self.history.num_positions
-        self.enabled = False
-        self.collector.explain(ODD_MASK)
 
     def segments(self, row: int) -> tuple[str, ...]:
         """Return the ids of the segments that hold a row's stored tokens, in order."""
@@ -320,8 +314,12 @@ class Recorder:
         parent = prefix_hashes[first - 1] if first else self.history.hasher.root
         tokens = len(new_hashes) * HASH_TOKENS
         start = first * HASH_TOKENS + self.history.pads[row] - self._first
-        shape = SegmentShape(self.captured.layout, self.geometry, tokens, self._tables(row, start, tokens))
-        now = time.time()
+        layout, tables = self.captured.layout, None
+        if self.rank is not None:
+            importance = self.rank(row, self.captured.pairs(row, start, tokens))
+            tables = TokenTables.by_importance(importance[None, None], block_groups(layout, self.geometry))
+        shape = SegmentShape(layout, self.geometry, tokens, tables)
+        now, computed, weights_held = time.time(), time.monotonic(), self.weights_held
         ids = self.history.ids()[row, self.history.pads[row] + first * HASH_TOKENS :][:tokens]
         header = SegmentHeader(
             id=segment_id(parent, end_of_chain(new_hashes, self.provenance), shape, self.provenance),
@@ -343,21 +341,8 @@ class Recorder:
             self._ancestors[row],
             partial(_refused, self.collector, table),
             on_device=on_device,
-            objection=partial(_objection, self.weights_held, time.monotonic()),
+            objection=lambda: "" if weights_held(computed) else WEIGHTS_CHANGED,
         )
-
-    def _tables(self, row: int, start: int, tokens: int) -> TokenTables | None:
-        if self.rank is None:
-            return None
-        importance = self.rank(row, self.captured.pairs(row, start, tokens))
-        return TokenTables.by_importance(importance[None, None], block_groups(self.captured.layout, self.geometry))
-
-    def _keep_from(self, position: int) -> None:
-        """Keep only the captured positions from `position` on, and release the memory of the others."""
-        end = self._first + self.num_unsealed
-        keep = max(0, end - position)
-        self.captured.keep_last(keep)
-        self._first, self.num_unsealed = end - keep, keep
 
     def _repair(self) -> None:
         """Discard the captured KV after an interrupted change: it may belong to other positions than noted."""

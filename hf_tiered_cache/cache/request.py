@@ -63,8 +63,10 @@ class ForwardArguments:
         if (counts := attachment.extras.get("counts positions")) is None:
             counts = attachment.extras["counts positions"] = counts_positions(attachment.model)
         defaults = {name: parameter.default for name, parameter in parameters.items()}
-        masks_images = hasattr(attachment.model, "create_masks_for_generate")
-        return cls(placeholder_tokens(attachment.model.config), defaults, counts, masks_images)
+        kinds = (f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
+        tokens = (getattr(attachment.model.config, kind, None) for kind in kinds)
+        placeholders = frozenset(token for token in tokens if isinstance(token, int))
+        return cls(placeholders, defaults, counts, hasattr(attachment.model, "create_masks_for_generate"))
 
     def positions(self, ids: torch.Tensor, base: int = 0) -> dict[str, torch.Tensor]:
         """Return the argument with which `generate()` numbers tokens, int `[rows, tokens]`, after `base` others."""
@@ -282,13 +284,6 @@ def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
     """Return whether a pass requests outputs that need every token to be computed."""
     outputs = ((kwargs.get(name), name) for name in ("output_hidden_states", "output_attentions"))
     return any(getattr(config, name, False) if value is None else value for value, name in outputs)
-
-
-def placeholder_tokens(config: PreTrainedConfig) -> frozenset[int]:
-    """Return the tokens that represent images, videos or audio in a model's prompts."""
-    names = (f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
-    tokens = (getattr(config, name, None) for name in names)
-    return frozenset(token for token in tokens if isinstance(token, int))
 
 
 def _select_positions(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:

@@ -338,16 +338,9 @@ class SequenceState:
         if is_joined:
             self.miss_reason = reasons.JOINED
         elif plan is not None and not plan.base and not any(passage.tokens_found for passage in passages):
-            self.miss_reason = self._why_a_prefix_alone(plan, rows)
-
-    def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray]) -> str:
-        """Return the reason why only a prefix of the prompt is restored although passages are stored.
-
-        Return "" if all is restored, or if the prefix contains passages.
-        """
-        if plan.num_positions - plan.restored_until < HASH_TOKENS or not self._has_passages():
-            return ""
-        return "" if any(self._finder(row, 0) for row in rows) else reasons.NO_PASSAGES
+            is_prefix_alone = plan.num_positions - plan.restored_until >= HASH_TOKENS and self._has_passages()
+            if is_prefix_alone and not any(finder(row, 0) for row in rows):  # the prefix contains none either
+                self.miss_reason = reasons.NO_PASSAGES
 
     def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
         """Store a computed piece of a longer prompt, a single row, and remove it from the history."""
