@@ -125,10 +125,11 @@ class CacheTune(Passages):
         together = self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
         pools = [np.concatenate(importance)] if together else importance
         share = self._shares(len(passages[0].reader.shape.layout.layers))[0]
-        is_reused = np.concatenate([_least_important(pool, share) for pool in pools])
-        return [
-            np.flatnonzero(part) for part in np.split(is_reused, np.cumsum([len(scores) for scores in importance[:-1]]))
-        ]
+        is_reused = [np.ones(len(pool), bool) for pool in pools]
+        for mask, pool in zip(is_reused, pools, strict=True):  # the first tokens win ties
+            mask[np.argsort(-pool, kind="stable")[: count_of(share, len(pool))]] = False
+        ends = np.cumsum([len(scores) for scores in importance[:-1]])
+        return [np.flatnonzero(part) for part in np.split(np.concatenate(is_reused), ends)]
 
     def probe_weights(self, attention: np.ndarray, mean: float) -> np.ndarray:
         return attention / max(mean, _SMALL) + _FLOOR
@@ -148,13 +149,6 @@ _SMALL = 1e-30
 def _narrow_at(layers: int) -> int:
     """Return the first layer that computes fewer tokens."""
     return min(_NARROW_AT, max(1, 3 * layers // 8))
-
-
-def _least_important(importance: np.ndarray, share: float) -> np.ndarray:
-    """Return which tokens are not in the `share` of most important ones, bool `[tokens]`; the first tokens win ties."""
-    is_least = np.ones(len(importance), bool)
-    is_least[np.argsort(-importance, kind="stable")[: count_of(share, len(importance))]] = False
-    return is_least
 
 
 # --- methods with which the paper compares
@@ -188,10 +182,9 @@ class Epic(Passages):
         return cls(recompute, lead=0)
 
     def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
-        return [np.arange(min(self._beginning(piece.count), piece.count), piece.count) for piece in passages]
-
-    def _beginning(self, count: int) -> int:
-        return self.first if self.recompute is None else count_of(self.recompute, count)
+        counts = [piece.count for piece in passages]
+        firsts = [self.first if self.recompute is None else count_of(self.recompute, count) for count in counts]
+        return [np.arange(min(first, count), count) for first, count in zip(firsts, counts, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from ..passages.finder import sink_token
 from ..passages.ranking import RANKED_IN_CONTEXT, RANKINGS, Ranking
 from ..passages.recompute import ProbeAttention
 from ..restore.plan import DeferredChoice, PlanContext
-from ..restore.rows import Positions, RowGroup, SegmentSlice, of_row, repeats
+from ..restore.rows import Positions, SegmentSlice, of_row, repeats
 from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
 from ..store.geometry import Geometry
@@ -155,7 +155,10 @@ class Passages(Method):
         context, selected = choice.context, []
         for group in context.groups:
             row = group.rows[0]
-            reusable, row_positions = _reusable(context, group), of_row(positions, row)
+            pieces = [context.positions_of(group, piece) for piece in group.pieces if not piece.exact]
+            stored = np.concatenate([np.empty(0, np.int64), *pieces])
+            reusable = np.setdiff1d(stored[stored >= 0], of_row(context.missing, row), assume_unique=True)
+            row_positions = of_row(positions, row)
             probe_attention = None if attention is None else attention[row]
             is_reusable = np.isin(row_positions, reusable)
             score = deviation[row, repeats(positions, row) :][is_reusable]
@@ -199,13 +202,6 @@ def _question_tokens(context: PlanContext, max_tokens: int) -> tuple[int, ...]:
             end = max(context.positions_of(group, piece)[-1] + 1 for piece in group.pieces)
             counts |= dict.fromkeys(group.rows, int(min(context.num_positions - end, max_tokens)))
     return tuple(counts[row] for row in sorted(counts)) if any(counts.values()) else ()
-
-
-def _reusable(context: PlanContext, group: RowGroup) -> np.ndarray:
-    """Return the positions of a row's passages that can be restored, int64 ascending."""
-    positions = [context.positions_of(group, piece) for piece in group.pieces if not piece.exact]
-    stored = np.concatenate([np.empty(0, np.int64), *positions])
-    return np.setdiff1d(stored[stored >= 0], of_row(context.missing, group.rows[0]), assume_unique=True)
 
 
 def importance_of(piece: SegmentSlice) -> np.ndarray:

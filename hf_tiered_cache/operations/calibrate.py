@@ -163,8 +163,10 @@ def calibrate_prefix(
     bar = tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress)
     with torch.no_grad(), storage.without_remote(), bar:
         for length in bar:
-            if costs and (repeats + 1) * _both_ways(costs[-1], length) > seconds:  # stored or warmed up once
-                break
+            if costs:
+                to_restore = length * costs[-1].restore.get(TIERS[-1], 0.0)
+                if (repeats + 1) * (costs[-1].computing(length) + to_restore) > seconds:  # stored or warmed up once
+                    break
             costs.append(_prefix_costs(storage, inner, ids[: length + suffix], length, method, repeats))
         growth = _compute_growth(inner, ids.unsqueeze(0).to(inner.device), repeats)
     costs = [replace(measured, growth=growth) for measured in costs]
@@ -233,11 +235,6 @@ def _prefix_costs(
     }
     load = {TIERS[-1]: statistics.median(read_seconds) / length} if read_seconds else {}
     return PrefixCosts(length, costs.pop("none"), costs, load, suffix_seconds)
-
-
-def _both_ways(costs: PrefixCosts, tokens: int) -> float:
-    """Return the expected seconds to compute a prefix and to restore it from disk."""
-    return float(costs.computing(tokens)) + tokens * costs.restore.get(TIERS[-1], 0.0)
 
 
 def _compute_growth(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> float:

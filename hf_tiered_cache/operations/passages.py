@@ -123,11 +123,6 @@ class _Passage:
         """Return the segment that stores the passage, or None."""
         return None if self.row is None else storage.disk.found(self.row)
 
-    @property
-    def name(self) -> str:
-        """See `passage_name`; "" if the passage is not stored."""
-        return "" if self.row is None else passage_name(self.row.chain)
-
 
 class _Call:
     """Distinct passages of a call of `KVStore.precompute`, and their labels. Raises ConfigError if invalid."""
@@ -167,7 +162,7 @@ class _Call:
         records = []
         for label in self.labels:
             passages = [passage for passage in self.passages if label in passage.labels and passage.row is not None]
-            names = tuple(dict.fromkeys(passage.name for passage in passages))
+            names = tuple(dict.fromkeys(passage_name(passage.row.chain) for passage in passages if passage.row))
             tokens = sum(passage.stored_tokens for passage in passages)
             records.append(DocumentRecord(label, fingerprint, made, names, tokens, now, now, model=dict(facts)))
         return records

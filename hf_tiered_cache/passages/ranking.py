@@ -130,7 +130,8 @@ class KeptRankings:
             return cached[1]
         stored_tensors = {} if version is None else self._disk.sidecars.kept(reader, RANKINGS_KIND, {}) or {}
         arrays = {name: tensor.numpy() for name, tensor in stored_tensors.items() if tensor.dtype == torch.float32}
-        scores = {name: array for name, array in arrays.items() if _is_valid(array, reader)}
+        fit = {name: array for name, array in arrays.items() if array.shape == (reader.shape.tokens,)}
+        scores = {name: array for name, array in fit.items() if np.isfinite(array).all()}
         with self._lock:
             self._cache[reader] = version, scores
         return scores
@@ -142,8 +143,3 @@ class KeptRankings:
         except OSError:
             return None
         return None if entry is None else entry.version
-
-
-def _is_valid(array: np.ndarray, reader: SegmentReader) -> bool:
-    has_shape = array.dtype == np.float32 and array.shape == (reader.shape.tokens,)
-    return has_shape and bool(np.isfinite(array).all())

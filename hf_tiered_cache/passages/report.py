@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..restore.hashes import PassageHasher
-from ..restore.rows import RowGroup, SegmentSlice
+from ..restore.rows import RowGroup
 from ..stats import PassageStats
 from ..store import HASH_BYTES
 from ..store.format import is_passage
@@ -67,16 +67,12 @@ class PassageReport:
         self._passages = [passage for passage in self._passages if passage.at]
         pieces = [(group.rows[0], piece) for group in groups for piece in group.pieces]
         for row, piece in [(row, piece) for row, piece in pieces if is_passage(piece.reader.header.provenance)]:
-            self._add(row, piece)
-
-    def _add(self, row: int, piece: SegmentSlice) -> None:
-        first = piece.first // HASH_TOKENS
-        candidates = (entry for entry in reversed(self._passages) if entry.takes(row, piece.reader, first, piece.at))
-        if (passage := next(candidates, None)) is None:
-            passage = _Passage(row, piece.reader)
-            self._passages.append(passage)
-        for number in range(piece.count // HASH_TOKENS):
-            passage.at[first + number] = piece.at + number * HASH_TOKENS
+            first, where = piece.first // HASH_TOKENS, (row, piece.reader)
+            later = next((entry for entry in self._passages[::-1] if entry.takes(*where, first, piece.at)), None)
+            if later is None:
+                self._passages.append(later := _Passage(*where))
+            for number in range(piece.count // HASH_TOKENS):
+                later.at[first + number] = piece.at + number * HASH_TOKENS
 
     def suggests_joined_text(self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher]) -> bool:
         """Return whether a passage was found except for its first or last part.

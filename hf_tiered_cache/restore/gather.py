@@ -72,7 +72,7 @@ class Gather:
             return
         chunk_tokens = shape.geometry.chunk_tokens
         slots = tokens if shape.tables is None else shape.slot_of_token(block_group or self._block_group, tokens)
-        is_run = _is_run(slots) if shape.tables is not None else _spans(slots)
+        is_run = _spans(slots) and (shape.tables is None or bool((np.diff(slots) == 1).all()))
         if head < 0 and is_run and _spans(positions):
             low, high = int(slots[0]), int(slots[-1]) + 1
             ends = low // chunk_tokens, (high - 1) // chunk_tokens + 1
@@ -234,8 +234,3 @@ def gather_chunks(
 def _spans(ascending: np.ndarray) -> bool:
     """Return whether distinct integers, ascending, are consecutive."""
     return int(ascending[-1]) - int(ascending[0]) + 1 == len(ascending)
-
-
-def _is_run(numbers: np.ndarray) -> bool:
-    """Return whether `numbers` are consecutive integers, ascending."""
-    return _spans(numbers) and bool((np.diff(numbers) == 1).all())

@@ -129,12 +129,6 @@ class SelectiveRestore:
         if layer == self._periods[-1][-1]:
             self._end()
 
-    def _queries_of(self, place: int, query: torch.Tensor) -> torch.Tensor:
-        """Return the queries that select for a row, `[heads, n, dim]`, of those of the batch."""
-        budget = self.plan.budgets[place]
-        count = min(budget.computed, self.observed) if budget.streamed else budget.computed
-        return query[budget.group.rows[0], :, -count:]
-
     def _end(self) -> None:
         """Write new indexes, and merge the indexes for decoding. Call when all layers are filled."""
         if self._indexes is not None:
@@ -205,13 +199,15 @@ class SelectiveRestore:
         with self._identifying():
             chosen: dict[int, RowTokens] = {}
             for place, row in self._selecting.items():
+                budget = self.plan.budgets[place]
+                queries = min(budget.computed, self.observed) if budget.streamed else budget.computed
                 request = SelectionInput(
-                    self._queries_of(place, query),
-                    own_keys[row.group.rows[0], :, -self.plan.budgets[place].computed :],
+                    query[row.group.rows[0], :, -queries:],
+                    own_keys[row.group.rows[0], :, -budget.computed :],
                     partial(self._keys_of, number, place, rotate_),
                     scaling,
                     row.chunks(layer, self.selector.per_head),
-                    self.plan.budgets[place].held,
+                    budget.held,
                     tuple if indexes is None else partial(indexes.of, layer, place, rotate_),
                 )
                 choice = self.selector.choose(request)

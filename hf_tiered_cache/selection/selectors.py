@@ -353,7 +353,12 @@ class TopChunks(Selector):
         return (Int8KeysIndex, 1) if self.resident else None
 
     def choose(self, request: SelectionInput) -> Selection:
-        keys = _all_keys(request.indexes(), request.query.dtype) if self.resident else request.keys(None)
+        if self.resident:
+            indexes = (cast(Int8KeysIndex, index) for index in request.indexes())
+            parts = [index.keys_as(request.query.dtype) for index in indexes]
+            keys = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        else:
+            keys = request.keys(None)
         query = request.query[:, -self.queries :]
         mass = head_mass(query, keys, request.own_keys, request.scaling)  # [kv_heads, tokens]
         (token_mass,) = to_host(mass if self.per_head else mass.mean(0, keepdim=True))
@@ -368,9 +373,3 @@ class TopChunks(Selector):
         )
         is_kept = new_mass - last_mass < self.gain  # bool [sets]
         return np.where(is_kept[:, None], np.sort(last_tokens, axis=1), choice.tokens)
-
-
-def _all_keys(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:
-    """Return the keys of all indexes, `[kv_heads, tokens, dim]`."""
-    index_keys = [cast(Int8KeysIndex, index).keys_as(dtype) for index in indexes]
-    return index_keys[0] if len(index_keys) == 1 else torch.cat(index_keys, 1)

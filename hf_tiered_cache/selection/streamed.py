@@ -162,7 +162,10 @@ class StreamedPrefix:
         merged = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
         for number, (group, run) in enumerate(self._runs):
             self._fetch_run(layer, number)
-            self._bring_next(layer, number)
+            if number + 1 < len(self._runs):
+                self._fetch_run(layer, number + 1, ahead=True)
+            elif (place := self._layers.index(layer) + 1) < len(self._layers):
+                self._fetch_run(self._layers[place], 0, ahead=True)
             table, rows = self._tables.pop((layer, number)), list(run.row.group.rows)
             table.wait(layer)
             shape = keys.shape[1], run.tokens.shape[1]
@@ -184,9 +187,3 @@ class StreamedPrefix:
         """Start to fetch a run for a layer, or the chunks of it that a prefetch had no room for."""
         table = self._tables.setdefault((layer, number), UnitTable(self._fetcher, (layer,)))
         self._fetcher.fetch(table.want(self._runs[number][1], (layer,)), ahead)
-
-    def _bring_next(self, layer: int, number: int) -> None:
-        if number + 1 < len(self._runs):
-            self._fetch_run(layer, number + 1, ahead=True)
-        elif (place := self._layers.index(layer) + 1) < len(self._layers):
-            self._fetch_run(self._layers[place], 0, ahead=True)
