@@ -191,6 +191,11 @@ class _Figures(_Printable, Generic[Tier]):
     def disk(self) -> Tier:
         return self.tiers["disk"]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures as a JSON-serializable dict, with each tier under its name."""
+        figures: dict[str, Any] = asdict(self)  # type: ignore[call-overload]  # all subclasses are dataclasses
+        return figures | figures.pop("tiers")
+
 
 @dataclass
 class RequestDetails(_Printable):
@@ -302,9 +307,8 @@ class RequestStats(_Figures[TierStats]):
         return next((name for name in reversed(self.tiers) if self.tiers[name].blocks), "none")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures as a JSON-serializable dict, with each tier under its name."""
         derived = {"read_amplification": self.read_amplification, "tier": self.tier, "reason": self.reason}
-        return _by_tier(self) | derived
+        return super().as_dict() | derived
 
     def _tables(self) -> list[Table]:
         from rich.table import Table
@@ -345,12 +349,6 @@ class RequestStats(_Figures[TierStats]):
 
 
 _DETAILS = frozenset(f.name for f in fields(RequestDetails))
-
-
-def _by_tier(stats: RequestStats | StoreStats) -> dict[str, Any]:
-    figures = asdict(stats)
-    tiers = figures.pop("tiers")
-    return figures | tiers
 
 
 def _duration(seconds: float) -> str:
@@ -511,10 +509,6 @@ class StoreStats(_Figures[TierUse]):
     """Bytes of GPU memory that this KV currently keeps allocated."""
     remote: RemoteStats = field(default_factory=RemoteStats)
     """Traffic with the remote."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all figures as a JSON-serializable dict, with each tier under its name."""
-        return _by_tier(self)
 
     def _tables(self) -> list[Table]:
         rows = []
