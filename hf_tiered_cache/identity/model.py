@@ -144,8 +144,12 @@ class ModelDescription(CodeDescription):
         self.watch.type_of(module)
         self.origins.update(map(origin_of_class, kind.__mro__))
         self._add_runners(location or kind.__name__, module)
+        inner_idle = NOTHING  # names of its inactive adapters
         if is_tuner(module):
             self.tuned.append(module)
+            layer: Any = module
+            names = {name for container in layer.adapter_layer_names for name in getattr(layer, container, {})}
+            inner_idle = frozenset(names - set(active_adapters(module)))
         self.words.append(f"{kind.__module__}.{kind.__qualname__}")
         self._guard(self.add_members, location or kind.__name__, kind, _CALLED)
         self._trains |= trains(module)
@@ -153,7 +157,6 @@ class ModelDescription(CodeDescription):
             self._in_training = True
             self.words.append("training")
         self.ignore(location or kind.__name__, module.__dict__, "training")
-        inner_idle = _idle_adapters(module) if is_tuner(module) else NOTHING
         kinds = varying_kinds(module)
         replaced = names_passes_replace(kinds)
         self._add_attributes(location, module, inner_idle, replaced)
@@ -422,12 +425,6 @@ _BASES = ("base_layer", "token_adapter", "original_module")
 def _layer_number(layer: nn.Module) -> int | None:
     indices = (part.__dict__.get("layer_idx") for part in layer.modules())
     return next((number for number in indices if isinstance(number, int)), None)
-
-
-def _idle_adapters(layer: Any) -> frozenset[str]:
-    """Return the names of the inactive adapters of a layer."""
-    names = {name for container in layer.adapter_layer_names for name in getattr(layer, container, {})}
-    return frozenset(names - set(active_adapters(layer)))
 
 
 def _is_own(method: Any, module: nn.Module, name: str) -> bool:

@@ -247,14 +247,14 @@ async def _events(events: Any, own_stats: list[PromptStats]) -> AsyncIterator[st
     try:
         async for batch in events:
             lines = str(batch).split("\n")
-            yield "\n".join(_event(line, own_stats) if '"usage":' in line else line for line in lines)
+            for number, line in enumerate(lines):
+                if '"usage":' in line:
+                    field, _, data = line.partition(" ")
+                    document = _with_cached_tokens(json.loads(data), own_stats)
+                    lines[number] = f"{field} {json.dumps(document, ensure_ascii=False)}"
+            yield "\n".join(lines)
     finally:
         await events.aclose()
-
-
-def _event(line: str, own_stats: list[PromptStats]) -> str:
-    field, _, data = line.partition(" ")
-    return f"{field} {json.dumps(_with_cached_tokens(json.loads(data), own_stats), ensure_ascii=False)}"
 
 
 def _with_cached_tokens(document: dict[str, Any], own_stats: list[PromptStats]) -> dict[str, Any]:

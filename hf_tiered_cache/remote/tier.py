@@ -156,8 +156,12 @@ class RemoteTier:
                 stop = run.stop
         if not waiting:
             return SLOW_FETCH
-        deadline, limit = began + saved(stop), self._fetch_limit()
-        trial = began + max(_LEAST_WAIT, _TRIAL_SHARE * saved(stop)) if limit is None else time.monotonic() + limit
+        deadline = began + saved(stop)
+        if self.link.bandwidth.value is None:
+            trial = began + max(_LEAST_WAIT, _TRIAL_SHARE * saved(stop))
+        else:  # as many segments as there are threads share the bandwidth, and arrive unevenly
+            in_flight = self.link.fetch_seconds(self._nbytes_in_flight())
+            trial = time.monotonic() + _LEAST_WAIT + _FETCHES * in_flight
         is_in_time = self._pace(deadline)
         for fetched, (row, future) in enumerate(waiting):
             try:
@@ -189,15 +193,6 @@ class RemoteTier:
             self._fetching[key] = future, _nbytes(run)
             future.add_done_callback(lambda _: self._fetching.pop(key, None))
             return future
-
-    def _fetch_limit(self) -> float | None:
-        """Return the seconds after which all that is being fetched should be here, however unevenly it arrives.
-
-        As many segments as there are threads share the bandwidth. None if the bandwidth is not known.
-        """
-        if self.link.bandwidth.value is None:
-            return None
-        return _LEAST_WAIT + _FETCHES * self.link.fetch_seconds(self._nbytes_in_flight())
 
     def _nbytes_in_flight(self) -> int:
         with self._lock:

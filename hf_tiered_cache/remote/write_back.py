@@ -21,15 +21,7 @@ from ..store.memory import aligned_bytes
 from ..store.objects import ObjectBackend
 from ..store.segment import read_head
 from ..store.threads import DaemonPool, Progress
-from .entries import (
-    Entry,
-    delete_entry,
-    encode_entry,
-    entry_names,
-    find_entries,
-    is_found_by_prefix,
-    is_shared,
-)
+from .entries import delete_entry, encode_entry, entry_names, find_entries, is_found_by_prefix, is_shared
 from .link import Breaker
 
 WRITES = ("always", "pinned", "never")
@@ -251,10 +243,12 @@ def send_segment(
     names = entry_names(source.chain) if is_found_by_prefix(source.header.provenance) else []
     entries = find_entries(remote, names) if names else {}
     longest = entries.get(names[-1]) if names else None
-    if longest is not None and longest.row.id != segment_id and _contains(longest, source):
-        if remote.find(longest.row.id) is not None:  # a server may have dropped it and kept the entry
-            return Sent(names, 0)
-        entries = {name: entry for name, entry in entries.items() if entry.row.id != longest.row.id}
+    if longest is not None and longest.row.id != segment_id:
+        row, stop = longest.row, source.header.position + source.header.shape.tokens
+        if row.position <= source.header.position and row.position + row.tokens >= stop:  # it has all of the tokens
+            if remote.find(row.id) is not None:  # a server may have dropped it and kept the entry
+                return Sent(names, 0)
+            entries = {name: entry for name, entry in entries.items() if entry.row.id != row.id}
     is_there, is_damaged = _looked_at(remote, segment_id)
     if not is_there or is_damaged:
         with remote.write(segment_id, source.header.file_bytes) as upload:
@@ -279,12 +273,6 @@ def _looked_at(remote: ObjectBackend, segment_id: str) -> tuple[bool, bool]:
         return False, False
     except FormatError as error:
         return True, not isinstance(error, NotOursError)
-
-
-def _contains(entry: Entry, source: _Source) -> bool:
-    """Return whether the segment of an entry, found by the last prefix hash of another one, has all of its tokens."""
-    row, header = entry.row, source.header
-    return row.position <= header.position and row.position + row.tokens >= header.position + header.shape.tokens
 
 
 class _Source:
