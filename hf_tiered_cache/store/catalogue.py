@@ -9,43 +9,20 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from math import inf, isclose
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import HASH_BYTES, hashes_of
-from .database import Database
+from .database import Database, transaction
 from .kinds import json_object
 
 if TYPE_CHECKING:
     from .format import SegmentHeader
 
-SCHEMA_VERSION = 7
 _MOST_PARAMETERS = 500
-_SCHEMA = (
-    "DROP TABLE IF EXISTS segments",
-    "DROP TABLE IF EXISTS scores",
-    "DROP TABLE IF EXISTS models",
-    "CREATE TABLE models (fingerprint TEXT PRIMARY KEY, facts TEXT NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE scores (segment TEXT, lane INTEGER, row BLOB NOT NULL, PRIMARY KEY (segment, lane)) WITHOUT ROWID",
-    """CREATE TABLE segments (
-        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
-        fingerprint TEXT NOT NULL, provenance TEXT NOT NULL,
-        first BLOB NOT NULL, usable_links INTEGER NOT NULL,
-        tokens INTEGER NOT NULL, position INTEGER NOT NULL, nbytes INTEGER NOT NULL,
-        created REAL NOT NULL, expires REAL, used REAL NOT NULL, uses INTEGER NOT NULL, label TEXT NOT NULL,
-        key TEXT NOT NULL, scan BLOB NOT NULL,
-        chain BLOB NOT NULL  -- last: it is long, and what asks for other columns does not read it then
-    )""",
-    "CREATE INDEX by_first ON segments(first)",
-    "CREATE INDEX by_use ON segments(used, position DESC)",
-    "CREATE INDEX scanned ON segments(number) WHERE length(scan) > 0",
-    "CREATE INDEX by_kind ON segments(fingerprint, provenance, key)",
-    f"PRAGMA user_version={SCHEMA_VERSION}",
-)
 _OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
 """Fields that may differ from the file: they are kept only here, or segments are not found by them."""
 _FROM_THE_FUTURE = """UPDATE segments
@@ -142,16 +119,6 @@ _COLUMNS = ", ".join(field.name for field in fields(SegmentRow)).replace("valid_
 
 class Catalogue(Database):
     """Table of the segments of one store."""
-
-    version = SCHEMA_VERSION
-
-    def _set_up(self, db: sqlite3.Connection) -> None:
-        if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION:
-            return
-        with _transaction(db):  # another process may have been faster
-            if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
-                for statement in _SCHEMA:
-                    db.execute(statement)
 
     def _rows(self, where: str, *args: Any) -> list[SegmentRow]:
         rows = self.execute(f"SELECT {_COLUMNS} FROM segments {where}", *args)
@@ -251,7 +218,7 @@ class Catalogue(Database):
         marks = ", ".join("?" * len(_FIELD_TYPES))
 
         def enter(db: sqlite3.Connection) -> None:
-            with _transaction(db):
+            with transaction(db):
                 for row, model in rows:
                     if model:
                         facts = json.dumps(dict(model))
@@ -267,7 +234,7 @@ class Catalogue(Database):
         query = "DELETE FROM scores WHERE segment = ? AND NOT EXISTS (SELECT 1 FROM segments WHERE id = segment)"
 
         def leave(db: sqlite3.Connection) -> None:
-            with _transaction(db):
+            with transaction(db):
                 db.executemany("DELETE FROM segments WHERE id = ? AND number = ?", numbers.items())
                 db.executemany(query, [(segment_id,) for segment_id in numbers])
 
@@ -282,7 +249,7 @@ class Catalogue(Database):
         pairs = [(now, i) for i in ids]
 
         def note(db: sqlite3.Connection) -> None:
-            with _transaction(db):
+            with transaction(db):
                 db.execute(_FROM_THE_FUTURE, (max(now, time.time()),) * 4)
                 db.executemany("UPDATE segments SET used = ?, uses = uses + 1 WHERE id = ?", pairs)
 
@@ -332,16 +299,3 @@ def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:
         )
         SELECT value FROM seek WHERE value IS NOT NULL"""
     return [row[0] for row in db.execute(query, values).fetchall()]
-
-
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Run the body as one transaction: all of it takes effect, or nothing."""
-    try:
-        db.execute("BEGIN IMMEDIATE")  # inside `try`: a Ctrl-C right after it must not leave the transaction open
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        with suppress(sqlite3.Error):
-            db.execute("ROLLBACK")
-        raise

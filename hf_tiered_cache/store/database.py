@@ -10,11 +10,10 @@ import logging
 import os
 import sqlite3
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from stat import S_ISREG
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX, not_own
 from .root import StoreRoot
@@ -22,6 +21,28 @@ from .threads import PerProcess, fork_lock
 
 logger = logging.getLogger("hf_tiered_cache")
 
+SCHEMA_VERSION = 7
+_SCHEMA = (
+    "DROP TABLE IF EXISTS segments",
+    "DROP TABLE IF EXISTS scores",
+    "DROP TABLE IF EXISTS models",
+    "CREATE TABLE models (fingerprint TEXT PRIMARY KEY, facts TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE scores (segment TEXT, lane INTEGER, row BLOB NOT NULL, PRIMARY KEY (segment, lane)) WITHOUT ROWID",
+    """CREATE TABLE segments (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+        fingerprint TEXT NOT NULL, provenance TEXT NOT NULL,
+        first BLOB NOT NULL, usable_links INTEGER NOT NULL,
+        tokens INTEGER NOT NULL, position INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+        created REAL NOT NULL, expires REAL, used REAL NOT NULL, uses INTEGER NOT NULL, label TEXT NOT NULL,
+        key TEXT NOT NULL, scan BLOB NOT NULL,
+        chain BLOB NOT NULL  -- last: it is long, and what asks for other columns does not read it then
+    )""",
+    "CREATE INDEX by_first ON segments(first)",
+    "CREATE INDEX by_use ON segments(used, position DESC)",
+    "CREATE INDEX scanned ON segments(number) WHERE length(scan) > 0",
+    "CREATE INDEX by_kind ON segments(fingerprint, provenance, key)",
+    f"PRAGMA user_version={SCHEMA_VERSION}",
+)
 _BUSY_SECONDS = 10.0
 _BUSY_SECONDS_AFTERWARDS = 0.2
 """Seconds to wait for a lock: `_BUSY_SECONDS` at first, and this value from a timeout until the next success."""
@@ -51,14 +72,11 @@ def is_damage(error: sqlite3.Error) -> bool:
     return not any(part in message for part in _NO_DAMAGE)
 
 
-class Database(ABC):
-    """A connection that all stores and threads of a process share. A subclass creates the tables. Raises sqlite3.Error.
+class Database:
+    """A connection that all stores and threads of a process share. Its methods raise sqlite3.Error.
 
     Without `files`, the folder, it is in memory. With `read_only`, nothing is created or repaired; faults are errors.
     """
-
-    version: ClassVar[int]
-    """Version of the tables, the `user_version` of the database."""
 
     def __init__(self, files: StoreRoot | None, read_only: bool = False) -> None:
         self._files = None if read_only else files
@@ -74,7 +92,7 @@ class Database(ABC):
         """Number of times it was reopened. After each, rows that this process wrote may be missing."""
         with self._lock:
             if files is not None and read_only:
-                self._db = _connect_read_only(files, self.version)
+                self._db = _connect_read_only(files)
             else:
                 self._open()
 
@@ -99,10 +117,6 @@ class Database(ABC):
             if ours and not self.users:  # otherwise it is the parent's
                 del databases[ours[0]]
                 self.close()
-
-    @abstractmethod
-    def _set_up(self, db: sqlite3.Connection) -> None:
-        """Create the tables if they are missing."""
 
     def run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
         """Run `action`, and again if the file was replaced meanwhile: it must be repeatable. Raises sqlite3.Error."""
@@ -164,7 +178,7 @@ class Database(ABC):
             self._db = None
         if self._files is None:
             self._db = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
-            self._set_up(self._db)
+            _set_up(self._db)
             return self._db
         try:
             with self._files.locked(CATALOGUE_LOCK, f"{CATALOGUE_NAME}{LOCK_SUFFIX}", _BUSY_SECONDS):
@@ -214,11 +228,11 @@ class Database(ABC):
             size = os.stat(files.where(CATALOGUE, CATALOGUE_NAME)).st_size
             if not size:  # first write the first page: it identifies a catalogue
                 db.execute("PRAGMA synchronous=OFF")
-                self._set_up(db)
+                _set_up(db)
             _enter_wal_mode(db)
             if 0 < size <= _CHECKED_BYTES and db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check failed")
-            self._set_up(db)
+            _set_up(db)
         except BaseException:
             db.close()
             raise
@@ -284,7 +298,7 @@ def _open_file(files: StoreRoot, mode: str) -> sqlite3.Connection:
     raise UnavailableError(f"{path} was replaced")
 
 
-def _connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
+def _connect_read_only(files: StoreRoot) -> sqlite3.Connection:
     """Connect to an existing database. Raises sqlite3.Error if it has another version, or is not the library's."""
     if not has_database(files):
         for name, kind in DATABASE_FILES.items():
@@ -292,12 +306,35 @@ def _connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
                 raise sqlite3.DatabaseError(not_own(files.where(kind, name)))
     db = _open_file(files, "ro")
     try:
-        if db.execute("PRAGMA user_version").fetchone()[0] != version:
+        if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
             raise sqlite3.DatabaseError("the catalogue has another version")
     except BaseException:
         db.close()
         raise
     return db
+
+
+def _set_up(db: sqlite3.Connection) -> None:
+    """Create the tables if they are missing."""
+    if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION:
+        return
+    with transaction(db):  # another process may have been faster
+        if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
+            for statement in _SCHEMA:
+                db.execute(statement)
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Run the body as one transaction: all of it takes effect, or nothing."""
+    try:
+        db.execute("BEGIN IMMEDIATE")  # inside `try`: a Ctrl-C right after it must not leave the transaction open
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise
 
 
 def _enter_wal_mode(db: sqlite3.Connection) -> None:

@@ -15,7 +15,6 @@ from segments import hashes, open_store, segment
 from hf_tiered_cache.store import database
 from hf_tiered_cache.store import root as root_module
 from hf_tiered_cache.store.backends import sqlite
-from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.conversations import Ownership, conversation_name
 from hf_tiered_cache.store.kinds import CONVERSATION_LOCK, LOCK, LOCK_SUFFIX
 from hf_tiered_cache.store.root import StoreRoot
@@ -165,7 +164,7 @@ def test_a_child_that_was_forked_during_a_transaction_writes_the_catalogue(tmp_p
 
     def write(linger):
         def enter(db):
-            with _transaction(db):
+            with database.transaction(db):
                 linger()
 
         store.index.catalogue.run(enter)
@@ -178,21 +177,21 @@ def test_a_child_that_was_forked_during_a_transaction_writes_the_catalogue(tmp_p
 
 def test_a_child_that_was_forked_while_the_catalogue_is_opened_writes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.5)
-    set_up = Catalogue._set_up
+    set_up = database._set_up
 
     def opened(linger):
-        def lingering(self, db):
-            set_up(self, db)
+        def lingering(db):
+            set_up(db)
             if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
-                with _transaction(db):
+                with database.transaction(db):
                     linger()
 
         with monkeypatch.context() as patch:
-            patch.setattr(Catalogue, "_set_up", lingering)
+            patch.setattr(database, "_set_up", lingering)
             open_store(tmp_path)
 
     with during(opened):
-        monkeypatch.setattr(Catalogue, "_set_up", set_up)
+        monkeypatch.setattr(database, "_set_up", set_up)
         assert exit_status(lambda: open_store(tmp_path).publish(*segment(hashes(4)))) == 0
 
 

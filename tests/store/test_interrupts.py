@@ -29,7 +29,8 @@ from hf_tiered_cache.cache.sequence import SequenceState
 from hf_tiered_cache.cache.storage import _seal
 from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.stats import StatsCollector
-from hf_tiered_cache.store.catalogue import Catalogue, _transaction
+from hf_tiered_cache.store.catalogue import Catalogue
+from hf_tiered_cache.store.database import transaction
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines.posix import PosixFile
 from hf_tiered_cache.store.threads import Worker
@@ -399,7 +400,7 @@ def test_an_interrupt_leaves_no_transaction_open(tmp_path):
             if statement.startswith("BEGIN"):
                 raise Interrupt
 
-    with pytest.raises(Interrupt), _transaction(Interrupted()):
+    with pytest.raises(Interrupt), transaction(Interrupted()):
         pass
     assert not db.in_transaction
     db.close()
