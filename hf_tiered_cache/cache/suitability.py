@@ -15,6 +15,7 @@ from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, pas
 from ..patches.layers import can_drop, code_of
 from ..patches.scope import CACHE_ARGUMENTS
 
+_HIDES_KEYS = "attends to other keys than it passes to its cache, or bypasses the registered attention function"
 _OWN_POSITIONS = ("create_position_ids_from_input_ids", "rope_deltas")
 """Members of modules that number tokens by themselves."""
 
@@ -31,7 +32,11 @@ def check_causal(model: PreTrainedModel) -> None:
         module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
     ]
     takes_cache = {*CACHE_ARGUMENTS, "cache_params"} & inspect.signature(model.forward).parameters.keys()
-    if not (any(causal_flags) if causal_flags else takes_cache and not _is_set_to_encode(model)):
+    code = code_of(type(model.base_model).forward)
+    # a model may be a decoder only if its configuration says so
+    settings = {"is_decoder", "causal"}.intersection(code.co_names if code else ())
+    is_set_to_encode = any(getattr(model.config, setting, True) is False for setting in settings)
+    if not (any(causal_flags) if causal_flags else takes_cache and not is_set_to_encode):
         raise UnsupportedModelError(
             f"{name} is an encoder: its tokens attend to later tokens, so the KV of a prefix cannot be reused; pass a "
             "causal LM"
@@ -40,13 +45,6 @@ def check_causal(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} reads or adds layers of its cache itself, so they cannot be restored; use DynamicCache"
         )
-
-
-def _is_set_to_encode(model: PreTrainedModel) -> bool:
-    """Return whether the model is a decoder only if its configuration says so, and it does not."""
-    code = code_of(type(model.base_model).forward)
-    names = {"is_decoder", "causal"}.intersection(code.co_names if code else ())
-    return any(getattr(model.config, name, True) is False for name in names)
 
 
 def _refers_to_layers(module: PreTrainedModel) -> bool:
@@ -111,18 +109,15 @@ def check_suits(method: Method, model: PreTrainedModel) -> None:
 
 def cannot_observe(model: PreTrainedModel) -> str:
     """Return the reason why the queries of this model cannot be observed, or an empty string."""
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    config = model.config.get_text_config(decoder=True)
     if not shows_queries(model):
-        return (
-            f"{name} attends to other keys than it passes to its cache, or bypasses the registered attention function"
-        )
-    if not can_select(config):
-        needed = " or ".join(map(repr, SELECTING))
-        return (
-            f"observing queries requires the attention implementation {needed}, but the model uses "
-            f"{config._attn_implementation!r}"
-        )
-    return ""
+        return f"{type(model).__name__} {_HIDES_KEYS}"
+    if can_select(config):
+        return ""
+    return (
+        f"observing queries requires the attention implementation {' or '.join(map(repr, SELECTING))}, but the model "
+        f"uses {config._attn_implementation!r}"
+    )
 
 
 def can_recompute_prefix(attachment: Attachment) -> bool:
@@ -145,9 +140,8 @@ def can_recompute_prefix(attachment: Attachment) -> bool:
 def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelError:
     """Return the error for a method that selects among keys that the model does not expose."""
     return UnsupportedModelError(
-        f"{type(model).__name__} attends to other keys than it passes to its cache, or bypasses the registered "
-        f"attention function, so {type(method).__name__} cannot select among them; use the exact method with this "
-        "model"
+        f"{type(model).__name__} {_HIDES_KEYS}, so {type(method).__name__} cannot select among them; use the exact "
+        "method with this model"
     )
 
 

@@ -165,12 +165,8 @@ def _answer(storage: Storage, model: torch.nn.Module, ids: torch.Tensor, method:
     started = time.perf_counter()
     log_probs = run(cache, ids)[0, -1].float().log_softmax(-1).cpu()
     seconds, stats = time.perf_counter() - started, cache.stats
-    kv = max(1, stats.tokens_restored) * _token_bytes(storage)
+    readers = (storage.disk.reader(row.id) for row in storage.disk.index.rows())
+    token_bytes = next((reader.shape.layout.bytes_per_token for reader in readers if reader is not None), 1)
+    kv = max(1, stats.tokens_restored) * token_bytes  # as the model computes it
     brought = (stats.details.bytes_delivered - stats.details.bytes_delivered_identifying) / kv
     return _Answer(log_probs, brought, stats.details.index_bytes / kv, seconds)
-
-
-def _token_bytes(storage: Storage) -> int:
-    """Return the bytes of one token's KV, as the model computes it."""
-    readers = (storage.disk.reader(row.id) for row in storage.disk.index.rows())
-    return next((reader.shape.layout.bytes_per_token for reader in readers if reader is not None), 1)

@@ -281,7 +281,13 @@ class RowIndexes:
         if not self._kind.divisible and not _is_whole(piece):
             return
         if piece.reader not in self._stored_indexes:
-            self._stored_indexes[piece.reader] = self._read(piece.reader)
+            collector = self._fetcher.collector
+            with collector.timing("stall_seconds"):
+                indexes = self._sidecars.find(piece.reader, self._kind, self.chunk_tokens)
+            read = sum(index.nbytes for index in indexes.values())
+            collector.add(bytes_read=read, bytes_identifying=read)
+            collector.add(bytes_delivered=read, bytes_delivered_identifying=read)
+            self._stored_indexes[piece.reader] = indexes
         if (index := self._stored_indexes[piece.reader].pop(layer, None)) is not None:
             self._set(run, self._admit([_whole(piece)], layer, index.to(self._fetcher.device_of(layer))))
 
@@ -320,17 +326,6 @@ class RowIndexes:
         made = f"{self._kind.__name__} {self.chunk_tokens}"
         owners = ((piece.reader.id, layer, piece.reader.header.digests.digest, made) for piece in pieces)
         return tuple((owner, piece.first, piece.count) for owner, piece in zip(owners, pieces, strict=True))
-
-    def _read(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
-        """Read the stored indexes of a segment, by layer. Blocks, and counts as stall time."""
-        collector = self._fetcher.collector
-        with collector.timing("stall_seconds"):
-            indexes = self._sidecars.find(reader, self._kind, self.chunk_tokens)
-        nbytes = sum(index.nbytes for index in indexes.values())
-        collector.add(
-            bytes_read=nbytes, bytes_identifying=nbytes, bytes_delivered=nbytes, bytes_delivered_identifying=nbytes
-        )
-        return indexes
 
 
 def _is_whole(piece: SegmentSlice) -> bool:

@@ -94,7 +94,7 @@ class IndexCache:
     def forget(self, segments: Collection[str]) -> None:
         """Forget deleted segments."""
         with self._lock:
-            self._forget(self._names(segments))
+            self._forget(segments)
 
     def segments(self) -> set[str]:
         """Return the ids of segments with an index in the cache."""
@@ -104,7 +104,7 @@ class IndexCache:
     def clear(self) -> None:
         """Remove all indexes. Those in use are still counted."""
         with self._lock:
-            self._forget(self._names(None))
+            self._forget(None)
 
     # --- under the lock
 
@@ -128,8 +128,8 @@ class IndexCache:
         names = [name for name in self._in_use if isinstance(name, tuple)]
         return [name for name in names if segments is None or any(owner[0] in segments for owner, *_ in name[0])]
 
-    def _forget(self, names: Collection[Any]) -> None:
-        for name in names:
+    def _forget(self, segments: Collection[str] | None) -> None:
+        for name in self._names(segments):
             if (index := self._in_use.pop(name, None)) is not None:  # else its last user has just ended
                 self._in_use[object()] = index
             self._drop(name)
