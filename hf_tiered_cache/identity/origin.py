@@ -138,7 +138,9 @@ def references(code: types.CodeType) -> References:
             (members if is_member else global_names).add(step.argval)
             if step.argval in ENVIRONMENT:
                 variables.add(_variable(steps[number:]))
-        elif step.opcode in dis.hasconst and not _names_keywords(steps, number):
+        elif step.opcode in dis.hasconst and step.opname != "KW_NAMES":
+            if steps[min(number + 1, len(steps) - 1)].opname.endswith("_KW"):
+                continue  # the names of the keyword arguments of a call
             members |= (names := text_names(step.argval))
             if names & ENVIRONMENT:
                 variables.add("")
@@ -156,11 +158,6 @@ def _variable(steps: list[dis.Instruction]) -> str:
         elif len(rest) < 2 or rest[1].opname != "BINARY_SUBSCR":
             return ""
     return rest[0].argval if rest[0].opcode in dis.hasconst and isinstance(rest[0].argval, str) else ""
-
-
-def _names_keywords(steps: list[dis.Instruction], number: int) -> bool:
-    """Return whether an instruction loads the names of the keyword arguments of a call."""
-    return steps[number].opname == "KW_NAMES" or steps[min(number + 1, len(steps) - 1)].opname.endswith("_KW")
 
 
 def text_names(constant: object) -> frozenset[str]:

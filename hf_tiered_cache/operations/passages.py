@@ -19,9 +19,10 @@ from ..identity import varying_rope
 from ..methods import Method, Passages, make_method
 from ..passages.ranking import KV, RankingScores, rank_tokens
 from ..store.catalogue import SegmentRow
-from ..store.documents import DocumentRecord, check_label, passage_name
+from ..store.documents import DocumentRecord, passage_name
 from ..store.format import is_passage
 from ..store.geometry import HASH_TOKENS
+from ..store.records import check_name
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
 from .documents import BATCH_TOKENS, enter_documents
@@ -133,7 +134,7 @@ class _Call:
         if labels is not None and (isinstance(labels, str) or len(labels) != len(prompts)):
             raise ConfigError(f"labels must be one for each of the {len(prompts)} passages, not {labels!r:.80}")
         for label in labels or ():
-            check_label(label)
+            check_name(label, "document's label", most=1000)
         self.labels = list(dict.fromkeys(labels or ()))
         cut = not varying_rope(self.like.attachment.config)  # otherwise RoPE frequencies may depend on the length
         by_ids: dict[tuple[int, ...], _Passage] = {}

@@ -28,8 +28,6 @@ from .threads import PerProcess
 
 logger = logging.getLogger("hf_tiered_cache")
 
-MOST_LETTERS = 200
-"""Maximum length of an id in characters."""
 _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT})
 _ATTEMPTS, _PAUSE_SECONDS, _PATIENCE_SECONDS = 5, 0.01, 1.0
 """Retries of a lock. Listing conversations and `gc` hold it for a moment, without being owners."""
@@ -37,7 +35,7 @@ _ATTEMPTS, _PAUSE_SECONDS, _PATIENCE_SECONDS = 5, 0.01, 1.0
 
 def conversation_name(conversation_id: str) -> str:
     """Return 32 hexadecimal digits that identify a conversation's id. Raises ConfigError if the id is invalid."""
-    check_name(conversation_id, "conversation's id", MOST_LETTERS)
+    check_name(conversation_id, "conversation's id", most=200)
     return name_of(conversation_id)
 
 

@@ -18,10 +18,7 @@ from typing import Any, ClassVar
 from . import HASH_BYTES
 from .catalogue import SegmentRow
 from .kinds import DOCUMENT, FileKind, record_name
-from .records import Record, Records, check_name
-
-MOST_LETTERS = 1000
-"""Maximum length of a label in characters."""
+from .records import Record, Records
 
 
 def passage_name(chain: bytes) -> str:
@@ -36,11 +33,6 @@ def by_passage(rows: Iterable[SegmentRow]) -> dict[str, list[SegmentRow]]:
         if row.scan:  # only passages have scan hashes
             rows_by_passage.setdefault(passage_name(row.chain), []).append(row)
     return rows_by_passage
-
-
-def check_label(label: str) -> None:
-    """Raise ConfigError if the label is invalid."""
-    check_name(label, "document's label", MOST_LETTERS)
 
 
 @dataclass(frozen=True)
