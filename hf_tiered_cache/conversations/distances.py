@@ -336,7 +336,12 @@ class SampledPass:
             return self._owner.cannot_see("layers hold only a part of their keys")
         queries, scalings = zip(*(self._queries[layer] for layer in layers), strict=True)
         keys = [source.keys for source in self._sources if source.keys is not None]
-        if not _fit(queries, keys):
+        heads, kv_heads = queries[0].shape[1], keys[0].shape[1]
+        fit = heads % kv_heads == 0 and all(
+            query.shape[1] == heads and key.shape[1] == kv_heads and query.shape[::3] == key.shape[::3]
+            for query, key in zip(queries, keys, strict=True)
+        )
+        if not fit:
             return self._owner.cannot_see("the keys that layers hold are not the keys that their queries attend to")
         weights = np.full(len(self._positions), self._weight)
         return self._owner.take(SampledQueries(self._positions, weights, self._pads, queries, scalings))
@@ -344,12 +349,3 @@ class SampledPass:
 
 def _with_full_attention(sources: Sequence[KeysOfLayer]) -> list[KeysOfLayer]:
     return [source for source in sources if not source.window]
-
-
-def _fit(queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> bool:
-    """Return whether all layers have the same numbers of query and kv heads, and keys match queries in shape."""
-    heads, kv_heads = queries[0].shape[1], keys[0].shape[1]
-    return heads % kv_heads == 0 and all(
-        query.shape[1] == heads and key.shape[1] == kv_heads and query.shape[::3] == key.shape[::3]
-        for query, key in zip(queries, keys, strict=True)
-    )

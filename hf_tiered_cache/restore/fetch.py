@@ -126,8 +126,10 @@ class Fetcher:
             if attends:
                 unit.attended = np.union1d(unit.attended, chunks) if len(unit.attended) else chunks
             missing = np.setdiff1d(chunks, unit.held, assume_unique=True) if len(unit.held) else chunks
-            if ahead:
-                missing = self._bounded(unit, missing)
+            if ahead and self.ahead_bytes is not None:  # take the leading chunks that there is room for
+                size = unit.block_group.block_bytes
+                missing = missing[: max(0, self.ahead_bytes - sum(self._ahead.values())) // size]
+                self._ahead[unit] = self._ahead.get(unit, 0) + len(missing) * size
             if len(missing):
                 batches.setdefault(self.device_of(unit.block_group.layers[0]), []).append((unit, missing))
         for device, batch in batches.items():
@@ -141,14 +143,6 @@ class Fetcher:
                 unit.fetched.append(blocks)
                 unit.from_disk |= len(blocks.from_disk) > 0
                 unit.held = np.union1d(unit.held, blocks.chunks) if len(unit.held) else blocks.chunks
-
-    def _bounded(self, unit: FetchUnit, chunks: np.ndarray) -> np.ndarray:
-        """Return the leading chunks that `ahead_bytes` has room for, and count their bytes."""
-        if self.ahead_bytes is not None:
-            size = unit.block_group.block_bytes
-            chunks = chunks[: max(0, self.ahead_bytes - sum(self._ahead.values())) // size]
-            self._ahead[unit] = self._ahead.get(unit, 0) + len(chunks) * size
-        return chunks
 
     def wait_for(self, units: Collection[FetchUnit]) -> None:
         """Wait until the blocks of `units` have arrived. Raises RestoreError if one could not be fetched."""

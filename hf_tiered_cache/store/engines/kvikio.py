@@ -26,7 +26,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -106,7 +106,12 @@ class KvikioEngine(Engine):
 
     def submit(self, ops: Sequence[ReadOp]) -> Future[int]:
         self._deregister_gone()
-        return in_threads(self._pool, self.threads, [task for op in ops for task in _tasks_of(op)], self._read)
+        tasks = [
+            ReadOp(op.file, op.offset + start, op.dest[start : start + TASK_BYTES])
+            for op in ops
+            for start in range(0, op.dest.numel(), TASK_BYTES)
+        ]
+        return in_threads(self._pool, self.threads, tasks, self._read)
 
     def _read(self, task: ReadOp) -> int:
         """Run one task in a thread of the pool, until nothing writes to its destination any more."""
@@ -173,11 +178,6 @@ class KvikioEngine(Engine):
         if self.reads_device and not self.reads_asynchronously:
             mode += ", synchronous: no cufile.json"
         return f"kvikio ({mode}, {self.threads} threads)"
-
-
-def _tasks_of(op: ReadOp) -> Iterator[ReadOp]:
-    for start in range(0, op.dest.numel(), TASK_BYTES):
-        yield ReadOp(op.file, op.offset + start, op.dest[start : start + TASK_BYTES])
 
 
 def _read_host(task: ReadOp) -> int:
