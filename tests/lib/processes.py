@@ -23,8 +23,9 @@ import sys
 import tempfile
 import threading
 import traceback
+import zlib
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, TimeoutExpired
 from types import ModuleType
@@ -85,7 +86,7 @@ class Popen:
             }
             request = json.dumps(request_fields).encode()
             assert len(request) <= _REQUEST_BYTES
-            socket.send_fds(_origin(os.getpid())[0], [request], [*files, child_end])
+            socket.send_fds(_origin(os.getpid()), [request], [*files, child_end])
         self.stdin, self.stdout, self.stderr = ends
         self.pid = int(self._status.readline())
 
@@ -161,21 +162,42 @@ def run(
 
 
 @functools.cache
-def _origin(pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start the process from which others are forked. Return the socket for requests, and the process."""
-    own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with child_end:
-        process = subprocess.Popen([sys.executable, __file__], stdin=child_end)
-    atexit.register(process.wait)
-    atexit.register(own_end.close)  # ends the process; functions that are registered last run first
-    return own_end, process
+def _origin(pid: int) -> socket.socket:
+    """Return a connection to the process from which others are forked, which all workers of a test run share.
+
+    The process ends when its last connection is closed.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
+    address = f"\0hf-tiered-cache-{run}-{zlib.crc32(__file__.encode()):x}" if run else ""  # "": choose a new one
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with suppress(OSError):
+            _start_origin(connection, address)
+            if connection.recv(1):
+                atexit.register(connection.close)
+                return connection
+        connection.close()  # the process was about to end
+
+
+def _start_origin(connection: socket.socket, address: str) -> None:
+    """Connect to the process with this address, which is started unless it runs."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(address)
+        except OSError:
+            connection.connect(address)
+            return
+        listener.listen()
+        connection.connect(listener.getsockname())
+        process = subprocess.Popen([sys.executable, __file__], stdin=listener)
+    process.returncode = 0  # nobody waits for its end, which other workers may delay
 
 
 # --- in the process that forks
 
 
-def _serve(connection: socket.socket) -> None:
-    """Start the requested processes until the socket is closed."""
+def _serve(listener: socket.socket) -> None:
+    """Start the requested processes until all connections are closed."""
     root = str(Path(__file__).parents[2])
     sys.path.insert(0, root)  # the package of this checkout, even if another one is installed
     for name in _IMPORTED:
@@ -184,15 +206,28 @@ def _serve(connection: socket.socket) -> None:
     gc.freeze()  # keep all imports in every process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the intermediate processes need no wait
+    sockets: list[socket.socket] = [listener]
     while True:
-        request, files, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 4)
-        if not request:
+        for readable in select.select(sockets, (), ())[0]:
+            if readable is listener:
+                sockets.append(listener.accept()[0])
+                sockets[-1].send(b"+")
+                continue
+            try:
+                request, files, _, _ = socket.recv_fds(readable, _REQUEST_BYTES, 4)
+            except ConnectionError:  # the worker was killed
+                request, files = b"", []
+            if not request:
+                sockets.remove(readable)
+                readable.close()
+            elif not os.fork():
+                for inherited in sockets:
+                    inherited.close()
+                _start(json.loads(request), files)
+            for file in files:
+                os.close(file)
+        if len(sockets) == 1:
             return
-        if not os.fork():
-            connection.detach()
-            _start(json.loads(request), files)
-        for file in files:
-            os.close(file)
 
 
 def _start(request: dict[str, Any], files: list[int]) -> None:
