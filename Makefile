@@ -21,8 +21,9 @@ demo: $(FOR_USE)
 notebooks: $(FOR_DEV)
 	$(BIN)/python examples/notebooks/make.py $(ARGS)
 
+# bytecode is written whatever the user's settings: without it, each worker and process compiles every module
 test: $(FOR_DEV)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
 # all combinations, and more examples of every property, for a quiet machine: hours
 test-thorough: $(FOR_DEV)
