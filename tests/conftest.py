@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -18,6 +19,7 @@ import warnings
 
 import pytest
 import torch
+import typer.main
 from hypothesis import settings
 from servers import place_of, silent_hub  # noqa: F401  # fixtures
 from thorough import FEW, THOROUGH
@@ -26,6 +28,9 @@ import eval.baselines  # noqa: F401  # registered, so that what is asked of ever
 
 # background jobs of a shell ignore SIGINT, and so would their children
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# a call of a Typer app builds the objects of all its commands, which takes longer than most commands
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
