@@ -2,15 +2,19 @@
 
     python notebook_cells.py NOTEBOOK OUT
 
-A kernel would be another process, which imports everything again.
+A kernel would be another process, which imports everything again. So would Python processes that cells run: they are
+forked, too.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
+import processes
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from nbformat.v4 import new_output
@@ -23,8 +27,14 @@ class Shell(InteractiveShell):
         """Accept the event loop of inline figures, which is none."""
 
 
+def run(command: list[str], *, _run: Any = subprocess.run, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """Run a process as `subprocess.run` does. Fork it if it is a Python process."""
+    return (processes.run if command[0] == sys.executable else _run)(command, **options)
+
+
 def main(path: Path, out: Path) -> None:
     """Run all cells, up to the first that fails."""
+    subprocess.run = run
     notebook = nbformat.read(path, as_version=4)
     shell = Shell.instance()
     shell.run_line_magic("matplotlib", "inline")
