@@ -38,7 +38,8 @@ def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
 def key_biases_of(model: nn.Module) -> dict[int, torch.Tensor]:
     """Return a copy of the bias of each decoder layer's key projection, `[heads * dim]`, where it has one.
 
-    It is the same in all keys of a layer, before their rotation, and often larger than what differs (Qwen2).
+    It is the same in all keys of a layer, before their rotation, and often larger than what differs (Qwen2). A norm
+    after the projection (Qwen3, GLM-4.5) scales keys and bias, so they no longer contain it.
     """
     biases: dict[int, torch.Tensor] = {}
     for module in (getattr(model, "get_decoder", lambda: None)() or model).modules():
@@ -46,7 +47,8 @@ def key_biases_of(model: nn.Module) -> dict[int, torch.Tensor]:
         bias: Any = getattr(projection, "bias", None)
         if projection is not None and isinstance(bias, torch.Tensor) and bias.device.type == "meta":
             bias = offloaded(projection, "bias")
-        if type(layer) is int and type(bias) in (torch.Tensor, nn.Parameter):
+        is_normed = any("norm" in name and "k" in name.partition("norm")[0] for name, _ in module.named_children())
+        if type(layer) is int and type(bias) in (torch.Tensor, nn.Parameter) and not is_normed:
             biases[layer] = bias.detach().clone()
     return biases
 

@@ -74,6 +74,18 @@ def test_keys_lose_no_more_than_without_their_bias(store, family, codec):
         assert 0 < difference < (CLOSE if codec == "int8" else 0.4)
 
 
+@pytest.mark.parametrize(("family", "changes"), [("qwen3", {"attention_bias": True}), ("phi", {"qk_layernorm": True})])
+def test_keys_that_a_norm_follows_keep_what_it_makes_of_their_bias(store, family, changes):
+    """Without the bias, such keys would be as large as the bias: they have lost it already."""
+    model, ids = biased(family, **changes), prompt(100)
+    store.precompute(model, ids, method=Exact(**INT8), progress=False)
+    assert not any(kind.unbiased for kind in kinds_in(store))
+    layers, restored = restored_layers(model, store, Exact(**INT8), ids)
+    assert restored == 96
+    for layer, (keys, _) in zip(layers, kv_of(model, ids), strict=True):
+        assert 0 < (layer.keys - keys)[:, :, :restored].abs().max() < CLOSE
+
+
 def test_rows_of_a_batch_and_layers_with_blocks_of_their_own(store):
     model, ids = biased(), prompt(100)
     padded = torch.cat([torch.zeros(1, 7, dtype=torch.int64), ids[:, :93]], dim=1)
