@@ -46,6 +46,17 @@ class CapturedLayer(NamedTuple):
     values: torch.Tensor
 
 
+def without_biases(layers: dict[int, CapturedLayer], tables: TableCache) -> dict[int, CapturedLayer]:
+    """Return layers without the key biases that are not stored; those of a graph have them."""
+    tap, unbiased = RotaryTap(tables), dict[int, CapturedLayer]()
+    for layer, (kind, keys, values) in layers.items():
+        bias = None if kind.rotated != "key" or kind.unbiased else tap.key_bias(layer, keys)
+        if bias is not None:
+            kind, keys = replace(kind, unbiased=True), keys - bias
+        unbiased[layer] = CapturedLayer(kind, keys, values)
+    return unbiased
+
+
 class PackedKV:
     """Unrotated KV of the tokens of one pass, or of several joined ones."""
 
@@ -77,6 +88,8 @@ class PackedKV:
 
 class GraphKV:
     """Unrotated KV of the latest pass of CUDA graphs, in tensors at fixed addresses: replaying runs no Python.
+
+    Keys have their biases, since a graph would go on to subtract those of the model's state when it was made.
 
     `tokens` is the maximum number of tokens of a pass.
     """

@@ -28,7 +28,7 @@ from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
 from .engine import Engine, Listener, Pages, id_of, parent_id_of
 from .lookups import LayerRotations, Lookups, observe_rotations, windows_of
-from .packed import GraphKV, Packed, PackedKV, PassCapture, PassJoiner
+from .packed import GraphKV, Packed, PackedKV, PassCapture, PassJoiner, without_biases
 from .requests import BatchedRequest, Restored
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -254,6 +254,7 @@ class PagedTiers(Listener):
         if passed is not None and fingerprint is not None:
             with self._engine.on_stream():
                 layers = passed.layers(sum(row.num_tokens for row in rows))
+                layers = without_biases(layers, self._attachment.tables_of(fingerprint, self._method.lossless))
             if len(layers) == self._attachment.depth:
                 packed = PackedKV(fingerprint, layers)
         self._note(rows, packed)
@@ -264,7 +265,7 @@ class PagedTiers(Listener):
             return
         if graphed and self._graph_kv is None:
             self._graph_kv = GraphKV(self._pages.cache.max_batch_tokens)
-        tables = self._attachment.tables_of(self._fingerprint or "", self._method.lossless)
+        tables = self._attachment.tables_of(self._fingerprint or "", self._method.lossless or graphed)
         self._passed = self._capture = PassCapture(tables, self._windows, self._graph_kv if graphed else None)
         try:
             with self._attachment.watching_compiled() if compiled else nullcontext():

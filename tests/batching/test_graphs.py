@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, prompt, with_key_biases
 from graphs import use_graphs
 from paged import NEW_TOKENS, alone, arriving, batched, running, settled
 from reference import kv_of
@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from hf_tiered_cache import KVStore, TieredCache, detach, reasons, tiered
+from hf_tiered_cache.methods import Exact
 
 
 @pytest.fixture
@@ -87,6 +88,31 @@ def test_graphs_of_a_manager_that_outlives_sessions(model, tmp_path, monkeypatch
         assert ask(4, 200) == (NEW_TOKENS, 0)  # graphs go on without a session
     finally:
         model.destroy_cached_continuous_batching_manager()
+
+
+def test_graphs_leave_keys_without_the_biases_of_the_moment(tmp_path, monkeypatch):
+    """A graph goes on when the biases change, and in sessions with another codec."""
+    graph, model, ids = use_graphs(monkeypatch), with_key_biases(build("qwen2"), 60.0), prompt(100, seed=1)
+    try:
+        for at, codec in enumerate(["raw", "int8", "int8", "raw"]):
+            replays, method = graph.replays, Exact(codec=codec)
+            with KVStore(tmp_path / str(at)) as store:
+                with tiered(model, store, method=method):
+                    batched(model, ids.tolist(), persistent_manager=True)
+                store.flush()
+                cache = TieredCache(model, store, method=method, record=False)
+                with torch.no_grad():
+                    model(ids, past_key_values=cache, logits_to_keep=1)
+                assert cache.stats.tokens_restored == 96 and (at == 0 or graph.replays > replays)
+                for layer, (keys, _) in zip(cache.layers, kv_of(model, ids), strict=True):
+                    assert (layer.keys - keys).abs().max() < (0.06 if codec == "int8" else 1e-3)
+            with torch.no_grad():
+                for block in model.model.layers:
+                    block.self_attn.k_proj.bias.add_(10.0)
+            ids = prompt(100, seed=at + 2)
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+        detach(model)
 
 
 def test_compiled_passes_leave_their_kv_in_the_store(root):
