@@ -194,7 +194,7 @@ def test_a_method_has_only_the_members_that_all_methods_need():
     own = {name for name in vars(Method) if not name.startswith("_")} | {"geometry"}
     assert own == {
         *("geometry", "ahead_bytes", "codec", "policy", "positions_to_compute", "provenance"),
-        *("records_approximations", "coded", "usable_hashes"),
+        *("lossless", "records_approximations", "coded", "usable_hashes"),
     }
 
 

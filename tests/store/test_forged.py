@@ -25,7 +25,7 @@ from hf_tiered_cache.passages.finder import PassageIndex
 from hf_tiered_cache.restore.hashes import longest_prefix
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.container import xxh3
-from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, PREFIX, decode_header, lay_out
+from hf_tiered_cache.store.format import HEADER_BYTES, MAGIC, OLDEST_VERSION, PREFIX, decode_header, lay_out
 from hf_tiered_cache.tiers.scores import LRU, ScoreTable
 
 NAME = "0" * 32
@@ -39,7 +39,7 @@ def page_of(path):
     return json.loads(page[PREFIX.size : PREFIX.size + length])
 
 
-def forge(path, data, size=None, version=FORMAT_VERSION):
+def forge(path, data, size=None, version=OLDEST_VERSION):
     """Write a page with a right checksum over what stands at `path`, or a sparse file of `size` bytes."""
     text = data if isinstance(data, bytes) else json.dumps(data, separators=(",", ":")).encode()
     page = bytearray(PREFIX.pack(MAGIC, version, len(text), 0) + text).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
