@@ -151,9 +151,9 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
 def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     """Delete expired and damaged segments, and unfinished files of dead writers, and evict segments above the quota.
 
-    Nothing is evicted if that would not be enough, as in `SegmentStore.make_room`. With `dry_run`, only report what
-    would be deleted. The catalogue is first synchronized with the files. Raises StoreError if the pins cannot be
-    listed, the store is not writable, or another process holds its lock.
+    Nothing is evicted if that would not be enough, as in `Space.make_room`. With `dry_run`, only report what would be
+    deleted. The catalogue is first synchronized with the files. Raises StoreError if the pins cannot be listed, the
+    store is not writable, or another process holds its lock.
     """
     report = GcReport()
     if not dry_run:

@@ -112,7 +112,7 @@ class _Open(NamedTuple):
 
 
 class Sidecars:
-    """Sidecars of the segments of a store. `reserved` is its `SegmentStore.reserved`."""
+    """Sidecars of the segments of a store. `reserved` is its `Space.reserved`."""
 
     def __init__(
         self,
