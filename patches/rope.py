@@ -320,12 +320,13 @@ class RotaryTap:
             return PreRopeKV(keys, values, position_independent=False)
         dims = unrotated.shape[-1]
         if keys is rotated or _same(keys, rotated):
-            return self._unbiased(layer, PreRopeKV(unrotated, values, "key", dims, True, call))
+            unrotated, bias = self.unbiased(layer, unrotated)
+            return PreRopeKV(unrotated, values, "key", dims, True, call, bias)
         if _same(values, rotated):  # MLA keeps latents as keys and rotated parts as values
             return PreRopeKV(keys, unrotated, "value", dims, True, call)
         if self._begins_with(layer, keys, rotated):  # partial rotation: the rotated part was concatenated with the rest
-            unrotated = torch.cat([unrotated, keys[..., dims:]], dim=-1)
-            return self._unbiased(layer, PreRopeKV(unrotated, values, "key", dims, True, call))
+            unrotated, bias = self.unbiased(layer, torch.cat([unrotated, keys[..., dims:]], dim=-1))
+            return PreRopeKV(unrotated, values, "key", dims, True, call, bias)
         return PreRopeKV(keys, values, position_independent=False)
 
     def key_bias(self, layer: int, keys: torch.Tensor) -> torch.Tensor | None:
@@ -338,17 +339,17 @@ class RotaryTap:
             bias = biases[layer] = bias.to(keys.device)
         return bias.to(keys.dtype).view(heads, 1, dim)
 
-    def _unbiased(self, layer: int, pre_rope: PreRopeKV) -> PreRopeKV:
-        """Subtract the layer's bias from its keys, if it is not stored with them."""
-        if (bias := self.key_bias(layer, pre_rope.keys)) is not None:
-            pre_rope.keys, pre_rope.bias = pre_rope.keys - bias, bias
-        return pre_rope
+    def unbiased(self, layer: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return unrotated keys of a layer without the bias that is not stored with them, and the bias or None."""
+        bias = self.key_bias(layer, keys)
+        return (keys, None) if bias is None else (keys - bias, bias)
 
     def joined(self, like: PreRopeKV, layers: Sequence[int]) -> PreRopeKV:
         """Return `like` with the biases of several layers, `[layers, heads, 1, dim]`, if its keys lack theirs."""
         if like.bias is None:
             return like
         biases = [self.key_bias(layer, like.keys) for layer in layers]
+        # a layer without a bias refuses its keys afterwards, since they are stored in another layout (`check_fit`)
         return replace(like, bias=torch.stack([like.bias if bias is None else bias for bias in biases]))
 
     def rotate_(self, like: PreRopeKV, tensor: torch.Tensor, first: int) -> None:

@@ -50,9 +50,9 @@ def without_biases(layers: dict[int, CapturedLayer], tables: TableCache) -> dict
     """Return layers without the key biases that are not stored; those of a graph have them."""
     tap, unbiased = RotaryTap(tables), dict[int, CapturedLayer]()
     for layer, (kind, keys, values) in layers.items():
-        bias = None if kind.rotated != "key" or kind.unbiased else tap.key_bias(layer, keys)
-        if bias is not None:
-            kind, keys = replace(kind, unbiased=True), keys - bias
+        if kind.rotated == "key" and not kind.unbiased:
+            keys, bias = tap.unbiased(layer, keys)
+            kind = replace(kind, unbiased=bias is not None)
         unbiased[layer] = CapturedLayer(kind, keys, values)
     return unbiased
 

@@ -7,9 +7,10 @@ and cancels fetches, and `UnitTable` does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,10 +24,19 @@ from ..store.shape import SegmentShape
 from ..tiers.scores import Attention
 from .selectors import ChunkMap
 
-Rotate = Callable[..., None]
-"""Function that turns stored keys, `[heads, n, dim]`, in place into those of positions, int64 `[sets, n]`: one set for
-all heads, or one for each. All positions are below the third argument. A fourth one names the KV head of each key,
-int64 `[n]`, if keys of several heads are in one row, `[1, n, dim]`."""
+
+class Rotate(Protocol):
+    """Function that turns stored keys in place into those of other positions."""
+
+    def __call__(
+        self, tensor: torch.Tensor, positions: np.ndarray, stop: int, heads: np.ndarray | None = None, /
+    ) -> None:
+        """Turn keys, `[heads, n, dim]`, in place into those of positions below `stop`.
+
+        `positions`, int64 `[sets, n]`, are one set for all heads, or one for each. `heads` names the KV head of each
+        key, int64 `[n]`, if keys of several heads are in one row, `[1, n, dim]`.
+        """
+
 
 Request = tuple[FetchUnit, np.ndarray]
 """Unit and the chunks to fetch of it, int64, ascending."""

@@ -26,7 +26,8 @@ class Codec(Protocol):
     """Encoder and decoder between tensors and the bytes of a block.
 
     Each token of each head is encoded independently. So fields can be sliced, moved and indexed by token before they
-    are decoded. Equal tensors are encoded to equal bytes on every machine.
+    are decoded. Equal tensors are encoded to equal bytes on every machine. A lossy codec gets keys without the bias of
+    their projection, where the model has one (see `LayerKV.unbiased`).
     """
 
     name: str
