@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections import Counter
-from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -44,28 +43,6 @@ def pytest_configure(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)
     if worker or not config.getoption("numprocesses", None):  # the process that distributes tests collects none
         gc.disable()  # until `pytest_collection_finish`: nearly all that imports and collection make stays
-    if worker and not sys.dont_write_bytecode:
-        _compile_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
-
-
-def _compile_share(config: pytest.Config, worker: int, count: int) -> None:
-    """Write pytest's bytecode of every `count`-th test module, so that other workers need not rewrite its assertions.
-
-    Without this, all workers rewrite each module of a fresh checkout at the same time, for 17 seconds each.
-    """
-    try:
-        from _pytest.assertion import rewrite
-
-        state = config.stash[rewrite.assertstate_key]
-        write, read, compiled = rewrite._write_pyc, rewrite._read_pyc, rewrite._rewrite_test
-    except (AttributeError, ImportError, KeyError):  # another version of pytest, or --assert=plain
-        return
-    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[worker::count]:
-        folder = rewrite.get_cache_dir(path)
-        pyc = folder / (path.stem + rewrite.PYC_TAIL)
-        if rewrite.try_makedirs(folder) and read(path, pyc) is None:
-            source_id, code = compiled(path, config)
-            write(state, code, source_id, pyc)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
