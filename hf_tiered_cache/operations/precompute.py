@@ -112,11 +112,18 @@ def precompute(
         and requested_method.selects
         and requested_method.selector().index is not None
     ):
-        for prompt in prompts:  # make the index that the method selects by; it serves any question after the prompt
-            cache = StoredCache.over(model, storage, requested_method, CacheOptions(record=False, tag=tag))
-            run(cache, torch.cat([prompt, prompt[-1:]]))
+        for prompt in prompts:
+            _index(storage, model, requested_method, prompt, tag)
         storage.flush()
     return report
+
+
+def _index(storage: Storage, model: torch.nn.Module, method: Method, prompt: torch.Tensor, tag: str) -> None:
+    """Make and store the index of a stored prompt that a method selects by. It serves any question after the prompt.
+
+    Its cache ends here, before the caller flushes the store: a cache that is alive delays the reordering of segments.
+    """
+    run(StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag)), torch.cat([prompt, prompt[-1:]]))
 
 
 @torch.no_grad()
