@@ -24,7 +24,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_tiered_cache import METHODS, TieredCacheError
-from hf_tiered_cache.integrations.hub import go_offline_without_hub
+from hf_tiered_cache.integrations.hub import go_offline_without_hub, unloadable
 
 from .data import Data
 from .encode import encode
@@ -170,7 +170,7 @@ def _cannot_be_loaded(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, AttributeError) as error:
-        raise EvalError(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise EvalError(unloadable(name, error)) from error
 
 
 def _with_prompts(tasks: list[Any], path: Path) -> list[Any]:

@@ -307,11 +307,15 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     from eval.models import resolve
+    from hf_tiered_cache.integrations.hub import unloadable
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device, name = "cuda" if torch.cuda.is_available() else "cpu", resolve(arguments.model)
-    config, shipped = AutoConfig.from_pretrained(name), Path(name).resolve() == REFERENCE
+    try:
+        config, shipped = AutoConfig.from_pretrained(name), Path(name).resolve() == REFERENCE
+    except OSError as error:
+        raise SystemExit(unloadable(name, error)) from None
     trained = TRAINED if shipped else config.max_position_embeddings
     factor = arguments.yarn or (max(1.0, arguments.tokens / trained) if shipped else 1.0)
     if factor > 1:

@@ -271,6 +271,8 @@ def load_model(name: str, dtype: str, device: str) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from ..integrations.hub import unloadable
+
     torch_dtype = getattr(torch, dtype, None)
     if dtype != "auto" and not (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
         raise Refused(f"--dtype {dtype} is invalid; use auto, float32, bfloat16 or float16")
@@ -280,5 +282,4 @@ def load_model(name: str, dtype: str, device: str) -> nn.Module:
     except (torch.OutOfMemoryError, MemoryError, TieredCacheError):
         raise
     except Exception as error:  # errors of the hub, of files and of model code have no common base class
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise Refused(f"the model {name!r} cannot be loaded: {reason}") from error
+        raise Refused(unloadable(name, error)) from error

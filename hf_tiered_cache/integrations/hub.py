@@ -1,14 +1,31 @@
-"""Check whether the hub can be reached: once and for a few seconds, since its clients retry for minutes."""
+"""Models and data of the hub: whether it can be reached, and why a model cannot be loaded.
+
+The hub is asked once and for a few seconds, since its clients retry for minutes.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 import threading
+from pathlib import Path
 
 from huggingface_hub import constants, get_session
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 PROBE_SECONDS = 3.0
+_MISSING: dict[type[Exception], str] = {
+    HFValidationError: "there is no such folder; check the path",
+    LocalEntryNotFoundError: (
+        "there is no such folder, the local cache of the Hub does not have it, and the Hub is not reached; check the "
+        "name, or download the model first"
+    ),
+    RepositoryNotFoundError: (
+        "there is no such folder, and no such model on the Hub; check the name, or call `hf auth login` if it is "
+        "private"
+    ),
+}
+"""What to do about the errors of the hub's client that mean a missing model."""
 
 
 @functools.cache
@@ -44,3 +61,13 @@ def _hub_answers() -> bool:
     thread.start()
     thread.join(PROBE_SECONDS)
     return bool(answers)
+
+
+def unloadable(name: object, error: BaseException) -> str:
+    """Return one sentence that says why a model cannot be loaded, and what to do if it does not exist."""
+    reason, cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__, error.__cause__
+    if isinstance(name, str) and (folder := Path(name)).is_dir() and not any(folder.glob("*config.json")):
+        reason = "the folder has no config.json; pass the folder that save_pretrained() wrote"
+    elif not isinstance(cause, GatedRepoError):
+        reason = next((advice for kind, advice in _MISSING.items() if isinstance(cause, kind)), reason)
+    return f"the model {name!r} cannot be loaded: {reason}"

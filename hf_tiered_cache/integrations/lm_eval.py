@@ -31,7 +31,7 @@ from ..store.cipher import read_key_file
 from ..store.geometry import HASH_TOKENS
 from ..tiered_cache import TieredCache
 from ..units import parse_bytes
-from .hub import go_offline_without_hub
+from .hub import go_offline_without_hub, unloadable
 
 Tokens = tuple[int, ...]
 
@@ -84,7 +84,7 @@ class HFTieredLM(HFLM):  # type: ignore[misc]
         try:
             super().__init__(pretrained, **kwargs)
         except OSError as error:
-            raise ConfigError(f"the model cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise ConfigError(unloadable(pretrained, error)) from error
         except TypeError as error:
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is None:

@@ -46,7 +46,7 @@ from ..methods import Method
 from ..stats import StatsCollector
 from ..store.faults import LINE_FORMAT, Notices
 from ..tiered_cache import TieredCache, TieredSession
-from .hub import go_offline_without_hub
+from .hub import go_offline_without_hub, unloadable
 from .metrics import MetricsOf, export_to_opentelemetry
 from .serve_requests import (
     CANCEL_SECONDS,
@@ -429,7 +429,7 @@ def _load(model: str | None, **options: Any) -> TieredModelManager:
     try:
         return TieredModelManager(model, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"the model {model!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        raise ConfigError(unloadable(model, error)) from error
 
 
 def _logging(level: str) -> dict[str, Any]:

@@ -592,7 +592,7 @@ def test_what_cannot_be_done_with_documents(run, corpus):
         (("calibrate", "{store}", "--model", "nowhere", "--memory", "10%"), "--memory='10%' is not a valid size"),
         (("calibrate", "{store}", "--model", "nowhere", "--dtype", "float12"), "use auto, float32"),
         (("calibrate", "{store}", "--model", "nowhere", "--dtype", "nn"), "use auto, float32"),
-        (("calibrate", "{store}", "--model", "{store}"), "cannot be loaded"),
+        (("calibrate", "{store}", "--model", "{store}"), "cannot be loaded: the folder has no config.json; pass"),
         (("calibrate", "{store}", "--model", "nowhere", "--prefix", "4k"), "such as 512,4096"),
         (("calibrate", "new", "--model", "nowhere", "--quality", "0.1", "--text", "no.txt"), "no.txt: No such file"),
     ],
@@ -681,7 +681,7 @@ def test_calibrate_says_within_ten_seconds_that_a_model_cannot_be_had(run, silen
     status, _, err = run("calibrate", tmp_path / "store", "--model", "nowhere/at-all")
     assert time.monotonic() - began < 10
     assert status == 2
-    assert "'nowhere/at-all' cannot be loaded" in the_end_of(err)
+    assert "'nowhere/at-all' cannot be loaded: there is no such folder, the local cache" in the_end_of(err)
 
 
 def the_end_of(err):
@@ -704,7 +704,7 @@ def test_calibrate(run, tmp_path):
     assert "saved for this model and device, with prompts of" in out
     status, _, err = run(*asked, tmp_path / "nowhere")
     assert (status, err.count("\n")) == (2, 1)
-    assert "cannot be loaded" in err
+    assert "cannot be loaded: there is no such folder; check the path" in err
     status, _, err = run("calibrate", tmp_path / "store", "--model", tmp_path / "model")  # of 1024 positions
     assert status == 2
     assert "use fewer" in the_end_of(err)

@@ -117,7 +117,7 @@ def test_a_store_has_the_key_of_the_arguments_or_of_the_environment(saved, tmp_p
         ("bugdet=0.1", "unknown argument 'bugdet'"),
         ("host_memory=lots", "host_memory='lots' is not a valid size"),
         ("method=cache_tune", "pass their store with store=FOLDER"),
-        ("pretrained=nowhere/at-all", "the model cannot be loaded"),
+        ("pretrained=nowhere/at-all", "the model 'nowhere/at-all' cannot be loaded: there is no such folder"),
         ("pretrained=None", "no model is specified"),
     ],
 )

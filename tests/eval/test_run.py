@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from thorough import amount
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -27,7 +28,7 @@ from eval.run import app
 from eval.runner import draw_examples, find_variants
 from eval.tasks import TASKS, Draw
 from hf_tiered_cache import METHODS, KVStore
-from hf_tiered_cache.integrations.hub import go_offline_without_hub
+from hf_tiered_cache.integrations.hub import go_offline_without_hub, unloadable
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Epic
 
 TASKS_RUN = (
@@ -148,7 +149,7 @@ def test_an_interrupted_run_goes_on(finished, tmp_path):
         ({"--methods": "exact,fancy"}, "unknown method 'fancy'; there are: full, exact"),
         ({"--budgets": "a"}, "budgets are shares"),
         ({"--budgets": "1.5"}, "budgets are shares"),
-        ({"--model": "nowhere/at-all"}, "nowhere/at-all cannot be loaded"),
+        ({"--model": "nowhere/at-all"}, "the model 'nowhere/at-all' cannot be loaded: there is no such folder"),
         ({"--model": ""}, "no model is specified"),
         ({"--tasks": "longbench_narrativeqa"}, "has no narrativeqa.jsonl"),
         ({"--tasks": "ruler_cwe"}, "too few for this task; raise --prefix-tokens"),
@@ -176,7 +177,7 @@ def test_without_a_network_it_says_so_within_ten_seconds(saved, silent_hub, tmp_
     assert time.monotonic() - began < 10
     assert result.exit_code == 2
     (said,) = [line for line in result.output.splitlines() if "eval.run:" in line]
-    assert ("with --data DIR" if missing == "data" else "nowhere/at-all cannot be loaded") in said
+    assert ("with --data DIR" if missing == "data" else "'nowhere/at-all' cannot be loaded: there is no such") in said
     assert not out.exists()
 
 
@@ -430,3 +431,12 @@ def _report_app():
     made = typer.Typer()
     made.command()(report.main)
     return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(RepositoryNotFoundError, "no such model on the Hub"), (GatedRepoError, "x")]
+)
+def test_a_model_that_the_hub_refuses_is_told_from_one_that_it_lacks(kind, says):
+    error = OSError("x\nmore")
+    error.__cause__ = kind.__new__(kind)
+    assert says in unloadable("nowhere/at-all", error)

@@ -495,7 +495,7 @@ def test_serve_refuses_in_one_line(run, model, tmp_path, options, said):
 def test_serve_refuses_a_model_that_is_not_there(run, tmp_path):
     status, _, err = run("serve", tmp_path / "none", "--store", tmp_path / "store", "--port", free_port())
     assert status == 2
-    assert "cannot be loaded" in err.splitlines()[-1]
+    assert "cannot be loaded: there is no such folder; check the path" in err.splitlines()[-1]
 
 
 def test_serve_says_within_ten_seconds_that_a_model_cannot_be_had(run, silent_hub, tmp_path, monkeypatch):
