@@ -25,7 +25,7 @@ class ContiguousKV(BudgetMethod):
     Args:
         budget: Share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, at least
             one: 5 % of 512 tokens are 24 tokens. At 1 the output is that of `Exact`.
-        quality: See `BudgetMethod`.
+        quality: Loss that chooses the budget, in place of `budget`: see `BudgetMethod`.
         chunk_tokens: Tokens per chunk, c (Section 4.2). The paper's is 16; ours is 8.
         per_head: Whether each KV head selects for itself and has its own blocks (ours). The paper's heads share a
             selection.
@@ -100,7 +100,7 @@ class Impress(BudgetMethod):
 
     Args:
         budget: Share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
-        quality: See `BudgetMethod`.
+        quality: Loss that chooses the budget, in place of `budget`: see `BudgetMethod`.
         chunk_tokens: Consecutive tokens in a block of keys or of values. The whole block is read for one token.
         probe_heads: Number of probe KV heads. Their keys are stored separately (Section 4.1), so that no key is read
             twice: keys of other heads are read when they are selected, or all of them if the probes disagree. With

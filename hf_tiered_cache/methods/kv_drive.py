@@ -23,7 +23,7 @@ class KVDrive(BudgetMethod):
 
     Args:
         budget: Share of the prefix's chunks that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
-        quality: See `BudgetMethod`.
+        quality: Loss that chooses the budget, in place of `budget`: see `BudgetMethod`.
         chunk_tokens: Consecutive tokens of a chunk: 1, 2, 4, 8 or 16.
         window: Number of chunks that each head keeps in device memory, in multiples of the selected chunks (Section
             5.1). With 1 a head keeps only the selected ones, and below 1 none. It only affects what is read, not the

@@ -126,6 +126,7 @@ def test_every_method_with_a_budget_takes_a_target(kind):
     assert asked == [method] and found == kind(0.35, quality=0.02)
     assert describe_method(found, found.loss_ignores) == describe_method(kind())
     assert method.with_measured_budget(lambda other: None).budget == 0.5
+    assert kind(0.3, quality=0.02).with_measured_budget(lambda other: 0.2).budget == 0.2  # the target counts
     assert kind(0.3).with_measured_budget(None).budget == 0.3
     for wrong in (0, -1, True, "0.1", float("nan")):
         with pytest.raises(ConfigError, match="quality must be a loss in nats"):
