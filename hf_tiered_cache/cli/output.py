@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -182,8 +183,11 @@ def plotting() -> Any:
 def picture(plot: Path) -> Path:
     """Return the file of a picture, by default a .png.
 
-    Raises Refused if it is not a .png, .svg or .pdf file of a folder, or if it exists and `plot` does not name it.
+    Raises Refused if it is not a .png, .svg or .pdf file of a folder, cannot be written, or exists and `plot` does not
+    name it.
     """
+    if plot.is_dir():
+        raise Refused(f"--plot {plot} is a folder; name a file in it")
     path = plot if plot.suffix else Path(f"{str(plot).rstrip('.')}.png")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise Refused(f"--plot {plot} is no name of a picture; end it with .png, .svg or .pdf")
@@ -191,6 +195,10 @@ def picture(plot: Path) -> Path:
         raise Refused(f"the folder of --plot {plot} does not exist; create it, or name another one")
     if path != plot and path.exists():
         raise Refused(f"{path} exists; replace it with --plot {path}, or name another file")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise Refused(f"{path} cannot be written ({error.strerror}); name another file with --plot") from error
     return path
 
 

@@ -129,8 +129,8 @@ def timeline(
     Shows the pass that restored most tokens, and the median pass of one token. For every event, open the trace in
     https://ui.perfetto.dev.
     """
+    out = picture(trace.with_suffix(".png") if plot is None else plot)
     chosen = typical(read_trace(trace))
-    out = picture(plot) if plot is not None else trace.with_suffix(".png")
     if plot is None and out.exists() and not (out.is_file() and _MARK.encode() in out.read_bytes()[:4096]):
         raise Refused(f"{out} exists, and this command did not draw it; name another file with --plot")
     sums = {title: one.sums() for title, one in chosen.items()}

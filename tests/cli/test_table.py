@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -95,3 +96,13 @@ def test_the_ending_of_a_picture_does_not_hide_an_existing_file(tmp_path):
     assert picture(tmp_path / "losses.png") == tmp_path / "losses.png"  # named
     with pytest.raises(Refused, match=r"losses\.png exists"):
         picture(tmp_path / "losses")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_it_is_drawn(tmp_path):
+    (tmp_path / "losses.png").mkdir()
+    for folder in (tmp_path, tmp_path / "losses.png"):
+        with pytest.raises(Refused, match="is a folder; name a file in it"):
+            picture(folder)
+    with pytest.raises(Refused, match=r"/proc/losses\.png cannot be written"):
+        picture(Path("/proc/losses.png"))
+    assert [path.name for path in tmp_path.iterdir()] == ["losses.png"]
