@@ -52,7 +52,7 @@ def main() -> int:
                 show(store)
             else:
                 chat(store, folder, arguments)
-    except TieredCacheError as error:  # such as a conversation that another process uses
+    except (TieredCacheError, OSError) as error:  # such as a conversation that another process uses
         raise SystemExit(str(error)) from None
     return 0
 
@@ -92,7 +92,16 @@ class History:
 
     @classmethod
     def read(cls, path: Path) -> History:
-        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls()
+        """Return the messages in a file; none if it does not exist."""
+        if not path.exists():
+            return cls()
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            history = cls(facts["document"], [(user, answer) for user, answer in facts["turns"]])
+            "".join((history.document, *(words for turn in history.turns for words in turn)))  # all are text
+        except (ValueError, LookupError, TypeError) as error:
+            raise SystemExit(f"{path} is damaged ({error}); delete it to begin the conversation again") from None
+        return history
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -233,6 +233,20 @@ def test_a_chat_with_any_model(small, tmp_path, monkeypatch, capsys, template):
     assert ids.shape[1] > prompt
 
 
+@pytest.mark.parametrize(
+    "content", [b'{"document": "", "tur', b"\xff", b"[]", b'{"document": "", "turns": [["Who?", 1]]}']
+)
+def test_a_damaged_history_of_a_chat_is_one_sentence(tmp_path, monkeypatch, content):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("chat")
+    path = example.History.path(tmp_path, "chat")
+    example.History("Text.", [("Who?", "He.")]).write(path)
+    assert example.History.read(path) == example.History("Text.", [("Who?", "He.")])
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match=rf"{path} is damaged \(.*\); delete it"):
+        example.History.read(path)
+
+
 @pytest.fixture
 def retriever(monkeypatch, capsys):
     """Return a function that runs `examples/retriever.py`, and returns its output."""
