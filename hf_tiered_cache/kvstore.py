@@ -7,7 +7,6 @@ It imports torch when it first reads or writes KV (see `store.lazy`).
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -342,6 +341,7 @@ class KVStore:
 
         `ContiguousKV(quality=0.02)` then uses the lowest budget that lost at most a quarter of 0.02 nats. The texts are
         stored in a temporary folder during the measurement, encrypted with a temporary key if this store is encrypted.
+        Folders of measurements that were killed are removed.
         For arguments see `hf_tiered_cache.operations.quality.calibrate_quality`.
         """
         from .operations.quality import calibrate_quality
@@ -350,10 +350,12 @@ class KVStore:
 
     @contextmanager
     def _scratch(self, method: Method) -> Iterator[Storage]:
+        from .operations.quality import scratch_folder
+
         key = os.urandom(32) if self._storage.disk.cipher.key_id else None
         isolated: dict[str, Any] = {"remote": None, "disk_quota": None, "ttl": None}  # whatever the environment says
         with (
-            tempfile.TemporaryDirectory(prefix="hf-tiered-quality-") as folder,
+            scratch_folder() as folder,
             KVStore(folder, policy=method.policy, codec=self.codec, key=key, **isolated) as store,
         ):
             yield store._storage

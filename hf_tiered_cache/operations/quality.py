@@ -7,10 +7,14 @@ that lost at most a quarter of the target, because other text loses more.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +24,11 @@ from ..cache.cache_state import CacheOptions
 from ..cache.calibrations import QualityFinding, check_saving, keep_quality
 from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
-from ..errors import ConfigError
+from ..errors import ConfigError, StoreError
 from ..identity import fingerprint_of
 from ..methods import BudgetMethod, Exact, Method, describe_method, make_method
 from ..patches.attach import attach
+from ..store.root import StoreRoot, try_flock
 from .precompute import as_prompts, precompute, run
 
 METHODS = ("contiguous_kv", "contiguous_kv:codec=int8")
@@ -33,8 +38,29 @@ QUESTION_TOKENS, QUESTIONS = 32, 4
 """Number of tokens of a question, and number of questions about each prefix."""
 _LEAST_PREFIX = 128
 
+_SCRATCH_PREFIX = "hf-tiered-quality-"
+
 Scratch = Callable[[Method], AbstractContextManager[Storage]]
 """Function that opens an empty store for segments of one geometry, which is removed afterwards."""
+
+
+@contextmanager
+def scratch_folder() -> Iterator[str]:
+    """Create a temporary folder for a store, locked until it is removed. Those of killed processes are removed first.
+
+    A folder is of a killed process if it is a store of this user, and nobody holds the lock.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*"):
+        with suppress(OSError, StoreError), closing(StoreRoot(path, make=False)) as files:
+            is_own = os.fstat(files.root_descriptor).st_uid == os.geteuid()
+            if is_own and try_flock(files.root_descriptor, fcntl.LOCK_EX):
+                files.remove()
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX) as folder, ExitStack() as stack:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, descriptor)
+        with suppress(OSError):  # without locks, nobody takes it for abandoned either
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield folder
 
 
 def calibrate_quality(

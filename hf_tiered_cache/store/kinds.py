@@ -161,7 +161,7 @@ DOCUMENT = _record_kind("documents", "label", "fingerprint", "made")
 ENTRY = _kind("prefixes", _HEX, lambda _, beginning: beginning.startswith(SEGMENT_MAGIC))
 CALIBRATIONS = _kind("", re.escape(CALIBRATIONS_NAME), _is_calibrations, RECORD_BYTES)
 MARKER = _kind("", re.escape(MARKER_NAME), lambda _, beginning: json_object(beginning).get("format") == MARKER_FORMAT)
-# the content of these locks is never read, written or deleted
+# the content of these locks is never read or written, and they are deleted only with the whole store
 LOCK = _kind("", "lock", lambda *_: True)
 CATALOGUE_LOCK = _kind("", rf"{_DATABASE}\.lock", lambda *_: True)
 CATALOGUE = _kind("", _DATABASE, lambda _, beginning: SCHEMA_MARK in beginning)

@@ -188,6 +188,15 @@ class StoreRoot(FolderTree):
             return False
         return True
 
+    def remove(self) -> None:
+        """Delete all files of the library, and the folder. Raises OSError if other files are left in it."""
+        for folder in (*ALL_FOLDERS, ""):
+            with suppress(FileNotFoundError):
+                for name in sorted(self.list_names(folder)):  # a temporary file before its lock
+                    if (kind := kind_of(folder, name)) is not None:
+                        self.delete(kind, name)
+                os.rmdir(self.path / folder)
+
     def sync(self, kind: FileKind, name: str | None = None) -> None:
         """Make a file's data durable, or without `name` the names of all files of this kind. Raises OSError."""
         if name is None:

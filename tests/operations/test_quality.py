@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,6 +180,26 @@ def test_the_texts_of_an_encrypted_store_are_encrypted(model, text, tmp_path, mo
         monkeypatch.setattr(KVStore, "__init__", noted)
         store.calibrate_quality(model, text, methods=["h2o"], budgets=(0.5,), questions=1, progress=False)
     assert len(keys) == 2 == len(set(keys)) and None not in keys
+
+
+def test_the_texts_of_a_killed_measurement_are_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, shared, other = (tmp_path / f"hf-tiered-quality-{name}" for name in ("killed", "shared", "other"))
+    for folder in (killed, shared):
+        KVStore(folder).close()
+        (folder / "tmp" / "1-2-3").touch()
+        (folder / "tmp" / "1-2-3.lock").touch()
+    for folder in (shared, other):
+        folder.mkdir(exist_ok=True)
+        (folder / "notes.txt").write_text("precious")
+    with quality.scratch_folder() as running:
+        KVStore(running).close()
+        with quality.scratch_folder():
+            assert not killed.exists()
+            assert (Path(running) / "hf_tiered_cache.json").exists()
+        for folder in (shared, other):
+            assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    assert sorted(tmp_path.iterdir()) == [other, shared]
 
 
 def test_the_texts_are_not_sent_to_a_remote(model, text, tmp_path, monkeypatch):
