@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import tempfile
 import time
 from contextlib import suppress
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"{foreign} was not written by this program; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     (out / ROWS).unlink(missing_ok=True)
-    work = Path(arguments.folder or tempfile.gettempdir()) / f"on-gpu-{os.getpid()}"
+    work = Path(arguments.folder or tempfile.gettempdir()) / f"on-gpu-{platform.node()}-{os.getpid()}"
     until = BEGAN + arguments.seconds
     settings = Run(
         out,

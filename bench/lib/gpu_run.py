@@ -7,6 +7,7 @@ line of JSON, written and flushed immediately, so an interrupted run keeps its r
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROWS, LOG, TESTS, TRACE, REPORT = "rows.jsonl", "log.txt", "gpu-tests.txt", "trace.json.gz", "report.md"
 FILES = (ROWS, LOG, TESTS, TRACE, REPORT)
@@ -135,9 +136,9 @@ def stages_of(shapes: tuple[str, ...]) -> list[Stage]:
 def run_all(run: Run, stages: list[Stage], seconds: float) -> None:
     """Run the stages in order, each until its share of the time is used."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that folders are removed on the way out
-    _sweep(run.folder)
+    sweep(run.folder.parent)
     run.folder.mkdir(parents=True)
-    (run.folder / _MARK).touch()
+    lock = mark(run.folder)
     try:
         context = _context()
         total = sum(stage.seconds for stage in stages)
@@ -148,14 +149,25 @@ def run_all(run: Run, stages: list[Stage], seconds: float) -> None:
             _run(replace(run, folder=run.folder / "stage", stage=stage.name, until=until), stage, context)
     finally:
         shutil.rmtree(run.folder, ignore_errors=True)
+        lock.close()
 
 
-def _sweep(folder: Path) -> None:
-    """Remove folders of runs that were killed. Those without the mark are of other programs."""
-    for leftover in folder.parent.glob("on-gpu-*"):
-        pid = leftover.name.removeprefix("on-gpu-")
-        if pid.isdigit() and (leftover / _MARK).is_file() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(leftover, ignore_errors=True)
+def mark(folder: Path) -> IO[str]:
+    """Mark the folder of a run, and return the mark, which is locked until it is closed."""
+    unmarked = folder / f".{_MARK}"
+    lock = unmarked.open("w")
+    with suppress(OSError):  # without locks, nobody takes the run for killed either
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    unmarked.rename(folder / _MARK)
+    return lock
+
+
+def sweep(folder: Path) -> None:
+    """Remove folders of runs that were killed: those with a mark that no process, on whatever machine, has locked."""
+    for leftover in folder.glob(f"on-gpu-*/{_MARK}"):
+        with suppress(OSError), leftover.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(leftover.parent, ignore_errors=True)
 
 
 def _context() -> Any:

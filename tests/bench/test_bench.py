@@ -739,7 +739,7 @@ def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
     assert "host" in page and "- prefix tiny: the run ended in this stage" in page
     path.write_text(before[:-10])  # torn in the middle of a line
     assert len(gpu_run.read_rows(tmp_path / "out")) == before.count("\n") - 1
-    gpu_run._sweep(tmp_path / "on-gpu-0")
+    gpu_run.sweep(tmp_path)
     assert not work.exists()  # the next run removes what this one left
 
 

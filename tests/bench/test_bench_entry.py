@@ -136,14 +136,18 @@ def test_files_of_others_are_not_replaced_by_a_run_on_a_gpu(tmp_path, monkeypatc
     assert gpu_run.foreign_file(tmp_path) is None
 
 
-def test_folders_without_the_mark_are_not_swept(tmp_path):
+def test_only_marked_folders_that_no_run_has_locked_are_swept(tmp_path):
     from lib import gpu_run
 
-    for name in ("on-gpu-999999999", "on-gpu-999999998"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "on-gpu-999999998" / gpu_run._MARK).touch()
-    gpu_run._sweep(tmp_path / "on-gpu-1")
-    assert [path.name for path in tmp_path.iterdir()] == ["on-gpu-999999999"]
+    live, killed, other = (tmp_path / f"on-gpu-{name}" for name in ("live", "killed", "other"))
+    for folder in (live, killed, other):
+        folder.mkdir()
+    gpu_run.mark(killed).close()
+    with gpu_run.mark(live):
+        gpu_run.sweep(tmp_path)
+        assert {*tmp_path.iterdir()} == {live, other}
+    gpu_run.sweep(tmp_path)
+    assert [*tmp_path.iterdir()] == [other]
 
 
 def test_only_what_is_slower_beyond_noise_is_told(entry, tmp_path, capsys):
