@@ -522,6 +522,8 @@ class KVStore:
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
         """Delete data that no request can use, and evict segments above the quota, unless that would not be enough.
 
+        Segments that cannot be read are reported, and kept with the conversations and documents that may name them.
+
         Args:
             dry_run: Whether to only report what would be deleted.
 
@@ -530,8 +532,9 @@ class KVStore:
         """
         storage = self._opened
         documents = finish_documents(storage, dry_run)
-        stored = {row.id for row in storage.disk.index.complete_rows()}  # before anything is deleted, as in a dry run
-        conversations = storage.conversations.sweep(stored | maintain.unsupported(storage.disk), dry_run)
+        # before anything is deleted, as in a dry run
+        stored = {row.id for row in storage.disk.index.complete_rows(but_unreadable=True)}
+        conversations = storage.conversations.sweep(stored | maintain.unlisted_intact(storage.disk), dry_run)
         report = maintain.gc(storage.disk, dry_run=dry_run)
         report.conversations, report.documents = len(conversations), len(documents)
         report.deleted |= dict.fromkeys(conversations, "its segments no longer exist")

@@ -71,8 +71,10 @@ def gc(
     without segments. With --quota, also evicts the least recently used segments until the store is well below the
     quota. Pinned segments are kept. Nothing is evicted if the store would still exceed the quota.
 
-    Files to be deleted are listed first. Files that this library did not write are listed, too, but not changed. In a
-    remote, which does not record uses, the oldest segments are evicted, and lookup entries without a segment deleted.
+    Files to be deleted are listed first. Files that this library did not write are listed, too, but not changed.
+    Segments that cannot be read are listed, and kept with the conversations and documents that may need them; the exit
+    status is then 1. In a remote, which does not record uses, the oldest segments are evicted, and lookup entries
+    without a segment deleted.
     """
     from ..kvstore import storage_of
 
@@ -86,7 +88,8 @@ def gc(
         report = report if dry_run else kv_store.gc()
         _sweep_entries(storage_of(kv_store).disk.backend, dry_run)
     if as_json:
-        return print_json(report.as_dict())
+        print_json(report.as_dict())
+        raise typer.Exit(1 if report.unreadable else 0)
     _show_unknown(report.unknown)
     print(
         f"{'would delete' if dry_run else 'deleted'} {report.expired} expired and "
@@ -97,6 +100,9 @@ def gc(
     )
     if report.not_evicted:
         print(printable(report.not_evicted))
+    for reason in report.unreadable:
+        print(f"{printable(reason)}; it is kept, with the conversations and documents that may need it")
+    raise typer.Exit(1 if report.unreadable else 0)
 
 
 def rm(

@@ -10,7 +10,7 @@ from ..errors import ConfigError, StoreError
 from ..store.catalogue import SegmentRow
 from ..store.documents import DocumentRecord, by_passage
 from ..store.geometry import ALIGNMENT, aligned
-from ..store.maintain import unsupported
+from ..store.maintain import unlisted_intact
 
 BATCH_TOKENS = 4096
 """Maximum number of tokens computed in one pass, for passages of equal length."""
@@ -77,9 +77,9 @@ def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
     with storage.disk.backend.locked():
         if not dry_run:
             _delete_replaced(storage, [record for record in storage.documents.all() if record.leaving])
-        rows = storage.disk.index.complete_rows()
+        rows = storage.disk.index.complete_rows(but_unreadable=True)
         # which passages these are is not known
-        return [] if unsupported(storage.disk) else storage.documents.sweep(rows, dry_run)
+        return [] if unlisted_intact(storage.disk) else storage.documents.sweep(rows, dry_run)
 
 
 def rows_of(names: Collection[str], rows: Iterable[SegmentRow]) -> list[SegmentRow]:
@@ -95,9 +95,9 @@ def _delete_replaced(storage: Storage, records: Sequence[DocumentRecord]) -> int
     try:
         unshared_names = storage.documents.only_of((), {name for record in records for name in record.leaving})
         rows = rows_of(unshared_names, storage.disk.index.complete_rows())
+        removed = storage.remove(row.id for row in rows)
     except (StoreError, OSError) as error:  # an unreadable record may name any passage
         storage.disk.warn("documents", f"replaced passages of documents could not be deleted yet: {error}")
         return 0
-    removed = storage.remove(row.id for row in rows)
     storage.documents.write([replace(record, leaving=()) for record in records])
     return removed

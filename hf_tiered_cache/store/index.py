@@ -52,8 +52,10 @@ class Index:
         self._backend, self._note = backend, faults.note
         self.unlisted: list[str] = []
         """Names in the backend without a catalogue row: damaged, of another format, or not readable yet."""
-        self._unread = ""  # why some stored segments may have no row
-        self._is_complete = False  # whether the last scan that ended has added all
+        self.unreadable: dict[str, str] = {}
+        """Segments without a row that could not be read, and the reasons."""
+        self._unread = ""  # why other stored segments may have no row
+        self._is_complete = False  # whether the last scan that ended has added all that could be read
         self._failure = ""  # why the catalogue failed last
         self._scanned = 0.0
         self._repair_lock = threading.Lock()
@@ -137,20 +139,25 @@ class Index:
             raise StoreError(self._advice(f"the catalogue failed ({self._failure})"))
         return rows
 
-    def complete_rows(self) -> list[SegmentRow]:
-        """Return all rows, to delete what has none. Raises StoreError if a stored segment may lack one."""
+    def complete_rows(self, but_unreadable: bool = False) -> list[SegmentRow]:
+        """Return all rows, to delete what has none. Raises StoreError if a stored segment may lack one.
+
+        With `but_unreadable`, those in `unreadable` may: the caller keeps what may belong to them.
+        """
         for _ in range(2):  # again if the catalogue was replaced meanwhile
-            if self._unread or not self._is_complete:
+            if self._unread or self.unreadable or not self._is_complete:
                 with self._repair_lock:
                     self.scan()
             before, rows = self._scanned_generation, self.rows()
             if (
                 self._is_complete
                 and not self._unread
+                and (but_unreadable or not self.unreadable)
                 and before == self._scanned_generation == self.catalogue.generation
             ):
                 return rows
-        raise StoreError(self._advice(self._unread or "the catalogue is being filled"))
+        reasons = [self._unread, *self.unreadable.values(), "the catalogue is being filled"]
+        raise StoreError(self._advice(next(filter(None, reasons))))
 
     def _advice(self, reason: str) -> str:
         place = self._backend.place
@@ -178,7 +185,7 @@ class Index:
                 "far are kept",
             )
             return
-        self._unread, self._scanned = "", time.monotonic()
+        self._unread, self.unreadable, self._scanned = "", {}, time.monotonic()
         if listed is None:
             self._unread = f"the catalogue failed ({self._failure})"
             self.unlisted = list(present)
@@ -205,7 +212,7 @@ class Index:
 
     def catch_up(self) -> None:
         """Scan again if segments could not be read or added, at most every `_SCANNING_SECONDS`."""
-        if self._unread and time.monotonic() - self._scanned >= _SCANNING_SECONDS:
+        if (self._unread or self.unreadable) and time.monotonic() - self._scanned >= _SCANNING_SECONDS:
             with self._repair_lock:
                 self.scan()
 
@@ -264,8 +271,8 @@ class Index:
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (OSError, MemoryError) as error:
-            self._unread = f"{where} cannot be read ({error})"
-            self._note("read_errors", "unreadable", self._unread)
+            self.unreadable[segment_id] = f"{where} cannot be read ({getattr(error, 'strerror', None) or error})"
+            self._note("read_errors", "unreadable", self.unreadable[segment_id])
         else:
             return SegmentRow.of(header, chain, nbytes), header.model
         return None

@@ -69,6 +69,8 @@ class GcReport:
     """Number of labels without remaining segments."""
     deleted: dict[str, str] = field(default_factory=dict)
     """Reason of the deletion by path. Sidecars that were deleted with their segment are left out."""
+    unreadable: list[str] = field(default_factory=list)
+    """Segments that could not be read, with the reasons. They are kept, and so are records that may name them."""
     unknown: list[str] = field(default_factory=list)
     """Files in the store's folder that this library did not write. They are ignored."""
 
@@ -151,9 +153,9 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
 def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     """Delete expired and damaged segments, and unfinished files of dead writers, and evict segments above the quota.
 
-    Nothing is evicted if that would not be enough, as in `Space.make_room`. With `dry_run`, only report what would be
-    deleted. The catalogue is first synchronized with the files. Raises StoreError if the pins cannot be listed, the
-    store is not writable, or another process holds its lock.
+    Nothing is evicted if that would not be enough, as in `Space.make_room`. Segments that cannot be read are kept. With
+    `dry_run`, only report what would be deleted. The catalogue is first synchronized with the files. Raises StoreError
+    if the pins cannot be listed, the store is not writable, or another process holds its lock.
     """
     report = GcReport()
     if not dry_run:
@@ -171,7 +173,9 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
             raise StoreError(f"{store.place}: pins cannot be listed ({error.strerror}); check the disk") from error
         store.correct_sizes()
         rows = {row.id: row for row in store.index.rows()}
+        unreadable = dict(store.index.unreadable)
         expired = [row.id for row in rows.values() if _is_expired(store, row) and row.id not in pinned]
+        expired = _readable(store, expired, unreadable)
         useless = [row.id for row in rows.values() if row.valid_hashes == 0 and row.id not in expired]
         damaged = [segment_id for segment_id in useless if _begins_damaged(store, segment_id)]
         damaged += unlisted_damaged(store)
@@ -188,7 +192,12 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         quota = store.limits.quota
         used = 0 if quota is None else store.used_bytes() - freed
         if quota is not None and (over := store.limits.overflow(used)) > 0:
-            candidates = store.victims(over, but={*expired, *damaged})
+            spared = {*expired, *damaged}
+            while True:
+                candidates, known = store.victims(over, but=spared | unreadable.keys()), len(unreadable)
+                _readable(store, [name for name, _ in candidates], unreadable)
+                if len(unreadable) == known:
+                    break
             least = used - sum(nbytes for _, nbytes in candidates)
             victims = [name for name, _ in candidates] if least <= quota else []
             if least > quota:
@@ -201,9 +210,23 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
             if not dry_run:
                 store.remove(victims, "evicted_segments")
         store.index.scan()
+        report.unreadable = sorted(unreadable.values())
         with suppress(OSError):
             report.unknown = store.backend.unknown(rows.keys())
     return report
+
+
+def _readable(store: SegmentStore, ids: Iterable[str], unreadable: dict[str, str]) -> list[str]:
+    """Return the segments that can be read to be deleted, and add the others, with the reasons, to `unreadable`."""
+    readable = []
+    for segment_id in ids:
+        try:
+            store.backend.is_own(segment_id)
+            readable.append(segment_id)
+        except OSError as error:
+            where = store.backend.where(segment_id)
+            unreadable[segment_id] = f"{where} cannot be read ({error.strerror or error})"
+    return readable
 
 
 def _files(store: SegmentStore, ids: Iterable[str], reason: str) -> dict[str, str]:
@@ -250,8 +273,11 @@ def unlisted_damaged(store: SegmentStore) -> list[str]:
     return [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
 
 
-def unsupported(store: SegmentStore) -> set[str]:
-    """Return the ids of stored segments of another format. They have no rows, so records that name them are kept."""
+def unlisted_intact(store: SegmentStore) -> set[str]:
+    """Return the ids of stored segments without rows that may be intact: records that may name them are kept.
+
+    They are of another format, or cannot be read.
+    """
     return {name for name in store.index.unlisted if store.index.is_stored(name) and not _is_damaged(store, name)}
 
 

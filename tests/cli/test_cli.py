@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import json
 import os
@@ -24,6 +25,7 @@ import hf_tiered_cache
 from hf_tiered_cache import KVStore, cli
 from hf_tiered_cache.cli.contents import unique_length
 from hf_tiered_cache.methods import METHODS
+from hf_tiered_cache.store import tree
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, Ownership
 from hf_tiered_cache.store.documents import DocumentRecord, Documents, passage_name
 from hf_tiered_cache.store.root import StoreRoot
@@ -367,6 +369,37 @@ def test_gc(run, store):
     assert "evict 1 segment" in run("gc", root, "--quota", f"{quota}", "--dry-run")[1]
     assert "evicted 1 segment" in run("gc", root, "--quota", f"{quota}")[1]
     assert {row["id"] for row in json.loads(run("ls", root, "--json")[1])} == {headers["a"].id}  # pinned
+
+
+@pytest.mark.parametrize("has_row", [True, False])
+def test_gc_keeps_what_cannot_be_read_and_deletes_the_rest(run, chats, monkeypatch, has_row):
+    root, headers, conversations = chats
+    opened = open_store(root)
+    unreadable, *data = segment(hashes(4, "e"), expires=time.time() - 5)
+    assert opened.publish(unreadable, *data)
+    quota = opened.used_bytes() - 100_000
+    opened.close()
+    conversations.write([replace(conversations.read("bob"), segments=(unreadable.id,))])
+    if not has_row:
+        without_catalogue(root)
+    path, open_file = root / "segments" / f"{unreadable.id}.kv", tree.open_file
+
+    def failing(name, *more):
+        if name == path.name:
+            raise OSError(errno.EIO, "Input/output error", name)
+        return open_file(name, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tree, "open_file", failing)
+        for dry_run in (["--dry-run"], []):
+            status, out, _ = run("gc", root, "--quota", quota, *dry_run)
+            assert status == 1
+            assert f"{path} cannot be read (Input/output error); it is kept, with the conversations" in out
+            assert f"{root}/segments/{headers['b'].id}.kv: expired" in out
+    assert files(root).keys() == {path, root / "segments" / f"{headers['a'].id}.kv"}  # the other one is pinned
+    assert conversations.read("bob") is not None
+    status, out, _ = run("gc", root)
+    assert status == 0 and f"{path}: expired" in out
 
 
 def test_rm_says_what_it_deletes(run, store):

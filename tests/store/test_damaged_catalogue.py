@@ -91,8 +91,10 @@ def test_a_segment_that_cannot_be_read_now_keeps_its_conversation(monkeypatch):
         patch.setattr(backend, "get_object", failing)
         store = KVStore(backend=backend, remote=None)
         with pytest.raises(StoreError, match=r"segments/.*\.kv cannot be read .*the network is down"):
-            store.gc()
-    assert store.gc().damaged == 0 and len(store.segments()) == 1
+            store.clear(disk=True)
+        report = store.gc()
+        assert "cannot be read (the network is down)" in report.unreadable[0] and not report.deleted
+    assert store.gc().unreadable == [] and len(store.segments()) == 1
     store.close()
 
 
