@@ -91,7 +91,7 @@ class FormatError(StoreError):
 
 
 class NotOursError(FormatError):
-    """Segment that may be intact, but that this store must not read or judge. It is left alone."""
+    """File that may be intact, but that this store must not read or judge. It is left alone."""
 
 
 class OtherFormatError(NotOursError):

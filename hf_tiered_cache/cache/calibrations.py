@@ -370,7 +370,7 @@ def keep_records(storage: Storage, name: str, records: _Saved) -> None:
 def check_saving(storage: Storage) -> None:
     """Raise StoreError if `change_records` would fail. Call this before a measurement."""
     storage.disk.check_writable()
-    storage.calibrations.check()
+    storage.calibrations.check_writable()
 
 
 def change_records(storage: Storage, name: str, change: Callable[[_Saved], _Saved]) -> _Saved:

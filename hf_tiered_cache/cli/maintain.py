@@ -31,8 +31,9 @@ def verify(
     """Read every byte of a store and compare every checksum.
 
     Without --repair, nothing is changed. Removed segments are computed and stored again when they are next requested.
-    The exit status is 1 if damaged files remain. Otherwise it is 2 if encrypted segments were not checked, because
-    --key-file is missing or holds another key.
+    Damaged records of conversations and documents are removed without the segments that they name. The exit status is 1
+    if damaged files remain. Otherwise it is 2 if encrypted segments were not checked, because --key-file is missing or
+    holds another key.
     """
     with open_store(store, key_file=key_file) as kv_store:
         report = kv_store.verify(progress=not as_json, repair=repair)
@@ -42,7 +43,8 @@ def verify(
         verdict = f"{len(report.bad)} damaged" if report.bad else "no damage found"
         amount = f"{count(report.segments, 'segment')}, {count(report.blocks, 'block')}"
         sidecars = f", {count(report.sidecars, 'sidecar')}" if report.sidecars else ""
-        print(f"{amount}{sidecars}, {format_bytes(report.nbytes)}: {verdict}")
+        records = f", {count(report.records, 'record')}" if report.records else ""
+        print(f"{amount}{sidecars}{records}, {format_bytes(report.nbytes)}: {verdict}")
         for segment, reason in report.bad.items():
             print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
         _show_unknown(report.unknown)
@@ -52,8 +54,8 @@ def verify(
         reason = "no --key-file was given" if key_file is None else "they are encrypted with another key"
         raise Refused(f"{count(report.unread, 'segment')} could not be checked: {reason}")
     if report.ok and report.other_format:
-        segments = count(report.other_format, "segment")
-        raise Refused(f"{segments} could not be checked: another version, or a package with their codec, is needed")
+        files = count(report.other_format, "file")
+        raise Refused(f"{files} could not be checked: another version, or a package with their codec, is needed")
     raise typer.Exit(0 if report.ok else 1)
 
 

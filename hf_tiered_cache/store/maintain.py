@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,9 +13,12 @@ from tqdm.auto import tqdm
 
 from ..errors import FormatError, IntegrityError, NotOursError, OtherFormatError, OtherKeyError, StoreError
 from .catalogue import SegmentRow
+from .conversations import Conversations
 from .disk import SegmentStore
+from .documents import Documents
 from .format import HEADER_BYTES, decode_times
 from .memory import aligned_bytes
+from .records import Calibrations
 from .segment import SegmentReader, read_head
 
 _WINDOW_BYTES = 16 << 20
@@ -25,8 +28,8 @@ _WINDOW_BYTES = 16 << 20
 class VerifyReport:
     """Result of `verify`.
 
-    `bad` maps damaged or unreadable segments and sidecars to the reason, and `removed` lists those that were deleted.
-    A sidecar is named after its segment, followed by a dot and its kind.
+    `bad` maps damaged or unreadable segments, sidecars and records to the reason, and `removed` lists those that were
+    deleted. A sidecar is named after its segment, followed by a dot and its kind, a record by its path in the store.
     """
 
     segments: int = 0
@@ -34,12 +37,14 @@ class VerifyReport:
     nbytes: int = 0
     sidecars: int = 0
     """Number of sidecar files."""
+    records: int = 0
+    """Number of records of conversations and documents, and files of calibrations."""
     bad: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     unread: int = 0
     """Number of segments that were not read: encrypted with another key, or only one of segment and store has a key."""
     other_format: int = 0
-    """Number of segments that were not read because this process does not know their format or codec."""
+    """Number of segments and records that were not read because this process does not know their format or codec."""
     unknown: list[str] = field(default_factory=list)
     """Files in the store's folder that this library did not write. They are ignored, and do not count as damaged."""
 
@@ -79,7 +84,7 @@ class GcReport:
 
 
 def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False) -> VerifyReport:
-    """Read all segments and sidecars from disk, and verify every checksum. See `KVStore.verify`.
+    """Read all segments, sidecars and records from disk, and verify every checksum. See `KVStore.verify`.
 
     Files that could not be read for another reason than damage are kept. Raises StoreError if the folder cannot be
     listed, or the store to `repair` is not writable.
@@ -94,6 +99,10 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         stored_by_id = {segment_id: backend.find(segment_id) for segment_id in names}
         sidecars = [f"{segment_id}.{kind}" for segment_id, kinds in store.sidecars.sizes().items() for kind in kinds]
         sidecars = [name for name in sidecars if backend.where(name) not in foreign]
+        all_records: list[tuple[Conversations | Documents | Calibrations, list[str]]] = [
+            (records, records.names())
+            for records in (Conversations(backend.records), Documents(backend.records), Calibrations(backend.records))
+        ]
     except OSError as error:
         raise StoreError(f"{store.place} cannot be listed ({error.strerror}); check the disk") from error
     sizes = {segment_id: stored.size for segment_id, stored in stored_by_id.items() if stored is not None}
@@ -125,7 +134,28 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         report.segments += is_segment
         report.sidecars += not is_segment
     bar.close()
+    with backend.locked() if repair else nullcontext():  # nobody replaces a record before it is removed
+        for records, names in all_records:
+            for name in names:
+                _verify_record(records, name, report, repair)
+    report.unknown = [path for path in report.unknown if path not in report.bad]
     return report
+
+
+def _verify_record(
+    records: Conversations | Documents | Calibrations, name: str, report: VerifyReport, repair: bool
+) -> None:
+    path = os.path.join(records.kind.folder, name)
+    try:
+        report.nbytes += records.check(name)
+    except (NotOursError, FileNotFoundError) as error:
+        report.other_format += isinstance(error, OtherFormatError)
+        return
+    except (FormatError, OSError) as error:
+        report.bad[path] = str(error)
+        if repair and not isinstance(error, OSError) and records.files.delete(records.kind, name):
+            report.removed.append(path)
+    report.records += 1
 
 
 def check(store: SegmentStore, segment_id: str) -> None:

@@ -15,12 +15,13 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from ..errors import ConfigError, FormatError, OtherFormatError, StoreError
+from ..errors import ConfigError, FormatError, NotOursError, OtherFormatError, StoreError
 from . import HASH_BYTES
 from .faults import Notices
 from .kinds import (
     CALIBRATIONS,
     CALIBRATIONS_NAME,
+    RECORD_BEGINNING,
     FileKind,
     encode_record,
     is_blank,
@@ -189,23 +190,46 @@ def _has_checksum(content: bytes) -> bool:
     return end == f'{checksum}"\n}}\n'.encode()
 
 
+def _recognized(files: RecordFiles, kind: FileKind, name: str) -> bytes:
+    """Return the content of a record, b"" if it is blank.
+
+    Raises NotOursError for a file of another program, FormatError if it may be a damaged record, or OSError.
+    """
+    try:
+        content = files.read(kind, name)
+    except FormatError as error:  # it is too large, or no regular file
+        raise NotOursError(str(error)) from error
+    if is_blank(content):
+        return b""
+    if not kind.is_own(name, content):
+        if content.startswith(RECORD_BEGINNING):
+            raise FormatError("it is damaged beyond recognition, or of another program; move it elsewhere")
+        raise NotOursError("it is of another program")
+    return content
+
+
 class Records(Generic[R]):
     """Records of one kind. Subclasses set the class of the records."""
 
     record: type[R]
+
+    @property
+    def kind(self) -> FileKind:
+        """Kind of the files."""
+        return self.record.kind
 
     def __init__(self, files: RecordFiles) -> None:
         self.files, self._warn = files, Notices().warn
 
     def load(self, name: str) -> R:
         """Read the record in a file. Raises OSError or FormatError."""
-        return self.record.decode(self.files.read(self.record.kind, name))
+        return self.record.decode(self.files.read(self.kind, name))
 
     def _get(self, name: str) -> R | None:
         """Return the record in a file, or None if there is none. One that cannot be used is logged."""
-        where = self.files.where(self.record.kind, name)
+        where = self.files.where(self.kind, name)
         try:
-            content = self.files.read(self.record.kind, name)
+            content = self.files.read(self.kind, name)
             if is_blank(content):  # its writer was killed
                 return None
             record = self.record.decode(content)
@@ -230,11 +254,9 @@ class Records(Generic[R]):
         """Return all readable records. Others are logged, also if none can be listed."""
         names: list[str] = []
         try:
-            names = self.files.names(self.record.kind)
-        except FileNotFoundError:  # no subfolder
-            pass
+            names = self.names()
         except OSError as error:
-            folder = self.files.where(self.record.kind, "")
+            folder = self.files.where(self.kind, "")
             self._warn("", f"the records in {folder} cannot be listed ({error.strerror}); check the disk")
         return [record for record in map(self._get, names) if record is not None]
 
@@ -244,15 +266,12 @@ class Records(Generic[R]):
         Raises OSError, FormatError or OtherFormatError for a record that cannot be read, is damaged or of a newer
         format: it may contain any of them.
         """
-        names: list[str] = []
-        with suppress(FileNotFoundError):
-            names = self.files.names(self.record.kind) if ids else []
         wanted = {id.encode() for id in ids}
-        for name in names:
+        for name in self.names() if ids else ():
             if name in but:
                 continue
             try:
-                content = self.files.read(self.record.kind, name)
+                content = self.files.read(self.kind, name)
                 is_named = not wanted.isdisjoint(_ID.findall(content))
                 if not is_named and _has_checksum(content):  # decoding takes ten times as long
                     continue
@@ -260,12 +279,25 @@ class Records(Generic[R]):
             except FileNotFoundError:
                 continue
             except FormatError as error:
-                where, do = self.files.where(self.record.kind, name), "move it elsewhere, and try again"
+                where, do = self.files.where(self.kind, name), "move it elsewhere, and try again"
                 if isinstance(error, OtherFormatError):
                     do = "upgrade hf-tiered-cache"
                 raise type(error)(f"{where}: {error}, so nothing is deleted that it may name; {do}") from error
             if is_named:
                 yield record
+
+    def names(self) -> list[str]:
+        """Return the names of all files that may be records. Raises OSError."""
+        with suppress(FileNotFoundError):  # no subfolder
+            return self.files.names(self.kind)
+        return []
+
+    def check(self, name: str) -> int:
+        """Read a record, verify it, and return its bytes. Raises OSError or FormatError (see `_recognized`)."""
+        content = _recognized(self.files, self.kind, name)
+        if content:
+            self._undamaged(name, content)
+        return len(content)
 
     def _undamaged(self, name: str, content: bytes) -> R:
         """Decode the content of a file. Raises FormatError also for another checksum, or the name of another record."""
@@ -295,18 +327,18 @@ class Records(Generic[R]):
                     pass
             self.files.write(record.kind, name, record.encode())
         if records:
-            self.files.sync(self.record.kind)
+            self.files.sync(self.kind)
 
     def delete(self, *key: str) -> None:
         """Delete a record, if it exists. Raises OSError."""
-        self.files.delete(self.record.kind, record_name(*key))
+        self.files.delete(self.kind, record_name(*key))
 
     def _sweep(self, is_needed: Callable[[R], bool], dry_run: bool = False) -> list[str]:
         """Delete records that are blank or not needed, unless they are damaged, in use or of a newer format.
 
         Returns the paths of the deleted records, or with `dry_run` of those to be deleted.
         """
-        removed, kind = [], self.record.kind
+        removed, kind = [], self.kind
         with suppress(OSError):
             for name in self.files.names(kind):
                 with suppress(OSError):
@@ -318,7 +350,7 @@ class Records(Generic[R]):
 
     def _may_be_needed(self, name: str, is_needed: Callable[[R], bool]) -> bool:
         try:
-            content = self.files.read(self.record.kind, name)
+            content = self.files.read(self.kind, name)
             return not is_blank(content) and is_needed(self._undamaged(name, content))
         except (OSError, FormatError):
             return True
@@ -341,8 +373,10 @@ def check_name(name: object, subject: str, most: int) -> None:
 class Calibrations:
     """Records of a store's calibrations, all in one file. It is parsed again only when it was replaced."""
 
+    kind = CALIBRATIONS
+
     def __init__(self, files: RecordFiles) -> None:
-        self._files, self._warn = files, Notices().warn
+        self.files, self._warn = files, Notices().warn
         self._loaded: tuple[Hashable, dict[str, list[dict[str, Any]]]] = None, {}
         """Version of the file, and its records: one attribute, since several threads may load them."""
 
@@ -354,11 +388,19 @@ class Calibrations:
             self._warn("unreadable", f"{self._where}: {error.strerror}, so no calibration is used; check the disk")
             return {}
 
-    def check(self) -> None:
+    def names(self) -> list[str]:
+        """Return the name of the file, if it exists. Raises OSError."""
+        return self.files.names(CALIBRATIONS)
+
+    def check(self, name: str) -> int:
+        """Read the file, and return its bytes. Raises OSError or FormatError (see `_recognized`)."""
+        return len(_recognized(self.files, CALIBRATIONS, name))
+
+    def check_writable(self) -> None:
         """Raise StoreError if `write` would fail, since the file is damaged or cannot be read."""
         try:
-            is_missing = self._files.version(CALIBRATIONS, CALIBRATIONS_NAME) is None
-            if is_missing or self._files.is_own(CALIBRATIONS, CALIBRATIONS_NAME):
+            is_missing = self.files.version(CALIBRATIONS, CALIBRATIONS_NAME) is None
+            if is_missing or self.files.is_own(CALIBRATIONS, CALIBRATIONS_NAME):
                 return
         except OSError as error:
             raise StoreError(f"{self._where} cannot be read ({error.strerror}); check the disk") from error
@@ -366,7 +408,7 @@ class Calibrations:
 
     @property
     def _where(self) -> Path | str:
-        return self._files.where(CALIBRATIONS, CALIBRATIONS_NAME)
+        return self.files.where(CALIBRATIONS, CALIBRATIONS_NAME)
 
     @property
     def _advice(self) -> str:
@@ -377,11 +419,11 @@ class Calibrations:
     def write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
         """Replace the records of a name. The caller holds the store's lock. Raises OSError."""
         content = encode_record(self._load() | {name: list(records)})
-        self._files.write(CALIBRATIONS, CALIBRATIONS_NAME, content)
+        self.files.write(CALIBRATIONS, CALIBRATIONS_NAME, content)
 
     def _load(self) -> dict[str, list[dict[str, Any]]]:
         """Return all records; {} if there are none, or the file is damaged. Raises OSError."""
-        version = self._files.version(CALIBRATIONS, CALIBRATIONS_NAME)
+        version = self.files.version(CALIBRATIONS, CALIBRATIONS_NAME)
         if version is None:
             return {}
         loaded = self._loaded
@@ -393,7 +435,7 @@ class Calibrations:
         """Read the file. Returns {} if it was deleted meanwhile, is blank, or, logged, is damaged."""
         with suppress(FileNotFoundError):
             try:
-                content = self._files.read(CALIBRATIONS, CALIBRATIONS_NAME)
+                content = self.files.read(CALIBRATIONS, CALIBRATIONS_NAME)
                 if CALIBRATIONS.is_own(CALIBRATIONS_NAME, content):
                     return json_object(content)
             except FormatError:

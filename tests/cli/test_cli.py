@@ -28,6 +28,7 @@ from hf_tiered_cache.methods import METHODS
 from hf_tiered_cache.store import tree
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, Ownership
 from hf_tiered_cache.store.documents import DocumentRecord, Documents, passage_name
+from hf_tiered_cache.store.kinds import record_name
 from hf_tiered_cache.store.root import StoreRoot
 
 COMMAND = [sys.executable, "-m", "hf_tiered_cache.cli"]
@@ -515,6 +516,32 @@ def test_conversations_are_deleted_with_what_is_their_own(run, chats):
     assert [one["id"] for one in json.loads(run("conversations", root, "--json")[1])] == ["bob"]
     assert json.loads(run("conversations", root, "rm", "bob", "--json")[1])["removed"] == ["bob"]
     assert run("conversations", root)[1] == "total: 0 conversations, 0 tokens\n"
+
+
+def test_verify_names_damaged_records_and_repair_removes_what_is_recognized(run, chats):
+    root, _, conversations = chats
+    names = {record.id: record_name(record.id) for record in conversations.all()}
+    damaged, torn = (root / "conversations" / name for name in (names["bob"], record_name("carol")))
+    carol = replace(conversations.read("bob"), id="carol")
+    conversations.write([carol, replace(carol, id="dave")])
+    assert ", 4 records, " in run("verify", root)[1]
+    damaged.write_bytes(damaged.read_bytes().replace(b'"turns": 3', b'"turns": 4'))
+    torn.write_bytes(torn.read_bytes()[:-50])
+    (root / "calibrations.json").write_bytes(b'{\n "quality": [')
+    bad = {f"conversations/{names['bob']}", f"conversations/{torn.name}", "calibrations.json"}
+    status, out, _ = run("verify", root, "--json")
+    assert (status, json.loads(out)["bad"].keys(), json.loads(out)["unknown"]) == (1, bad, [])
+    status, out, _ = run("verify", root, "--repair")
+    assert status == 1 and "does not match its checksum (removed)" in out and out.count("move it elsewhere") == 2
+    assert not damaged.exists() and torn.exists() and (root / "calibrations.json").exists()
+    assert {record.id for record in conversations.all()} == names.keys() - {"bob"} | {"dave"}
+    for path in (torn, root / "calibrations.json"):
+        path.write_bytes(b"not ours")
+    status, out, _ = run("verify", root)
+    assert status == 0 and "2 files not written by this library" in out
+    torn.write_bytes(carol.encode().replace(b'"format": 1', b'"format": 2'))
+    status, _, err = run("verify", root)
+    assert status == 2 and "1 file could not be checked: another version" in err
 
 
 def test_gc_says_which_conversations_are_over(run, chats):
