@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -203,24 +204,40 @@ def copy(
 
     What the target has is left out. Segments are verified first, those of a folder only if the key is given or not
     needed. Segments from a remote need the key if they are encrypted.
-    Segments of compacted conversations are not copied: no other store can use them. The exit status is 1 if a segment
-    could not be copied.
+    Segments of compacted conversations are not copied, since no other store can use them, but listed. The exit status
+    is 1 if a segment could not be copied.
     """
     to_remote = bool(scheme_of(target))
     if to_remote == bool(scheme_of(source)):
         raise Refused("copy needs a folder and the address of a remote, such as s3://bucket/prefix")
-    copied, nbytes, present, failed = (_send if to_remote else _fetch)(source, target, segments or [], key_file)
+    result = (_send if to_remote else _fetch)(source, target, segments or [], key_file)
     if as_json:
-        print_json({"copied": copied, "bytes": nbytes, "present": present, "failed": failed})
+        print_json(asdict(result))
     else:
-        print(f"copied {count(copied, 'segment')}, {format_bytes(nbytes)}; {present:,} were there already")
-        for segment, reason in failed.items():
+        copied = count(result.copied, "segment")
+        print(f"copied {copied}, {format_bytes(result.bytes)}; {result.present:,} were there already")
+        if result.left_out:
+            left_out = count(len(result.left_out), "segment")
+            print(f"not copied, since only this store can use them: {left_out} of compacted conversations")
+            for conversation in sorted({*result.left_out.values()} - {""}):
+                print(f"  {printable(conversation)}")
+        for segment, reason in result.failed.items():
             print(f"  {segment}: {reason}", file=sys.stderr)
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(1 if result.failed else 0)
 
 
-Copied = tuple[int, int, int, dict[str, str]]
-"""Numbers of segments copied, of their bytes, and of segments that were there; reasons by segment that failed."""
+@dataclass
+class Copied:
+    """Result of `copy`."""
+
+    copied: int = 0
+    bytes: int = 0
+    present: int = 0
+    """Number of segments that the target had."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Compacted segments, which are not copied, with the ids of their conversations; "" if no record names it."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Reason by segment that could not be copied."""
 
 
 def _send(source: str, target: str, names: list[str], key_file: Path | None) -> Copied:
@@ -232,10 +249,12 @@ def _send(source: str, target: str, names: list[str], key_file: Path | None) -> 
     from ..store.backends import open_remote
     from ..store.maintain import check
 
-    copied, nbytes, present, failed = 0, 0, 0, dict[str, str]()
+    result = Copied()
     with ExitStack() as stack:
         store = stack.enter_context(open_store(source, key_file=key_file))
         contents, disk = contents_of_open(store), storage_of(store).disk
+        records = storage_of(store).conversations.all()
+        conversations = {segment: record.id for record in records for segment in record.segments}
         ids = [contents.row_of(name).id for name in names]
         if not names:
             ids = [row.id for row in contents.rows]
@@ -246,11 +265,15 @@ def _send(source: str, target: str, names: list[str], key_file: Path | None) -> 
                 check(disk, segment_id)
                 sent = send_segment(disk.backend, remote, segment_id)
             except (OSError, FormatError, IntegrityError) as error:
-                failed[segment_id] = str(error)
+                result.failed[segment_id] = str(error)
                 continue
-            if sent is not None:
-                copied, nbytes, present = copied + bool(sent.nbytes), nbytes + sent.nbytes, present + (not sent.nbytes)
-    return copied, nbytes, present, failed
+            if sent is None:
+                result.left_out[segment_id] = conversations.get(segment_id, "")
+            else:
+                result.copied += bool(sent.nbytes)
+                result.bytes += sent.nbytes
+                result.present += not sent.nbytes
+    return result
 
 
 def _fetch(source: str, target: str, names: list[str], key_file: Path | None) -> Copied:
@@ -264,7 +287,7 @@ def _fetch(source: str, target: str, names: list[str], key_file: Path | None) ->
         names = names or sorted(remote.names())
     if not names:
         raise Refused(f"{without_secrets(source)} holds no segments")
-    copied, present, failed = 0, 0, dict[str, str]()
+    result = Copied()
     with open_store(target, key_file=key_file, remote=source, create=True) as store:
         storage = storage_of(store)
         tier = storage.remote
@@ -272,10 +295,10 @@ def _fetch(source: str, target: str, names: list[str], key_file: Path | None) ->
         local = {row.id for row in store.segments()}
         for name in tqdm(names, unit="segment", disable=None):
             if name in local:
-                present += 1
+                result.present += 1
             elif reason := tier.fetch(name):
-                failed[name] = reason
+                result.failed[name] = reason
             else:
-                copied += 1
-        nbytes = store.stats.remote.bytes_read
-    return copied, nbytes, present, failed
+                result.copied += 1
+        result.bytes = store.stats.remote.bytes_read
+    return result

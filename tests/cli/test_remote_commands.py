@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.cli import app, main
 from hf_tiered_cache.cli.output import Refused
+from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Epic
 from hf_tiered_cache.store import tree
 from hf_tiered_cache.store.backends import open_remote
+from hf_tiered_cache.store.conversations import ConversationRecord
 from hf_tiered_cache.store.format import FORMAT_VERSION
 from hf_tiered_cache.store.kinds import ENTRY
 
@@ -57,7 +59,7 @@ def as_json(*arguments):
 def test_a_corpus_is_copied_to_a_remote_and_to_a_worker(model, corpus, address, tmp_path):
     sent = as_json("copy", corpus, address)
     assert (sent["copied"], sent["present"], sent["failed"]) == (3, 0, {})
-    assert as_json("copy", corpus, address) == {"copied": 0, "bytes": 0, "present": 3, "failed": {}}
+    assert as_json("copy", corpus, address) == {"copied": 0, "bytes": 0, "present": 3, "left_out": {}, "failed": {}}
     worker = tmp_path / "worker"
     fetched = as_json("copy", address, worker)
     assert (fetched["copied"], fetched["bytes"]) == (3, sent["bytes"])
@@ -187,9 +189,23 @@ def test_a_damaged_copy_is_not_taken_for_a_copy(tmp_path):
         assert path.read_bytes() == other
 
 
-def publish(root, seed):
+def test_compacted_conversations_that_are_not_copied_are_named(tmp_path):
+    prompt_id, *compacted = [publish(tmp_path / "kv", "a"), *(publish(tmp_path / "kv", s, "krul") for s in "bc")]
+    facts = {"fingerprint": "model", "provenance": "krul", "method": "krul", "tokens": 64, "turns": 1}
+    record = ConversationRecord("alice", segments=(compacted[0],), created=1.0, suspended=1.0, nbytes=1, **facts)
+    with KVStore(tmp_path / "kv") as store:
+        storage_of(store).conversations.write([record])
+    done = run("copy", tmp_path / "kv", f"file://{tmp_path}/remote")
+    assert done.exit_code == 0
+    assert "only this store can use them: 2 segments of compacted conversations\n  alice\n" in done.stdout
+    copied = as_json("copy", tmp_path / "kv", f"file://{tmp_path}/other")
+    assert (copied["copied"], copied["left_out"]) == (1, dict(zip(compacted, ("alice", ""), strict=True)))
+    assert [path.stem for path in (tmp_path / "other" / "segments").iterdir()] == [prompt_id]
+
+
+def publish(root, seed, provenance="exact"):
     """Store a segment without a model, and return its id."""
-    header, *data = segment(hashes(4, seed))
+    header, *data = segment(hashes(4, seed), provenance=provenance)
     store = open_store(root)
     assert store.publish(header, *data)
     store.close()
