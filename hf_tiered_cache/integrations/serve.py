@@ -53,6 +53,7 @@ from .serve_requests import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
     SHUTDOWN_SECONDS,
+    STOPPING,
     BatchedGenerateManager,
     Batching,
     ImpatientProtocol,
@@ -93,7 +94,7 @@ class Cancellation(StoppingCriteria):
     def check(self) -> None:
         """Raise HTTPException if requests are cancelled."""
         if self.requested.is_set():
-            raise HTTPException(503, "the server is stopping")
+            raise HTTPException(503, STOPPING)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
         """Return that no sequence `[batch]` ends, unless requests are cancelled."""
@@ -183,8 +184,14 @@ class TieredGenerationState(GenerationState):
             self._managers[model_id] = TieredGenerateManager(self._new_cache, self.cancellation)
         return self._managers[model_id]
 
+    def cancel(self) -> None:
+        """Cancel all requests. Called in the event loop."""
+        self.cancellation.requested.set()
+        if self._cb_manager is not None:
+            self._cb_manager.cancel()
+
     def shutdown(self) -> None:
-        """Cancel all requests, and wait until none runs."""
+        """Cancel requests that run alone, and wait until none runs."""
         self.cancellation.requested.set()
         super().shutdown()
         for manager in self._managers.values():
@@ -318,13 +325,13 @@ def build_app(
 class Server(uvicorn.Server):
     """Server that cancels the requests that still run `SHUTDOWN_SECONDS` after Ctrl-C or SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, cancellation: Cancellation) -> None:
+    def __init__(self, config: uvicorn.Config, state: TieredGenerationState) -> None:
         super().__init__(config)
-        self._cancellation = cancellation
+        self._state = state
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running requests, and cancel them after a while."""
-        timer = asyncio.get_running_loop().call_later(SHUTDOWN_SECONDS, self._cancellation.requested.set)
+        timer = asyncio.get_running_loop().call_later(SHUTDOWN_SECONDS, self._state.cancel)
         try:
             await super().shutdown(sockets)
         finally:
@@ -389,7 +396,7 @@ def serve(
             "%s on http://%s:%d/v1, KV in %s; press Ctrl-C to stop", model or "any model", host, port, store.place
         )
         try:
-            Server(config, app.state.generation_state.cancellation).run(sockets=[listener])
+            Server(config, app.state.generation_state).run(sockets=[listener])
         finally:
             app.state.generation_state.shutdown()
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from fastapi import HTTPException
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cli.serving.utils import CBGenerateManager, CBStreamer
+from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, _StreamError
 from transformers.processing_utils import (
     AudioKwargs,
     ImagesKwargs,
@@ -43,6 +44,8 @@ SHUTDOWN_SECONDS = 15
 """Maximum seconds for running requests to end after Ctrl-C or SIGTERM, before they are cancelled."""
 CANCEL_SECONDS = 5
 """Maximum seconds for a cancelled request to compute its token and to be answered, before its connection is closed."""
+STOPPING = "the server is stopping"
+"""Error of cancelled requests."""
 MAX_SEQUENCES = 16
 """Maximum number of beams or returned sequences per request. Each takes the memory of a prompt."""
 MIN_TEMPERATURE = 1e-10
@@ -215,6 +218,9 @@ class BatchedGenerateManager(CBGenerateManager):
         self._session: TieredSession | None = None
         self._numbers = itertools.count()
         self._sampling: dict[str, dict[str, float]] = {}
+        self._is_stopping = False
+        self._answers: set[asyncio.Future[Any]] = set()
+        self._streams: WeakKeyDictionary[CBStreamer, asyncio.Queue[Any]] = WeakKeyDictionary()
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
         """Start the engine, with the settings of the model. No request's settings must apply to the others."""
@@ -250,13 +256,34 @@ class BatchedGenerateManager(CBGenerateManager):
         **kw: Any,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         name = self._begin(model, inputs, gen_config, request_id)
-        return super().generate_streaming(model, processor, inputs, gen_config, name, *args, **kw)
+        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, name, *args, **kw)
+        self._streams[streamer] = queue
+        return queue, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
     ) -> Any:
         name = self._begin(model, inputs, gen_config, request_id)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, name)
+        answer = asyncio.ensure_future(super().generate_non_streaming(model, processor, inputs, gen_config, name))
+        self._answers.add(answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._cb.cancel_request(name)  # type: ignore[union-attr]
+            if self._is_stopping:
+                raise HTTPException(503, STOPPING) from None
+            raise
+        finally:
+            self._answers.discard(answer)
+
+    def cancel(self) -> None:
+        """End all requests with an error, in the event loop, and refuse others."""
+        self._is_stopping = True
+        for answer in list(self._answers):
+            answer.cancel()
+        for streamer, queue in list(self._streams.items()):
+            queue.put_nowait(_StreamError(STOPPING))
+            streamer.cancel()
 
     def stop(self) -> None:
         super().stop()
@@ -267,6 +294,8 @@ class BatchedGenerateManager(CBGenerateManager):
         self, model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig, request_id: str
     ) -> str:
         """Limit and count a request, and return its name in the engine, which clients cannot repeat."""
+        if self._is_stopping:
+            raise HTTPException(503, STOPPING)
         processor = getattr(self._cb, "batch_processor", None)
         limit_request(model, inputs, gen_config, None if processor is None else _page_tokens(processor.cache))
         sampling = _sampling_of(model, gen_config)

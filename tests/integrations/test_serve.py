@@ -22,8 +22,9 @@ from families import build, prompt
 from paged import finished, greedy, paging
 from transformers.utils.import_utils import is_serve_available
 
-from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
+from hf_tiered_cache import Exact, KVStore, TieredCache, UnsupportedModelError
 from hf_tiered_cache.stats import StatsCollector
+from hf_tiered_cache.tiered_cache import TieredSession
 
 if not is_serve_available():
     pytest.skip("the server needs the extra `serve`", allow_module_level=True)
@@ -254,21 +255,12 @@ def test_requests_that_outlast_the_end_of_the_server_are_answered_and_end(model,
         app = server.build_app(models, functools.partial(TieredCache, store=store))
         state = app.state.generation_state
         manager = state.get_manager(models.force_model)
-        config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=30)
-        running, listener = server.Server(config, state.cancellation), socket.create_server(("127.0.0.1", 0))
-        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
-        thread.start()
-        client = http.client.HTTPConnection(*listener.getsockname(), timeout=30)
+        running, thread, client = in_a_thread(app)
         others = [threading.Event(), threading.Event()]
         if waiting:
             manager.submit(lambda: [others[0].set(), others[1].wait(30)])
             others[0].wait(30)
-        client.request(
-            "POST",
-            "/v1/completions",
-            json.dumps({"prompt": SYSTEM, "max_tokens": 10_000, "generation_config": '{"eos_token_id": []}'}),
-            {"content-type": "application/json"},
-        )
+        ask_for_long(client)
         while not running.server_state.tasks or not (waiting or manager._running.locked()):
             time.sleep(0.01)
         running.should_exit = True
@@ -284,6 +276,51 @@ def test_requests_that_outlast_the_end_of_the_server_are_answered_and_end(model,
         assert not manager._running.locked()
         with pytest.raises(server.HTTPException):
             manager.submit(int).result()
+
+
+def in_a_thread(app):
+    """Run an app in a thread. Return the server, the thread, and a connection."""
+    config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=30)
+    running, listener = server.Server(config, app.state.generation_state), socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+    thread.start()
+    return running, thread, http.client.HTTPConnection(*listener.getsockname(), timeout=30)
+
+
+def ask_for_long(client, **more):
+    """Request more tokens than are computed before the server ends."""
+    body = {"prompt": SYSTEM, "max_tokens": 10_000, "generation_config": '{"eos_token_id": []}'} | more
+    client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_requests_in_batches_that_outlast_the_end_of_the_server_are_answered(model, tmp_path, monkeypatch, stream):
+    monkeypatch.setattr(server, "SHUTDOWN_SECONDS", 0.1)
+    models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
+    with KVStore(tmp_path / "store") as store:
+        batching = server.Batching(functools.partial(TieredSession, store=store, method=Exact()), paging())
+        app = server.build_app(models, functools.partial(TieredCache, store=store), batching=batching)
+        state = app.state.generation_state
+        running, thread, client = in_a_thread(app)
+        ask_for_long(client, stream=stream)
+        while state._cb_manager is None or not (state._cb_manager._answers or state._cb_manager._streams):
+            time.sleep(0.01)
+        batches = state._cb_manager
+        running.should_exit = True
+        answer = client.getresponse()
+        text = answer.read().decode()
+        if stream:
+            assert (answer.status, text.splitlines()[-2]) == (200, 'data: {"error": "the server is stopping"}')
+        else:
+            assert (answer.status, json.loads(text)) == (503, {"detail": "the server is stopping"})
+        client.close()
+        thread.join(30)
+        assert not thread.is_alive()
+        while batches.scheduler.active_requests:  # the engine computes it no longer
+            time.sleep(0.01)
+        with pytest.raises(server.HTTPException, match="stopping"):
+            asyncio.run(batches.generate_non_streaming(None, None, {"input_ids": [1]}, greedy(), "late"))
+        state.shutdown()
 
 
 # --- hostile clients
