@@ -105,9 +105,14 @@ def load(name: str | None) -> tuple[Any, Callable[[str], Any], Callable[[Any], s
     if name is not None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from hf_tiered_cache.integrations.hub import unloadable
+
         device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", "float32")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except OSError as error:
+            raise SystemExit(unloadable(name, error)) from None
 
         def encode(question: str) -> Any:
             if tokenizer.chat_template is None:

@@ -247,6 +247,14 @@ def test_a_damaged_history_of_a_chat_is_one_sentence(tmp_path, monkeypatch, cont
         example.History.read(path)
 
 
+@pytest.mark.parametrize("name", ["demo", "long_context", "stored_corpus"])
+def test_a_model_of_an_example_that_does_not_exist_is_one_sentence(tmp_path, monkeypatch, name):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example, folder = importlib.import_module(name), str(tmp_path / "none")
+    with pytest.raises(SystemExit, match="cannot be loaded: there is no such folder; check the path"):
+        example.load(SimpleNamespace(model=folder) if name == "long_context" else folder)
+
+
 @pytest.fixture
 def retriever(monkeypatch, capsys):
     """Return a function that runs `examples/retriever.py`, and returns its output."""
