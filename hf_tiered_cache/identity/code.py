@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..patches.replacement import Replacement
@@ -32,7 +33,7 @@ from .description import (
     functions_of,
 )
 from .ignored import CONSTRUCTORS, NO_MEMBER, NOT_CONSTRUCTED, is_special, uncalled
-from .library import impure_part
+from .library import DRAWING, impure_part
 from .origin import (
     ENVIRONMENT,
     INSTALLED,
@@ -205,6 +206,9 @@ class CodeDescription(Description):
             self._add_variables(location, refs.variables)
             self._add_globals(location, function.__globals__, refs.globals, refs.members, USER)
             self._add_imports(location, function.__globals__, refs)
+            draws = sorted(DRAWING & (refs.globals | refs.members))
+            if draws and "training" not in refs.members:  # most code draws random numbers in training mode only
+                self.problem = self.problem or f"{location}, which uses {draws[0]},"
         elif origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
             names = referenced_names(code)
             if origin == INSTALLED:
@@ -282,6 +286,12 @@ class CodeDescription(Description):
             return
         if name in ENVIRONMENT and (value is os.environ or value is os.getenv):  # see `_add_variables`
             return
+        if (
+            name in DRAWING
+            and origin == USER
+            and any(value is getattr(home, name, None) for home in (torch, functional))
+        ):
+            return  # see `_describe_function`
         opaque = origin != USER and _is_opaque(value, type(value))
         if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
             self.problem = self.problem or f"the global {name} of {namespace.get('__name__')}, which was replaced,"

@@ -6,6 +6,8 @@ import sys
 import types
 from typing import Any
 
+import torch
+
 from .origin import INSTALLED, PYTHON, USER, origin_of, origin_of_class
 
 _PURE = frozenset(
@@ -32,16 +34,29 @@ _PURE_BUILTINS = frozenset(
 )
 """Built-in functions that user code may use. Others evaluate text, read input, reach objects that no name shows, or
 return a number that differs between processes."""
-_READERS = frozenset(
-    {"load", "load_file", "safe_open", "fromfile", "from_file", "memmap", "open_memmap", "loadtxt", "genfromtxt"}
+DRAWING = frozenset(
+    {
+        *("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "gumbel_softmax", "log_normal_"),
+        *("multinomial", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+        *("random_", "randperm", "trunc_normal_", "uniform_"),
+    }
 )
-"""Functions of installed packages that read files."""
+"""Functions and methods of PyTorch that draw random numbers."""
+_IMPURE = DRAWING | {
+    *("load", "load_file", "safe_open", "fromfile", "from_file", "memmap", "open_memmap", "loadtxt", "genfromtxt"),
+    *("binomial", "normal", "get_default_device"),
+}
+"""Functions of installed packages that read files, draw random numbers, or return a setting that is not identified."""
+_IMPURE_MODULES = ("torch.random", "torch.cuda.random", "torch.cuda.memory", "torch.distributions", "torch.quasirandom")
+_GRADIENT_MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype"})
+"""Settings of PyTorch that user code may read, besides those of autocast: they are identified, or change no result."""
 
 
 def impure_part(value: Any) -> str:
     """Return the name of a function or class, or of a base, with results that depend on more than its arguments, or "".
 
-    That is one of the standard library that is not known to compute from its arguments alone, or one that reads files.
+    That is one of the standard library that is not known to compute from its arguments alone, or one of a package that
+    reads files, random numbers or the state of PyTorch.
     """
     if isinstance(value, types.FunctionType):
         parts = [(origin_of(value), value.__globals__.get("__name__"), value.__qualname__)]
@@ -57,6 +72,15 @@ def impure_part(value: Any) -> str:
             is_pure = name in _PURE_BUILTINS or not isinstance(value, types.BuiltinFunctionType)
         else:
             is_pure = bool({package, member} & _PURE)
-        if (origin == PYTHON and not is_pure) or (origin not in (PYTHON, USER) and name in _READERS):
+        if origin not in (PYTHON, USER):
+            is_known = value.__name__ in _IMPURE or f"{module}".startswith(_IMPURE_MODULES)
+            is_pure = not is_known and not _reads_state(value)
+        if origin != USER and not is_pure:
             return f"{module}.{name}"
     return ""
+
+
+def _reads_state(value: Any) -> bool:
+    """Return whether a function is one that PyTorch defines in C++ besides its operators, to read or set its state."""
+    is_internal = getattr(value, "__self__", None) is torch._C
+    return is_internal and not ("autocast" in value.__name__ or value.__name__ in _GRADIENT_MODES)

@@ -480,6 +480,30 @@ def from_a_tensor_in_a_file(x):
     return x * torch.load("scale.pt")
 
 
+def from_random_numbers(x):
+    return x + torch.randn(1)
+
+
+def from_a_method_that_draws(x):
+    return x + torch.empty_like(x).normal_()
+
+
+def from_a_distribution(x):
+    return x * torch.distributions.Normal(0.0, 1.0).sample()
+
+
+def from_the_seed(x):
+    return x * torch.initial_seed()
+
+
+def from_the_number_of_threads(x):
+    return x * torch.get_num_threads()
+
+
+def from_the_default_device(x):
+    return x * len(torch.get_default_device().type)
+
+
 def from_an_open_file():
     file = tempfile.TemporaryFile()  # noqa: SIM115  # the function uses it later
     return lambda x: x * float(file.read())
@@ -496,13 +520,33 @@ def from_a_thread():
 HIDDEN = [
     *(masked_array(), traced(), from_a_file, from_an_import, from_a_module, from_the_clock),
     *(from_a_path_elsewhere, from_chance, from_a_context, from_a_command, from_the_size_of_a_file, from_a_thread()),
-    *(from_an_array_in_a_file, from_a_tensor_in_a_file, from_an_open_file()),
+    *(from_an_array_in_a_file, from_a_tensor_in_a_file, from_an_open_file(), from_random_numbers),
+    *(from_a_method_that_draws, from_a_distribution, from_the_seed, from_the_number_of_threads),
+    *(from_the_default_device,),
 ]
 
 
 @pytest.mark.parametrize("function", HIDDEN)
 def test_inputs_that_code_does_not_show_run_plain_with_a_reason(function):
     assert "act_fn" in Fingerprinter(with_activation(function)).look().problem
+
+
+class Jittering(modeling_llama.LlamaMLP):
+    """A layer that draws random numbers in training mode only."""
+
+    def forward(self, x):
+        if self.training:
+            x = x * torch.empty_like(x).uniform_(0.9, 1.1) + torch.randn_like(x)
+        return super().forward(x)
+
+
+def test_random_numbers_that_only_training_draws_are_no_reason():
+    model = with_mlp(Jittering)
+    name = Fingerprinter(model)
+    before = name.look()
+    assert not before.problem
+    model.model.layers[0].mlp.train()
+    assert name.look().fingerprint != before.fingerprint and name.look().training
 
 
 # --- with a tag
