@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
+import logging
 import os
 import sys
 import types
@@ -54,6 +55,8 @@ from .watch import Watch
 
 _FOREIGN_DEPTH = 1
 """Maximum depth of calls within torch and other installed packages that are followed."""
+_LEVEL_READERS = frozenset({"isEnabledFor", "getEffectiveLevel", "level"})
+"""Names by which code reads the level of a logger."""
 LEAF = 1 << 10
 """Depth at which no call is followed."""
 _STATIC_ITEMS = 64
@@ -101,6 +104,7 @@ class CodeDescription(Description):
         self._called: set[str] = set()  # names that any described code refers to, or described texts
         self._user_classes: dict[type, str] = {}  # classes with members in user code, with their locations
         self._held_modules: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
+        self._loggers: dict[int, logging.Logger] = {}  # that user code refers to
         self._ignored: list[tuple[str, dict[str, Any], str, set[str]]] = []  # attributes that no code is known to read
         self._depth = 0  # depth of calls within foreign packages
         self._origin = USER  # of the code that refers to what is being described
@@ -114,6 +118,8 @@ class CodeDescription(Description):
                 raise Undescribable(f"{location}, which uses {impure},")
             if value is os.getenv:
                 self.add(location, os.environ)
+        if self._origin == USER and isinstance(value, logging.Logger):
+            self._loggers[id(value)] = value
         super()._add_value(location, value)
 
     def add_code(self, location: str, value: types.FunctionType | type) -> None:
@@ -149,6 +155,8 @@ class CodeDescription(Description):
             for location, module in list(self._held_modules.values()):
                 self._add_modules(location, [module], frozenset(self._names), USER)
             self._depth = 0
+            if self._names & _LEVEL_READERS:
+                self._add_levels()
             ignored, self._ignored = self._ignored, []
             for location, state, name, names in ignored:
                 if name not in names:
@@ -160,6 +168,18 @@ class CodeDescription(Description):
         self._depth = 0
         if self.problem:
             raise Undescribable(self.problem)
+
+    def _add_levels(self) -> None:
+        """Describe the levels of the loggers that user code refers to."""
+        while self._loggers:
+            _, logger = self._loggers.popitem()
+            self.words.append(f"level {logger.getEffectiveLevel()} {logger.manager.disable} {logger.disabled}")
+            self.watch.item(logger.manager.__dict__, "_disable")
+            ancestor: logging.Logger | None = logger
+            while ancestor is not None:
+                self.watch.item(ancestor.__dict__, "level")
+                self.watch.item(ancestor.__dict__, "disabled")
+                ancestor = ancestor.parent
 
     # --- functions
 

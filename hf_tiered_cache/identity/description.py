@@ -48,8 +48,8 @@ SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 HEAP_TYPE = 1 << 9
 """Flag of classes that are created at runtime (`Py_TPFLAGS_HEAPTYPE`), such as all classes in Python code."""
-INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle, torch.profiler.record_function)
-"""Types with instances that do not affect computation."""
+INERT = (logging.Logger, torch.utils.hooks.RemovableHandle)
+"""Types with instances that do not affect computation, except for the levels of loggers (see `CodeDescription`)."""
 _NATIVE_METHOD = type(vars(torch._C._SDPBackend)["__eq__"])
 """Type of the methods of classes that pybind11 makes."""
 _NUMPY_FUNCTION: Any = type(np.concatenate)

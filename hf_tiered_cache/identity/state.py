@@ -27,6 +27,7 @@ PARTS: Any = {
     functools.cached_property: ("func",),
     contextlib._GeneratorContextManager: ("func", "args", "kwds"),
     torch.autocast: ("device", "fast_dtype", "_enabled", "_cache_enabled"),
+    torch.profiler.record_function: ("name", "args"),
 }
 """Types with attributes that are their state: built-in ones, and context managers, which keep a state while in use."""
 _FIELD: Any = collections._tuplegetter  # type: ignore[attr-defined]  # of a named tuple

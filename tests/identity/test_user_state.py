@@ -5,6 +5,7 @@ from __future__ import annotations
 import decimal
 import enum
 import functools
+import logging
 import os
 import random
 import sys
@@ -229,6 +230,28 @@ def what_a_module_computes_for_a_name():
     return with_activation(lambda x: x * module.SCALE), lambda: values.update(SCALE=3.0)
 
 
+def the_level_of_a_logger():
+    """Change the level of the parent, which counts."""
+    parent, logger = logging.getLogger("hf_tiered_cache_test"), logging.getLogger("hf_tiered_cache_test.child")
+    parent.setLevel(logging.DEBUG)
+
+    def scaled(x):
+        logger.debug("a pass")
+        return x * (1.0 if logger.isEnabledFor(logging.DEBUG) else 3.0)
+
+    return with_activation(scaled), lambda: parent.setLevel(logging.ERROR)
+
+
+def the_name_of_a_profiled_region():
+    region = torch.profiler.record_function("1.0")
+
+    def scaled(x):
+        with region:
+            return x * float(region.name)
+
+    return with_activation(scaled), assigned(region, "name", "3.0")
+
+
 # --- names that packages do not compute with, but user code does
 
 
@@ -374,7 +397,7 @@ CASES = [
     *(an_attribute_of_a_function, an_attribute_of_a_parameter, an_attribute_added_to_a_parameter),
     *(a_private_attribute_of_a_parameter_subclass, an_attribute_of_an_enumeration_member, a_method_of_an_enumeration),
     *(what_a_mapping_proxy_shows, an_attribute_of_a_partial, the_class_of_a_property, a_property_of_a_metaclass),
-    *(the_bases_of_a_class, what_a_module_computes_for_a_name),
+    *(the_bases_of_a_class, what_a_module_computes_for_a_name, the_level_of_a_logger, the_name_of_a_profiled_region),
     *(a_private_attribute_of_the_model, a_private_method_of_an_inner_model, a_private_setting),
     *(a_setting_that_transformers_ignores, an_attribute_of_a_configuration_class),
     *(another_method_as_forward, the_forward_of_a_base, hooks_of_a_sequential_hook),
