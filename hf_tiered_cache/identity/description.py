@@ -267,21 +267,23 @@ class Description(ABC):
         finally:
             self._open_containers.remove(id(value))
 
-    def _add_items(self, location: str, value: Any, kind: type) -> None:
-        self.words.append(f"{kind.__name__} of {len(value)}")
+    def _add_items(self, location: str, value: Any, kind: Any) -> None:
+        """Describe the items that a container has as a `kind`: methods of a subclass may show others."""
+        self.words.append(f"{kind.__name__} of {kind.__len__(value)}")
         if isinstance(value, deque):
             self.words.append(f"at most {value.maxlen}")
         if isinstance(value, (list, set, deque)):
-            self.watch.content(value)
+            self.watch.content(value, kind)
+        items = kind.__iter__(value)
         if isinstance(value, (set, frozenset)):
-            value = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
-        for number, item in enumerate(value):
+            items = sorted(items, key=lambda item: (type(item).__name__, repr(item)))
+        for number, item in enumerate(items):
             self.add(f"{location}[{number}]", item)
 
-    def _add_mapping(self, location: str, value: Any, kind: type) -> None:
-        self.words.append(f"{kind.__name__} of {len(value)}")
-        self.watch.content(value)
-        for key, item in dict.items(value):
+    def _add_mapping(self, location: str, value: Any, kind: Any) -> None:
+        self.words.append(f"{kind.__name__} of {kind.__len__(value)}")
+        self.watch.content(value, kind)
+        for key, item in kind.items(value):
             self.add(f"{location} key", key)
             if self.watch.item(value, key):
                 self.add(f"{location}[{key!r}]", item)

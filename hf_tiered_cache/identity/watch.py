@@ -53,6 +53,7 @@ class Watch:
         self._slots: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._sized: dict[int, Any] = {}
         self._containers: dict[int, Any] = {}
+        self._odd_containers: dict[int, tuple[Any, Any]] = {}  # and the types that they are subclasses of
 
     # --- adding places
 
@@ -96,10 +97,14 @@ class Watch:
         """Watch the number of items in a container."""
         self._sized[id(container)] = container
 
-    def content(self, container: Any) -> None:
-        """Watch the items of a list, a set or another container."""
-        self.size(container)
-        self._containers[id(container)] = container
+    def content(self, container: Any, kind: Any = None) -> None:
+        """Watch the items of a list, a set or another container, which is an instance of the built-in type `kind`."""
+        own = type(container)
+        if kind is not None and (own.__iter__ is not kind.__iter__ or own.__len__ is not kind.__len__):
+            self._odd_containers[id(container)] = container, kind
+        else:
+            self.size(container)
+            self._containers[id(container)] = container
 
     def complete(self) -> None:
         """Record the objects in all places, which `holds` compares with later ones."""
@@ -118,6 +123,7 @@ class Watch:
             *(map(type, objects), map(_state, states)),
             *(map(attribute, functions) for attribute in (_code, _defaults, _keywords)),
             chain.from_iterable(self._container_list),
+            chain.from_iterable((*kind.__iter__(value), _EMPTY) for value, kind in self._odd_containers.values()),
             _cell_contents(self._cell_list),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import decimal
 import enum
 import functools
@@ -230,6 +231,23 @@ def what_a_module_computes_for_a_name():
     return with_activation(lambda x: x * module.SCALE), lambda: values.update(SCALE=3.0)
 
 
+def an_item_that_a_container_hides():
+    class Hiding(list):
+        def __iter__(self):
+            return iter(())
+
+        def __len__(self):
+            return 0
+
+    scales = Hiding([1.0])
+    return with_activation(lambda x: x * scales[0]), lambda: scales.__setitem__(0, 3.0)
+
+
+def the_order_of_a_dictionary():
+    scales = collections.OrderedDict(a=1.0, b=3.0)
+    return with_activation(lambda x: x * next(iter(scales.values()))), lambda: scales.move_to_end("a")
+
+
 def the_level_of_a_logger():
     """Change the level of the parent, which counts."""
     parent, logger = logging.getLogger("hf_tiered_cache_test"), logging.getLogger("hf_tiered_cache_test.child")
@@ -398,6 +416,7 @@ CASES = [
     *(a_private_attribute_of_a_parameter_subclass, an_attribute_of_an_enumeration_member, a_method_of_an_enumeration),
     *(what_a_mapping_proxy_shows, an_attribute_of_a_partial, the_class_of_a_property, a_property_of_a_metaclass),
     *(the_bases_of_a_class, what_a_module_computes_for_a_name, the_level_of_a_logger, the_name_of_a_profiled_region),
+    *(an_item_that_a_container_hides, the_order_of_a_dictionary),
     *(a_private_attribute_of_the_model, a_private_method_of_an_inner_model, a_private_setting),
     *(a_setting_that_transformers_ignores, an_attribute_of_a_configuration_class),
     *(another_method_as_forward, the_forward_of_a_base, hooks_of_a_sequential_hook),
