@@ -19,7 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import GeneralInterface
 
 from ..patches.replacement import Replacement
 from .description import (
@@ -44,6 +47,7 @@ from .origin import (
     code_digest,
     compiled_from,
     file_digest,
+    home_of,
     origin_of,
     origin_of_class,
     origin_of_module,
@@ -67,6 +71,7 @@ _DESCRIBED = (
     *(slice, *PLAIN_TORCH, *BUILTIN),
 )
 """Types of package objects that are described in full; other package objects are described by their type only."""
+_REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS)
 _LOADED = frozenset(
     {
         *("torch", "torch.nn", "torch.nn.functional", "torch._C", "torch._C._nn", "torch._C._linalg"),
@@ -334,8 +339,10 @@ class CodeDescription(Description):
         A user's object that replaces such a value is described in full.
         """
         kind = type(value)
-        if value is ALL_ATTENTION_FUNCTIONS:  # the model description covers the entry in use
-            self.words.append("attention functions")
+        if isinstance(value, GeneralInterface):  # the model description covers the entry in use of transformers' own
+            self.words.append("registry")
+            if not any(value is registry for registry in _REGISTRIES):
+                self.add(location, value._local_mapping)
         elif kind is tuple:
             self.words.append(f"tuple of {len(value)}")
             for item in value if len(value) <= _STATIC_ITEMS and depth < 2 else ():
@@ -347,6 +354,8 @@ class CodeDescription(Description):
                     self.watch.item(value, key)
                     if self._statics.setdefault((id(value), key), (value, item))[1] is not item:
                         self.problem = self.problem or f"{location}, in which {key!r} was replaced,"
+                    if home_of(item) == USER:
+                        self.add(f"{location}[{key!r}]", item)
             self._add_settings(value)
         elif self._origin == INSTALLED and kind in SEQUENCES and all(type(item) in PLAIN for item in value):
             self.add(location, value)

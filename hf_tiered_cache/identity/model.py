@@ -31,7 +31,7 @@ from ..patches.replacement import ADDED, Replacement
 from .code import LEAF, NOTHING, CodeDescription, Statics
 from .description import PLAIN, Undescribable
 from .ignored import ADAPTER_STATE, IRRELEVANT, UNRELATED
-from .origin import PYTHON, TRUSTED, USER, compiled_from, origin_of, origin_of_class
+from .origin import PYTHON, TRUSTED, USER, compiled_from, home_of, origin_of, origin_of_class
 from .watch import (
     Places,
     Watch,
@@ -58,6 +58,8 @@ _WATCHED = frozenset(
     {*_HOOKS, *_METHODS, "_parameters", "_buffers", "_modules", "training", "_hf_hook", "_old_forward"}
 )
 _CALLED = frozenset({"forward", "__call__"})
+_LOOKUPS = frozenset({"__getattribute__", "__getitem__", "get", "get_interface"})
+"""Methods of a registry that find a function."""
 _SWITCHED_EXPERTS = (None, "grouped_mm", "batched_mm")
 """Names of the functions for experts that `generate()` exchanges on a GPU between a prompt and the tokens after it."""
 
@@ -278,30 +280,43 @@ class ModelDescription(CodeDescription):
         base = unpaged(self._model, name)
         self.words.append(f"attention {base}")
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            self._add_registry("the attention functions", registry)
             for registered in dict.fromkeys((base, name)):
-                for mapping in (registry._local_mapping, type(registry)._global_mapping):
-                    self.watch.item(mapping, registered)
-                function = registry.get(registered) if isinstance(registered, str) else None
-                if isinstance(function, Replacement):
-                    function = function.original
-                if function is None:
-                    continue
-                if not _is_trusted(function):
-                    self.problem = self.problem or f"the attention function {registered!r}"
-                if registered == base:
+                function = self._registered("attention", registry, registered)
+                if function is not None and registered == base:
                     self.add("the attention function", function)
 
     def _add_experts(self, name: Any) -> None:
-        """Describe the function called `name` that computes experts (MoE), unless `generate()` may switch to it."""
-        registry = ALL_EXPERTS_FUNCTIONS
-        for mapping in (registry._local_mapping, type(registry)._global_mapping):
-            self.watch.item(mapping, name)
-        function = registry.get(name)
+        """Describe the function called `name` that computes experts (MoE), or all that `generate()` may switch to."""
+        self._add_registry("the experts functions", ALL_EXPERTS_FUNCTIONS)
         if name not in _SWITCHED_EXPERTS:
             self.words.append(f"experts {name}")
+        for registered in _SWITCHED_EXPERTS if name in _SWITCHED_EXPERTS else (name,):
+            function = self._registered("experts", ALL_EXPERTS_FUNCTIONS, registered)
+            if function is not None:
+                self.add("the experts function", function)
+
+    def _add_registry(self, location: str, registry: Any) -> None:
+        """Describe how a registry of functions finds one by its name."""
+        self.watch.type_of(registry)
+        self.watch.item(registry.__dict__, "_local_mapping")
+        self._add_state(location, registry, registry.__dict__, frozenset({"_local_mapping"}))
+        for kind in type(registry).__mro__:
+            self.watch.size(kind.__dict__)
+            for name in sorted(_LOOKUPS & kind.__dict__.keys()):
+                self.watch.member(kind, name)
+                self.add(f"{location}.{name}", kind.__dict__[name])
+
+    def _registered(self, group: str, registry: Any, name: Any) -> Any:
+        """Return the function that a registry has under a name, or None. A user's function is a problem."""
+        for mapping in (registry._local_mapping, type(registry)._global_mapping):
+            self.watch.item(mapping, name)
+        function = registry.get(name) if isinstance(name, str) else None
+        if isinstance(function, Replacement):
+            function = function.original
         if function is not None and not _is_trusted(function):
-            self.problem = self.problem or f"the experts function {name!r}"
-            self.add("the experts function", function)
+            self.problem = self.problem or f"the {group} function {name!r}"
+        return function
 
     # --- hooks and methods
 
@@ -319,7 +334,7 @@ class ModelDescription(CodeDescription):
         self.watch.size(hooks)
         for key, hook in list(hooks.items()):  # passes in other threads add and remove their own
             self.watch.item(hooks, key)
-            home = _home(hook)
+            home = home_of(hook)
             if home not in TRUSTED:
                 self.problem = self.problem or f"a hook on {location}"
             elif isinstance(getattr(hook, "__self__", None), ModuleTracker):
@@ -344,7 +359,7 @@ class ModelDescription(CodeDescription):
                 method = module.__dict__.get("_old_forward")
             elif _is_own(method, module, name) or (type(module) is OptimizedModule and _runs_inner(method, module)):
                 return
-            elif _is_trusted(method) and _home(method) != "accelerate":
+            elif _is_trusted(method) and home_of(method) != "accelerate":
                 self.add(f"the replaced {name} of {location}", method)
                 return
             else:
@@ -446,21 +461,8 @@ def _is_accelerates(method: Any, module: nn.Module) -> bool:
     return isinstance(method.func, types.FunctionType) and origin_of(method.func) == "accelerate"
 
 
-def _home(function: Any) -> str:
-    """Return the origin of the code that a callable runs."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, types.MethodType):
-        function = function.__func__
-    if isinstance(function, types.FunctionType):
-        return origin_of(function)
-    if isinstance(function, types.BuiltinFunctionType):
-        return "torch" if str(function.__module__).startswith("torch") else USER
-    return origin_of_class(type(function))
-
-
 def _is_trusted(function: Any) -> bool:
-    return _home(function) in TRUSTED
+    return home_of(function) in TRUSTED
 
 
 def _flat(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

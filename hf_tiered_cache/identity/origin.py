@@ -93,6 +93,19 @@ def origin_of_module(module: types.ModuleType) -> str:
     return USER if parent is None else origin_of_module(parent)
 
 
+def home_of(function: Any) -> str:
+    """Return the origin of the code that a callable runs."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if isinstance(function, types.FunctionType):
+        return origin_of(function)
+    if isinstance(function, types.BuiltinFunctionType):
+        return "torch" if str(function.__module__).startswith("torch") else USER
+    return origin_of_class(type(function))
+
+
 @functools.lru_cache(maxsize=16384)
 def code_digest(code: types.CodeType) -> str:
     """Return a digest of a code object. It is equal in all processes with the same source and Python version."""

@@ -450,7 +450,7 @@ def test_regimes_of_known_configurations():
 def test_a_hook_that_another_thread_adds_meanwhile_is_no_problem(monkeypatch):
     """Passes in other threads add hooks of this library while the model is inspected."""
     model = build("llama")
-    layers, home, others = model.model.layers, inspected._home, ExitStack()
+    layers, home, others = model.model.layers, inspected.home_of, ExitStack()
     expected = fingerprint(model)
 
     def meanwhile(hook):
@@ -458,5 +458,5 @@ def test_a_hook_that_another_thread_adds_meanwhile_is_no_problem(monkeypatch):
         return home(hook)
 
     with others, dropping(layers, 0, Scope(None, RotaryTap())):
-        monkeypatch.setattr(inspected, "_home", meanwhile)
+        monkeypatch.setattr(inspected, "home_of", meanwhile)
         assert fingerprint(model) == expected
