@@ -218,8 +218,6 @@ class Description(ABC):
             if str(value).partition(".")[0] not in ("aten", "prims", "prim"):
                 raise Undescribable(f"{location}, the operator {value},")
             self.words.append(f"operator {value}")
-        elif kind is torch.ScriptObject:  # packed weights; the module saves them as tensors
-            self.words.append(f"script object {value._type().name()}")
         elif isinstance(value, INERT) and origin_of_class(kind) != USER:
             self.words.append(kind.__qualname__)
         else:

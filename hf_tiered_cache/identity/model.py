@@ -224,6 +224,8 @@ class ModelDescription(CodeDescription):
             if not self.watch.item(state, name):
                 continue
             self.words.append(name)
+            if type(value) is torch.ScriptObject and origin_of_class(kind) == "torch":  # saved as tensors, see below
+                continue
             if type(value) is dict and not idle.isdisjoint(value):
                 self.watch.content(value)
                 for key in value.keys() - idle:

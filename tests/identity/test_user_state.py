@@ -465,6 +465,12 @@ def masked_array():
     return lambda x: x * torch.from_numpy(array.filled(3.0))
 
 
+def packed():
+    weights = torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
+    packed_weights = torch.ops.quantized.linear_prepack(weights, None)
+    return lambda x: x * packed_weights.unpack()[0].dequantize()[0, 0]
+
+
 def traced():
     constant = torch.arange(96.0)
     return torch.jit.trace(lambda x: x * constant, torch.zeros(96))
@@ -560,7 +566,7 @@ def from_a_thread():
 
 
 HIDDEN = [
-    *(masked_array(), traced(), from_a_file, from_an_import, from_a_module, from_the_clock),
+    *(masked_array(), packed(), traced(), from_a_file, from_an_import, from_a_module, from_the_clock),
     *(from_a_path_elsewhere, from_chance, from_a_context, from_a_command, from_the_size_of_a_file, from_a_thread()),
     *(from_an_array_in_a_file, from_a_tensor_in_a_file, from_an_open_file(), from_random_numbers),
     *(from_a_method_that_draws, from_a_distribution, from_the_seed, from_the_number_of_threads),
