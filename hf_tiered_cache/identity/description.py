@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
 from ..patches.replacement import Replacement
-from .origin import USER, origin_of_class
+from .origin import INSTALLED, USER, file_digest, origin_of_class, origin_of_module
 from .state import PARTS, slots_of, state_of
 from .watch import Watch
 
@@ -171,9 +171,12 @@ class Description(ABC):
                 self.add(location, getattr(value, name))
             self._add_state(location, value, value.__dict__)
         elif isinstance(value, BUILTIN):
-            owner = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
+            owner: Any = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
             self.words.append(f"builtin {getattr(owner, '__name__', owner)}.{value.__qualname__}")
             bound = getattr(value, "__self__", None)
+            home = bound if isinstance(bound, types.ModuleType) else sys.modules.get(owner)
+            if home is not None and origin_of_module(home) in (INSTALLED, USER):
+                self.words.append(file_digest(getattr(home, "__file__", None) or ""))
             native = isinstance(bound, types.ModuleType | type) or type(bound).__name__.startswith(
                 ("PyCapsule", "pybind")
             )

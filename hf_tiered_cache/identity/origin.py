@@ -182,7 +182,7 @@ def text_names(constant: object) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def file_digest(file: str) -> str:
-    """Return a digest of a source file, or "" if it cannot be read."""
+    """Return a digest of a source file or an extension, or "" if it cannot be read."""
     try:
         return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
     except OSError:

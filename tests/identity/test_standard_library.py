@@ -1,4 +1,4 @@
-"""User code may use those functions of the standard library that compute from their arguments alone."""
+"""User code may use functions of the standard library that compute from their arguments alone, and extensions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -16,8 +16,10 @@ import re
 import time
 import types
 import warnings
+from pathlib import Path
 
 import pytest
+from markupsafe import _speedups
 
 from hf_tiered_cache.identity.code import CodeDescription
 from hf_tiered_cache.identity.description import Undescribable
@@ -73,6 +75,24 @@ def test_what_depends_on_more_than_its_arguments_is_not_described(name):
 @pytest.mark.parametrize("function", PURE, ids=lambda function: function.__qualname__)
 def test_what_computes_from_its_arguments_is_described_alike_each_time(function):
     assert describe(function) == describe(function)
+
+
+def extension(folder, end):
+    """Load a copy of an extension from a file with a different end."""
+    original = Path(_speedups.__file__)
+    file = folder / original.name
+    file.parent.mkdir()
+    file.write_bytes(original.read_bytes() + end)
+    spec = importlib.util.spec_from_file_location("_speedups", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_extension_that_was_built_again_is_described_otherwise(tmp_path):
+    builds = [extension(tmp_path / f"{number}", end) for number, end in enumerate([b"a", b"b", b"a"])]
+    first, second, third = (describe(build._escape_inner) for build in builds)
+    assert first == third != second
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
