@@ -185,16 +185,28 @@ class ModelDescription(CodeDescription):
             self._head_parts.append((location, part))
         elif part.device.type == "meta":
             self.number(part)
-            weights = offloaded(module, location.rpartition(".")[2])
-            if weights is None:
+            name, weights_by_name = location.rpartition(".")[2], offloaded(module)
+            if weights_by_name is None:
                 raise UnsupportedModelError(
                     f"the weights of {location} are on the meta device, so the model cannot be identified; load the "
                     "weights first"
                 )
+            weights = weights_by_name[name]
+            self._watch_offloaded(weights_by_name, name)
             self.words += [f"tensor {weights.dtype} {tuple(weights.shape)}", "end"]  # as `add` does
             self.tensors[id(part)] = location, weights
         else:
             self.add(location, part)
+
+    def _watch_offloaded(self, weights: Any, name: str) -> None:
+        """Watch where accelerate finds offloaded weights: in a dictionary, which several mappings may wrap."""
+        while weights is not None and not isinstance(weights, dict):
+            for attribute in vars(weights):
+                self.watch.item(vars(weights), attribute)
+            name = getattr(weights, "prefix", "") + name
+            weights = getattr(weights, "dataset", getattr(weights, "state_dict", None))
+        if weights is not None:
+            self.watch.item(weights, name)
 
     def _add_frequencies(self, location: str, module: nn.Module, kinds: dict[str, str]) -> None:
         """Describe the RoPE frequencies that passes use, by names that do not depend on earlier passes."""
@@ -376,7 +388,8 @@ class ModelDescription(CodeDescription):
         if type(hook).__name__ not in _MOVERS:
             self.add(f"the accelerate hook of {location}", hook)
         self.watch.type_of(hook)
-        self.watch.item(hook.__dict__, "hooks")
+        for name in ("hooks", "weights_map"):
+            self.watch.item(hook.__dict__, name)
         for name in ("pre_forward", "post_forward"):
             self.watch.item(hook.__dict__, name)
             if name in hook.__dict__:

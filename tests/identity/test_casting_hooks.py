@@ -1,8 +1,10 @@
-"""Hooks of accelerate that cast weights for each pass are part of the fingerprint, those that move them are not."""
+"""Hooks of accelerate that cast weights or replace them are part of the fingerprint, those that move them are not."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, LayerwiseCastingHook, add_hook_to_module
 from families import build
 
@@ -35,3 +37,35 @@ def test_an_edited_dtype_of_a_hook_is_noticed():
 def test_a_hook_that_moves_tensors_does_not_count():
     hook = AlignDevicesHook(execution_device="cpu", io_same_device=True)
     assert fingerprint(hooked(hook)) == fingerprint(build("llama", torch.bfloat16, num_hidden_layers=2))
+
+
+def another_tensor(weights):
+    weights.dataset["model.layers.0.mlp.up_proj.weight"] = weights["weight"] * 3
+
+
+def another_mapping(weights):
+    weights.dataset = {"model.layers.0.mlp.up_proj.weight": weights["weight"] * 3}
+
+
+def another_prefix(weights):
+    weights.prefix = "model.layers.1.mlp.up_proj."
+
+
+@pytest.mark.parametrize("change", [another_tensor, another_mapping, another_prefix])
+def test_offloaded_weights_that_are_replaced_count(change):
+    model = build("llama", num_hidden_layers=2)
+    cpu_offload(model, execution_device="cpu")
+    name = Fingerprinter(model)
+    before = name()
+    change(model.model.layers[0].mlp.up_proj._hf_hook.weights_map)
+    assert name() == fingerprint(model) != before
+
+
+def test_another_map_of_offloaded_weights_counts():
+    """PEFT makes one when it merges an adapter."""
+    model = build("llama", num_hidden_layers=2)
+    cpu_offload(model, execution_device="cpu")
+    name, hook = Fingerprinter(model), model.model.layers[0].mlp.up_proj._hf_hook
+    before = name()
+    hook.weights_map = {"weight": hook.weights_map["weight"] * 3}
+    assert name() == fingerprint(model) != before
