@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -57,15 +57,11 @@ def devices_of(layers: nn.ModuleList) -> list[torch.device]:
     return devices
 
 
-def offloaded(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return weights of a module that accelerate moves to the device for each pass; None if none have this name."""
+def offloaded(module: nn.Module) -> Mapping[str, torch.Tensor] | None:
+    """Return the weights of a module that accelerate moves to the device for each pass, by name, or None."""
     hook = getattr(module, "_hf_hook", None)
-    for candidate in (hook, *getattr(hook, "hooks", ())):
-        weights = getattr(candidate, "weights_map", None)
-        if weights is not None:
-            tensor: torch.Tensor = weights[name]
-            return tensor
-    return None
+    maps = (getattr(candidate, "weights_map", None) for candidate in (hook, *getattr(hook, "hooks", ())))
+    return next((weights for weights in maps if weights is not None), None)
 
 
 def can_drop(model: nn.Module, count: int) -> bool:

@@ -46,7 +46,7 @@ def key_biases_of(model: nn.Module) -> dict[int, torch.Tensor]:
         layer, projection = getattr(module, "layer_idx", None), getattr(module, "k_proj", None)
         bias: Any = getattr(projection, "bias", None)
         if projection is not None and isinstance(bias, torch.Tensor) and bias.device.type == "meta":
-            bias = offloaded(projection, "bias")
+            bias = (offloaded(projection) or {}).get("bias")
         # such as k_norm, key_layernorm or qk_norm
         is_normed = any("norm" in name and "k" in name.partition("norm")[0] for name, _ in module.named_children())
         if type(layer) is int and type(bias) in (torch.Tensor, nn.Parameter) and not is_normed:

@@ -164,7 +164,8 @@ class ModelDescription(CodeDescription):
         self._add_attributes(location, module, inner_idle, replaced)
         for parts in (module._parameters, module._buffers, module._modules):
             self.watch.content(parts)  # including the order, which matters for a list of modules
-            for name, part in parts.items():
+            is_ordered = parts is module._modules or origin_of_class(kind) == USER
+            for name, part in parts.items() if is_ordered else sorted(parts.items()):  # PEFT registers some again
                 if name in idle or name in replaced or not self.watch.item(parts, name):
                     continue
                 self.words.append(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import build
+from families import build, prompt
 
 from hf_tiered_cache.identity import Fingerprinter, fingerprint
 
@@ -65,3 +65,14 @@ def test_an_edit_of_a_saved_module_counts_while_adapters_are_enabled_only():
             base.model.layers[1].mlp.up_proj.modules_to_save["default"].weight.add_(1)
     assert all(watched == new for watched, new in names)
     assert names[0] == names[2] and names[1] != names[3]
+
+
+def test_a_tuned_parameter_that_a_pass_registers_again_keeps_its_fingerprint():
+    base = build("qwen3_moe", num_hidden_layers=2)
+    config = peft.LoraConfig(target_modules=[], target_parameters=["experts.gate_up_proj"], init_lora_weights=False)
+    peft.get_peft_model(base, config).eval()
+    name = Fingerprinter(base)
+    before = name()
+    with torch.no_grad():
+        base(prompt(4), use_cache=False)
+    assert name() == fingerprint(base) == before
