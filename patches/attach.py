@@ -294,7 +294,7 @@ class _Generate(_Wrapper):
             ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
             if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
                 copies = max(self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
-                cache.continue_with(ids, copies, kwargs.get("attention_mask"))
+                cache.continue_with(ids, copies, self._mask(kwargs, ids))
                 if cache.get_seq_length() and not _PREFILL_CONTINUES_CACHE:
                     kwargs["prefill_chunk_size"] = None
             token = _generating.set(self.attachment)
@@ -319,6 +319,13 @@ class _Generate(_Wrapper):
         }
         setting = next((name for name, value in settings.items() if value is not None), "")
         return self.attachment.sessions[-1].call(setting, settings.get(setting))
+
+    def _mask(self, kwargs: dict[str, Any], ids: torch.Tensor) -> torch.Tensor | None:
+        """Return the attention mask of a prompt. Without one, `generate()` masks the padding token, wherever it is."""
+        mask = kwargs.get("attention_mask")
+        pad, end = (self._setting(kwargs, name) for name in ("pad_token_id", "eos_token_id"))
+        infers = mask is None and pad is not None and pad not in (end if isinstance(end, list) else [end])
+        return ids.ne(pad).long() if infers else mask
 
     def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
         """Return a generation setting from the arguments, else from the configurations."""
