@@ -515,9 +515,16 @@ class KVStore:
         Args:
             progress: Whether to show a progress bar.
             repair: Whether to remove damaged segments.
+
+        Raises:
+            StoreClosedError: The store was closed meanwhile, so that its files could not be read.
         """
-        self._opened.writer.flush()
-        return maintain.verify(self._storage.disk, progress=progress, repair=repair)
+        storage = self._opened
+        storage.writer.flush()
+        try:
+            return maintain.verify(storage.disk, progress=progress, repair=repair)
+        finally:
+            storage.check_open()
 
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
         """Delete data that no request can use, and evict segments above the quota, unless that would not be enough.
@@ -529,17 +536,21 @@ class KVStore:
 
         Raises:
             StoreError: Not all stored segments are known; then no record and no segment is deleted.
+            StoreClosedError: The store was closed meanwhile.
         """
         storage = self._opened
-        documents = finish_documents(storage, dry_run)
-        # before anything is deleted, as in a dry run
-        stored = {row.id for row in storage.disk.index.complete_rows(but_unreadable=True)}
-        conversations = storage.conversations.sweep(stored | maintain.unlisted_intact(storage.disk), dry_run)
-        report = maintain.gc(storage.disk, dry_run=dry_run)
-        report.conversations, report.documents = len(conversations), len(documents)
-        report.deleted |= dict.fromkeys(conversations, "its segments no longer exist")
-        report.deleted |= dict.fromkeys(documents, "its passages no longer exist")
-        return report
+        try:
+            documents = finish_documents(storage, dry_run)
+            # before anything is deleted, as in a dry run
+            stored = {row.id for row in storage.disk.index.complete_rows(but_unreadable=True)}
+            conversations = storage.conversations.sweep(stored | maintain.unlisted_intact(storage.disk), dry_run)
+            report = maintain.gc(storage.disk, dry_run=dry_run)
+            report.conversations, report.documents = len(conversations), len(documents)
+            report.deleted |= dict.fromkeys(conversations, "its segments no longer exist")
+            report.deleted |= dict.fromkeys(documents, "its passages no longer exist")
+            return report
+        finally:
+            storage.check_open()
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Return the number of segments deleted."""

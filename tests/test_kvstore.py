@@ -29,6 +29,7 @@ from hf_tiered_cache import (
     tiered,
 )
 from hf_tiered_cache.operations import precompute
+from hf_tiered_cache.store.folder import FolderBackend
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 LIB = os.path.dirname(processes.__file__)
@@ -96,6 +97,16 @@ def test_a_closed_store_says_so_and_closes_twice(model, tmp_path):
         with pytest.raises(StoreClosedError, match="open it again"):
             make(model, store)
     assert "closed" in repr(store)
+
+
+@pytest.mark.parametrize("look", ["verify", "gc"])
+def test_a_store_closed_under_a_look_at_its_files_reports_no_damage(model, tmp_path, monkeypatch, look):
+    store = KVStore(tmp_path)
+    store.precompute(model, prompt(40), progress=False)
+    listed, real = ("names", FolderBackend.names) if look == "verify" else ("unknown", FolderBackend.unknown)
+    monkeypatch.setattr(FolderBackend, listed, lambda *arguments: (real(*arguments), store.close())[0])
+    with pytest.raises(StoreClosedError):
+        getattr(store, look)()
 
 
 def test_a_store_closed_under_a_request_does_not_fail_it(model, tmp_path):
