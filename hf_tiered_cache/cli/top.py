@@ -118,3 +118,5 @@ def top(
                 live.update(draw(store, contents, activity), refresh=True)
     except KeyboardInterrupt:
         pass  # the usual way to end it
+    if not console.is_terminal:
+        console.line()  # Live ends the last line in terminals only

@@ -82,3 +82,4 @@ def test_the_command_watches_until_its_time_is_over(store, tmp_path, monkeypatch
     result = CliRunner().invoke(app, ["top", str(tmp_path / "store"), "--interval", "0.2", "--seconds", "0.4"])
     assert result.exit_code == 0 and len(looks) > 1
     assert "stored 1 segment" in result.output and result.output.count("segment ") < 6  # printed once in a pipe
+    assert result.output.endswith("\n")
