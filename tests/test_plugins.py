@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from test_selective import ask, fill, question
 from hf_tiered_cache import KVStore, TieredCache, plugins
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import (
+    METHODS,
     BudgetMethod,
     Exact,
     Impress,
@@ -181,6 +182,16 @@ class Half(DecodeIndex):
 def test_what_cannot_work_is_refused(register, reason):
     with pytest.raises(ConfigError, match=reason):
         register()
+
+
+def test_options_of_a_module_without_deferred_annotations_have_their_types(monkeypatch):
+    monkeypatch.setattr(METHODS, "_parts", dict(METHODS._parts))
+    options = [("share", float, 1), ("least", float | None, None), ("tail", int, 64)]
+    register_method("typed", make_dataclass("Typed", options, bases=(Exact,), frozen=True, kw_only=True))
+    method = make_method("typed:share=0.5:least=0.25:tail=8")
+    assert (method.share, method.least, method.tail) == (0.5, 0.25, 8)
+    with pytest.raises(ConfigError, match="tail of typed must be of type int, not 'x'"):
+        make_method("typed:tail=x")
 
 
 @pytest.mark.parametrize("kind", [Unplanned, Unselecting])

@@ -136,8 +136,8 @@ def make_method(method: Method | str | None) -> Method:
         try:
             settings[key] = _parse_value(text, fields_by_name[key])
         except (KeyError, ValueError):
-            kind_of_option = fields_by_name[key].type
-            raise ConfigError(f"{key} of {name} must be of type {kind_of_option}, not {with_type(text)}") from None
+            annotation = _annotation(fields_by_name[key])
+            raise ConfigError(f"{key} of {name} must be of type {annotation}, not {with_type(text)}") from None
     return make(**settings)
 
 
@@ -153,9 +153,14 @@ def describe_method(method: Method, ignored: Collection[str] = ()) -> str:
     return ":".join([name, *(f"{option.name}={value}" for option, value in values if value != option.default)])
 
 
+def _annotation(option: Field[Any]) -> str:
+    """Return a field's annotation as it is written: without deferred annotations, a field has the type itself."""
+    return option.type.__name__ if isinstance(option.type, type) else str(option.type)
+
+
 def _parse_value(text: str, option: Field[Any]) -> Any:
     kind: Callable[[str], Any] = type(option.default)
-    annotation = str(option.type)
+    annotation = _annotation(option)
     if text == "None" and "None" in annotation:
         return None
     first = annotation.partition(" ")[0]
