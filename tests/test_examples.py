@@ -405,7 +405,6 @@ def test_the_readmes_code_runs(small_model):
 @pytest.mark.parametrize("page", GUIDES)
 def test_the_code_of_a_page_runs_after_the_quick_start(small_model, page, caplog, monkeypatch):
     if page == "remote":
-        pytest.importorskip("obstore", reason="install obstore: pip install '.[remote]'")
         # this model computes a prompt sooner than a busy machine answers
         monkeypatch.setattr("hf_tiered_cache.remote.tier._saved", lambda *_: 60.0)
     names: dict = {}
