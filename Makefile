@@ -1,5 +1,5 @@
 # Two commands from a fresh clone: `make demo` and `make test`. Each makes .venv if there is none.
-#   make TORCH=torch demo    takes the registry's newest PyTorch in place of the CPU build named here
+#   make TORCH=torch demo    takes the newest PyTorch in place of the version named here
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
