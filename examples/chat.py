@@ -1,7 +1,7 @@
 """Chat with conversations that are stored: their KV is kept on disk, and the next run continues with it.
 
     python examples/chat.py --conversation alice                       # at the command line; ctrl-D ends it
-    python examples/chat.py --conversation alice --say "Who is the King?" --say "Why did he come?"     # scripted
+    python examples/chat.py --conversation alice --say "What is a comet?" --say "Name one."     # scripted
     python examples/chat.py --conversation alice --say "And then?"     # another process: nothing is computed again
     python examples/chat.py --list
 
