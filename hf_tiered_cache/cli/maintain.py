@@ -209,7 +209,7 @@ def copy(
     """
     to_remote = bool(scheme_of(target))
     if to_remote == bool(scheme_of(source)):
-        raise Refused("copy needs a folder and the address of a remote, such as s3://bucket/prefix")
+        raise Refused("copy needs a folder and the address of a remote, such as s3://bucket/prefix or file:///folder")
     result = (_send if to_remote else _fetch)(source, target, segments or [], key_file)
     if as_json:
         print_json(asdict(result))

@@ -227,7 +227,7 @@ def test_encrypted_segments_are_copied_with_the_key(model, place_of, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["copy", "a", "b"], "needs a folder and the address"),
+        (["copy", "a", "b"], "a folder and the address of a remote, such as s3://bucket/prefix or file:///folder"),
         (["copy", "s3://a", "s3://b"], "needs a folder and the address"),
         (["copy", "sqlite://nothing.db", "b"], "sqlite://nothing.db holds no segments"),
         (["copy", "sqlite://nothing.db", "b", "../../passwd"], "'../../passwd' is no whole id of a segment"),
