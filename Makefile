@@ -4,7 +4,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # one more than two cores: tests also wait for disks, processes and threads
-JOBS ?= 3
+JOBS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 # a file for each kind of install: what one needs to run it, and what one needs to work on it

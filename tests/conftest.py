@@ -115,11 +115,13 @@ def _logger_as_at_start(handlers_at_start):
 
 
 @pytest.fixture(autouse=True)
-def _no_check_by_chance(monkeypatch):
-    """Let spot checks start with no credit instead of a random one."""
+def _nothing_by_chance(monkeypatch):
+    """Let spot checks start with no credit instead of a random one, and let no busy machine cause a warning."""
+    from hf_tiered_cache.cache import cost_model
     from hf_tiered_cache.cache.spot_check import SpotChecks
 
     monkeypatch.setattr(SpotChecks, "first_credit", staticmethod(lambda: 0.0))
+    monkeypatch.setattr(cost_model, "_MUCH_SECONDS", float("inf"))
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_a_long_context_agrees_with_full_attention_as_far_as_the_budget_goes(sma
         assert figures["host_memory"] == figures["kv_bytes"] // 10
         found[budget] = example.answer_with_all(arguments)
     assert found[1.0]["same"] == found[1.0]["of"] == 32
-    assert found[1.0]["KL"] < 1e-8
+    assert found[1.0]["KL"] < 1e-7
     assert found[0.02]["KL"] > 100 * max(found[1.0]["KL"], 1e-10)
 
 
@@ -384,7 +384,8 @@ def small_model(tmp_path, monkeypatch):
     """Create a folder with `report.txt`, in which `from_pretrained` loads a small model for every name."""
     import transformers
 
-    build("qwen2", vocab_size=300, max_position_embeddings=8192).save_pretrained(tmp_path / "model")
+    model = build("qwen2", vocab_size=300, max_position_embeddings=8192, num_hidden_layers=4)  # worth restoring
+    model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     real = {name: getattr(transformers, name).from_pretrained for name in ("AutoModelForCausalLM", "AutoTokenizer")}
     for name, loader in real.items():

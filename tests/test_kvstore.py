@@ -459,7 +459,7 @@ def test_stats_of_a_store(model, tmp_path):
         store.precompute(model, prompt(100), progress=False)
         stats = store.stats
         assert (stats.segments, stats.tokens, stats.segments_written) == (1, 96, 1)
-        assert stats.disk.bytes == stats.bytes_written > 96 * 4 * 2 * 2 * 16 * 4
+        assert stats.disk.bytes == stats.bytes_written > 96 * 2 * 2 * 2 * 16 * 4
         assert stats.disk.budget == 1 << 30
         assert "96" in str(stats)
         assert stats.as_dict()["tokens"] == 96

@@ -72,7 +72,8 @@ def test_the_exact_method_is_given_all_of_it(model, tmp_path):
     assert stats.details.index_bytes == 0
 
 
-def test_what_a_comparison_needs_and_no_layer_attends_to_counts_apart(model, tmp_path):
+def test_what_a_comparison_needs_and_no_layer_attends_to_counts_apart(tmp_path):
+    model = build("qwen2", num_hidden_layers=4)
     passages = prompt(160, seed=2, rows=2)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         store.precompute(model, passages, method=CacheBlend(), progress=False, passages=True)

@@ -197,7 +197,7 @@ def test_after_an_interrupted_prompt_comes_another_batch(store):
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    hook = model.model.layers[3].mlp.register_forward_pre_hook(interrupt)
+    hook = model.model.layers[-1].mlp.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         model.generate(prompt(40, rows=2), past_key_values=cache, **GREEDY)
     hook.remove()
@@ -213,7 +213,7 @@ def test_a_cache_that_runs_without_the_store_drops_other_prompts_too(store, why)
     cache, mask = TieredCache(model, store), torch.ones_like(ids)
     if why == "mask":
         mask[:, 5:9] = 0
-    hook = model.model.layers[2].register_forward_hook(lambda *arguments: None) if why == "hook" else None
+    hook = model.model.layers[0].register_forward_hook(lambda *arguments: None) if why == "hook" else None
     said = model.train(why == "training").generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
     assert cache.stats.reason
     if hook is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import build_deep as build
-from families import prompt
+from families import build, build_deep, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from planted_device import on_device
@@ -232,7 +231,8 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole(tmp_path, 
 # --- faults
 
 
-def test_a_store_without_room(model, tmp_path, caplog):
+def test_a_store_without_room(tmp_path, caplog):
+    model = build_deep("qwen2")
     ids = prompt(TOKENS)
     expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix", disk_quota="1MiB") as store:
@@ -242,7 +242,8 @@ def test_a_store_without_room(model, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("which", [0, 2])
-def test_a_piece_that_is_lost_under_way_is_computed_again(which, model, tmp_path, monkeypatch):
+def test_a_piece_that_is_lost_under_way_is_computed_again(which, tmp_path, monkeypatch):
+    model = build_deep("qwen2")
     ids, lost = prompt(TOKENS), []
     expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
 
@@ -263,7 +264,8 @@ def test_a_piece_that_is_lost_under_way_is_computed_again(which, model, tmp_path
     close(found.logits[0], expected.logits[0])
 
 
-def test_an_interrupt_loses_no_piece(model, tmp_path, monkeypatch):
+def test_an_interrupt_loses_no_piece(tmp_path, monkeypatch):
+    model = build_deep("qwen2")
     ids, passes = prompt(TOKENS), []
 
     def attend(self, layer, query, *rest, real=StreamedPrefix.attend):

@@ -280,7 +280,7 @@ def dola(model, input_ids, generation_config, **kwargs):
     cache, ids = given_cache(kwargs), input_ids
     for _ in range(generation_config.max_new_tokens):
         done = model(ids[:, cache.get_seq_length() :], past_key_values=cache, output_hidden_states=True)
-        early = model.lm_head(model.model.norm(done.hidden_states[3][:, -1]))
+        early = model.lm_head(model.model.norm(done.hidden_states[1][:, -1]))
         ids = torch.cat([ids, (done.logits[:, -1] - early).argmax(-1, keepdim=True)], dim=1)
     return ids
 

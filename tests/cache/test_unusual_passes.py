@@ -36,7 +36,7 @@ class FailedError(Exception):
 @pytest.fixture(scope="module")
 def scaled():
     torch.manual_seed(0)
-    return Scaled(build("llama", **LARGE).config).double().eval()
+    return Scaled(build("llama", num_hidden_layers=LAYERS, **LARGE).config).double().eval()
 
 
 def last_logits(model, ids, cache, **kwargs):
@@ -370,7 +370,7 @@ def test_kv_that_is_not_finite_is_not_stored(tmp_path, value):
         cache = TieredCache(model, store)
         attach(model)
         with torch.no_grad():
-            model.model.layers[1].mlp.down_proj.weight[0, 0] = value
+            model.model.layers[0].mlp.down_proj.weight[0, 0] = value
         last_logits(model, ids, cache, logits_to_keep=1)
         cache.store_now()
         store.flush()

@@ -17,8 +17,7 @@ import processes
 import pytest
 import torch
 from conversing import Conversing
-from families import build_deep as build
-from families import prompt
+from families import build, build_deep, prompt
 from reference import Remembering, prefilled
 from thorough import amount
 
@@ -84,7 +83,6 @@ sys.path.insert(0, {LIB!r})
 import torch
 torch.set_num_threads(1)
 from families import *
-build = build_deep
 from hf_tiered_cache import KVStore, TieredCache
 family, dtype, root = sys.argv[1:]
 model = build(family, getattr(torch, dtype))
@@ -311,7 +309,6 @@ HOLDER = f"""
 import sys, time
 sys.path.insert(0, {LIB!r})
 from families import *
-build = build_deep
 from hf_tiered_cache import KVStore, TieredCache
 store, model = KVStore(sys.argv[1]), build("llama")
 cache = TieredCache(model, store, conversation="alice-42")
@@ -1004,13 +1001,12 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from families import *
-build = build_deep
 from kill_steps import count_writes, kill_at_steps
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store.catalogue import Catalogue
 
 root, method, draws, end = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
-model = build("llama")
+model = build_deep("llama")
 
 def suspend(folder):
     with KVStore(folder) as store:
@@ -1032,8 +1028,9 @@ MERGING = "krul:layers_shared=0.7:recompute=0.3:change=1.0:quality=None"
     [("exact", 1, 2), (MERGING, 1, 0), (MERGING, 3, 1), (MERGING, 4, 0)],
     ids=["exact", "all rewritten", "appended", "joined"],
 )
-def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path, method, before, kept):
+def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(tmp_path, method, before, kept):
     """The kill comes after `before` turns; the last turn leaves `kept` earlier segments unchanged."""
+    model = build_deep("llama")
     with KVStore(tmp_path / "first") as store:
         history = begun(model, store, method=method)
         for _ in range(before - 1):

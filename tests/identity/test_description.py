@@ -252,7 +252,7 @@ def test_lazily_negated_and_conjugated_weights_give_a_reason(tmp_path, bit):
 
 def test_what_changes_at_every_pass_is_said_and_does_not_slow_each_token(tmp_path, monkeypatch):
     model = build("llama")
-    model.model.layers[3].mlp.__class__ = Counting
+    model.model.layers[-1].mlp.__class__ = Counting
     described = []
     real = Fingerprinter._describe
     monkeypatch.setattr(Fingerprinter, "_describe", lambda self: (described.append(1), real(self)))
@@ -281,7 +281,7 @@ def sharing_a_cache(model):
 
 @pytest.mark.parametrize("change", [in_reverse, sharing_a_cache])
 def test_layers_that_run_in_another_order_are_a_miss(tmp_path, change):
-    model = build("llama")
+    model = build("llama", num_hidden_layers=4)
     change(model)
     expected = model.generate(IDS, **GREEDY)
     with KVStore(tmp_path) as store:
@@ -294,7 +294,7 @@ def test_layers_that_run_in_another_order_are_a_miss(tmp_path, change):
 
 @pytest.mark.parametrize("change", [in_reverse, sharing_a_cache])
 def test_layers_whose_order_shows_in_a_pass_alone_are_a_miss(tmp_path, monkeypatch, change):
-    model = build("llama")
+    model = build("llama", num_hidden_layers=4)
     with KVStore(tmp_path) as store:
         monkeypatch.setattr("hf_tiered_cache.identity.model.ModelDescription._check_order", lambda *_: None)
         change(model)

@@ -135,7 +135,7 @@ def replacing(owner, name, value):
         setattr(owner, name, before)
 
 
-def layer(model, n=2):
+def layer(model, n=0):
     return model.model.layers[n]
 
 
@@ -166,7 +166,7 @@ CHANGES = {
     "epsilon": lambda model: attribute(layer(model).input_layernorm, "variance_epsilon", 0.5),
     "module": lambda model: replacing(layer(model).mlp, "up_proj", nn.Linear(64, 96, bias=False)),
     "layers swapped": lambda model: attribute(
-        model.model.layers, "_modules", dict(zip("0123", [*model.model.layers][::-1], strict=True))
+        model.model.layers, "_modules", dict(zip("01", [*model.model.layers][::-1], strict=True))
     ),
     "attention function": implementation,
     "frequencies": rope,
@@ -321,7 +321,7 @@ def test_what_has_no_name_runs_plain_and_says_so_until_it_is_named(tmp_path):
     model, ids = build("llama"), prompt(TOKENS)
     with KVStore(tmp_path) as store, hooked(layer(model).register_forward_hook, steer):
         store.precompute(model, ids, progress=False)
-        assert "a hook on model.layers.2" in asks_right(model, store, ids).reason
+        assert "a hook on model.layers.0" in asks_right(model, store, ids).reason
         assert store.stats.segments == 0
         store.precompute(model, ids, tag="steered", progress=False)
         cache = TieredCache(model, store, tag="steered", record=False)
@@ -434,7 +434,7 @@ def test_int8_layers_are_told_apart():
     assert fingerprint(quantized(0)) == fingerprint(quantized(0))
     assert fingerprint(quantized(0)) != fingerprint(build("llama"))
     one, other = quantized(0), quantized(0)
-    other.model.layers[3].mlp.up_proj = quantized(1).model.layers[3].mlp.up_proj
+    other.model.layers[0].mlp.up_proj = quantized(1).model.layers[0].mlp.up_proj
     assert fingerprint(one) != fingerprint(other)
 
 

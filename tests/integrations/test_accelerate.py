@@ -45,7 +45,7 @@ def test_it_restores_what_the_model_stored_when_it_was_whole(tmp_path, way, fami
         cache = TieredCache(model, store)
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
         assert cache.stats.tokens_restored == 96
-        assert attach(model).devices[3] == torch.device("cpu")
+        assert attach(model).devices[1] == torch.device("cpu")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -76,8 +76,8 @@ def test_the_layers_device_is_where_its_hook_computes():
     model = build("llama")
     for i, layer in enumerate(model.model.layers):
         add_hook_to_module(layer, AlignDevicesHook(execution_device=torch.device("meta" if i % 2 else "cpu")))
-    devices = [attach(model).devices[i].type for i in range(4)]
-    assert devices == ["cpu", "meta"] * 2
+    devices = [attach(model).devices[i].type for i in range(2)]
+    assert devices == ["cpu", "meta"]
     detach(model)
     remove_hook_from_module(model, recurse=True)
 

@@ -6,7 +6,6 @@ Nothing here knows how the fingerprint is made.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import sys
@@ -179,7 +178,9 @@ def _set(where: Any, name: str, value: Any) -> Undo:
 
 
 def _item(container: Any, key: Any, value: Any) -> Undo:
-    previous = copy.copy(container[key])  # of an array a part is a view
+    previous = container[key]
+    if isinstance(container, np.ndarray):  # a part of it is a view
+        previous = previous.copy()
     container[key] = value
     return lambda: container.__setitem__(key, previous)
 

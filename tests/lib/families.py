@@ -20,7 +20,7 @@ _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
@@ -39,7 +39,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": _spec("MistralForCausalLM", "MistralConfig", sliding_window=40),
     "qwen2": _spec("Qwen2ForCausalLM", "Qwen2Config"),
     "qwen2_sliding": _spec(
-        "Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, sliding_window=40, max_window_layers=2
+        "Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, sliding_window=40, max_window_layers=1
     ),
     "qwen3": _spec("Qwen3ForCausalLM", "Qwen3Config", head_dim=16),
     "qwen3_moe": _spec(
@@ -52,10 +52,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "phi3": _spec("Phi3ForCausalLM", "Phi3Config", sliding_window=None),
     "gemma2": _spec("Gemma2ForCausalLM", "Gemma2Config", head_dim=16, sliding_window=40),
-    "gemma3": _spec("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=16, sliding_window=40, sliding_window_pattern=3),
+    "gemma3": _spec("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=16, sliding_window=40, sliding_window_pattern=2),
     "olmo2": _spec("Olmo2ForCausalLM", "Olmo2Config"),
     "granite": _spec("GraniteForCausalLM", "GraniteConfig"),
-    "smollm3": _spec("SmolLM3ForCausalLM", "SmolLM3Config", no_rope_layer_interval=3),
+    "smollm3": _spec("SmolLM3ForCausalLM", "SmolLM3Config", no_rope_layer_interval=2),
     "cohere": _spec("CohereForCausalLM", "CohereConfig"),
     "glm4": _spec("Glm4ForCausalLM", "Glm4Config", head_dim=16, partial_rotary_factor=0.5),
     "stablelm": _spec("StableLmForCausalLM", "StableLmConfig", partial_rotary_factor=0.25),
@@ -66,6 +66,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3": _spec(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
+        num_hidden_layers=4,
         num_key_value_heads=4,
         moe_intermediate_size=32,
         n_routed_experts=4,
@@ -85,7 +86,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Build a tiny model with random weights, in eval mode."""
+    """Build a tiny model of two layers with random weights, in eval mode."""
     model, config, family_changes = FAMILIES[family]
     arguments = _COMMON | family_changes | changes
     if family == "opt":
@@ -96,9 +97,17 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **chan
     return built.to(dtype).eval()
 
 
+_DEEP = {
+    "gemma3": {"sliding_window_pattern": 3},
+    "qwen2_sliding": {"max_window_layers": 2},
+    "smollm3": {"no_rope_layer_interval": 3},
+}
+"""Kinds of layers that take turns as in the pretrained models, where there are enough layers."""
+
+
 def build_deep(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """Build a model with six layers, for tests of layers that share KV or a selection."""
-    return build(family, dtype, **({"num_hidden_layers": 6} | changes))
+    return build(family, dtype, **({"num_hidden_layers": 6} | _DEEP.get(family, {}) | changes))
 
 
 def longrope(original_length: int) -> dict[str, Any]:

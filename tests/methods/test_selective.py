@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, prompt
-from families import build_deep as build
+from families import FAMILIES, build, build_deep, prompt
 from reference import assert_same, kv_of, put
 from transformers import DynamicCache
 
@@ -245,8 +244,9 @@ def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen
     assert coarse[0] == chosen[0].tolist()  # eight bits are enough for the same choice here
 
 
-def test_an_index_outlives_the_process(model, tmp_path):
+def test_an_index_outlives_the_process(tmp_path):
     """It is stored with the segment, so the next process reads no keys to select by."""
+    model = build_deep("qwen2")
     ids, method = prompt(PREFIX), replace(METHOD, identify="index")
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, method)
@@ -325,8 +325,9 @@ def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
         assert caplog.text.count("index_memory") == 2 * bool(why)  # the sentence names it twice
 
 
-def test_indexes_that_make_room_for_others_are_counted(model, tmp_path):
+def test_indexes_that_make_room_for_others_are_counted(tmp_path):
     """Each prompt's own index fits, so requests have no reason to report."""
+    model = build_deep("qwen2")
     method = replace(METHOD, identify="index")
     with KVStore(tmp_path, engine="posix", host_memory=0, index_memory=40_000) as store:
         for times, seed in enumerate((0, 1, 0, 0)):
@@ -432,8 +433,9 @@ def test_impress_reads_no_key_twice(tmp_path, heads, probes, alpha):
     assert kv // 4 < stats.bytes_read <= kv  # all keys, or those of the probes, and some of the rest
 
 
-def test_what_choices_are_made_from_is_known_as_needed_whole(model, tmp_path):
+def test_what_choices_are_made_from_is_known_as_needed_whole(tmp_path):
     """Otherwise, it would be evicted first, and read again each time."""
+    model = build_deep("qwen2")
     ids = prompt(PREFIX)
     for method in (METHOD, Impress(budget=0.25, probe_heads=1, chunk_tokens=16, alpha=9, reorder=False)):
         with KVStore(tmp_path / method.policy, engine="posix", policy=method.policy) as store:

@@ -112,7 +112,7 @@ def test_no_passage_is_in_the_kv_of_another(tmp_path):
 
 
 def test_methods_find_passages_of_their_lead(store, caplog):
-    model, tokens = build("qwen2"), sum(len(PASSAGES[number]) for number in PLACES)
+    model, tokens = build("qwen2", num_hidden_layers=4), sum(len(PASSAGES[number]) for number in PLACES)
     fill(store, model, method=METHOD)
     for method in (METHOD, Epic(first=0, lead=LEAD), CacheBlend(0.15, lead=LEAD)):
         assert sum(each.tokens_found for each in ask(model, store, PROMPT, method)[1].stats.passages) == tokens

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from families import build_deep as build
+from families import build, build_deep
 from hypothesis import given
 from hypothesis import strategies as st
 from test_passages import BOS, PASSAGES, QUESTION, blend, epic, fill, fixed, join, tune
@@ -70,7 +70,7 @@ FAMILIES = ["llama", "phi3", "gemma3", "qwen2_sliding", "smollm3", "gpt_neox", "
 @pytest.mark.thin(4)
 def test_a_row_is_what_it_would_be_alone(family, how, store):
     """Selection, results and counters do not depend on the other rows."""
-    model, method = build(family), METHODS[how]
+    model, method = build_deep(family), METHODS[how]
     rows = ROWS if family == "qwen2" else [ROWS[1], ROWS[2], ROWS[0]]  # the first one not the longest
     fill(store, model)
     ours, cache = run(model, store, rows, method)
@@ -208,7 +208,7 @@ def test_a_row_in_chunks_is_what_it_would_be_alone(how, store):
 @pytest.mark.parametrize("how", ["moved", "blend"])
 def test_a_chunk_that_compares_leaves_those_before_it(how, store):
     """A layer that is run twice takes over what it has restored, which stands behind what the cache holds."""
-    model = build("qwen2")
+    model = build_deep("qwen2")
     fill(store, model)
     cache = TieredCache(model, store, method=METHODS[how], record=False)
     ids = join(BOS, *ROWS[0])

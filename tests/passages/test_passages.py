@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import build_deep as build
-from families import prompt
+from families import build, build_deep, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import Remembering, kv_of
@@ -347,7 +346,7 @@ def test_chunked_prefill_restores_all_passages(family, store):
 @pytest.mark.thin(2)
 def test_chunked_prefill_with_what_is_computed(method, store):
     """A passage in each chunk, so that each chunk chooses as one pass would, unless it compares or asks."""
-    model, between = build("qwen2"), prompt(4, seed=51)[0]
+    model, between = build_deep("qwen2"), prompt(4, seed=51)[0]
     fill(store, model)
     ids = join(BOS, between, PASSAGES[1], between, PASSAGES[3], between, QUESTION)
     whole, _ = ask(model, store, ids, method)
@@ -684,7 +683,7 @@ def test_a_damaged_passage_is_computed(store, tmp_path):
 
 
 def test_a_passage_is_stored_once_and_read_without_what_is_computed(tmp_path):
-    model = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    model = build_deep("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     passage = prompt(320, seed=9)[0]
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         assert fill(store, model, [passage]).stored == 320

@@ -143,7 +143,7 @@ WAYS = [
 @pytest.mark.thin(2)
 def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path):
     """Methods find the same KV, and after ranking give the answers of a store of their own."""
-    model, tokens = build("qwen2"), sum(len(PASSAGES[n]) for n in PLACES)
+    model, tokens = build("qwen2", num_hidden_layers=4), sum(len(PASSAGES[n]) for n in PLACES)
     fill(store, model, method=stored_by)
     ranked = {"", stored_by.ranked_by}
     for way in WAYS:

@@ -300,7 +300,7 @@ def test_a_slow_link_is_not_used_for_what_is_computed_faster(model, machine, pac
     check(model, store, PROMPTS[0], restored=96)
     tier_of_store = storage_of(store).remote
     tier_of_store.link = link.Link()
-    tier_of_store.link.bandwidth.add(1e4)  # bytes per second
+    tier_of_store.link.bandwidth.add(5e3)  # bytes per second
     pace[0] = 0.1
     gets = remote.calls["get"]
     check(model, store, PROMPTS[1], restored=0)

@@ -8,8 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from families import build_deep as build
-from families import prompt
+from families import build, build_deep, prompt
 from reference import kv_of, put
 from thorough import pairs
 from transformers import DynamicCache
@@ -256,7 +255,8 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, 
         assert cache.stats.details.read_errors > 0
 
 
-def test_a_period_keeps_its_selection_if_its_first_layer_does(model, store, erratic):
+def test_a_period_keeps_its_selection_if_its_first_layer_does(store, erratic):
+    model = build_deep("qwen2")
     ids = prompt(PREFIX)
     store.precompute(model, ids, method=METHOD, progress=False)
     _, cache = ask(model, store, question(ids))

@@ -14,8 +14,7 @@ import numpy as np
 import processes
 import pytest
 import torch
-from families import build_deep as build
-from families import prompt
+from families import build, build_deep, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import assert_same, kv_of
@@ -192,7 +191,8 @@ def test_every_method_chooses_the_same_from_any_order(name, apart, model, tmp_pa
 # --- by importance, in the background
 
 
-def test_impress_lays_out_by_importance_and_then_reads_less(model, tmp_path):
+def test_impress_lays_out_by_importance_and_then_reads_less(tmp_path):
+    model = build_deep("qwen2")
     ids, method = prompt(400), replace(METHOD, budget=0.1, alpha=9, reorder=True)  # heads agree
     questions = [question(ids, seed=seed % 2) for seed in range(12)]  # two questions, asked again and again
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
@@ -230,7 +230,8 @@ def test_without_reorder_nothing_moves(model, tmp_path):
         assert store.reorder(progress=False) == 0  # nothing is known of its tokens
 
 
-def test_a_request_under_way_reads_the_old_segment_to_its_end(model, tmp_path, monkeypatch):
+def test_a_request_under_way_reads_the_old_segment_to_its_end(tmp_path, monkeypatch):
+    model = build_deep("qwen2")
     ids = prompt(200)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, METHOD)
@@ -647,7 +648,7 @@ def test_each_head_chooses_among_the_chunks_of_its_own_blocks(model, tmp_path, m
 
 def test_what_earlier_prompts_attended_to_lies_together(tmp_path, monkeypatch):
     """A later prompt's chunks hold more of its attention, also in another process."""
-    model, ids = build("qwen2", initializer_range=0.2), prompt(200)
+    model, ids = build_deep("qwen2", initializer_range=0.2), prompt(200)
     noted, held = chosen_of(monkeypatch), []
     for seeds in ((1, 2, 3), (4,)):
         with KVStore(tmp_path, engine="posix") as store:

@@ -61,7 +61,7 @@ def test_threads_that_list_a_folder_at_once_each_see_all_files(tmp_path, count):
         store.backend.pin(f"{number:032x}", True)
 
     def look(_):
-        for _ in range(200):
+        for _ in range(50):
             assert len(store.backend.pinned()) == len(store.backend.files.sizes(PIN)) == count
 
     run_in_threads(look, range(4))

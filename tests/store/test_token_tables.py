@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from families import build_deep as build
-from families import prompt
+from families import build, build_deep, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same
@@ -168,7 +167,8 @@ def test_tables_that_say_something_else_are_refused_or_are_tables(in_part, numbe
 
 
 @pytest.mark.parametrize("method", [None, Impress(budget=0.25, reorder=False)], ids=["exact", "within a budget"])
-def test_a_prefix_is_restored_up_to_the_first_token_that_a_group_lacks(model, tmp_path, method):
+def test_a_prefix_is_restored_up_to_the_first_token_that_a_group_lacks(tmp_path, method):
+    model = build_deep("qwen2")
     ids = prompt(200)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids[:, :96], method or Exact())

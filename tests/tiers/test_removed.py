@@ -34,7 +34,7 @@ def expected(model):
 
 def ask(model, store, shift=0.0):
     """Return the logits through the store. With a shift, the model is another one with the same identity."""
-    hook = model.model.layers[2].register_forward_hook(lambda module, args, out: out + shift) if shift else None
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: out + shift) if shift else None
     try:
         cache = TieredCache(model, store)
         with torch.no_grad():
