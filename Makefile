@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-# one more than two cores: tests also wait for disks, processes and threads
+# twice the two cores of a small machine: tests also wait for disks, processes and threads
 JOBS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
