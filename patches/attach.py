@@ -324,8 +324,9 @@ class _Generate(_Wrapper):
         """Return the attention mask of a prompt. Without one, `generate()` masks the padding token, wherever it is."""
         mask = kwargs.get("attention_mask")
         pad, end = (self._setting(kwargs, name) for name in ("pad_token_id", "eos_token_id"))
-        infers = mask is None and pad is not None and pad not in (end if isinstance(end, list) else [end])
-        return ids.ne(pad).long() if infers else mask
+        if mask is None and pad is not None and pad not in torch.as_tensor(-1 if end is None else end):
+            return ids.ne(pad).long()
+        return mask
 
     def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
         """Return a generation setting from the arguments, else from the configurations."""

@@ -163,16 +163,18 @@ def test_padding_that_becomes_tokens_is_computed(store):
     assert reasons.ODD_MASK not in cache.stats.reasons
 
 
-def test_a_padding_token_in_what_was_said_is_masked_from_then_on(store):
-    """Without a mask, `generate()` masks it, also in what the cache holds."""
+@pytest.mark.parametrize(("end", "dropped"), [(None, True), (5, True), ((5, 0), False), (torch.tensor([0]), False)])
+def test_a_padding_token_in_what_was_said_is_masked_from_then_on(store, end, dropped):
+    """Without a mask, `generate()` masks it, also in what the cache holds, unless it ends answers, too."""
     model, ids = build("llama"), prompt(60)
     ids[0, 30] = model.config.pad_token_id
     cache = TieredCache(model, store)
     model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **GREEDY)
     more = torch.cat([ids, prompt(8, seed=4)], dim=1)
-    logits = {"output_logits": True, "return_dict_in_generate": True} | GREEDY
+    logits = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": end} | GREEDY
     found, want = (model.generate(more, **logits, **c).logits[0] for c in ({"past_key_values": cache}, {}))
     torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+    assert (cache.stats.details.tokens_dropped > 10) == dropped
 
 
 @pytest.mark.parametrize("rows", [(2, 1), (1, 2)])
