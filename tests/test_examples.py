@@ -107,7 +107,7 @@ def test_the_demo_hands_its_model_to_each_process(monkeypatch, tmp_path):
 @pytest.fixture
 def small(tmp_path):
     """Create a folder with a small model, and a tokenizer of letters."""
-    model = build("qwen2", vocab_size=300, max_position_embeddings=8192)
+    model = build("qwen2", vocab_size=300, max_position_embeddings=8192, num_hidden_layers=4)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
@@ -145,7 +145,7 @@ def test_a_long_context_agrees_with_full_attention_as_far_as_the_budget_goes(sma
         assert figures["host_memory"] == figures["kv_bytes"] // 10
         found[budget] = example.answer_with_all(arguments)
     assert found[1.0]["same"] == found[1.0]["of"] == 32
-    assert found[1.0]["KL"] < 1e-7
+    assert found[1.0]["KL"] < 1e-8
     assert found[0.02]["KL"] > 100 * max(found[1.0]["KL"], 1e-10)
 
 

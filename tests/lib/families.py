@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Build a tiny model of two layers with random weights, in eval mode."""
+    """Build a tiny model with random weights, in eval mode: of two layers, if the family needs no more."""
     model, config, family_changes = FAMILIES[family]
     arguments = _COMMON | family_changes | changes
     if family == "opt":
