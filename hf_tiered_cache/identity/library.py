@@ -46,9 +46,10 @@ _IMPURE = DRAWING | {
     *("load", "load_file", "safe_open", "fromfile", "from_file", "memmap", "open_memmap", "loadtxt", "genfromtxt"),
     *("binomial", "normal", "get_default_device"),
 }
-"""Functions of installed packages that read files, draw random numbers, or return a setting that is not identified."""
+"""Functions of installed packages that read files, draw random numbers, or return a setting that is not identified.
+`binomial` and `normal` are common names of other things, so code that only names them is not suspected (`DRAWING`)."""
 _IMPURE_MODULES = ("torch.random", "torch.cuda.random", "torch.cuda.memory", "torch.distributions", "torch.quasirandom")
-_GRADIENT_MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype"})
+_READABLE_SETTINGS = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype"})
 """Settings of PyTorch that user code may read, besides those of autocast: they are identified, or change no result."""
 
 
@@ -73,8 +74,8 @@ def impure_part(value: Any) -> str:
         else:
             is_pure = bool({package, member} & _PURE)
         if origin not in (PYTHON, USER):
-            is_known = value.__name__ in _IMPURE or f"{module}".startswith(_IMPURE_MODULES)
-            is_pure = not is_known and not _reads_state(value)
+            is_named = value.__name__ in _IMPURE or f"{module}".startswith(_IMPURE_MODULES)
+            is_pure = not is_named and not _reads_state(value)
         if origin != USER and not is_pure:
             return f"{module}.{name}"
     return ""
@@ -83,4 +84,4 @@ def impure_part(value: Any) -> str:
 def _reads_state(value: Any) -> bool:
     """Return whether a function is one that PyTorch defines in C++ besides its operators, to read or set its state."""
     is_internal = getattr(value, "__self__", None) is torch._C
-    return is_internal and not ("autocast" in value.__name__ or value.__name__ in _GRADIENT_MODES)
+    return is_internal and not ("autocast" in value.__name__ or value.__name__ in _READABLE_SETTINGS)

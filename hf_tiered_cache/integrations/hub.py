@@ -25,7 +25,7 @@ _MISSING: dict[type[Exception], str] = {
         "private"
     ),
 }
-"""What to do about the errors of the hub's client that mean a missing model."""
+"""Advice by error of the hub's client, for the errors that mean a missing model."""
 
 
 @functools.cache
