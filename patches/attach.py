@@ -324,7 +324,9 @@ class _Generate(_Wrapper):
         """Return the attention mask of a prompt. Without one, `generate()` masks the padding token, wherever it is."""
         mask = kwargs.get("attention_mask")
         pad, end = (self._setting(kwargs, name) for name in ("pad_token_id", "eos_token_id"))
-        if mask is None and pad is not None and pad not in torch.as_tensor(-1 if end is None else end):
+        if isinstance(end, torch.Tensor):
+            end = end.tolist()
+        if mask is None and pad is not None and pad not in (end if isinstance(end, Iterable) else [end]):
             return ids.ne(pad).long()
         return mask
 
