@@ -361,8 +361,8 @@ class CodeDescription(Description):
             self.add(location, value)
         elif _is_opaque(value, kind):
             self.words.append(f"some {kind.__qualname__}")
-            if kind.__dictoffset__ and not isinstance(value, INERT):
-                self._add_settings(value.__dict__)
+            if not isinstance(value, INERT):
+                self._add_settings(getattr(value, "__dict__", {}))
         else:
             self.add(location, value)
 

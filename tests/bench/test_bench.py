@@ -755,6 +755,22 @@ def test_on_gpu_without_a_dependency_probes_the_machine(tmp_path):
     assert skipped == dict.fromkeys(("prefix tiny", "decode"), "xxhash is not installed")
 
 
+def test_tests_of_a_gpu_are_found_on_a_machine_with_few_packages():
+    """The machine with the GPU has what torch and transformers bring, and pytest."""
+    hidden = ["accelerate", "cryptography", "datasets", "evaluate", "kvikio", "pydantic", "redis", "sklearn"]
+    collect = """
+import sys, pytest, torch
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
+torch.cuda.is_available = lambda: True
+sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+    command = [sys.executable, "-c", collect, ",".join(hidden), BENCH.parent / "tests/gpu"]
+    found = subprocess.run(command, cwd=BENCH.parent, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    files = dict(line.split(": ") for line in found.stdout.strip().splitlines())
+    assert sum(map(int, files.values())) > 100
+
+
 def test_a_stage_that_fails_costs_itself_alone(tmp_path, monkeypatch):
     from lib import gpu_run
 

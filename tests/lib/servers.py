@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import datasets
 import pytest
 import remote_servers as servers
 from huggingface_hub import constants
@@ -60,6 +59,8 @@ def mooncake_server(folder: Path, *options: int) -> Iterator[Mooncake]:
 @pytest.fixture
 def silent_hub(monkeypatch):
     """Start a hub that accepts connections and never answers, like a firewall that drops packets."""
+    import datasets  # which a machine that only runs tests/gpu may lack
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for module in (constants, datasets.config):
             monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
