@@ -217,9 +217,12 @@ class StoredCache(Cache, ServedCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep (transformers 5.17)."""
+        """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep (transformers 5.17).
+
+        Assisted decoding passes a tensor, which may be on the GPU, and lengths are numbers.
+        """
         before = self.get_seq_length()
-        super().crop(tokens_to_remove)
+        super().crop(int(tokens_to_remove))
         self._executor.crop(before - self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

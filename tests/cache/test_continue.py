@@ -231,3 +231,13 @@ def test_a_cache_that_runs_without_the_store_drops_other_prompts_too(store, why)
         assert torch.equal(model.generate(other, past_key_values=kept, **GREEDY), plain(model, other))
         kept.store_now()
         assert kept.stats.tokens_stored > 0
+
+
+def test_a_length_is_a_number_after_assisted_decoding_cropped_by_a_tensor(store):
+    """That tensor is on the model's device, where NumPy cannot read a length."""
+    model, ids = build("llama"), prompt(100)
+    cache = TieredCache(model, store, record=False)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    cache.crop(torch.tensor(-3))
+    assert type(cache.get_seq_length()) is int and cache.get_seq_length() == 97
