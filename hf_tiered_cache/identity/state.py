@@ -28,8 +28,9 @@ PARTS: Any = {
     contextlib._GeneratorContextManager: ("func", "args", "kwds"),
     torch.autocast: ("device", "fast_dtype", "_enabled", "_cache_enabled"),
     torch.profiler.record_function: ("name", "args"),
+    typing.ForwardRef: ("__forward_arg__", "__forward_module__"),
 }
-"""Types with attributes that are their state: built-in ones, and context managers, which keep a state while in use."""
+"""Types with attributes that are their state: the others change in use, or are no Python objects."""
 _FIELD: Any = collections._tuplegetter  # type: ignore[attr-defined]  # of a named tuple
 _CALLS = (operator.attrgetter, operator.itemgetter, operator.methodcaller, _FIELD)
 _TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar)

@@ -195,6 +195,7 @@ _USUAL: dict[str, list[object]] = {
     "cudnn_enabled": [True],
     "cudnn_deterministic": [False],
     "cudnn_benchmark": [False],
+    "cudnn_benchmark_limit": [10],
     "cudnn_depthwise_kernel": ["auto"],
     "miopen_immediate": [False],
     "nnpack_enabled": [True],
@@ -214,9 +215,10 @@ if not hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.8
     _USUAL_PRECISIONS = {}
 _RARE_SWITCHES: tuple[tuple[str, Callable[[], object], list[object]], ...] = (
     *(
-        (name, getattr(torch._C, f"_get_{name}"), usual)
+        (name, getter, usual)
         for name, usual in _USUAL.items()
-        if hasattr(torch._C, f"_get_{name}")
+        for prefix in ("_get", "_cuda_get")  # the second one only in a build for CUDA
+        if (getter := getattr(torch._C, f"{prefix}_{name}", None)) is not None
     ),
     *(
         (f"{backend} {operator}", partial(torch._C._get_fp32_precision_getter, backend, operator), usual)

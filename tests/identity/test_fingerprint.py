@@ -342,7 +342,11 @@ def test_all_settings_of_backends_are_part_of_it(module):
         assert fingerprint(model) == name
 
 
-_VALUES = {"fp32_precision": ("tf32", "ieee"), "depthwise_kernel": ("cudnn", "native")}
+_VALUES = {
+    "benchmark_limit": (10, 5),
+    "depthwise_kernel": ("cudnn", "native"),
+    "fp32_precision": ("tf32", "ieee"),
+}
 
 
 def test_the_order_that_pytorch_chooses_at_the_first_attention_on_a_gpu_is_no_change():

