@@ -340,17 +340,20 @@ def attention_of(
         block_groups = [group for group in restoring_groups(shape, layers) if group.index not in scanned]
         for block_group, held_sets in zip(block_groups, selected.in_groups(piece, block_groups), strict=True):
             heads, _, sets = zip(*held_sets, strict=True)
-            tokens, counts = np.unique(np.concatenate(sets), return_counts=True)
+            tokens, counts = sets[0], np.ones(len(sets[0]), np.int64)
+            if len(sets) > 1:
+                tokens, counts = np.unique(np.concatenate(sets), return_counts=True)
             if not len(tokens):
                 continue
             head_mass = piece_mass[list(heads)] if len(piece_mass) > 1 else piece_mass
             token_mass = head_mass.mean(axis=0)[tokens - piece.first]
             step = shape.geometry.chunk_tokens
-            chunks, chunk_index = np.unique(shape.slot_of_token(block_group, tokens) // step, return_inverse=True)
+            chunk_of_token = shape.slot_of_token(block_group, tokens) // step
+            chunks = np.flatnonzero(np.bincount(chunk_of_token))
             token_counts = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
-            share = np.bincount(chunk_index, counts / len(sets)) / token_counts  # of heads that select a token
+            share = np.bincount(chunk_of_token, counts / len(sets))[chunks] / token_counts  # of heads with a token
             owner, num_chunks = reader.owners[block_group.index], shape.chunks_in(block_group)
-            attention.append((owner, num_chunks, chunks, np.bincount(chunk_index, token_mass), share))
+            attention.append((owner, num_chunks, chunks, np.bincount(chunk_of_token, token_mass)[chunks], share))
         for index in scanned:  # every selection reads all of these chunks, and all attention depends on them
             block_group = shape.block_groups[index]
             chunks = shape.chunks_of(block_group, np.arange(piece.first, stop))

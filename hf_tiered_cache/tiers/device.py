@@ -13,13 +13,15 @@ from typing import Any, Protocol
 
 from ..store.container import PackedBlocks, lin64
 from ..store.lazy import torch
-from ..store.memory import aligned_bytes, page_locked
+from ..store.memory import aligned_bytes, page_locked, to_device
 from .pool import DIRECT_SLAB_BYTES, LEAST_SLAB_BYTES, Tier
 from .scores import EvictionPolicy, Owner, ScoreTable, Usage
 from .slabs import Blocks, overlaps
 
 STAGING_BYTES = 128 << 20
 """Default size of the staging area of a GPU, equal to the default prefetch distance of the methods."""
+_FEW_COPIES = 4
+_SCATTERED_BYTES = 128 << 10
 _MOST_PINNED_BYTES = 256 << 20
 """Limit for page-locked memory; larger KV cache groups use pageable memory, since PyTorch caches page-locked memory."""
 
@@ -207,10 +209,36 @@ class DeviceMemory:
         self.tier, self.staging = tier("device", budget, on_evict), tier("staging", staging)
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
-        """Copy blocks of the same chunks, to or from the GPU, on the side stream."""
+        """Copy blocks to or from the GPU on the side stream. Both have the same blocks in the same order."""
         with self.stream.copying():
             for source, target in overlaps(sources.runs(), targets.runs()):
                 target.copy_(source, non_blocking=True)
+
+    def upload(self, sources: Blocks, targets: Blocks) -> None:
+        """Copy blocks as `copy` does, from host memory that no queued copy still writes to.
+
+        Scattered blocks are first collected on the host, and distributed on the GPU. Starting a copy takes the thread
+        as long as collecting `_SCATTERED_BYTES`.
+        """
+        count, block_bytes = len(sources), sources.block_bytes
+        nbytes, num_runs = count * block_bytes, max(len(sources.runs()), len(targets.runs()))
+        if num_runs <= _FEW_COPIES or nbytes > min(num_runs * _SCATTERED_BYTES, _MOST_PINNED_BYTES):
+            self.copy(sources, targets)
+            return
+        collected = aligned_bytes(nbytes, pin=not self.stream.on_host).view(count, block_bytes)
+        for slab, rows, places in sources.rows_by_slab():
+            if len(rows) == count:
+                torch.index_select(slab, 0, torch.from_numpy(rows), out=collected)
+            else:
+                collected.index_copy_(0, torch.from_numpy(places), slab.index_select(0, torch.from_numpy(rows)))
+        if len(targets.runs()) <= _FEW_COPIES:
+            self.copy(Blocks.alone(targets.chunks, collected), targets)
+            return
+        with self.stream.copying():
+            uploaded = collected.to(self.device, non_blocking=True)
+            for slab, rows, places in targets.rows_by_slab():
+                part = uploaded if len(rows) == count else uploaded.index_select(0, to_device(places, self.device))
+                slab.index_copy_(0, to_device(rows, self.device), part)
 
     def room(self, block_bytes: int) -> int:
         """Return how many blocks of `block_bytes` the tier and the staging area can take now."""

@@ -154,6 +154,10 @@ class Pins(set[Pin]):
             if pin.moves_down and pin.stream is not stream:
                 pin.copied.synchronize()
 
+    def fill_host(self) -> bool:
+        """Return whether queued copies from a device may still write to blocks that lookups find on the host."""
+        return any(pin.moves_down and not pin.copied.query() for pin in self)
+
     def order_work(self) -> None:
         """Prepare to free the slots that are still pinned, after the copies and computation queued so far.
 
@@ -202,6 +206,8 @@ class FetchedBlocks:
     staged_blocks: Blocks = NO_BLOCKS
     """Direct reads into the staging area, which would be lost when the block handle is released."""
     reserved_slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+    moved: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Chunks that the device tier takes over from the host, int64, ascending."""
 
     @property
     def arrived(self) -> Blocks:

@@ -229,7 +229,7 @@ class Tier:
     def also_in(self, other_tier: Tier, pool: SlotPool, slots: np.ndarray) -> np.ndarray:
         """Return whether `other_tier` holds the same block as each slot, bool `[len(slots)]`."""
         result = np.zeros(len(slots), bool)
-        for table, of_owner in self._tables_of(pool, slots):
+        for table, of_owner in self._tables_of(pool, slots) if other_tier._latest else ():
             result[of_owner] = other_tier.lookup(table.owner, pool.chunk[slots[of_owner]]) >= 0
         return result
 

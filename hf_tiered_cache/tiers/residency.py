@@ -252,8 +252,10 @@ class Residency(TierSet):
     def _arrive(self, handle: BlockHandle) -> None:
         """Hand over a fetch whose blocks are all in memory."""
         pin, gpu = handle.pin, handle.gpu
+        if gpu is not None:
+            self._move_up(handle, gpu)
         for fetched in handle.fetched:
-            self._move_and_insert(fetched, handle)
+            self._insert(fetched, handle)
         if pin.stream is not None:  # also after copies of earlier handles to the same slots
             pin.copied = pin.stream.copied()
         for fetched in handle.fetched:
@@ -265,16 +267,13 @@ class Residency(TierSet):
                     pin.on_verified.append(keep_staged)
             fetched.locate(fetched.host_blocks if gpu is None else fetched.device_blocks)
 
-    def _move_and_insert(self, fetched: FetchedBlocks, handle: BlockHandle) -> None:
-        """Copy the blocks of a request to the device, and insert those that were read into the tiers that keep them."""
-        request, host_chunks, uploaded_chunks = fetched.request, np.empty(0, np.int64), np.empty(0, np.int64)
-        if handle.gpu is not None and len(host_blocks := Blocks.join(fetched.host_blocks)):
-            host_chunks = host_blocks.chunks
-            uploaded_chunks = self._move_up(fetched, host_blocks, handle.gpu, handle)
+    def _insert(self, fetched: FetchedBlocks, handle: BlockHandle) -> None:
+        """Insert the blocks of a request that were read, or copied to the device, into the tiers that keep them."""
+        request, host_chunks = fetched.request, Blocks.join(fetched.host_blocks).chunks
         for tier, pool, slots in fetched.reserved_slots if not request.reader.gone else ():
             new_slots = slots[pool.owner[slots] == RESERVED]
             if tier is self.host:  # exclusive tiers: slots of moved blocks stay reserved until the release
-                new_slots = new_slots[~np.isin(pool.chunk[new_slots], uploaded_chunks)]
+                new_slots = new_slots[~np.isin(pool.chunk[new_slots], fetched.moved)]
             elif handle.pin.check is not None:
                 is_direct = np.isin(pool.chunk[new_slots], host_chunks, invert=True)
                 handle.pin.on_verified.append(partial(self._enter, tier, pool, new_slots[is_direct], request))
@@ -297,22 +296,34 @@ class Residency(TierSet):
 
     # --- between host and device
 
-    def _move_up(
-        self, fetched: FetchedBlocks, host_blocks: Blocks, gpu: DeviceMemory, handle: BlockHandle
-    ) -> np.ndarray:
-        """Copy blocks to the device on the side stream. Return the chunks that the device tier keeps."""
-        size = fetched.request.block_bytes
-        tier_blocks = self._reserve(gpu.tier, size, host_blocks.chunks, handle.pin, fetched)
-        chunks = _without(host_blocks.chunks, tier_blocks)
-        staging_blocks = self._reserve(gpu.staging, size, chunks, handle.pin)
-        chunks = _without(chunks, staging_blocks)
-        overflow_blocks = self._reserve(gpu.tier, size, chunks, handle.pin)  # temporary: the staging area is full
-        chunks = _without(chunks, overflow_blocks)
-        targets = Blocks.join([tier_blocks, staging_blocks, overflow_blocks, *gpu.tier.own_memory(chunks, size)])
-        gpu.copy(host_blocks, targets)
-        fetched.device_blocks.append(targets)
-        handle.owns_memory |= len(chunks) > 0
-        return tier_blocks.chunks
+    def _move_up(self, handle: BlockHandle, gpu: DeviceMemory) -> None:
+        """Copy the blocks that are on the host to the device, those of one size together, on the side stream."""
+        batches: dict[int, list[tuple[FetchedBlocks, Blocks]]] = {}
+        for fetched in handle.fetched:
+            if len(host_blocks := Blocks.join(fetched.host_blocks)):
+                batches.setdefault(fetched.request.block_bytes, []).append((fetched, host_blocks))
+        for size, batch in batches.items():
+            places, rests = [], []
+            for fetched, host_blocks in batch:
+                kept_blocks = self._reserve(gpu.tier, size, host_blocks.chunks, handle.pin, fetched)
+                fetched.moved = kept_blocks.chunks
+                places.append([kept_blocks])
+                rests.append(_without(host_blocks.chunks, kept_blocks))
+            for tier in (gpu.staging, gpu.tier):  # the tier temporarily, if the staging area is full
+                reserved_blocks = self._reserve(tier, size, np.concatenate(rests), handle.pin)
+                for number, stop in enumerate(np.cumsum([len(rest) for rest in rests]).tolist()):
+                    part = reserved_blocks[stop - len(rests[number]) : stop]
+                    places[number].append(part)
+                    rests[number] = rests[number][len(part) :]
+            targets = [
+                Blocks.join([*parts, *gpu.tier.own_memory(rest, size)])
+                for parts, rest in zip(places, rests, strict=True)
+            ]
+            upload = gpu.copy if self._pins.fill_host() else gpu.upload
+            upload(Blocks.in_order([host_blocks for _, host_blocks in batch]), Blocks.in_order(targets))
+            for (fetched, _), target in zip(batch, targets, strict=True):
+                fetched.device_blocks.append(target)
+            handle.owns_memory |= any(map(len, rests))
 
     def _keep_staged(self, request: BlockRequest, gpu: DeviceMemory, blocks: Blocks) -> None:
         """Keep a host copy of blocks that were read from disk into the staging area."""
@@ -338,7 +349,7 @@ class Residency(TierSet):
 
 
 def _without(chunks: np.ndarray, *excluded_blocks: Blocks) -> np.ndarray:
-    """Return the ascending `chunks` without those in `excluded_blocks`, ascending."""
-    for blocks in excluded_blocks:
-        chunks = np.setdiff1d(chunks, blocks.chunks, assume_unique=True)
+    """Return the ascending `chunks` without those of `excluded_blocks`, which are among them."""
+    for blocks in filter(len, excluded_blocks):
+        chunks = np.setdiff1d(chunks, blocks.chunks, assume_unique=True) if len(blocks) < len(chunks) else chunks[:0]
     return chunks

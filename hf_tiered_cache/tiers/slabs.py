@@ -42,14 +42,15 @@ class Blocks:
         return len(self.chunks)
 
     def __getitem__(self, selection: np.ndarray | slice) -> Blocks:
-        """Select blocks by a mask, ascending indices or a slice."""
+        """Select blocks by a mask, indices or a slice."""
         return Blocks(self.chunks[selection], self.slabs, self.slab[selection], self.slot[selection])
 
     def runs(self) -> list[BlockRun]:
         """Return the blocks as the fewest runs that are contiguous in both the segment and memory."""
         if not len(self):
             return []
-        breaks = np.flatnonzero((np.diff(self.chunks) != 1) | (np.diff(self.slab) != 0) | (np.diff(self.slot) != 1)) + 1
+        in_memory = self.slot if len(self.slabs) == 1 else self.slot + (self.slab << 32)  # slabs are not adjacent
+        breaks = np.flatnonzero((self.chunks[1:] - self.chunks[:-1] != 1) | (in_memory[1:] - in_memory[:-1] != 1)) + 1
         bounds = [0, *breaks.tolist(), len(self)]
         return [
             (int(self.chunks[first]), self.slabs[self.slab[first]][self.slot[first] : self.slot[first] + stop - first])
@@ -59,7 +60,15 @@ class Blocks:
     @classmethod
     def join(cls, parts: Sequence[Blocks]) -> Blocks:
         """Join disjoint parts of the same KV cache group, sorted by chunk."""
-        parts = [part for part in parts if len(part.chunks)] or [NO_BLOCKS]
+        joined = cls.in_order(parts)
+        if sum(len(part) > 0 for part in parts) > 1:
+            joined = joined[np.argsort(joined.chunks, kind="stable")]
+        return joined
+
+    @classmethod
+    def in_order(cls, parts: Sequence[Blocks]) -> Blocks:
+        """Join parts, also of several KV cache groups, in the given order: to copy them all at once."""
+        parts = [part for part in parts if len(part)] or [NO_BLOCKS]
         if len(parts) == 1:
             return parts[0]
         numbers: dict[int, int] = {}  # id of a slab -> its index: parts may share slabs
@@ -70,8 +79,16 @@ class Blocks:
         chunks = np.concatenate([part.chunks for part in parts])
         slot = np.concatenate([part.slot for part in parts])
         slab_of = np.concatenate([np.array([numbers[id(slab)] for slab in part.slabs])[part.slab] for part in parts])
-        order = np.argsort(chunks, kind="stable")
-        return cls(chunks[order], tuple(slabs), slab_of[order], slot[order])
+        return cls(chunks, tuple(slabs), slab_of, slot)
+
+    def rows_by_slab(self) -> Iterator[tuple[torch.Tensor, np.ndarray, np.ndarray]]:
+        """Yield each slab with its rows that hold blocks, and the indices of these blocks, int64 `[n]` each."""
+        if len(self.slabs) == 1:
+            yield self.slabs[0], self.slot, np.arange(len(self))
+            return
+        for number, slab in enumerate(self.slabs):
+            if len(indices := np.flatnonzero(self.slab == number)):
+                yield slab, self.slot[indices], indices
 
     @property
     def block_bytes(self) -> int:
@@ -197,6 +214,9 @@ class SlotPool:
     def blocks(self, slots: np.ndarray, chunks: np.ndarray) -> Blocks:
         """Return the blocks of ascending `chunks`, stored in `slots`."""
         slab_of_slot = np.searchsorted(self.starts, slots, side="right") - 1
+        if len(slots) and slab_of_slot.min() == slab_of_slot.max():  # often, and several times as fast
+            number = int(slab_of_slot[0])
+            return Blocks(chunks, (self._slab(number),), np.zeros_like(slots), slots - self.starts[number])
         slab_numbers, slab = np.unique(slab_of_slot, return_inverse=True)
         starts = np.asarray(self.starts)[slab_of_slot]
         return Blocks(chunks, tuple(self._slab(index) for index in slab_numbers.tolist()), slab, slots - starts)

@@ -164,11 +164,15 @@ class WatchedStream(CopyStream):
 
 
 class Watch(TorchDispatchMode):
-    """Dispatch mode that records the reads and writes of PyTorch's operations for the current actor."""
+    """Dispatch mode that records the reads and writes of PyTorch's operations for the current actor.
+
+    Of a tensor that is indexed by rows, only these rows are accessed.
+    """
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self.world = world
+        self._temporary: list[torch.Tensor] = []  # kept: PyTorch reuses their memory after the work that uses them
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -180,7 +184,11 @@ class Watch(TorchDispatchMode):
                 value = values.get(argument.name)
                 if isinstance(value, torch.Tensor):
                     is_written = argument.alias_info is not None and argument.alias_info.is_write
-                    (writes if is_written else reads).append(value)
+                    rows = [value]
+                    if argument.name == "self" and schema.name in ("aten::index_select", "aten::index_copy_"):
+                        self._temporary += [values["index"], values.get("source", value)]
+                        rows = [value[row] for row in values["index"].tolist()]
+                    (writes if is_written else reads).extend(rows)
             self.world.act(self.world.actor, reads, writes, schema.name)
         return result
 

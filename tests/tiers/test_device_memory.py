@@ -22,6 +22,7 @@ from hf_tiered_cache.store.writer import KeptOnDevice, PendingSegment
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers.device import Staging
 from hf_tiered_cache.tiers.residency import Residency
+from hf_tiered_cache.tiers.slabs import Blocks
 
 GPU = torch.device("cuda", 0)
 HUGE = 2 << 20
@@ -268,3 +269,31 @@ def test_memory_that_stays_is_locked_by_us_and_what_goes_by_pytorch(locked, monk
     residency.host.allocate_own(2 * HUGE)
     assert asked == [True]
     assert locked.pages == before
+
+
+def scattered(random, count, slabs, slots, block_bytes):
+    """Create blocks in random slots of some slabs, and memory in these slabs that no block uses."""
+    memory = tuple(torch.from_numpy(random.integers(0, 256, (slots, block_bytes), np.uint8)) for _ in range(slabs))
+    places = random.permutation(slabs * slots)[:count]
+    return Blocks(np.arange(count), memory, places // slots, places % slots)
+
+
+@pytest.mark.parametrize("slabs", [(1, 1), (3, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("count", [3, 40])
+def test_scattered_blocks_are_uploaded_with_few_copies(monkeypatch, slabs, count):
+    copies, copy = [], torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **kwargs: copies.append(1) or copy(*args, **kwargs))
+    random, memory = np.random.default_rng(count), Residency(0)
+    gpu = device_module.DeviceMemory(
+        torch.device("cpu"), 0, 1 << 20, memory._policy, memory.scores, lambda *evicted: None, None
+    )
+    sources, targets = (scattered(random, count, n, 60, 512) for n in slabs)
+    before = [slab.clone() for slab in targets.slabs]
+    gpu.upload(sources, targets)
+    used = [set(targets.slot[targets.slab == number].tolist()) for number in range(slabs[1])]
+    for number in range(count):
+        expected = sources.slabs[sources.slab[number]][sources.slot[number]]
+        assert torch.equal(targets.slabs[targets.slab[number]][targets.slot[number]], expected)
+    for slab, old, rows in zip(targets.slabs, before, used, strict=True):
+        assert all(torch.equal(slab[row], old[row]) for row in range(60) if row not in rows)
+    assert len(copies) <= 4

@@ -259,6 +259,10 @@ def the_host_reads_what_is_still_moving_down(patch):
     patch.setattr(Pins, "await_moves_down", lambda pins, stream: None)
 
 
+def blocks_are_collected_while_they_move_down(patch):
+    patch.setattr(Pins, "fill_host", lambda pins: False)
+
+
 def a_store_closes_with_work_queued(patch):
     patch.setattr(Pins, "order_work", lambda pins: None)
 
@@ -276,6 +280,7 @@ ALWAYS = [
     slots_go_before_their_copies_are_done,
     slots_go_while_the_disk_fills_them,
     the_host_reads_what_is_still_moving_down,
+    blocks_are_collected_while_they_move_down,
     a_store_closes_with_work_queued,
 ]
 
