@@ -115,8 +115,7 @@ class Residency(TierSet):
         Return None if all blocks are in memory and have arrived.
         """
         pin = handle.pin
-        for fetched in handle.fetched:
-            self._reserve_slots(fetched, handle)
+        self._reserve_slots(handle)
         disk_fetches = [fetched for fetched in handle.fetched if fetched.host_runs or fetched.direct_runs]
         host_runs = [(*fetched.request[:2], fetched.host_runs) for fetched in disk_fetches]
         direct_runs = [(*fetched.request[:2], fetched.direct_runs) for fetched in disk_fetches if fetched.direct_runs]
@@ -231,23 +230,34 @@ class Residency(TierSet):
             num_missing += len(fetched.from_disk)
         collector.looked_up(tier.name, num_found, num_missing, nbytes)
 
-    def _reserve_slots(self, fetched: FetchedBlocks, handle: BlockHandle) -> None:
+    def _reserve_slots(self, handle: BlockHandle) -> None:
         """Reserve slots, or allocate memory, for the blocks that are read from disk."""
-        pin, gpu, size, chunks = handle.pin, handle.gpu, fetched.request.block_bytes, fetched.from_disk
-        if not len(chunks):
-            return
-        is_deleted = fetched.request.reader.gone  # a deleted segment is not looked up again
-        if gpu is not None and self._direct and not is_deleted:
-            tier_blocks = self._reserve(gpu.tier, size, chunks, pin, fetched)
-            chunks = _without(chunks, tier_blocks)
-            fetched.staged_blocks = self._reserve(gpu.staging, size, chunks, pin)
-            fetched.device_blocks.extend((tier_blocks, fetched.staged_blocks))
-            fetched.direct_runs = [*tier_blocks.runs(), *fetched.staged_blocks.runs()]
-            chunks = _without(chunks, fetched.staged_blocks)
-        host_blocks = [] if is_deleted else [self._reserve(self.host, size, chunks, pin, fetched)]
-        host_blocks.extend(self.host.own_memory(_without(chunks, *host_blocks), size))
-        fetched.host_blocks.extend(host_blocks)
-        fetched.host_runs.extend(run for blocks in host_blocks for run in blocks.runs())
+        pin, gpu = handle.pin, handle.gpu
+        batches: dict[tuple[int, bool], list[tuple[FetchedBlocks, np.ndarray]]] = {}
+        for fetched in handle.fetched:
+            if len(fetched.from_disk):
+                key = fetched.request.block_bytes, fetched.request.reader.gone
+                batches.setdefault(key, []).append((fetched, fetched.from_disk))
+        for (size, is_deleted), batch in batches.items():  # a deleted segment is not looked up again
+            if gpu is not None and self._direct and not is_deleted:
+                tier_blocks = self._reserve_each(gpu.tier, size, batch, pin)
+                rests = [(None, _without(chunks, kept)) for (_, chunks), kept in zip(batch, tier_blocks, strict=True)]
+                staged_blocks = self._reserve_each(gpu.staging, size, rests, pin)
+                for (fetched, _), kept, staged in zip(batch, tier_blocks, staged_blocks, strict=True):
+                    fetched.staged_blocks = staged
+                    fetched.device_blocks.extend((kept, staged))
+                    fetched.direct_runs = [*kept.runs(), *staged.runs()]
+                batch = [
+                    (fetched, _without(rest, staged))
+                    for (fetched, _), (_, rest), staged in zip(batch, rests, staged_blocks, strict=True)
+                ]
+            if not is_deleted:
+                reserved_blocks = self._reserve_each(self.host, size, batch, pin)
+            for number, (fetched, chunks) in enumerate(batch):
+                host_blocks = [] if is_deleted else [reserved_blocks[number]]
+                host_blocks.extend(self.host.own_memory(_without(chunks, *host_blocks), size))
+                fetched.host_blocks.extend(host_blocks)
+                fetched.host_runs.extend(run for blocks in host_blocks for run in blocks.runs())
 
     def _arrive(self, handle: BlockHandle) -> None:
         """Hand over a fetch whose blocks are all in memory."""
@@ -303,24 +313,24 @@ class Residency(TierSet):
             if len(host_blocks := Blocks.join(fetched.host_blocks)):
                 batches.setdefault(fetched.request.block_bytes, []).append((fetched, host_blocks))
         for size, batch in batches.items():
-            places, rests = [], []
-            for fetched, host_blocks in batch:
-                kept_blocks = self._reserve(gpu.tier, size, host_blocks.chunks, handle.pin, fetched)
+            sources = [host_blocks for _, host_blocks in batch]
+            requests = [(fetched, host_blocks.chunks) for fetched, host_blocks in batch]
+            places = [[blocks] for blocks in self._reserve_each(gpu.tier, size, requests, handle.pin)]
+            rests = []
+            for (fetched, chunks), (kept_blocks,) in zip(requests, places, strict=True):
                 fetched.moved = kept_blocks.chunks
-                places.append([kept_blocks])
-                rests.append(_without(host_blocks.chunks, kept_blocks))
+                rests.append(_without(chunks, kept_blocks))
             for tier in (gpu.staging, gpu.tier):  # the tier temporarily, if the staging area is full
-                reserved_blocks = self._reserve(tier, size, np.concatenate(rests), handle.pin)
-                for number, stop in enumerate(np.cumsum([len(rest) for rest in rests]).tolist()):
-                    part = reserved_blocks[stop - len(rests[number]) : stop]
-                    places[number].append(part)
-                    rests[number] = rests[number][len(part) :]
+                reserved_blocks = self._reserve_each(tier, size, [(None, rest) for rest in rests], handle.pin)
+                for number, blocks in enumerate(reserved_blocks):
+                    places[number].append(blocks)
+                    rests[number] = rests[number][len(blocks) :]
             targets = [
                 Blocks.join([*parts, *gpu.tier.own_memory(rest, size)])
                 for parts, rest in zip(places, rests, strict=True)
             ]
             upload = gpu.copy if self._pins.fill_host() else gpu.upload
-            upload(Blocks.in_order([host_blocks for _, host_blocks in batch]), Blocks.in_order(targets))
+            upload(Blocks.in_order(sources), Blocks.in_order(targets))
             for (fetched, _), target in zip(batch, targets, strict=True):
                 fetched.device_blocks.append(target)
             handle.owns_memory |= any(map(len, rests))

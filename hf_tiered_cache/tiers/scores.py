@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -45,6 +45,14 @@ class Usage:
     """Importance of the chunk as computed by `learn` from selector reports, float64."""
     accesses: np.ndarray
     """Number of times that selectors chose the chunk, float64."""
+
+    @classmethod
+    def join(cls, usages: Sequence[Usage]) -> Usage:
+        """Join usages in the given order."""
+        if len(usages) == 1:
+            return usages[0]
+        names = (field.name for field in fields(cls))
+        return cls(*(np.concatenate([getattr(usage, name) for usage in usages]) for name in names))
 
 
 class EvictionPolicy(ABC):
@@ -102,18 +110,43 @@ class AttentionGuided(EvictionPolicy):
         return usage.importance * usage.accesses
 
     def victims(self, usage: Usage, count: int) -> np.ndarray:
-        return np.lexsort((usage.last_used, self.score(usage)))[:count]
+        return _lowest(self.score(usage), usage.last_used, count)
 
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
         score, resident_score = self.score(arriving), self.score(resident)
         order = np.lexsort((arriving.last_used, score))[::-1]  # best first
-        lowest = np.lexsort((resident.last_used, resident_score))[: max(0, len(order) - free)]
+        lowest = _lowest(resident_score, resident.last_used, max(0, len(order) - free))
         mask = np.zeros(len(order), bool)
         mask[order[:free]] = True
         rivals = order[free : free + len(lowest)]
         is_newer = arriving.last_used[rivals] > resident.last_used[lowest]
         mask[rivals] = (score[rivals] > resident_score[lowest]) | ((score[rivals] == resident_score[lowest]) & is_newer)
         return mask
+
+
+def _lowest(score: np.ndarray, last_used: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of the `count` lowest scores, ascending; ties are broken by least recent use, then index.
+
+    A tier of 1 GiB may hold 130,000 blocks, most of which were never selected. Sorting them takes 13 ms.
+    """
+    chosen = np.arange(len(score))
+    if count < len(score):
+        below, ties = _below_and_at_bound(score, count)
+        older, equal = _below_and_at_bound(last_used[ties], count - len(below))
+        chosen = np.concatenate([below, ties[older], ties[equal[: count - len(below) - len(older)]]])
+    return chosen[np.lexsort((chosen, last_used[chosen], score[chosen]))]
+
+
+def _below_and_at_bound(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the values below the `count`-th lowest one, and of those equal to it, ascending."""
+    if not count:
+        return np.empty(0, np.intp), np.empty(0, np.intp)
+    bound = values.min()
+    equal = np.flatnonzero(values == bound)
+    if len(equal) >= count:
+        return equal[:0], equal
+    bound = np.partition(values, count - 1)[count - 1]
+    return np.flatnonzero(values < bound), np.flatnonzero(values == bound)
 
 
 class ImportanceGuided(AttentionGuided):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -206,22 +206,36 @@ class TierSet:
     def _reserve(
         self, tier: Tier, block_bytes: int, chunks: np.ndarray, pin: Pin, fetched: FetchedBlocks | None = None
     ) -> Blocks:
-        """Reserve slots for the first of `chunks`, int64 ascending, as many as `tier` has room for, for a pin.
+        """Reserve slots for the chunks of one request. See `_reserve_each`."""
+        return self._reserve_each(tier, block_bytes, [(fetched, chunks)], pin)[0]
 
-        With `fetched`, whose chunks enter the tier on arrival, only chunks that the policy keeps get slots.
+    def _reserve_each(
+        self, tier: Tier, block_bytes: int, requests: Sequence[tuple[FetchedBlocks | None, np.ndarray]], pin: Pin
+    ) -> list[Blocks]:
+        """Reserve slots for chunks of several requests, int64 ascending, for a pin, as many as `tier` has room for.
+
+        The first chunks of the first requests get them. With `FetchedBlocks`, whose chunks enter the tier on arrival,
+        only chunks that the policy keeps get slots. The policy looks through all slots, so it is asked once for all.
         """
-        if not len(chunks) or not tier.budget:
-            return NO_BLOCKS
-        if fetched is not None:
-            chunks = chunks[tier.keeps(block_bytes, self._usage(fetched.request.owner, chunks))]
-        pool, slots = tier.acquire(block_bytes, len(chunks))
-        reserved_chunks = chunks[: len(slots)]
+        chunk_sets = [chunks for _, chunks in requests]
+        if not tier.budget or not any(map(len, chunk_sets)):
+            return [NO_BLOCKS] * len(requests)
+        arriving = [self._usage(fetched.request.owner, chunks) for fetched, chunks in requests if fetched is not None]
+        if arriving:
+            is_kept = np.split(tier.keeps(block_bytes, Usage.join(arriving)), np.cumsum([*map(len, chunk_sets)])[:-1])
+            chunk_sets = [chunks[mask] for chunks, mask in zip(chunk_sets, is_kept, strict=True)]
+        pool, slots = tier.acquire(block_bytes, sum(map(len, chunk_sets)))
         if len(slots):
-            pool.chunk[slots] = reserved_chunks
+            pool.chunk[slots] = np.concatenate(chunk_sets)[: len(slots)]
             pin.slots.append((tier, pool, slots))
-            if fetched is not None:
-                fetched.reserved_slots.append((tier, pool, slots))
-        return pool.blocks(slots, reserved_chunks)
+        reserved, stop = [], 0
+        for (fetched, _), chunks in zip(requests, chunk_sets, strict=True):
+            start, stop = stop, stop + len(chunks)
+            own_slots = slots[start:stop]
+            if fetched is not None and len(own_slots):
+                fetched.reserved_slots.append((tier, pool, own_slots))
+            reserved.append(pool.blocks(own_slots, chunks[: len(own_slots)]) if len(own_slots) else NO_BLOCKS)
+        return reserved
 
     def _usage(self, owner: Owner, chunks: np.ndarray) -> Usage:
         """Return the usage of arriving blocks."""

@@ -315,6 +315,14 @@ def test_the_host_keeps_what_scores_higher_than_what_it_has(arriving, resident, 
     assert make_policy("lru").keeps(*usage, free).all()
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20), st.integers(0, 22))
+def test_attention_evicts_the_first_ones_in_order_of_score_and_use(blocks, count):
+    score, last_used = np.array(blocks, np.int64).reshape(-1, 2).T
+    usage = Usage(last_used, np.ones_like(score), score.astype(float), np.ones(len(score)))
+    expected = sorted(range(len(blocks)), key=lambda block: (*blocks[block], block))[:count]
+    assert make_policy("attention").victims(usage, count).tolist() == expected
+
+
 def test_scores_outlive_the_process_in_bytes():
     table, later = (ScoreTable(make_policy("attention").learn) for _ in range(2))
     table.note([(("s", 2), 5, np.array([1, 4]), np.array([0.5, 0.25]), np.ones(2))])
