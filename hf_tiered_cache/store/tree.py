@@ -47,11 +47,20 @@ def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = Non
 def open_as(kind: type[_F], path: str | os.PathLike[str], flags: int, folder: int | None = None) -> _F:
     """Open a file as `open_file` does, as an object of a subclass of FileIO without an `__init__` of its own.
 
-    This is one call of C code: a Ctrl-C between `os.open` and the use of its result would leak the descriptor. The path
-    is absolute, or relative to the descriptor `folder`.
+    A Ctrl-C at any moment leaks no descriptor: `os.open` and the list that holds its result are one call of C code.
+    FileIO reports that it takes the descriptor to audit hooks, which may be Python code (that of `filelock` is), so it
+    closes the descriptor only if it has taken it. The path is absolute, or relative to the descriptor `folder`.
     """
     opening = os.open if folder is None else partial(os.open, dir_fd=folder)
-    return next(map(kind, map(opening, [path], [flags | os.O_CLOEXEC], [0o600])))
+    file, opened = kind.__new__(kind), list[int]()
+    try:
+        opened.extend(map(opening, [path], [flags | os.O_CLOEXEC], [0o600]))
+        FileIO.__init__(file, opened[0])
+    finally:
+        if file.closed:
+            for descriptor in opened:
+                os.close(descriptor)
+    return file
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import time
 import weakref
 
 import numpy as np
+import processes
 import pytest
 import torch
 from families import build, prompt
@@ -204,6 +205,31 @@ def test_real_signals_lose_no_descriptor(tmp_path, monkeypatch):
     gc.collect()
     assert hits >= HITS
     assert not descriptors(tmp_path)
+
+
+INTERRUPTING_HOOK = """
+import os, sys
+from hf_tiered_cache.store.tree import READ_FLAGS, open_file
+
+def interrupt(event, arguments):
+    if event == "open" and isinstance(arguments[0], int):  # a file object takes a descriptor
+        raise KeyboardInterrupt
+
+sys.addaudithook(interrupt)
+before = os.listdir("/proc/self/fd")
+try:
+    open_file(sys.argv[1], READ_FLAGS)
+except KeyboardInterrupt:
+    print(os.listdir("/proc/self/fd") == before)
+"""
+
+
+def test_an_interrupt_in_an_audit_hook_loses_no_descriptor(tmp_path):
+    """Signals are handled in hooks that are Python code, such as that of `filelock` on Python 3.12."""
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-c", INTERRUPTING_HOOK, str(tmp_path / "file")]
+    ended = processes.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == ["True"]
 
 
 def test_real_signals_leave_no_thread(monkeypatch):
