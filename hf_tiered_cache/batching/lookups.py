@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -202,12 +202,29 @@ class LayerRotations:
         cache = _ObservingCache(attachment, self.tap)
         token = enter(Scope(cache, self.tap))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), attachment.excluding_engine_passes(), _unpaged_attention(attachment.config):
                 ids = torch.zeros(1, HASH_TOKENS, dtype=torch.int64, device=attachment.devices[0])
                 attachment.forward(ids, cache)
         finally:
             leave_to(token)
         self.layers: dict[int, tuple[LayerKV, PreRopeKV]] = cache.observed
+
+
+@contextmanager
+def _unpaged_attention(config: Any) -> Iterator[None]:
+    """Replace paged attention in a configuration: some versions of transformers raise if it has no pages.
+
+    A model has it from the beginning, or from an engine that has not ended.
+    """
+    attention = config._attn_implementation
+    if not str(attention).startswith("paged|"):
+        yield
+        return
+    config._attn_implementation = attention.removeprefix("paged|")
+    try:
+        yield
+    finally:
+        config._attn_implementation = attention
 
 
 def observe_rotations(attachment: Attachment, fingerprint: str, lossless: bool) -> LayerRotations | str:

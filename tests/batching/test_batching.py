@@ -177,6 +177,16 @@ def test_eager_attention_is_paged_and_shares_kv_with_generate(root):
         assert session.stats.tokens_restored == 64
 
 
+def test_a_model_that_has_paged_attention_from_the_beginning_is_served(root):
+    model, ids = build("llama", attn_implementation="paged|eager"), prompt(70)[0].tolist()
+    expected = alone(build("llama", attn_implementation="eager"), [ids])
+    for restored in (0, 64):
+        with KVStore(root) as store, tiered(model, store) as session:
+            assert batched(model, [ids]) == expected
+            assert session.stats.tokens_restored == restored
+    assert model.config._attn_implementation == "paged|eager"
+
+
 def test_several_sequences_streams_and_stop_tokens(model, root, crowd):
     prompts, expected = crowd
     for _ in range(2):
