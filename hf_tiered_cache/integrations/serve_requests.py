@@ -233,6 +233,7 @@ class BatchedGenerateManager(CBGenerateManager):
                 logger.warning("%s is served without the store: %s", model.name_or_path, error)
         config = copy.deepcopy(model.generation_config)
         config.update(do_sample=True, num_beams=1, num_return_sequences=1, **_GREEDY)
+        attention = model.config._attn_implementation
         try:
             engine = model.init_continuous_batching(
                 generation_config=config, continuous_batching_config=self._cb_config
@@ -240,6 +241,7 @@ class BatchedGenerateManager(CBGenerateManager):
             engine.batch_processor = engine._create_batch_processor()  # limits of requests depend on its pages
         except Exception as error:
             logger.exception("continuous batching cannot start")
+            model.set_attn_implementation(attention)  # the engine switches to its own, and back only when it ends
             raise HTTPException(503, f"continuous batching cannot start: {error}") from error
         engine.add_request = partial(self._add, engine.add_request)
         engine.start()

@@ -171,9 +171,11 @@ def test_an_engine_that_has_ended_is_replaced(batched, monkeypatch):
 
 def test_an_engine_that_cannot_start_is_a_fault_of_the_server(batched, monkeypatch):
     (loaded,) = batched.models.loaded_models.values()
+    attention = loaded.model.config._attn_implementation
     monkeypatch.setattr(loaded.model.generation_config, "bad_words_ids", [[5]])
     status, text = batched.chat({"prompt": PROMPT}, "/v1/completions")
     assert (status, "continuous batching cannot start" in text) == (503, True)
+    assert loaded.model.config._attn_implementation == attention
     monkeypatch.undo()
     complete(batched)
 
