@@ -8,9 +8,9 @@ measured in every turn. Figures are medians.
 
 Agreement is measured on trained reference models: the distribution of each next token of questions and answers is
 compared with that of a DynamicCache filled by the same two passes. Peers are the 8-bit forms of transformers'
-QuantizedCache: the backend "fp8", with one scale per tensor and layer, and the backend "hqq" with eight bits. If hqq is
-not installed, its scheme is computed directly: codes from 0 to 255, with a scale and a zero point for each 64 numbers
-from their minimum and maximum, without hqq's optimization of the zero point.
+QuantizedCache: the backend "fp8" (since transformers 5.21), with one scale per tensor and layer, and the backend "hqq"
+with eight bits. If hqq is not installed, its scheme is computed directly: codes from 0 to 255, with a scale and a zero
+point for each 64 numbers from their minimum and maximum, without hqq's optimization of the zero point.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lib.common import add_shape, build, first_token, forget_page_cache, interle
 from lib.pages import machine, machine_text, save, table
 from lib.slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache, cache_utils
 from transformers.utils import is_hqq_available
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -42,6 +42,8 @@ SUFFIX = 64
 GROUP = 64
 LATENCY_S = 100e-6
 PLACES = ("slow disk", "disk", "host memory")
+HAS_FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
+"""Whether QuantizedCache has the backend "fp8"."""
 
 
 # --- bytes and times
@@ -136,7 +138,8 @@ def ways(model: PreTrainedModel, folder: Path, stack: ExitStack) -> Iterator[tup
             return TieredCache(model, store, record=False)
 
         yield f"ours, {codec}", fill
-    yield "QuantizedCache, fp8", lambda prefix: fill_cache(model, QuantizedCache("fp8", config), prefix)
+    if HAS_FP8:
+        yield "QuantizedCache, fp8", lambda prefix: fill_cache(model, QuantizedCache("fp8", config), prefix)
     if is_hqq_available():
         options = {"nbits": 8, "axis_key": 1, "axis_value": 1, "q_group_size": GROUP}
         yield (
@@ -323,8 +326,8 @@ def main() -> None:
             "agreement": agreement_by_model,
             "beside": "hqq is installed: QuantizedCache with eight bits is that of transformers."
             if is_hqq_available()
-            else "hqq is not installed, and quanto has no eight bits. In addition to transformers' fp8, hqq's scheme "
-            "is computed directly (groups of 64, scale and zero point in float32, from minimum and maximum).",
+            else "hqq is not installed, and quanto has no eight bits. hqq's scheme is computed directly (groups "
+            "of 64, scale and zero point in float32, from minimum and maximum).",
         }
         save(arguments.out, "codec-cpu", document, report(document))
         print(report(document))
