@@ -254,7 +254,7 @@ def test_requests_that_outlast_the_end_of_the_server_are_answered_and_end(model,
     with KVStore(tmp_path / "store") as store:
         app = server.build_app(models, functools.partial(TieredCache, store=store))
         state = app.state.generation_state
-        manager = state.get_manager(models.force_model)
+        manager = state.get_manager(models.process_model_name(models.force_model))
         running, thread, client = in_a_thread(app)
         others = [threading.Event(), threading.Event()]
         if waiting:
