@@ -261,7 +261,7 @@ def write_gguf(path, tokens, hidden=32, heads=2, feed_forward=64):
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c c"])  # transformers 5.17 takes a list of one for its element
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     for name, tensor in tensors.items():
@@ -274,7 +274,7 @@ def write_gguf(path, tokens, hidden=32, heads=2, feed_forward=64):
 
 
 def test_a_gguf_file_becomes_a_folder_of_plain_bfloat16_weights(tmp_path):
-    tensors = write_gguf(tmp_path / "model.gguf", ["<end>", "a", "b", "c", "ab"])
+    tensors = write_gguf(tmp_path / "model.gguf", ["<end>", "a", "b", "c", "ab", "cc"])
     gguf_packages.convert(tmp_path / "model.gguf", tmp_path / "converted")
     model, tokenizer = models.load(str(tmp_path / "converted"))
     assert model.dtype == torch.bfloat16 and not model.training
