@@ -391,7 +391,10 @@ def test_an_attention_that_makes_a_mask_of_its_own_loads_all(root, kind):
     with KVStore(root / kind, engine="posix", host_memory=0) as store, torch.no_grad():
         store.precompute(model.eval(), ids[:, :STORED], progress=False)
         cache, ours = ask(model, store, ids, 0.5)
-        close(ours, model(input_ids=ids, logits_to_keep=2).logits)
+        full = model(input_ids=ids, logits_to_keep=2).logits
+        if not torch.allclose(full[:, :1], model(input_ids=ids[:, :-1], logits_to_keep=1).logits, atol=1e-3):
+            pytest.skip(f"in this version of transformers, tokens of {kind} attend to later tokens")
+        close(ours, full)
     assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (STORED, 0)
 
 
