@@ -6,7 +6,7 @@ A side stream runs the copies concurrently with computation on CUDA. On the CPU 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
@@ -16,12 +16,15 @@ from ..store.lazy import torch
 from ..store.memory import aligned_bytes, page_locked, to_device
 from .pool import DIRECT_SLAB_BYTES, LEAST_SLAB_BYTES, Tier
 from .scores import EvictionPolicy, Owner, ScoreTable, Usage
-from .slabs import Blocks, overlaps
+from .slabs import BlockRun, Blocks, overlaps
 
 STAGING_BYTES = 128 << 20
 """Default size of the staging area of a GPU, equal to the default prefetch distance of the methods."""
 _FEW_COPIES = 4
-_SCATTERED_BYTES = 128 << 10
+_SHORT_RUN_BYTES = 128 << 10
+"""Bytes that a thread copies in host memory in the time that it needs to start a copy to a GPU."""
+_MOST_COLLECTED_BYTES = 16 << 20
+"""Limit for the memory in which short runs are collected. It is in no budget."""
 _MOST_PINNED_BYTES = 256 << 20
 """Limit for page-locked memory; larger KV cache groups use pageable memory, since PyTorch caches page-locked memory."""
 
@@ -210,35 +213,38 @@ class DeviceMemory:
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
         """Copy blocks to or from the GPU on the side stream. Both have the same blocks in the same order."""
-        with self.stream.copying():
-            for source, target in overlaps(sources.runs(), targets.runs()):
-                target.copy_(source, non_blocking=True)
+        self._copy_runs(sources.runs(), targets.runs())
 
     def upload(self, sources: Blocks, targets: Blocks) -> None:
         """Copy blocks as `copy` does, from host memory that no queued copy still writes to.
 
-        Scattered blocks are first collected on the host, and distributed on the GPU. Starting a copy takes the thread
-        as long as collecting `_SCATTERED_BYTES`.
+        Many short runs are first collected on the host, then copied together, and distributed on the GPU.
         """
-        count, block_bytes = len(sources), sources.block_bytes
-        nbytes, num_runs = count * block_bytes, max(len(sources.runs()), len(targets.runs()))
-        if num_runs <= _FEW_COPIES or nbytes > min(num_runs * _SCATTERED_BYTES, _MOST_PINNED_BYTES):
-            self.copy(sources, targets)
+        source_runs, target_runs = sources.runs(), targets.runs()
+        count, num_runs = len(sources), max(len(source_runs), len(target_runs))
+        nbytes = count * sources.block_bytes
+        if num_runs <= _FEW_COPIES or nbytes > min(num_runs * _SHORT_RUN_BYTES, _MOST_COLLECTED_BYTES):
+            self._copy_runs(source_runs, target_runs)
             return
-        collected = aligned_bytes(nbytes, pin=not self.stream.on_host).view(count, block_bytes)
+        collected = aligned_bytes(nbytes, pin=not self.stream.on_host).view(count, -1)
         for slab, rows, places in sources.rows_by_slab():
             if len(rows) == count:
                 torch.index_select(slab, 0, torch.from_numpy(rows), out=collected)
             else:
                 collected.index_copy_(0, torch.from_numpy(places), slab.index_select(0, torch.from_numpy(rows)))
-        if len(targets.runs()) <= _FEW_COPIES:
-            self.copy(Blocks.alone(targets.chunks, collected), targets)
+        if len(target_runs) <= _FEW_COPIES:
+            self._copy_runs([(0, collected)], target_runs)
             return
         with self.stream.copying():
             uploaded = collected.to(self.device, non_blocking=True)
             for slab, rows, places in targets.rows_by_slab():
                 part = uploaded if len(rows) == count else uploaded.index_select(0, to_device(places, self.device))
                 slab.index_copy_(0, to_device(rows, self.device), part)
+
+    def _copy_runs(self, sources: Sequence[BlockRun], targets: Sequence[BlockRun]) -> None:
+        with self.stream.copying():
+            for source, target in overlaps(sources, targets):
+                target.copy_(source, non_blocking=True)
 
     def room(self, block_bytes: int) -> int:
         """Return how many blocks of `block_bytes` the tier and the staging area can take now."""

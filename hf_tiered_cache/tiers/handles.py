@@ -154,7 +154,7 @@ class Pins(set[Pin]):
             if pin.moves_down and pin.stream is not stream:
                 pin.copied.synchronize()
 
-    def fill_host(self) -> bool:
+    def are_moving_down(self) -> bool:
         """Return whether queued copies from a device may still write to blocks that lookups find on the host."""
         return any(pin.moves_down and not pin.copied.query() for pin in self)
 

@@ -329,7 +329,7 @@ class Residency(TierSet):
                 Blocks.join([*parts, *gpu.tier.own_memory(rest, size)])
                 for parts, rest in zip(places, rests, strict=True)
             ]
-            upload = gpu.copy if self._pins.fill_host() else gpu.upload
+            upload = gpu.copy if self._pins.are_moving_down() else gpu.upload
             upload(Blocks.in_order(sources), Blocks.in_order(targets))
             for (fetched, _), target in zip(batch, targets, strict=True):
                 fetched.device_blocks.append(target)

@@ -260,7 +260,7 @@ def the_host_reads_what_is_still_moving_down(patch):
 
 
 def blocks_are_collected_while_they_move_down(patch):
-    patch.setattr(Pins, "fill_host", lambda pins: False)
+    patch.setattr(Pins, "are_moving_down", lambda pins: False)
 
 
 def a_store_closes_with_work_queued(patch):
