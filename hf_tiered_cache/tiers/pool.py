@@ -161,12 +161,12 @@ class Tier:
 
     def room(self, block_bytes: int) -> int:
         """Return how many blocks of that size could be inserted now, within the budget and without pinned slots."""
-        return self.vacant(block_bytes) + len(self.pool(block_bytes).evictable())
+        return self.vacant(block_bytes) + int(np.count_nonzero(self.pool(block_bytes).is_evictable()))
 
     def vacant(self, block_bytes: int) -> int:
         """Return how many blocks of that size could be inserted now without eviction."""
         growth = max(0, (self.budget - self.allocated - ALIGNMENT) // block_bytes)
-        return growth + int((self.pool(block_bytes).owner == FREE).sum())
+        return growth + int(np.count_nonzero(self.pool(block_bytes).owner == FREE))
 
     def acquire(self, block_bytes: int, count: int) -> tuple[SlotPool, np.ndarray]:
         """Reserve and pin up to `count` slots, evicting blocks as the policy decides.
@@ -177,8 +177,7 @@ class Tier:
         self._grow(pool, count)
         missing = count - len(pool.free_slots(count))
         if missing > 0:
-            candidates = pool.evictable()
-            self._evict(pool, candidates[self.policy.victims(pool.usage(candidates), missing)])
+            self._evict(pool, pool.first_victims(self.policy, missing))
         slots = pool.free_slots(count)
         pool.owner[slots] = RESERVED
         pool.pins[slots] = 1
@@ -213,7 +212,7 @@ class Tier:
         free = len(pool.free_slots(count))
         if free == count:
             return np.ones(count, bool)
-        return self.policy.keeps(arriving, pool.usage(pool.evictable()), free)
+        return self.policy.keeps(arriving, pool.usage(pool.first_victims(self.policy, count - free)), free)
 
     def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
         """Free slots in any state, and unpin them."""
@@ -332,7 +331,7 @@ class Tier:
                 newest = int(candidate.last_used[span].max())
                 if victim_slab is None or newest < victim_slab[0]:
                     victim_slab = (newest, candidate, index)
-        oldest_here = pool.last_used[pool.evictable()].min(initial=self.clock)
+        oldest_here = pool.last_used.min(initial=self.clock, where=pool.is_evictable())
         if victim_slab is None or (len(pool) and victim_slab[0] >= oldest_here):
             return False
         _, victim, index = victim_slab

@@ -71,16 +71,14 @@ class EvictionPolicy(ABC):
         """Return a score for each slot. The lowest scores are evicted first."""
 
     def victims(self, usage: Usage, count: int) -> np.ndarray:
-        """Return the indices of the `count` slots with the lowest scores, in any order."""
-        score = self.score(usage)
-        if count >= len(score):
-            return np.arange(len(score))
-        return np.argpartition(score, count)[:count] if count else np.empty(0, np.intp)
+        """Return the indices of the `count` slots with the lowest scores, lowest first."""
+        return _lowest(self.score(usage), usage.last_used, count)
 
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
         """Return a bool mask of the arriving blocks that the tier keeps, by the usage of the blocks.
 
-        They arrive from disk or a faster tier. `resident` are the evictable blocks in the tier; `free` slots are free.
+        They arrive from disk or a faster tier. `resident` are the blocks that the tier would evict for them; `free`
+        slots are free.
         """
         return np.ones(len(arriving.last_used), bool)
 
@@ -108,9 +106,6 @@ class AttentionGuided(EvictionPolicy):
 
     def score(self, usage: Usage) -> np.ndarray:
         return usage.importance * usage.accesses
-
-    def victims(self, usage: Usage, count: int) -> np.ndarray:
-        return _lowest(self.score(usage), usage.last_used, count)
 
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
         score, resident_score = self.score(arriving), self.score(resident)

@@ -268,7 +268,8 @@ class TierSet:
         for tier in self.tiers:
             tier.mend(self._pins.in_tier(tier))
         for pool in self.host.pools():
-            self._free_idle(self.host, pool, pool.evictable())  # blocks that moved to a device in that change
+            # blocks that moved to a device in that change
+            self._free_idle(self.host, pool, np.flatnonzero(pool.is_evictable()))
 
     def _unpin(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
         """Unpin slots. Free reserved and orphaned ones, and host slots with a block that is now on a device."""

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.store.geometry import ALIGNMENT
 from hf_tiered_cache.tiers import pool as pool_module
+from hf_tiered_cache.tiers import slabs as slabs_module
 from hf_tiered_cache.tiers.pool import FREE, RESERVED, SLAB_BYTES, SlotPool, Tier
 from hf_tiered_cache.tiers.scores import POLICIES, ScoreTable, Usage, make_policy
 
@@ -345,3 +346,19 @@ def test_importance_is_a_moving_average_of_the_chosen_share():
 def test_an_unknown_policy_is_named_with_those_there_are():
     with pytest.raises(ConfigError, match=r"'fifo'.*lru, lfu, attention"):
         make_policy("fifo")
+
+
+@pytest.mark.parametrize("few", [0, 4096])
+@given(
+    st.lists(st.tuples(st.sampled_from([FREE, RESERVED, 0, 1]), st.integers(0, 2), st.integers(0, 9)), max_size=12),
+    st.integers(0, 14),
+)
+def test_the_first_victims_are_evictable_and_used_longest_ago(few, slots, count):
+    owner, pins, last_used = np.array(slots, np.int64).reshape(-1, 3).T
+    zeros = np.zeros(len(slots), np.int64)
+    pool = SlotPool(8, owner=owner, last_used=last_used, uses=zeros, importance=zeros, accesses=zeros, pins=pins)
+    candidates = [slot for slot, (state, num_pins, _) in enumerate(slots) if state >= 0 and not num_pins]
+    expected = sorted(candidates, key=lambda slot: (last_used[slot], slot))[:count]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slabs_module, "_FEW_SLOTS", few)  # 0: the usage of some slots is copied
+        assert pool.first_victims(make_policy("lru"), count).tolist() == expected
