@@ -189,7 +189,7 @@ class Residency(TierSet):
                 self._tick(None)
                 missing_chunks = chunks[self.host.lookup(owner, chunks) < 0]
                 self._pins.add(handle.pin)
-                targets = self._reserve(self.host, block_bytes, missing_chunks, handle.pin)
+                (targets,) = self._reserve(self.host, block_bytes, [(None, missing_chunks)], handle.pin)
             for first, memory in targets.runs():
                 memory.copy_(blocks[first : first + len(memory)])
             with self._lock, self._guard:
@@ -240,9 +240,9 @@ class Residency(TierSet):
                 batches.setdefault(key, []).append((fetched, fetched.from_disk))
         for (size, is_deleted), batch in batches.items():  # a deleted segment is not looked up again
             if gpu is not None and self._direct and not is_deleted:
-                tier_blocks = self._reserve_each(gpu.tier, size, batch, pin)
+                tier_blocks = self._reserve(gpu.tier, size, batch, pin)
                 rests = [(None, _without(chunks, kept)) for (_, chunks), kept in zip(batch, tier_blocks, strict=True)]
-                staged_blocks = self._reserve_each(gpu.staging, size, rests, pin)
+                staged_blocks = self._reserve(gpu.staging, size, rests, pin)
                 for (fetched, _), kept, staged in zip(batch, tier_blocks, staged_blocks, strict=True):
                     fetched.staged_blocks = staged
                     fetched.device_blocks.extend((kept, staged))
@@ -252,7 +252,7 @@ class Residency(TierSet):
                     for (fetched, _), (_, rest), staged in zip(batch, rests, staged_blocks, strict=True)
                 ]
             if not is_deleted:
-                reserved_blocks = self._reserve_each(self.host, size, batch, pin)
+                reserved_blocks = self._reserve(self.host, size, batch, pin)
             for number, (fetched, chunks) in enumerate(batch):
                 host_blocks = [] if is_deleted else [reserved_blocks[number]]
                 host_blocks.extend(self.host.own_memory(_without(chunks, *host_blocks), size))
@@ -315,13 +315,13 @@ class Residency(TierSet):
         for size, batch in batches.items():
             sources = [host_blocks for _, host_blocks in batch]
             requests = [(fetched, host_blocks.chunks) for fetched, host_blocks in batch]
-            places = [[blocks] for blocks in self._reserve_each(gpu.tier, size, requests, handle.pin)]
+            places = [[blocks] for blocks in self._reserve(gpu.tier, size, requests, handle.pin)]
             rests = []
             for (fetched, chunks), (kept_blocks,) in zip(requests, places, strict=True):
                 fetched.moved = kept_blocks.chunks
                 rests.append(_without(chunks, kept_blocks))
             for tier in (gpu.staging, gpu.tier):  # the tier temporarily, if the staging area is full
-                reserved_blocks = self._reserve_each(tier, size, [(None, rest) for rest in rests], handle.pin)
+                reserved_blocks = self._reserve(tier, size, [(None, rest) for rest in rests], handle.pin)
                 for number, blocks in enumerate(reserved_blocks):
                     places[number].append(blocks)
                     rests[number] = rests[number][len(blocks) :]

@@ -204,12 +204,6 @@ class TierSet:
         self._pins.reap(self._unpin)
 
     def _reserve(
-        self, tier: Tier, block_bytes: int, chunks: np.ndarray, pin: Pin, fetched: FetchedBlocks | None = None
-    ) -> Blocks:
-        """Reserve slots for the chunks of one request. See `_reserve_each`."""
-        return self._reserve_each(tier, block_bytes, [(fetched, chunks)], pin)[0]
-
-    def _reserve_each(
         self, tier: Tier, block_bytes: int, requests: Sequence[tuple[FetchedBlocks | None, np.ndarray]], pin: Pin
     ) -> list[Blocks]:
         """Reserve slots for chunks of several requests, int64 ascending, for a pin, as many as `tier` has room for.
@@ -253,7 +247,7 @@ class TierSet:
         gpu = self._gpus[device]
         pin = Pin(gpu.stream, release_event=DoneEvent(), moves_down=True)
         self._pins.add(pin)
-        targets = self._reserve(self.host, size, blocks.chunks, pin)
+        (targets,) = self._reserve(self.host, size, [(None, blocks.chunks)], pin)
         if not len(targets):
             return
         gpu.copy(blocks, targets)
